@@ -1,0 +1,51 @@
+"""What plugin authors import: one file a kind of component, and `component.py` for declaring them.
+
+These names also come from here, loaded when first used: `from dovetail.api import ComponentSpec, Scheduler, hookimpl`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dovetail.api.attention import AttentionBackend
+    from dovetail.api.component import CommandSpec, ComponentSpec, hookimpl
+    from dovetail.api.executor import Executor
+    from dovetail.api.kv_cache import KVCacheManager
+    from dovetail.api.model import ModelArch
+    from dovetail.api.observer import Observer
+    from dovetail.api.sampler import Sampler
+    from dovetail.api.scheduler import Scheduler
+
+_HOMES = {
+    "AttentionBackend": "attention",
+    "CommandSpec": "component",
+    "ComponentSpec": "component",
+    "Executor": "executor",
+    "KVCacheManager": "kv_cache",
+    "ModelArch": "model",
+    "Observer": "observer",
+    "Sampler": "sampler",
+    "Scheduler": "scheduler",
+    "hookimpl": "component",
+}
+
+__all__ = [
+    "AttentionBackend",
+    "CommandSpec",
+    "ComponentSpec",
+    "Executor",
+    "KVCacheManager",
+    "ModelArch",
+    "Observer",
+    "Sampler",
+    "Scheduler",
+    "hookimpl",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dovetail.api' has no attribute {name!r}")
+    return getattr(import_module(f"dovetail.api.{_HOMES[name]}"), name)

@@ -1,0 +1,151 @@
+"""What an attention backend is: it owns the paged K and V cache of each layer, writes to it and attends over it.
+
+The runner calls `plan` once a step; each layer of a model, bound to the backend when the model is built, then calls `write` and `attend`. One
+ragged batch may mix prefills, chunks of prefills and decodes: row i has query tokens [query_starts[i], query_starts[i + 1]).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCapabilities:
+    """What a backend can do. None means any. What is not declared is refused at start-up with `reasons_against`, never tried."""
+
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    head_sizes: tuple[int, ...] | None = None
+    block_sizes: tuple[int, ...] | None = None  # if given, exactly these
+    block_size_multiple: int = 1
+    window: bool = True  # sliding window
+    cuda_graph: Literal["none", "decode", "mixed"] = "none"
+    shared_prefix: bool = False
+
+    def supports_block_size(self, block_size: int) -> bool:
+        if self.block_sizes is not None and block_size not in self.block_sizes:
+            return False
+        return block_size % self.block_size_multiple == 0
+
+    def default_block_size(self) -> int:
+        """The smallest >= 16 that is supported, or the largest there is."""
+        if self.block_sizes is not None:
+            return min((size for size in self.block_sizes if size >= 16), default=max(self.block_sizes))
+        return -(-16 // self.block_size_multiple) * self.block_size_multiple
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One attention layer, as this rank computes it."""
+
+    index: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    scale: float  # of the scores, before the softmax
+    window: int | None = None  # a query sees this many tokens, itself included; None: all before it
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionContext:
+    """Constants that a backend is made with."""
+
+    device: str  # "cpu", "cuda:0"
+    dtype: str  # of q, k, v and the cache: "float32", …
+    block_size: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """One step, as attention needs it. Tensors lie on the device; the arrays are the host's own copies of the same numbers.
+
+    Rows from `num_rows` on, and tokens from `num_tokens` on, are padding: they may be computed, but must not change any block. A padding
+    token's slot is -1.
+    """
+
+    num_rows: int
+    num_tokens: int
+    query_starts: torch.Tensor  # [rows + 1] int32
+    kv_lens: torch.Tensor  # [rows] int32: tokens a row can see once this step's K and V are written
+    block_table: torch.Tensor  # [rows, max_blocks] int32; entries past a row's blocks are undefined
+    slots: torch.Tensor  # [tokens] int64: block id * block_size + offset, where each token's K and V go
+    host_query_lens: np.ndarray  # [num_rows] int32
+    host_kv_lens: np.ndarray  # [num_rows] int32
+    shared_prefix_blocks: int = 0  # leading blocks that all rows have in common
+
+
+class AttentionLayer(ABC):
+    """One layer's share of a backend: its cache, and how to write to it and read it. It reads the batch of the backend's last `plan`."""
+
+    spec: LayerSpec
+
+    @abstractmethod
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k and v [tokens, kv_heads, head_size] at the batch's slots."""
+
+    @abstractmethod
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        """Causal attention of q [tokens, heads, head_size] over each row's cached K and V, those of this step included (they are written
+        first, for the whole batch). Returns [tokens, heads, head_size]."""
+
+
+class AttentionBackend(ABC):
+    """Made once an executor. `make_layer` is called while the model is built, then `allocate`, `prepare`, and each step `plan`."""
+
+    capabilities = AttentionCapabilities()
+    options: BaseModel
+
+    def __init__(self, options: BaseModel, context: AttentionContext) -> None:
+        self.options, self.context = options, context
+
+    @classmethod
+    def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
+        """Why it can't serve such layers, one sentence each; empty: it can. The default asks `capabilities`."""
+        caps, reasons = cls.capabilities, []
+        device = context.device.split(":")[0]
+        if device not in caps.devices:
+            reasons.append(f"device {device} is not among {', '.join(caps.devices)}")
+        if context.dtype not in caps.dtypes:
+            reasons.append(f"dtype {context.dtype} is not among {', '.join(caps.dtypes)}")
+        for size in sorted({layer.head_size for layer in layers}):
+            if caps.head_sizes is not None and size not in caps.head_sizes:
+                reasons.append(f"head size {size} is not among {', '.join(map(str, caps.head_sizes))}")
+        if not caps.supports_block_size(context.block_size):
+            sizes = ", ".join(map(str, caps.block_sizes)) if caps.block_sizes else f"multiples of {caps.block_size_multiple}"
+            reasons.append(f"block size {context.block_size} is not among {sizes}")
+        if not caps.window and any(layer.window is not None for layer in layers):
+            reasons.append("it has no sliding window")
+        return reasons
+
+    @abstractmethod
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        """A layer bound to this backend."""
+
+    @abstractmethod
+    def bytes_per_block(self, spec: LayerSpec) -> int:
+        """Bytes that one block takes in such a layer's cache, K and V together."""
+
+    @abstractmethod
+    def allocate(self, num_blocks: int) -> None:
+        """Make the caches of all layers, for this many blocks; drops those made before."""
+
+    @abstractmethod
+    def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
+        """Make all buffers, for steps of at most this many rows and tokens, and sequences of at most `max_len` tokens."""
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> None:
+        """Once a step, before the model runs: fill the buffers. On a GPU: no allocation, no synchronisation, the same addresses."""
+
+    @abstractmethod
+    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """Copy K and V of blocks `src` to blocks `dst` [n] int64 in every layer, as if one after the other."""

@@ -1,0 +1,89 @@
+"""How a plugin says what it offers: `ComponentSpec`, the `hookimpl` marker and the seven kinds.
+
+A plugin is a module named by an entry point in the group `dovetail.plugins`; see `dovetail.registry.hookspecs` for its hooks. Everything
+here is strings and small values, so that declaring a component imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import pluggy
+from pydantic import BaseModel, ConfigDict
+
+from dovetail.errors import PluginError
+
+ENTRY_POINT_GROUP = "dovetail.plugins"
+
+Kind = Literal["scheduler", "kv_cache", "attention", "model", "sampler", "executor", "observer"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+API_VERSIONS: dict[Kind, str] = dict.fromkeys(KINDS, "0.1")  # what this Dovetail offers, a kind
+
+hookimpl = pluggy.HookimplMarker("dovetail")
+
+_NAME = re.compile(r"[a-z0-9]+([_-][a-z0-9]+)*")
+_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+class NoOptions(BaseModel):
+    """The options of a component that has none: any key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentSpec:
+    """One component that a plugin offers. Raises `PluginError` when a field is malformed.
+
+    `target` and `options` are imported only when the component is used (`options` also to check a config). `requires` are requirement
+    strings (PEP 508) of packages that the target needs beyond its distribution's own dependencies; what is missing is named when used.
+    """
+
+    kind: Kind
+    name: str  # lower case letters, digits, "-" and "_"
+    target: str  # "package.module:Class", made as Class(options, context)
+    api: str = "0.1"  # of the kind, "major.minor"
+    options: str | None = None  # "package.module:Model", a pydantic model; None: no options
+    summary: str = ""  # one line for `dovetail plugins list`
+    requires: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()  # kind model: the Hugging Face `architectures` names that it serves
+    request_extra: str | None = None  # "package.module:Model", checks what a request carries for this distribution in `extra`
+
+    def __post_init__(self) -> None:
+        def wrong(what: str, value: object, right: str) -> PluginError:
+            return PluginError(f"ComponentSpec {self.name!r}: {what} is {value!r}, expected {right}")
+
+        if self.kind not in KINDS:
+            raise wrong("kind", self.kind, f"one of {', '.join(KINDS)}")
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise wrong("name", self.name, "lower case letters and digits, joined by '-' or '_'")
+        for what, value in (("target", self.target), ("options", self.options), ("request_extra", self.request_extra)):
+            if not (what != "target" and value is None) and not (isinstance(value, str) and _TARGET.fullmatch(value)):
+                raise wrong(what, value, '"package.module:Class"')
+        if not isinstance(self.api, str) or not re.fullmatch(r"\d+\.\d+", self.api):
+            raise wrong("api", self.api, '"major.minor", like "0.1"')
+        if not isinstance(self.summary, str) or "\n" in self.summary:
+            raise wrong("summary", self.summary, "one line of text")
+        for what, names in (("requires", self.requires), ("architectures", self.architectures)):
+            if not isinstance(names, tuple) or not all(isinstance(n, str) for n in names):
+                raise wrong(what, names, "a tuple of strings")
+        if self.architectures and self.kind != "model":
+            raise wrong("architectures", self.architectures, "nothing: only the kind 'model' has them")
+
+
+@dataclass(frozen=True, slots=True)
+class CommandSpec:
+    """A subcommand that a plugin adds to the `dovetail` command. `target` is a `typer.Typer` app or a function, imported when called."""
+
+    name: str
+    target: str  # "package.module:app"
+    summary: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise PluginError(f"CommandSpec: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
+        if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
+            raise PluginError(f'CommandSpec {self.name!r}: target is {self.target!r}, expected "package.module:app"')

@@ -1,0 +1,186 @@
+"""What an executor is: it computes the steps that the core plans. It owns the model, its K and V memory and the state of each row.
+
+The core sends a `Batch` a step that carries only what changed, as numpy int32 arrays; while a request keeps its row, its token ids stay with
+the executor. Results come in the order of submission. No torch here: an executor may be a simulation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import BaseModel
+
+from dovetail.api.clock import Clock
+from dovetail.api.component import Kind, NoOptions
+from dovetail.api.kv_cache import BlockCopy, KVLayout
+from dovetail.api.sampler import RowSampling
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A component, found and ready to be imported: what workers get, so that they need not search again. Picklable."""
+
+    kind: Kind
+    name: str  # qualified: "distribution:name"
+    target: str  # "package.module:Class"
+    options: Mapping[str, Any] = field(default_factory=dict)  # validated, as plain values
+    options_model: str | None = None  # "package.module:Model"
+    architectures: tuple[str, ...] = ()
+
+    def load(self) -> Any:
+        """The component's class, imported. Raises what the import raises."""
+        return _import(self.target)
+
+    def make(self, context: Any) -> Any:
+        """The component: `cls(options, context)`."""
+        options = (_import(self.options_model) if self.options_model else NoOptions)(**self.options)
+        return self.load()(options, context)
+
+
+def _import(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorConfig:
+    """The settings of `engine.yaml` that concern an executor, with the model's place resolved."""
+
+    model: str  # a local directory
+    dtype: str  # "auto" or a name
+    load_format: str  # "auto" | "safetensors" | "dummy"
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    kv_cache_memory: int | None  # bytes
+    block_size: int | None  # None: as the attention backend likes it
+    cuda_graphs: bool
+    overlap: bool
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorContext:
+    """What an executor is made with. `targets`: all models; the attention backends to consider, best first (one, if it was named); the sampler."""
+
+    config: ExecutorConfig
+    clock: Clock
+    models: tuple[Target, ...] = ()
+    attention: tuple[Target, ...] = ()
+    sampler: Target | None = None
+    progress: Callable[[str, int, int], None] | None = None  # (what, done, total): loading, capturing
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorCapabilities:
+    """`virtual_clock`: its `collect` moves a `VirtualClock`. `logprobs`: it can return them."""
+
+    virtual_clock: bool = False
+    logprobs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an executor can hold, said once it has started."""
+
+    num_blocks: int
+    max_in_flight: int  # steps that may be submitted and not collected, 1 or more
+    layout: KVLayout
+    vocab_size: int
+    max_model_len: int  # tokens of the longest sequence: prompt and output
+    details: Mapping[str, str] = field(default_factory=dict)  # what it chose, for people: device, dtype, attention, why
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A request takes a row. It may have run before (preempted, or its row was given away): `token_ids` holds all it has."""
+
+    row: int
+    request_id: str
+    token_ids: Int32  # [known tokens]: prompt and generated
+    prompt_len: int
+    computed: int  # tokens whose K and V are in its blocks already
+    blocks: Int32  # its block table
+    sampling: RowSampling
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step. In this order: rows in `removed` are given up, `added` begin, `new_blocks` are appended to tables, `copies` run, then each of
+    `rows` computes its next `num_tokens` tokens, and those with `samples` yield one token each, which becomes their row's next known token."""
+
+    step: int
+    removed: Int32  # [any] rows
+    added: tuple[NewRow, ...]
+    new_block_rows: Int32  # [any] row of each appended block, in order
+    new_blocks: Int32  # [any] block ids
+    copies: tuple[BlockCopy, ...]
+    rows: Int32  # [b] distinct rows
+    num_tokens: Int32  # [b] >= 1
+    samples: NDArray[np.bool_]  # [b]
+    shared_prefix_blocks: int = 0  # leading blocks that all rows have in common
+    drafts: None = None  # reserved for speculative decoding
+
+
+@dataclass(frozen=True, slots=True)
+class HostLogprobs:
+    """`TopLogprobs` as host arrays: [n, 1 + k] ids, [n, 1 + k] logprobs, [n] ranks."""
+
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    ranks: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a batch. Times are seconds on the engine's clock."""
+
+    step: int
+    token_ids: NDArray[np.int64]  # [b] the token of each row of the batch, -1 where none was sampled
+    started: float
+    ended: float
+    logprobs: HostLogprobs | None = None  # of the rows with `samples`, in order
+    # index in the batch -> logprobs of the known token *after* each one computed (n = num_tokens, less one where there is none)
+    prompt_logprobs: Mapping[int, HostLogprobs] = field(default_factory=dict)
+    failed: Mapping[int, str] = field(default_factory=dict)  # index in the batch -> why this row alone failed
+
+
+class Executor(ABC):
+    """Computes steps. Called from one thread: `start`, then `submit` and `collect` in turn, `stop` at the end."""
+
+    capabilities = ExecutorCapabilities()
+    options: BaseModel
+
+    def __init__(self, options: BaseModel, context: ExecutorContext) -> None:
+        self.options, self.context = options, context
+
+    @abstractmethod
+    def start(self) -> Capacity:
+        """Load the model and make the memory. Raises `ModelLoadError` or `UnsupportedError` with the reasons."""
+
+    @abstractmethod
+    def submit(self, batch: Batch) -> Any:
+        """Enqueue a step and return its handle, as soon as it can. At most `Capacity.max_in_flight` are uncollected at any time."""
+
+    @abstractmethod
+    def collect(self, handle: Any) -> Result:
+        """Wait for the oldest uncollected step, whose handle this is."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise `DovetailError` if it can't go on (a dead worker, a lost device)."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Release everything. Twice is as good as once; also after a failed start."""

@@ -1,0 +1,108 @@
+"""What a model architecture is: it serves Hugging Face `architectures` names and builds a torch module that computes hidden states and logits.
+
+Layers to build one from are in `dovetail.nn`. Attention layers are bound while the model is built: there is no global context. Every linear
+layer is parallel from the first day, with a group of one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import BaseModel
+
+from dovetail.api.attention import AttentionLayer, LayerSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ParallelGroup(Protocol):
+    """The ranks that share a model's weights (tensor parallelism). A group of one does nothing."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place; returns x."""
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Concatenate the ranks' tensors along `dim`, in the order of ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCapabilities:
+    """`tensor_parallel`: can be split over ranks. `quantizations`: names of weight formats it can load besides plain ones."""
+
+    tensor_parallel: bool = True
+    quantizations: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelContext:
+    """Constants that an architecture is made with; empty for now."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """What `build` may need."""
+
+    parallel: ParallelGroup
+    dtype: torch.dtype
+    device: torch.device
+    make_attention: Callable[[LayerSpec], AttentionLayer]
+    quant: str | None = None
+    layers: range | None = None  # the layers that this rank computes; None: all
+
+
+class CausalLM(Protocol):
+    """What `build` returns: a `torch.nn.Module` whose parameters all carry `load(source, shard_id)`: see `dovetail.nn.parameter`."""
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """token_ids [tokens] int64 and positions [tokens] int64 of a ragged batch -> hidden states [tokens, hidden_size], after the last
+        norm. `hidden`: the output of the layers before, where `BuildContext.layers` doesn't start at 0."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden_size] of the rows that sample -> logits [n, vocab_size], the same on every rank."""
+
+    def weights(self) -> Iterable[WeightRule]:
+        """Where each tensor of a checkpoint goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRule:
+    """The checkpoint's tensor `source` is loaded by `parameter.load(source_slice, shard_id)`: `shard_id` names the part of a fused
+    parameter ("q", "k", "v"; "gate", "up"), None: the whole."""
+
+    source: str
+    parameter: Any  # torch.nn.Parameter with .load
+    shard_id: str | None = None
+    optional: bool = False  # may be missing from the checkpoint (a tied head, say)
+
+
+class ModelArch(ABC):
+    """Serves the architectures that its `ComponentSpec` names."""
+
+    capabilities = ModelCapabilities()
+    options: BaseModel
+
+    def __init__(self, options: BaseModel, context: ModelContext) -> None:
+        self.options, self.context = options, context
+
+    @abstractmethod
+    def reasons_against(self, config: Any) -> list[str]:
+        """Why this Hugging Face config can't be served, each naming the field: one that changes the numbers and isn't implemented (a rope
+        type, quantization, softcap) must be here. Empty: it can."""
+
+    @abstractmethod
+    def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
+        """The attention layers that `build` will make, as this rank computes them."""
+
+    @abstractmethod
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        """A `CausalLM` with uninitialised parameters on `context.device`. `config` is a transformers `PretrainedConfig`."""

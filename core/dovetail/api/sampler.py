@@ -1,0 +1,108 @@
+"""What a sampler is: it turns logits into token ids, each row by its own parameters.
+
+Noise is counter-based: a function of (seed, output position, vocabulary id) alone, never a stateful generator, so that neither row, batch,
+preemption nor rank changes a seeded request's tokens. The history that penalties need lives in the executor's row state, on the device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """One request's sampling, resolved: no field is left to defaults. See `dovetail.request.SamplingParams` for the meanings.
+
+    Applied in this order: logit_bias, allowed_token_ids, bad words and (before min_tokens) the stop tokens to -inf; repetition, presence and
+    frequency penalty; temperature; then top_k, top_p and min_p, each over what the one before left.
+    """
+
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 64 bits
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences whose last token is never sampled after the others
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # all that end it (EOS included, unless ignored), kept out before min_tokens
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowHistory:
+    """The executor's row state, for reading; updated in place, on the device. Row indices are the core's."""
+
+    token_ids: torch.Tensor  # [max_rows, max_len] int32: prompt, then generated
+    num_tokens: torch.Tensor  # [max_rows] int32: tokens known to the executor
+    prompt_lens: torch.Tensor  # [max_rows] int32
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerContext:
+    """Constants that a sampler is made with."""
+
+    device: str
+    vocab_size: int
+    history: RowHistory
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerCapabilities:
+    """`cuda_graph`: `sample` can be captured; without it only the model is."""
+
+    cuda_graph: bool = False
+    logprobs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """Log-probabilities of n positions under the raw distribution. Column 0 is the token itself, then the k likeliest, best first."""
+
+    token_ids: torch.Tensor  # [n, 1 + k] int64
+    logprobs: torch.Tensor  # [n, 1 + k] float32
+    ranks: torch.Tensor  # [n] int64, of the token itself; 1 is the likeliest
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    token_ids: torch.Tensor  # [n] int64, on the device
+    logprobs: TopLogprobs | None = None  # when a row asks for them, k = the most that one asks
+
+
+class Sampler(ABC):
+    """Made once an executor; `prepare`, then each step `update` and `sample`."""
+
+    capabilities = SamplerCapabilities()
+    options: BaseModel
+
+    def __init__(self, options: BaseModel, context: SamplerContext) -> None:
+        self.options, self.context = options, context
+
+    @abstractmethod
+    def prepare(self, max_rows: int) -> None:
+        """Make all buffers."""
+
+    @abstractmethod
+    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+        """Rows given up, then rows that begin with these parameters (a row may be in both)."""
+
+    @abstractmethod
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        """One token for each of `rows` [n] int64 (distinct; `host_rows` holds the same numbers) from logits [n, vocab_size] of any float
+        dtype, which it may overwrite. The output position is num_tokens - prompt_lens. The history is not yet extended by the result.
+        `context.history` tells what a row's request has seen."""

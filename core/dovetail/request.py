@@ -1,0 +1,354 @@
+"""A request and what comes of it: `SamplingParams`, `Request` (what policies see), `RequestOutput`.
+
+Front ends make `SamplingParams`, the engine makes `Request` and `RequestOutput`. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Literal
+
+from dovetail.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort", "rejected", "error"]
+
+MAX_LOGPROBS = 1024  # more alternatives a token than this is a mistake, not a wish
+
+
+class OutputKind(Enum):
+    """What an output holds: all text so far, only what is new, or one output at the end."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL = "final"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens for one request, and when to stop. Checked when made: raises `RequestError` with the name and the allowed range.
+
+    A field left `None` in `temperature`, `top_k`, `top_p`, `min_p` or `repetition_penalty` takes the model's default (its
+    `generation_config.json`, if the engine uses it), else the neutral value.
+    """
+
+    n: int = 1  # samples, 1 or more; they share the prompt's blocks
+    temperature: float | None = None  # 0 is greedy; neutral: 1
+    top_k: int | None = None  # keep the k most likely; 0 or -1: all
+    top_p: float | None = None  # keep the smallest set whose probability reaches p, 0 < p <= 1
+    min_p: float | None = None  # keep tokens at least min_p times as likely as the likeliest, 0 <= p <= 1
+    seed: int | None = None  # same seed, same tokens, whatever else runs
+    max_tokens: int | None = 16  # None: up to the model's length
+    min_tokens: int = 0  # no EOS and no stop token before this many
+    stop: str | Sequence[str] | None = None  # stop strings
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    repetition_penalty: float | None = None  # of tokens in prompt and output, > 0 (CTRL, arXiv:1909.05858 section 4.1); neutral: 1
+    presence_penalty: float = 0.0  # subtracted once from a generated token's logit, -2 to 2
+    frequency_penalty: float = 0.0  # subtracted for each time it was generated, -2 to 2
+    logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit, -100 to 100
+    allowed_token_ids: Sequence[int] | None = None  # only these can be sampled
+    bad_words: Sequence[str] | None = None  # texts that are never completed
+    logprobs: int | None = None  # log-probabilities of the sampled token and of the k likeliest
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    skip_special_tokens: bool = True
+    detokenize: bool = True  # False: token ids only, no text
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+    extra_args: Mapping[str, Any] = field(default_factory=dict)  # for components; unknown keys are theirs to refuse
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        put("stop", _tuple_of("stop", stop, str, "non-empty strings", lambda s: len(s) > 0))
+        put("bad_words", _tuple_of("bad_words", self.bad_words, str, "non-empty strings", lambda s: len(s) > 0))
+        put("stop_token_ids", _tuple_of("stop_token_ids", self.stop_token_ids, int, "token ids >= 0", lambda i: i >= 0))
+        if self.allowed_token_ids is not None:
+            put("allowed_token_ids", _tuple_of("allowed_token_ids", self.allowed_token_ids, int, "token ids >= 0", lambda i: i >= 0))
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids must name at least one token id, got an empty list")
+        put("output_kind", _output_kind(self.output_kind))
+        _check_bools(self, "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
+        _integer("n", self.n, 1, 1024)
+        _integer("max_tokens", self.max_tokens, 1, optional=True)
+        _integer("min_tokens", self.min_tokens, 0)
+        _integer("top_k", self.top_k, -1, optional=True)
+        _integer("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
+        _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
+        _integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+        _number("temperature", self.temperature, 0.0, optional=True)
+        _number("top_p", self.top_p, 0.0, 1.0, optional=True, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0, optional=True)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, optional=True, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        put("logit_bias", _logit_bias(self.logit_bias))
+        put("extra_args", MappingProxyType(dict(self.extra_args or {})))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need text: set detokenize to true, or use stop_token_ids")
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if type(value) is not int or value < low or (high is not None and value > high):
+        upper = "" if high is None else f" and <= {high}"
+        raise RequestError(f"{name} must be an integer >= {low}{upper}{' or None' if optional else ''}, got {value!r}")
+
+
+def _number(name: str, value: Any, low: float, high: float | None = None, *, optional: bool = False, open_low: bool = False) -> None:
+    if value is None and optional:
+        return
+    wrong_type = isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
+    if wrong_type or value < low or (open_low and value == low) or (high is not None and value > high):
+        upper = "" if high is None else f" and <= {high:g}"
+        sign = ">" if open_low else ">="
+        raise RequestError(f"{name} must be a number {sign} {low:g}{upper}{' or None' if optional else ''}, got {value!r}")
+
+
+def _tuple_of(name: str, values: Any, kind: type, what: str, good: Any) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence | frozenset | set):
+        raise RequestError(f"{name} must be a list of {what}, got {values!r}")
+    for value in values:
+        if type(value) is not kind or not good(value):
+            raise RequestError(f"{name} must be a list of {what}, got {value!r} in it")
+    return tuple(values)
+
+
+def _check_bools(params: SamplingParams, *names: str) -> None:
+    for name in names:
+        if not isinstance(getattr(params, name), bool):
+            raise RequestError(f"{name} must be true or false, got {getattr(params, name)!r}")
+
+
+def _output_kind(value: Any) -> OutputKind:
+    try:
+        return value if isinstance(value, OutputKind) else OutputKind(value)
+    except ValueError:
+        raise RequestError(f"output_kind must be one of {', '.join(k.value for k in OutputKind)}, got {value!r}") from None
+
+
+def _logit_bias(bias: Any) -> Mapping[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers, got {bias!r}")
+    for token, value in bias.items():
+        _integer("logit_bias: token id", token, 0)
+        _number(f"logit_bias[{token}]", value, -100.0, 100.0)
+    return MappingProxyType({token: float(value) for token, value in bias.items()})
+
+
+class Request:
+    """A request as schedulers, KV-cache managers and observers see it: read-only for them. All times are seconds on the engine's clock.
+
+    The underscored fields are the engine's books of this request; only `dovetail.engine` writes them (a token is *known* when
+    its id has arrived, *in flight* when its step is planned and its id hasn't arrived yet).
+    """
+
+    __slots__ = (
+        "_capacity",
+        "_computed",
+        "_family",
+        "_first_scheduled_time",
+        "_first_token_time",
+        "_front",
+        "_granted",
+        "_in_flight",
+        "_last_token_time",
+        "_life",
+        "_next_commit",
+        "_num_blocks",
+        "_num_cached",
+        "_order",
+        "_output_ids",
+        "_preemptions",
+        "_prefill_end",
+        "_row",
+        "_status",
+        "_stop_ids",
+        "arrival_time",
+        "cache_keys",
+        "client",
+        "deadline",
+        "extra",
+        "id",
+        "max_tokens",
+        "needs_last_token",
+        "params",
+        "parent",
+        "predicted_tokens",
+        "priority",
+        "prompt_token_ids",
+        "prompt_tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        arrival_time: float = 0.0,
+        client: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        predicted_tokens: int | None = None,
+        parent: str | None = None,
+        cache_keys: tuple[str, ...] = (),
+        extra: Mapping[str, Any] | None = None,
+        needs_last_token: bool = False,
+    ) -> None:
+        self.id = id
+        self.prompt_token_ids: tuple[int, ...] = tuple(prompt_token_ids)
+        self.prompt_tokens: int = len(self.prompt_token_ids)  # how many
+        self.params = params
+        self.max_tokens = max_tokens  # the most tokens it may generate
+        self.arrival_time = arrival_time
+        self.client = client
+        self.priority = priority  # smaller is more important
+        self.deadline = deadline  # absolute, for the last token
+        self.predicted_tokens = predicted_tokens  # a guess of the output's length, if somebody made one
+        self.parent = parent  # id of the request that the user made, for the samples of n > 1
+        self.cache_keys = cache_keys  # salt, adapters: K and V are shared only under equal keys
+        self.extra: Mapping[str, Any] = MappingProxyType(dict(extra or {}))  # distribution -> its own validated model
+        self.needs_last_token = needs_last_token  # on the host, before the next token can be computed
+        self._output_ids: list[int] = []
+        self._order = 0  # how many were added before
+        self._status = Status.NEW
+        self._computed = 0  # tokens whose K and V are there or planned
+        self._prefill_end = self.prompt_tokens  # decoding once _computed reaches this
+        self._in_flight = 0  # sampled tokens planned, whose ids haven't arrived
+        self._capacity = 0  # tokens that its blocks can hold
+        self._num_blocks = 0  # entries of its block table
+        self._row = -1  # its row in the executor, or -1
+        self._granted = 0  # tokens granted in the step being planned
+        self._next_commit = 0  # at this many tokens another block is full
+        self._life = 0  # grows with each preemption: tells rows in flight of an earlier life apart
+        self._stop_ids: frozenset[int] = frozenset()
+        self._family: Any = None  # the samples of one user request (engine.family), if n > 1
+        self._front: Any = None  # what the front end keeps with it: text so far, stop strings
+        self._preemptions = 0
+        self._num_cached = 0
+        self._first_scheduled_time: float | None = None
+        self._first_token_time: float | None = None
+        self._last_token_time: float | None = None
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated whose ids have been received."""
+        return len(self._output_ids)
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        """The ids generated and received so far; grows while the request runs, not to be changed."""
+        return self._output_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and generated."""
+        return self.prompt_tokens + len(self._output_ids)
+
+    @property
+    def prefill_left(self) -> int:
+        """Tokens still to compute before it decodes; what is planned counts as computed. 0 while decoding."""
+        return max(0, self._prefill_end - self._computed)
+
+    @property
+    def output_left(self) -> int:
+        """Tokens that it may still generate; those in flight count as done."""
+        return self.max_tokens - len(self._output_ids) - self._in_flight
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose K and V are there or planned."""
+        return self._computed
+
+    @property
+    def preemptions(self) -> int:
+        return self._preemptions
+
+    @property
+    def first_token_time(self) -> float | None:
+        return self._first_token_time
+
+    @property
+    def last_token_time(self) -> float | None:
+        return self._last_token_time
+
+    def __repr__(self) -> str:
+        return f"Request({self.id!r}, prompt_tokens={self.prompt_tokens}, generated={self.generated}, {self._status.value})"
+
+
+class Status(Enum):
+    """Where a request stands in the engine."""
+
+    NEW = "not arrived"  # invisible to the policy
+    WAITING = "waiting"  # holds no blocks
+    RUNNING = "running"  # holds blocks
+    DRAINING = "draining"  # its last allowed token is in flight
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """`logprob` is of the raw distribution (before temperature, filters and penalties); `rank` 1 is the likeliest token."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+TokenLogprobMap = dict[int, Logprob]  # token id -> its logprob, for one position
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened, in seconds on the engine's clock; None: not yet."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sample of a request. `text` and `token_ids` hold all or only what is new, as `SamplingParams.output_kind` says."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobMap] | None = None  # one map a token of `token_ids`
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or string that matched, "kv_capacity", or why it was rejected
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a user gets of one request, after each step that brought something or once at its end (`SamplingParams.output_kind`)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[TokenLogprobMap | None] | None = None  # None for the first token
+    num_cached_tokens: int = 0  # prompt tokens whose K and V were found in the prefix cache
+    metrics: RequestMetrics | None = None
