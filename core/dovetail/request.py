@@ -156,6 +156,7 @@ class Request:
     """
 
     __slots__ = (
+        "_blocks",
         "_capacity",
         "_computed",
         "_family",
@@ -164,18 +165,22 @@ class Request:
         "_front",
         "_granted",
         "_in_flight",
+        "_last_computed",
         "_last_token_time",
-        "_life",
+        "_lost",
         "_next_commit",
-        "_num_blocks",
         "_num_cached",
         "_order",
         "_output_ids",
         "_preemptions",
         "_prefill_end",
         "_row",
+        "_samples",
+        "_sampling",
         "_status",
         "_stop_ids",
+        "_stopper",
+        "_touched",
         "arrival_time",
         "cache_keys",
         "client",
@@ -190,7 +195,7 @@ class Request:
         "priority",
         "prompt_token_ids",
         "prompt_tokens",
-    )  # fmt: skip
+    )
 
     def __init__(
         self,
@@ -229,15 +234,20 @@ class Request:
         self._computed = 0  # tokens whose K and V are there or planned
         self._prefill_end = self.prompt_tokens  # decoding once _computed reaches this
         self._in_flight = 0  # sampled tokens planned, whose ids haven't arrived
+        self._blocks: list[int] = []  # its block table
+        self._last_computed = self.prompt_tokens + max_tokens - 1  # computing this many samples the last allowed token
         self._capacity = 0  # tokens that its blocks can hold
-        self._num_blocks = 0  # entries of its block table
+        self._next_commit = 0  # at this many tokens another block is full
         self._row = -1  # its row in the executor, or -1
         self._granted = 0  # tokens granted in the step being planned
-        self._next_commit = 0  # at this many tokens another block is full
-        self._life = 0  # grows with each preemption: tells rows in flight of an earlier life apart
+        self._samples = False  # its grant computes its last known token, so that a new one is sampled; always true of decodes
+        self._touched = -1  # the last step that granted, evicted or rejected it
+        self._lost = 0  # tokens that were computed once, before a preemption
+        self._sampling: Any = None  # RowSampling, resolved by the front end
         self._stop_ids: frozenset[int] = frozenset()
+        self._stopper: Any = None  # called with each token id; returns the stop string that it completes, or None
         self._family: Any = None  # the samples of one user request (engine.family), if n > 1
-        self._front: Any = None  # what the front end keeps with it: text so far, stop strings
+        self._front: Any = None  # what the front end keeps with it: text so far, and how to report it
         self._preemptions = 0
         self._num_cached = 0
         self._first_scheduled_time: float | None = None

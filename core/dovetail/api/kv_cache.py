@@ -108,9 +108,9 @@ class KVCacheManager(ABC):
         multiple of the block size; 0 when the request asks for prompt logprobs. Shared only under equal `request.cache_keys`."""
 
     @abstractmethod
-    def blocks_needed(self, request: Request, num_tokens: int) -> int:
+    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
         """Blocks that `allocate(request, num_tokens)` would take from those available (empty ones, and cached ones that nobody holds;
-        a prefix hit on such a one counts): pure."""
+        a prefix hit on such a one counts), if the requests `without` were freed first: pure."""
 
     @abstractmethod
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
@@ -122,6 +122,10 @@ class KVCacheManager(ABC):
         """The K and V of its first `upto` tokens are written by steps already submitted (readers come later in stream order): full blocks
         of them may be found by `lookup` from now on. The core calls it for prompt tokens at submit, for generated ones when their ids
         arrive; a request planned in the same step may share them."""
+
+    @abstractmethod
+    def uncommit(self, request: Request, upto: int) -> None:
+        """Take back what was committed of it beyond its first `upto` tokens: they will not be written after all."""
 
     @abstractmethod
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
@@ -146,8 +150,8 @@ class KVCacheManager(ABC):
         """Leading blocks that are the same in the tables of all `requests`: attention may read them once."""
 
     @abstractmethod
-    def held_only_by(self, request: Request) -> int:
-        """Blocks that `free(request)` would make available."""
+    def held_only_by(self, requests: Sequence[Request]) -> int:
+        """Blocks that freeing all of these would make available."""
 
     @abstractmethod
     def reset(self) -> None:

@@ -58,6 +58,7 @@ class BuildContext:
     make_attention: Callable[[LayerSpec], AttentionLayer]
     quant: str | None = None
     layers: range | None = None  # the layers that this rank computes; None: all
+    max_len: int | None = None  # tokens of the longest sequence that will run; None: the model's own
 
 
 class CausalLM(Protocol):
@@ -77,10 +78,12 @@ class CausalLM(Protocol):
 @dataclass(frozen=True, slots=True)
 class WeightRule:
     """The checkpoint's tensor `source` is loaded by `parameter.load(source_slice, shard_id)`: `shard_id` names the part of a fused
-    parameter ("q", "k", "v"; "gate", "up"), None: the whole."""
+    parameter ("q", "k", "v"; "gate", "up"), None: the whole.
+
+    Two rules may name the same part (tied weights): the checkpoint may hold either tensor, or both if they are equal."""
 
     source: str
-    parameter: Any  # torch.nn.Parameter with .load
+    parameter: Any  # torch.nn.Parameter with .load; None: the tensor is known, and none of this rank's business
     shard_id: str | None = None
     optional: bool = False  # may be missing from the checkpoint (a tied head, say)
 

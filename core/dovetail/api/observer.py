@@ -46,7 +46,6 @@ class RequestAdmitted:
 class RequestPreempted:
     time: float
     request: Request
-    blocks: int  # that came free
 
 
 @dataclass(frozen=True, slots=True)

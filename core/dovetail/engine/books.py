@@ -1,0 +1,80 @@
+"""The books that outlive a step: who waits, who runs, whose blocks are whose. `PlannedStep` changes them on a policy's behalf, `EngineCore`
+when requests arrive, when results come in and when requests finish."""
+
+from __future__ import annotations
+
+from dovetail.api.kv_cache import KVCacheManager
+from dovetail.engine.estimator import StepTimeFit
+from dovetail.engine.queue import RequestQueue
+from dovetail.engine.rows import RowTable
+from dovetail.request import Request, Status
+
+
+class Books:
+    """Queues, rows and blocks, kept consistent: a request holds blocks exactly while it is RUNNING or DRAINING (or lingers, see `linger`)."""
+
+    def __init__(self, kv: KVCacheManager, block_size: int, window: int | None, max_seqs: int, policy_name: str) -> None:
+        self.kv = kv
+        self.block_size = block_size
+        self.window = window
+        self.policy_name = policy_name
+        self.waiting = RequestQueue()
+        self.running = RequestQueue()
+        self.rows = RowTable(max_seqs)
+        self.fit = StepTimeFit()
+        self.lingering: list[Request] = []  # finished, blocks kept for one more planning so that siblings can fork them
+
+    def extend(self, request: Request, blocks: tuple[int, ...]) -> None:
+        """Append blocks that the manager has given to it."""
+        request._blocks.extend(blocks)
+        request._capacity = len(request._blocks) * self.block_size
+
+    def commit(self, request: Request) -> None:
+        """Let others find its full blocks whose tokens are known and planned; of a preempted request, take note of what is known."""
+        if not request._blocks:
+            request._prefill_end = request.num_tokens
+            return
+        upto = min(request._computed, request.prompt_tokens + len(request._output_ids))
+        if upto >= request._next_commit:
+            self.kv.commit(request, upto)
+            request._next_commit = (upto // self.block_size + 1) * self.block_size
+
+    def drop_blocks(self, request: Request) -> None:
+        """It holds no blocks and no row from now on."""
+        self.rows.release(request)
+        self.kv.free(request)
+        request._blocks = []
+        request._capacity = 0
+        request._computed = 0
+        request._next_commit = 0
+
+    def requeue(self, request: Request) -> None:
+        """Preempted: back to the waiting, without blocks; its tokens will be prefilled again."""
+        self.running.remove(request)
+        request._lost = max(request._lost, request._computed)
+        self.drop_blocks(request)
+        request._status = Status.WAITING
+        request._preemptions += 1
+        request._prefill_end = request.num_tokens
+        self.waiting.add(request)
+
+    def remove(self, request: Request) -> None:
+        """Finished: out of the queues; its blocks go, unless samples of the same prompt are about to fork them."""
+        if request._status is Status.WAITING:
+            if request._family is not None and request in request._family.held:
+                request._family.held.remove(request)
+            else:
+                self.waiting.remove(request)
+        elif request._status is Status.RUNNING:
+            self.running.remove(request)
+        request._status = Status.FINISHED
+        if request._blocks and request._family is not None and request._family.has_fresh():
+            self.rows.release(request)
+            self.lingering.append(request)
+        else:
+            self.drop_blocks(request)
+
+    def drop_lingering(self) -> None:
+        for request in self.lingering:
+            self.drop_blocks(request)
+        self.lingering.clear()

@@ -1,0 +1,553 @@
+"""The loop: arrivals, planning, submitting, collecting. It is the same on a GPU, on a CPU and in simulation.
+
+One call of `EngineCore.step` plans at most one step and collects at most one. With overlap, N + 1 is planned and submitted while the device
+still runs N, so that the device never waits for Python:
+
+      planning     N-1        N        N+1                     results of N-1 are in before N+1 is planned,
+      device            N-2 |  N-1  |   N   |  N+1             those of N are not
+      results            N-3     N-2     N-1
+
+What overlap means for a request is kept here and in `step.py`, out of every policy's sight: tokens in flight count as done; a stop found late
+wastes one row, which shows nowhere; what is freed while a step is in flight may be reused at once, because batches run in order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dovetail.api.clock import Clock, VirtualClock
+from dovetail.api.executor import Batch, Capacity, Executor, HostLogprobs, NewRow, Result
+from dovetail.api.kv_cache import BlockCounts, KVCacheManager
+from dovetail.api.observer import (
+    Decision,
+    EngineStopped,
+    RequestAdmitted,
+    RequestArrived,
+    RequestFinished,
+    RequestPreempted,
+    StepFinished,
+)
+from dovetail.api.scheduler import Ran, Scheduler, StepDone
+from dovetail.engine.books import Books
+from dovetail.engine.observers import ObserverHub
+from dovetail.engine.step import PlannedStep
+from dovetail.errors import DovetailError, EngineDeadError, PolicyError, SchedulerStalled
+from dovetail.request import FinishReason, Request, Status
+
+logger = logging.getLogger("dovetail")
+
+STORM_STEPS = 1_000  # a recompute storm: more tokens recomputed than computed anew over this many steps
+LATE_SHARE = 0.7  # planning late: at this share of the running step's estimated time
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSettings:
+    """Of `engine.yaml`."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    overlap: bool
+    scheduler_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What a call of `step` brings to the front end: `token_ids[i]` is new for `requests[i]`. Requests may finish without a token."""
+
+    requests: list[Request] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finished: dict[Request, Finish] = field(default_factory=dict)
+    logprobs: dict[Request, tuple[HostLogprobs, int]] = field(default_factory=dict)  # and the position in it
+    prompt_logprobs: list[tuple[Request, HostLogprobs]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counts since the engine started, and the present state. Times in seconds."""
+
+    waiting: int = 0
+    running: int = 0
+    steps: int = 0
+    arrived: int = 0
+    finished: int = 0
+    prefill_tokens: int = 0  # computed, those of re-prefill included
+    decode_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    device_s: float = 0.0
+    core_s: float = 0.0  # wall time of the core itself: planning, batches, results
+    blocks: BlockCounts = field(default_factory=lambda: BlockCounts(0, 0, 0))
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was submitted and whose results aren't in."""
+
+    index: int
+    handle: Any
+    planned: float
+    requests: list[Request]
+    tokens: list[int]
+    samples: list[bool] | None  # None: all
+    prefill_tokens: int
+    context_tokens: int
+    cached_tokens: int
+    preempted: int
+    recomputed_tokens: int
+    core_s: float
+    decisions: tuple[Decision, ...]
+
+
+class EngineCore:
+    """Owns the books and drives scheduler, KV-cache manager and executor. Not thread safe: one thread calls it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        kv: KVCacheManager,
+        executor: Executor,
+        capacity: Capacity,
+        clock: Clock,
+        settings: CoreSettings,
+        observers: ObserverHub | None = None,
+    ) -> None:
+        self.scheduler, self.kv, self.executor, self.clock, self.settings = scheduler, kv, executor, clock, settings
+        self.observers = observers or ObserverHub([])
+        self.books = Books(kv, capacity.layout.block_size, capacity.layout.window, settings.max_num_seqs, settings.scheduler_name)
+        self.max_in_flight = capacity.max_in_flight if settings.overlap else 1
+        self.wait_until: Callable[[float], None] = clock.wait_until  # an asynchronous front end puts one that it can interrupt
+        self.expects_arrivals = False  # so that planning late pays, even if none is known of yet
+        self.stats = EngineStats()
+        self.dead: BaseException | None = None
+        self._requests: dict[str, Request] = {}  # unfinished, by id
+        self._arrivals: list[tuple[float, int, Request]] = []  # a heap
+        self._added = 0
+        self._flights: list[Flight] = []
+        self._index = 0
+        self._last_ended = -math.inf
+        self._finished: dict[Request, Finish] = {}  # outside of results: rejected, failed
+        self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
+        self._plan_s = 0.0  # a running mean of the time that planning takes
+        self._storm = _StormWatch(settings.scheduler_name)
+
+    # For the front end
+
+    def add(self, request: Request) -> None:
+        """Take a request, whose fields were checked. It stays invisible until its `arrival_time`."""
+        self._check_alive()
+        request._order = self._added
+        self._added += 1
+        self._requests[request.id] = request
+        heapq.heappush(self._arrivals, (request.arrival_time, request._order, request))
+
+    def abort(self, request: Request) -> None:
+        """It ends now and nothing more of it is delivered; what is in flight of it is dropped."""
+        if request._status is not Status.FINISHED:
+            self._finish(request, Finish("abort"))
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests or self._finished)
+
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    def step(self) -> Delivery:
+        """Plan and submit a step, if there is one; collect the oldest, if the device has enough to do. An error of the policy, the executor or
+        a component ends the engine: every unfinished request is delivered as finished with "error", and later calls raise `EngineDeadError`."""
+        self._check_alive()
+        try:
+            delivery = self._step()
+        except Exception as error:
+            self._die(error)
+            delivery = Delivery()
+        if self._finished:
+            delivery.finished |= self._finished
+            self._finished = {}
+        return delivery
+
+    def update_stats(self) -> EngineStats:
+        self.stats.waiting, self.stats.running = len(self.books.waiting), len(self.books.running)
+        self.stats.blocks = self.kv.counts
+        return self.stats
+
+    def stop(self) -> None:
+        """Collect what is in flight, stop the executor, tell the observers."""
+        flights, self._flights = self._flights, []
+        try:
+            for flight in flights:
+                if self.dead is None:
+                    self.executor.collect(flight.handle)
+        finally:
+            self.executor.stop()
+            if self.observers:
+                self.observers.tell("on_stopped", EngineStopped(self.clock.now(), self.dead))
+
+    # The loop
+
+    def _step(self) -> Delivery:
+        for _ in range(2 * len(self._requests) + 8):  # a policy may take a few plans to make room, but not for ever
+            planned = None
+            if len(self._flights) < self.max_in_flight:
+                self._wait_until_due()
+                planned = self._plan_and_submit()
+                if planned.granted and len(self._flights) < self.max_in_flight:
+                    return Delivery()
+            if self._flights:
+                return self._collect()
+            if self._finished or not self._requests:
+                return Delivery()
+            if planned is not None and not planned.acted:
+                self._idle(planned)
+                return Delivery()
+        raise self._stalled("preempts and rejects, but never grants")
+
+    def _idle(self, planned: PlannedStep) -> None:
+        """Nothing is in flight and nothing was granted: sleep until something changes."""
+        wake = min(planned.wake_time, self._arrivals[0][0] if self._arrivals else math.inf)
+        if wake < math.inf:
+            self.wait_until(wake)
+        elif not self._end_for_lack_of_memory():
+            raise self._stalled("grants nothing, sets no wake_at")
+
+    def _stalled(self, what: str) -> SchedulerStalled:
+        return SchedulerStalled(
+            f"scheduler {self.settings.scheduler_name} {what}, and nothing is in flight: {len(self._requests)} unfinished requests would wait "
+            f"for ever ({len(self.books.waiting)} waiting, {len(self.books.running)} running, {self.kv.available_blocks} blocks available)"
+        )
+
+    def _end_for_lack_of_memory(self) -> bool:
+        """A request that alone fills the pool, and can't grow, ends at its present length."""
+        running = self.books.running.as_tuple()
+        if len(running) != 1 or self.kv.available_blocks or not running[0].generated:
+            return False
+        self._finish(running[0], Finish("length", "kv_capacity"), deliver=True)
+        return True
+
+    # Planning
+
+    def _wait_until_due(self) -> None:
+        """Plan as late as the device allows while more requests may come, so that one that arrives during a step isn't a whole step late."""
+        if not self._flights or not (self._arrivals or self.expects_arrivals):
+            return
+        flight = self._flights[-1]
+        duration = self.books.fit.estimate_s(flight.prefill_tokens, len(flight.requests), flight.context_tokens)
+        started = max(self._last_ended, flight.planned)
+        if isinstance(self.clock, VirtualClock):
+            due = started + LATE_SHARE * duration
+        else:
+            due = started + min(LATE_SHARE * duration, duration - 3 * self._plan_s)
+        if self._arrivals and self._arrivals[0][0] > due and not self.expects_arrivals:
+            return
+        if due > self.clock.now():
+            self.wait_until(due)
+
+    def _plan_and_submit(self) -> PlannedStep:
+        begun = time.perf_counter()
+        now = self.clock.now()
+        self._admit_arrivals(now)
+        step = PlannedStep(
+            self.books,
+            self._index,
+            now,
+            self.settings.max_num_batched_tokens,
+            self.settings.max_num_seqs,
+            log=self.observers.wants_decisions,
+        )
+        self._index += 1
+        if self.books.waiting or self.books.running:
+            self._ask("schedule", step)
+        step.close()
+        lingering = list(self.books.lingering)
+        self._apply(step)
+        for request in lingering:
+            self.books.drop_blocks(request)
+            self.books.lingering.remove(request)
+        if step.granted:
+            batch, flight = self._build(step)
+            for request in step.granted:
+                request._granted = 0
+            for request in step.prefilled:
+                if request._family is not None:
+                    self._release_family(request)
+            flight.handle = self.executor.submit(batch)
+            self._flights.append(flight)
+            flight.core_s = time.perf_counter() - begun
+            self._plan_s += 0.1 * (flight.core_s - self._plan_s)
+        return step
+
+    def _admit_arrivals(self, now: float) -> None:
+        while self._arrivals and self._arrivals[0][0] <= now:
+            request = heapq.heappop(self._arrivals)[2]
+            if request._status is Status.FINISHED:
+                continue
+            self.stats.arrived += 1
+            if self.observers:
+                self.observers.tell("on_arrived", RequestArrived(now, request))
+            held = request._family is not None and not request._family.may_wait(request)
+            request._status = Status.WAITING
+            if held:
+                request._family.held.append(request)
+            else:
+                self.books.waiting.add(request)
+            self._ask("on_arrival", request)
+
+    def _apply(self, step: PlannedStep) -> None:
+        """What the policy decided besides grants: tell of evictions, finish the rejected, show samples whose prompt is computed."""
+        self.stats.preemptions += len(step.preempted)
+        for request in step.preempted:
+            if self.observers:
+                self.observers.tell("on_preempted", RequestPreempted(step.now, request))
+            self._ask("on_preempted", request)
+        for request, reason in step.rejected.items():
+            self._finish(request, Finish("rejected", reason), deliver=True)
+        for request, cached in step.admitted.items():
+            self.stats.cached_tokens += cached
+            if self.observers:
+                self.observers.tell("on_admitted", RequestAdmitted(step.now, request, cached))
+
+    def _release_family(self, request: Request) -> None:
+        for sample in request._family.release():
+            self.books.waiting.add(sample)
+
+    def _build(self, step: PlannedStep) -> tuple[Batch, Flight]:
+        requests, tokens = list(step.granted), list(step.granted.values())
+        appended = [(r._row, block) for r, blocks in step.appended if r._row >= 0 for block in blocks]
+        newcomers = [r for r in requests if r._row < 0]
+        for request in newcomers:
+            self.books.rows.assign(request)
+        removed = self.books.rows.take_removed()
+        samples = None if not step.prefill_tokens else [r._samples for r in requests]
+        batch = Batch(
+            step=step.index,
+            removed=np.array(removed, np.int32),
+            added=tuple(_new_row(r, step.granted[r]) for r in newcomers),
+            new_block_rows=np.array([row for row, _ in appended], np.int32),
+            new_blocks=np.array([block for _, block in appended], np.int32),
+            copies=tuple(self.kv.take_copies()),
+            rows=np.array([r._row for r in requests], np.int32),
+            num_tokens=np.array(tokens, np.int32),
+            samples=np.ones(len(requests), np.bool_) if samples is None else np.array(samples, np.bool_),
+        )
+        flight = Flight(
+            index=step.index,
+            handle=None,
+            planned=step.now,
+            requests=requests,
+            tokens=tokens,
+            samples=samples,
+            prefill_tokens=step.prefill_tokens,
+            context_tokens=sum([r._computed for r in requests]),
+            cached_tokens=sum(step.admitted.values()),
+            preempted=len(step.preempted),
+            recomputed_tokens=step.recomputed_tokens,
+            core_s=0.0,
+            decisions=tuple(step.decisions or ()),
+        )
+        for request in [r for r in requests if r._computed >= r._last_computed]:
+            request._status = Status.DRAINING
+            self.books.running.remove(request)
+        return batch, flight
+
+    # Results
+
+    def _collect(self) -> Delivery:
+        flight = self._flights.pop(0)
+        result = self.executor.collect(flight.handle)
+        begun = time.perf_counter()
+        if result.step != flight.index:
+            raise DovetailError(f"the executor returned step {result.step} where {flight.index} was due: results must come in order")
+        self._last_ended = result.ended
+        self.books.fit.update(result.ended - result.started, flight.prefill_tokens, len(flight.requests), flight.context_tokens)
+        delivery = self._deliver(flight, result)
+        self._settle(flight, result, delivery, begun)
+        return delivery
+
+    def _deliver(self, flight: Flight, result: Result) -> Delivery:
+        """Give each live request its token and see whether it stops there. Finished ones are left alone: a wasted row shows nowhere."""
+        now = self.clock.now()
+        finished_status, next_logprob = Status.FINISHED, 0
+        delivery = Delivery()
+        requests, token_ids, finished = delivery.requests, delivery.token_ids, delivery.finished
+        for index, (request, token) in enumerate(zip(flight.requests, result.token_ids.tolist(), strict=True)):
+            sampled = flight.samples is None or flight.samples[index]
+            if sampled:
+                next_logprob += 1
+            if request._status is finished_status:
+                continue
+            if index in result.failed:
+                finished[request] = Finish("error", result.failed[index])
+                continue
+            if index in result.prompt_logprobs:
+                delivery.prompt_logprobs.append((request, result.prompt_logprobs[index]))
+            if not sampled:
+                continue
+            request._in_flight -= 1
+            output = request._output_ids
+            output.append(token)
+            requests.append(request)
+            token_ids.append(token)
+            request._last_token_time = now
+            if result.logprobs is not None and request.params.logprobs is not None:
+                delivery.logprobs[request] = (result.logprobs, next_logprob - 1)
+            if request._first_token_time is None:
+                request._first_token_time = now
+            if token in request._stop_ids and len(output) >= request.params.min_tokens:
+                finished[request] = Finish("stop", token if token in (request.params.stop_token_ids or ()) else None)
+            elif request._stopper is not None and (matched := request._stopper(token)) is not None:
+                finished[request] = Finish("stop", matched)
+            elif len(output) >= request.max_tokens:
+                finished[request] = Finish("length")
+            elif request._computed >= request._next_commit:
+                self.books.commit(request)
+        return delivery
+
+    def _settle(self, flight: Flight, result: Result, delivery: Delivery, begun: float) -> None:
+        """Statistics, the policy's `on_step`, then the ends of requests, then the observers."""
+        stats, decodes = self.stats, sum(flight.tokens) - flight.prefill_tokens
+        stats.steps += 1
+        stats.prefill_tokens += flight.prefill_tokens
+        stats.decode_tokens += decodes
+        stats.generated_tokens += len(delivery.requests)
+        stats.recomputed_tokens += flight.recomputed_tokens
+        stats.device_s += result.ended - result.started
+        self._storm.saw(flight.recomputed_tokens, sum(flight.tokens))
+        if self._watches_steps:
+            self._ask("on_step", StepDone(flight.index, result.started, result.ended, _ran(flight, delivery)))
+        for request, finish in delivery.finished.items():
+            if finish.reason == "error" and request._blocks:
+                self.kv.uncommit(request, 0)
+            self._finish(request, finish)
+        core_s = flight.core_s + time.perf_counter() - begun
+        stats.core_s += core_s
+        if self.observers:
+            self._tell_of(flight, result, decodes, len(delivery.requests), core_s)
+
+    def _tell_of(self, flight: Flight, result: Result, decodes: int, generated: int, core_s: float) -> None:
+        event = StepFinished(
+            index=flight.index,
+            planned=flight.planned,
+            started=result.started,
+            ended=result.ended,
+            prefill_tokens=flight.prefill_tokens,
+            decode_tokens=decodes,
+            generated_tokens=generated,
+            cached_tokens=flight.cached_tokens,
+            waiting=len(self.books.waiting),
+            running=len(self.books.running),
+            preempted=flight.preempted,
+            recomputed_tokens=flight.recomputed_tokens,
+            blocks=self.kv.counts,
+            core_s=core_s,
+            decisions=flight.decisions,
+        )
+        self.observers.tell("on_step", event)
+
+    # Ends
+
+    def _finish(self, request: Request, finish: Finish, *, deliver: bool = False) -> None:
+        """It is over: out of the books; the policy and the observers hear of it if they heard of its arrival."""
+        arrived = request._status is not Status.NEW
+        if request._blocks and finish.reason != "error":
+            self.books.commit(request)  # what it generated may be the next turn's prompt
+        self.books.remove(request)
+        del self._requests[request.id]
+        if deliver:
+            self._finished[request] = finish
+        if request._family is not None:
+            self._release_family(request)
+        if not arrived:
+            return
+        self.stats.finished += 1
+        if self.observers:
+            self.observers.tell("on_finished", RequestFinished(self.clock.now(), request, finish.reason, finish.stop_reason))
+        self._ask("on_finished", request)
+
+    def _die(self, error: Exception) -> None:
+        """Nothing can be trusted any more: fail every request, without asking the policy again."""
+        self.dead = error
+        logger.error("the engine is dead: %s", error)
+        for request in list(self._requests.values()):
+            request._status = Status.FINISHED
+            self._finished[request] = Finish("error", str(error) or repr(error))
+            if self.observers:
+                self.observers.tell("on_finished", RequestFinished(self.clock.now(), request, "error", str(error)))
+        self._requests.clear()
+        self._arrivals.clear()
+
+    def _check_alive(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(f"the engine is dead and takes no more work: {self.dead}") from self.dead
+
+    def _ask(self, method: str, argument: Any) -> None:
+        """Call the policy; what it raises is named after it."""
+        try:
+            getattr(self.scheduler, method)(argument)
+        except PolicyError:
+            raise
+        except Exception as error:
+            name = self.settings.scheduler_name
+            raise PolicyError(f"scheduler {name} raised in {method}(): {type(error).__name__}: {error}") from error
+
+
+def _new_row(request: Request, granted: int) -> NewRow:
+    return NewRow(
+        row=request._row,
+        request_id=request.id,
+        token_ids=np.array(request.prompt_token_ids + tuple(request._output_ids), np.int32),
+        prompt_len=request.prompt_tokens,
+        computed=request._computed - granted,
+        blocks=np.array(request._blocks, np.int32),
+        sampling=request._sampling,
+    )
+
+
+def _ran(flight: Flight, delivery: Delivery) -> tuple[Ran, ...]:
+    """What the policy is told. A request that had ended before these results came isn't among them."""
+    delivered = set(delivery.requests)
+    return tuple(
+        Ran(request, tokens, int(request in delivered))
+        for request, tokens in zip(flight.requests, flight.tokens, strict=True)
+        if request._status is not Status.FINISHED
+    )
+
+
+class _StormWatch:
+    """Warns once when, over a thousand steps, more was recomputed after preemptions than computed anew."""
+
+    def __init__(self, policy_name: str) -> None:
+        self._policy_name = policy_name
+        self._steps = self._recomputed = self._computed = 0
+        self.seen = False
+
+    def saw(self, recomputed: int, computed: int) -> None:
+        self._steps += 1
+        self._recomputed += recomputed
+        self._computed += computed - recomputed
+        if self._steps < STORM_STEPS:
+            return
+        if self._recomputed > self._computed and not self.seen:
+            self.seen = True
+            logger.warning(
+                "scheduler %s preempts so much that %d tokens were recomputed and only %d computed anew in the last %d steps",
+                self._policy_name,
+                self._recomputed,
+                self._computed,
+                self._steps,
+            )
+        self._steps = self._recomputed = self._computed = 0

@@ -1,0 +1,46 @@
+"""The samples of one user request with n > 1. Their prompt is computed once: the first computes it while the others are held back, then they
+fork its blocks."""
+
+from __future__ import annotations
+
+from dovetail.request import Request, Status
+
+
+class Family:
+    """Made by the front end; the core asks it who may wait and whose blocks can be forked."""
+
+    def __init__(self, samples: list[Request]) -> None:
+        self.samples = samples
+        self.held: list[Request] = []  # arrived, but not shown to the policy yet
+        for sample in samples:
+            sample._family = self
+
+    def may_wait(self, sample: Request) -> bool:
+        """Whether an arriving sample is shown to the policy now: the first of those unfinished, or any once the prompt is computed."""
+        return self._prompt_is_computed() or not any(
+            s is not sample and s not in self.held and s._status in (Status.WAITING, Status.RUNNING) for s in self.samples
+        )
+
+    def release(self) -> list[Request]:
+        """Those held back that may be shown now, in order; called whenever a sample was planned or has finished."""
+        released = []
+        while self.held and self.may_wait(self.held[0]):
+            released.append(self.held.pop(0))
+        return released
+
+    def source_for(self, sample: Request) -> Request | None:
+        """A sibling that holds the prompt's K and V, written by steps already submitted, all but the last token's at least."""
+        needed = sample.prompt_tokens - 1
+        if needed < 1 or sample.generated or sample.params.prompt_logprobs is not None:
+            return None
+        for sibling in self.samples:
+            if sibling is not sample and sibling._blocks and sibling._computed - sibling._granted >= needed:
+                return sibling
+        return None
+
+    def has_fresh(self) -> bool:
+        """Whether a sample has yet to begin."""
+        return any(s._status in (Status.NEW, Status.WAITING) and not s.generated and not s.preemptions for s in self.samples)
+
+    def _prompt_is_computed(self) -> bool:
+        return any(s._computed - s._granted >= s.prompt_tokens or s.generated for s in self.samples)

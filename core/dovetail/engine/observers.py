@@ -1,0 +1,40 @@
+"""Tells observers what happened, and contains their errors: an observer can't harm a request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from dovetail.api.observer import Observer
+
+logger = logging.getLogger("dovetail")
+
+MAX_ERRORS = 5  # an observer that raises more often is dropped
+
+
+class ObserverHub:
+    """Calls each observer in turn. Without observers it is false, and the core makes no events."""
+
+    def __init__(self, observers: Sequence[tuple[str, Observer]]) -> None:
+        self._observers = list(observers)
+        self._errors: dict[str, int] = {}
+        self.wants_decisions = any(observer.capabilities.decisions for _, observer in observers)
+
+    def __bool__(self) -> bool:
+        return bool(self._observers)
+
+    def tell(self, method: str, event: object) -> None:
+        """Call `method` of every observer with `event`."""
+        for name, observer in tuple(self._observers):
+            try:
+                getattr(observer, method)(event)
+            except Exception as error:
+                self._contain(name, observer, method, error)
+
+    def _contain(self, name: str, observer: Observer, method: str, error: Exception) -> None:
+        self._errors[name] = self._errors.get(name, 0) + 1
+        if self._errors[name] == 1:
+            logger.error("observer %s raised in %s and goes on without this event: %r", name, method, error)
+        if self._errors[name] >= MAX_ERRORS:
+            logger.error("observer %s raised %d times and is dropped", name, MAX_ERRORS)
+            self._observers.remove((name, observer))

@@ -1,0 +1,45 @@
+"""Requests in the order that policies see them: by arrival time, then by when they were added. The core keeps one queue of the waiting and one
+of the running."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from dovetail.request import Request
+
+
+class RequestQueue:
+    """A sorted list. Adding and removing are O(log n) and a memmove; the tuple that policies get is made anew only after a change."""
+
+    def __init__(self) -> None:
+        self._keys: list[tuple[float, int]] = []
+        self._requests: list[Request] = []
+        self._tuple: tuple[Request, ...] | None = ()
+
+    def add(self, request: Request) -> None:
+        key = (request.arrival_time, request._order)
+        at = bisect_left(self._keys, key)
+        self._keys.insert(at, key)
+        self._requests.insert(at, request)
+        self._tuple = None
+
+    def remove(self, request: Request) -> None:
+        """Raises `ValueError` if it isn't there."""
+        at = bisect_left(self._keys, (request.arrival_time, request._order))
+        if at == len(self._requests) or self._requests[at] is not request:
+            raise ValueError(f"{request!r} is not in the queue")
+        del self._keys[at]
+        del self._requests[at]
+        self._tuple = None
+
+    def as_tuple(self) -> tuple[Request, ...]:
+        if self._tuple is None:
+            self._tuple = tuple(self._requests)
+        return self._tuple
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)

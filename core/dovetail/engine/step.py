@@ -1,0 +1,382 @@
+"""One iteration being planned: what a policy gets as `Step`, and the books it keeps so that no policy can overspend or lose a block.
+
+A policy's call either does the whole of what it says or changes nothing and tells why. Everything a policy may get wrong (memory, budget, seats,
+requests of an earlier step) is refused; misuse raises `PolicyError` naming the policy, the request and the rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NoReturn
+
+from dovetail.api.observer import Decision
+from dovetail.api.scheduler import Cost, Grant, Refusal
+from dovetail.engine.books import Books
+from dovetail.errors import DovetailError, PolicyError
+from dovetail.request import Request, Status
+
+_GRANT_OF_ONE = Grant(1)
+_REFUSED = {refusal: Grant(0, refusal) for refusal in Refusal}
+
+
+class PlannedStep:
+    """The `Step` of `dovetail.api.scheduler`, over the core's `Books`. What it granted is read by the core when `schedule` has returned.
+
+    A grant counts at once: `_computed` and `_in_flight` of a request include it, and preempting in the same step takes it back.
+    """
+
+    def __init__(self, books: Books, index: int, now: float, max_tokens: int, max_seqs: int, *, log: bool = False) -> None:
+        self.index = index
+        self.now = now
+        self._books = books
+        self._kv = books.kv
+        self._tokens_left = max_tokens
+        self._seqs_left = max_seqs
+        self._open = True
+        self.granted: dict[Request, int] = {}  # -> tokens, in the order granted
+        self.appended: list[tuple[Request, tuple[int, ...]]] = []  # blocks given to requests that ran before
+        self.admitted: dict[Request, int] = {}  # -> tokens found in the cache
+        self.preempted: list[Request] = []
+        self.rejected: dict[Request, str] = {}
+        self.wake_time = math.inf
+        self.decisions: list[Decision] | None = [] if log else None
+        self.prefill_tokens = 0
+        self.recomputed_tokens = 0
+        self.prefilled: dict[Request, int] = {}  # -> tokens computed before this step granted it more of its prefill
+
+    # What a policy may read
+
+    @property
+    def tokens_left(self) -> int:
+        return self._tokens_left
+
+    @property
+    def seqs_left(self) -> int:
+        return self._seqs_left
+
+    @property
+    def free_blocks(self) -> int:
+        self._check_open()
+        return self._kv.available_blocks
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        self._check_open()
+        return self._books.waiting.as_tuple()
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        self._check_open()
+        return self._books.running.as_tuple()
+
+    @property
+    def decoding(self) -> tuple[Request, ...]:
+        return tuple(r for r in self.running if r._computed >= r._prefill_end)
+
+    def cost(self, request: Request) -> Cost:
+        self._check_known(request)
+        if request._status is not Status.WAITING:
+            end = request.num_tokens + request._in_flight
+            blocks = self._kv.blocks_needed(request, end) if end > request._capacity else 0
+            return Cost(end - request._computed, blocks, 0)
+        if self._fork_source(request) is not None:
+            return Cost(1, 1, request.prompt_tokens - 1)
+        cached, known = self._kv.lookup(request), request.num_tokens
+        return Cost(known - cached, self._kv.blocks_needed(request, known), cached)
+
+    def blocks_of(self, request: Request) -> int:
+        self._check_known(request)
+        return self._kv.held_only_by([request]) if request._blocks else 0
+
+    def estimate_s(self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0) -> float:
+        self._check_open()
+        return self._books.fit.estimate_s(prefill_tokens, decodes, context_tokens)
+
+    # What a policy may do
+
+    def grant(
+        self,
+        request: Request,
+        max_tokens: int | None = None,
+        *,
+        min_tokens: int = 1,
+        reserve: bool = False,
+        evict: Iterable[Request] = (),
+    ) -> Grant:
+        self._check_known(request)
+        self._check_count("max_tokens", max_tokens, request)
+        self._check_count("min_tokens", min_tokens, request)
+        refusal = self._try(request, max_tokens, min_tokens, reserve, evict)
+        if refusal is not None:
+            self._log(request, "refused", why=refusal.name)
+            return _REFUSED[refusal]
+        tokens = request._granted
+        return _GRANT_OF_ONE if tokens == 1 else Grant(tokens)
+
+    def grant_each(self, requests: Iterable[Request]) -> list[Request]:
+        self._check_open()
+        refused = []
+        granted, index, running, log = self.granted, self.index, Status.RUNNING, self.decisions is not None
+        tokens_left, seqs_left = self._tokens_left, self._seqs_left
+        for request in requests:
+            in_flight = request._in_flight
+            end = request.prompt_tokens + len(request._output_ids) + in_flight
+            if (
+                request._status is running
+                and request._computed + 1 == end  # one token to compute: a decode, or the last of a prefill
+                and request._computed >= request._prefill_end  # a decode
+                and end <= request._capacity
+                and request._touched != index
+                and tokens_left > 0
+                and seqs_left > 0
+                and not (in_flight and (request.needs_last_token or request._row < 0))
+                and not log
+            ):
+                request._computed = end
+                request._in_flight = in_flight + 1
+                request._granted = 1
+                request._touched = index
+                granted[request] = 1
+                tokens_left -= 1
+                seqs_left -= 1
+                continue
+            self._tokens_left, self._seqs_left = tokens_left, seqs_left
+            if not self.grant(request):
+                refused.append(request)
+            tokens_left, seqs_left = self._tokens_left, self._seqs_left
+        self._tokens_left, self._seqs_left = tokens_left, seqs_left
+        return refused
+
+    def preempt(self, request: Request) -> None:
+        self._check_known(request)
+        if request._status is not Status.RUNNING:
+            self._misused(request, f"preempted, but it is {request._status.value} and holds no blocks to give back")
+        self._preempt(request)
+
+    def reject(self, request: Request, reason: str) -> None:
+        self._check_known(request)
+        if request in self.rejected:
+            return
+        if request._status is Status.DRAINING:
+            self._misused(request, "rejected, but its last token is in flight")
+        dependents = self._dependents(request)
+        if request._granted:
+            self._take_back(request)
+        self._preempt_all(dependents)
+        request._touched = self.index
+        self.rejected[request] = str(reason)
+        self._log(request, "rejected", why=str(reason))
+
+    def wake_at(self, time: float) -> None:
+        self._check_open()
+        if isinstance(time, bool) or not isinstance(time, int | float) or not math.isfinite(time) or time <= self.now:
+            raise PolicyError(f"scheduler {self._books.policy_name}: wake_at needs a finite time after now ({self.now:.6f}), got {time!r}")
+        self.wake_time = min(self.wake_time, time)
+
+    def note(self, request: Request, why: str) -> None:
+        self._check_known(request)
+        self._log(request, "noted", why=str(why))
+
+    # What the core calls
+
+    def close(self) -> None:
+        """`schedule` has returned: the step is dead for its policy."""
+        self._open = False
+
+    @property
+    def acted(self) -> bool:
+        """Whether anything changed."""
+        return bool(self.granted or self.preempted or self.rejected)
+
+    # A grant
+
+    def _try(self, request: Request, max_tokens: int | None, min_tokens: int, reserve: bool, evict: Iterable[Request]) -> Refusal | None:
+        """Grant, or say why not, having changed nothing."""
+        if self._not_now(request):
+            return Refusal.NOT_NOW
+        source = self._fork_source(request) if request._status is Status.WAITING else None
+        start, end = self._span(request, source)
+        tokens = min(end - start, self._tokens_left)
+        if max_tokens is not None:
+            tokens = min(tokens, max_tokens)
+        if tokens < max(1, min(min_tokens, end - start)):
+            return Refusal.BUDGET
+        if self._seqs_left < 1:
+            return Refusal.SEATS
+        room_for = end if reserve else start + tokens
+        if not self._take_blocks(request, source, room_for):
+            if not self._make_room(request, source, room_for, evict):
+                return Refusal.MEMORY
+            if not self._take_blocks(request, source, room_for):
+                raise DovetailError(f"the KV-cache manager refused {room_for} tokens of {request.id!r} that it had said would fit")
+        if request._status is Status.WAITING:
+            self._admit(request)
+        self._book(request, min(tokens, end - request._computed))
+        return None
+
+    def _not_now(self, request: Request) -> bool:
+        if request._touched == self.index or request._status is Status.DRAINING:
+            return True
+        if request._in_flight and (request._row < 0 or request.needs_last_token):
+            return True
+        return request._family is not None and request in request._family.held
+
+    def _span(self, request: Request, source: Request | None) -> tuple[int, int]:
+        """Its tokens still to compute: from the first without K and V up to the last one known or in flight."""
+        end = request.prompt_tokens + len(request._output_ids) + request._in_flight
+        if request._status is Status.RUNNING:
+            return request._computed, end
+        return (request.prompt_tokens - 1 if source is not None else self._kv.lookup(request)), end
+
+    def _take_blocks(self, request: Request, source: Request | None, num_tokens: int) -> bool:
+        """Blocks for `num_tokens` tokens in all, or nothing."""
+        if request._status is Status.RUNNING:
+            return num_tokens <= request._capacity or self._extend(request, num_tokens)
+        cached = 0
+        if source is not None:
+            forked = self._kv.fork(source, request, request.prompt_tokens - 1)
+            if forked is None:
+                return False
+            self._books.extend(request, forked.blocks)
+            cached = forked.cached
+        if num_tokens > request._capacity:
+            allocation = self._kv.allocate(request, num_tokens)
+            if allocation is None:
+                if source is not None:
+                    self._books.drop_blocks(request)
+                return False
+            self._books.extend(request, allocation.blocks)
+            cached = cached or allocation.cached
+        self.admitted[request] = cached
+        request._computed = cached
+        return True
+
+    def _extend(self, request: Request, num_tokens: int) -> bool:
+        """More blocks for a running request, after letting go of those that no window can see any more."""
+        if self._books.window is not None and request._computed >= self._books.window:
+            self._kv.trim(request, request._computed - self._books.window + 1)
+        allocation = self._kv.allocate(request, num_tokens)
+        if allocation is None:
+            return False
+        self._books.extend(request, allocation.blocks)
+        self.appended.append((request, allocation.blocks))
+        return True
+
+    def _make_room(self, request: Request, source: Request | None, num_tokens: int, evict: Iterable[Request]) -> bool:
+        """Preempt from `evict` until `num_tokens` tokens of `request` fit; nobody, if all of them would not do."""
+        victims: list[Request] = []
+        for candidate in evict:
+            if candidate is request or self._fits(request, source, num_tokens, victims):
+                break
+            self._check_known(candidate)
+            if candidate._status is Status.RUNNING and candidate not in victims and candidate is not source:
+                victims.append(candidate)
+        if not victims or not self._fits(request, source, num_tokens, victims):
+            return False
+        self._preempt_all(victims)
+        return True
+
+    def _fits(self, request: Request, source: Request | None, num_tokens: int, victims: list[Request]) -> bool:
+        """Whether `num_tokens` tokens of it would fit if `victims` were preempted."""
+        needed = 1 if source is not None else self._kv.blocks_needed(request, num_tokens, without=victims)
+        return needed <= self._kv.available_blocks + self._kv.held_only_by(victims)
+
+    def _admit(self, request: Request) -> None:
+        self._books.waiting.remove(request)
+        request._status = Status.RUNNING
+        request._prefill_end = request.num_tokens
+        request._next_commit = (request._computed // self._books.block_size + 1) * self._books.block_size
+        self._books.running.add(request)
+        if request._first_scheduled_time is None:
+            request._first_scheduled_time = self.now
+            request._num_cached = request._computed
+
+    def _book(self, request: Request, tokens: int) -> None:
+        before = request._computed
+        request._computed = before + tokens
+        request._granted = tokens
+        request._touched = self.index
+        request._samples = request._computed == request.prompt_tokens + len(request._output_ids) + request._in_flight
+        request._in_flight += request._samples
+        self.granted[request] = tokens
+        self._tokens_left -= tokens
+        self._seqs_left -= 1
+        if before < request._prefill_end:
+            self.prefill_tokens += tokens
+            self.recomputed_tokens += max(0, min(request._computed, request._lost) - before)
+            # Others planned in this very step may share what it computes: a backend writes the whole batch's K and V before it attends.
+            self.prefilled[request] = before
+            self._books.commit(request)
+        self._log(request, "granted", tokens)
+
+    # Taking back
+
+    def _preempt(self, request: Request) -> None:
+        dependents = self._dependents(request)
+        if request._granted:
+            self._take_back(request)
+        self.admitted.pop(request, None)
+        self._books.requeue(request)
+        request._touched = self.index
+        self.preempted.append(request)
+        self._log(request, "preempted")
+        self._preempt_all(dependents)
+
+    def _preempt_all(self, requests: list[Request]) -> None:
+        for request in requests:
+            if request._status is Status.RUNNING:
+                self._preempt(request)
+
+    def _take_back(self, request: Request) -> None:
+        """Its grant of this step won't run."""
+        tokens = self.granted.pop(request)
+        self._tokens_left += tokens
+        self._seqs_left += 1
+        request._in_flight -= request._samples
+        request._computed -= tokens
+        request._granted = 0
+        if request in self.prefilled:
+            before = self.prefilled.pop(request)
+            self.prefill_tokens -= tokens
+            self.recomputed_tokens -= max(0, min(before + tokens, request._lost) - before)
+            self._kv.uncommit(request, before)
+
+    def _dependents(self, request: Request) -> list[Request]:
+        """Requests admitted in this step that found, in the cache, tokens that `request` was going to compute in it."""
+        if request not in self.prefilled:
+            return []
+        certain = self.prefilled[request] // self._books.block_size  # blocks
+        return [r for r in self.admitted if r is not request and r._blocks and self._kv.common_prefix([request, r]) > certain]
+
+    # Checks
+
+    def _fork_source(self, request: Request) -> Request | None:
+        if request._family is None or not self._kv.capabilities.fork:
+            return None
+        source: Request | None = request._family.source_for(request)
+        return source
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise PolicyError(f"scheduler {self._books.policy_name}: used a Step after schedule() had returned; it holds for one call only")
+
+    def _check_known(self, request: Request) -> None:
+        self._check_open()
+        if not isinstance(request, Request):
+            raise PolicyError(f"scheduler {self._books.policy_name}: expected a Request, got {request!r}")
+        if request._status is Status.FINISHED:
+            self._misused(request, "used after it had finished; forget it in on_finished")
+        if request._status is Status.NEW:
+            self._misused(request, "used before it arrived in this engine")
+
+    def _check_count(self, name: str, value: int | None, request: Request) -> None:
+        if (value is not None or name == "min_tokens") and (type(value) is not int or value < 1):
+            self._misused(request, f"granted with {name}={value!r}; it must be an integer >= 1")
+
+    def _misused(self, request: Request, rule: str) -> NoReturn:
+        raise PolicyError(f"scheduler {self._books.policy_name}: request {request.id!r} was {rule}")
+
+    def _log(self, request: Request, act: str, tokens: int = 0, why: str = "") -> None:
+        if self.decisions is not None:
+            self.decisions.append(Decision(request, act, tokens, why))

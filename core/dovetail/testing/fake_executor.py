@@ -1,0 +1,152 @@
+"""An executor without a model, which checks what it is told: it keeps, for each place of the paged memory, which token prefix was written
+there, and fails if a request would ever read another's.
+
+The next token of a request is a function of all tokens before it, so that any mistake in the books changes the tokens, or is caught at once.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from dovetail.api.clock import VirtualClock
+from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Result
+from dovetail.api.kv_cache import KVGroup, KVLayout
+from dovetail.errors import DovetailError
+
+
+class FakeExecutorOptions(BaseModel):
+    """What the fake pretends to be."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_blocks: int = Field(64, ge=1)
+    block_size: int = Field(4, ge=1)
+    window: int | None = Field(None, ge=1, description="Sliding window of all layers.")
+    max_in_flight: int = Field(2, ge=1)
+    vocab_size: int = Field(97, ge=2)
+    max_model_len: int = Field(128, ge=2)
+    seconds_per_step: float = Field(0.01, gt=0)
+    seconds_per_token: float = Field(0.001, ge=0)
+
+
+def chain(tokens: tuple[int, ...] | list[int]) -> list[int]:
+    """For each position, a number that stands for all tokens up to it."""
+    value, values = 0, []
+    for token in tokens:
+        value = zlib.crc32(int(token).to_bytes(4, "little"), value)
+        values.append(value)
+    return values
+
+
+def expected_tokens(prompt: list[int], count: int, seed: int = 0, vocab_size: int = 97) -> list[int]:
+    """What the fake generates for a prompt, whatever else runs: the oracle."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, seed, vocab_size))
+    return tokens[len(prompt) :]
+
+
+def next_token(tokens: list[int], seed: int, vocab_size: int) -> int:
+    return zlib.crc32(seed.to_bytes(8, "little", signed=False), chain(tokens)[-1]) % vocab_size
+
+
+@dataclass
+class _Row:
+    tokens: list[int]
+    computed: int
+    blocks: list[int]
+    seed: int
+
+
+class FakeExecutor(Executor):
+    """Computes at `submit`, gives results at `collect`, where it moves a virtual clock. Raises `DovetailError` on any breach of the contract."""
+
+    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False)
+    options: FakeExecutorOptions
+
+    def __init__(self, options: FakeExecutorOptions, context: ExecutorContext) -> None:
+        super().__init__(options, context)
+        self._rows: dict[int, _Row] = {}
+        self._memory: dict[tuple[int, int], int] = {}  # (block, offset) -> chain value of the token written there
+        self._pending: list[tuple[int, list[int], float]] = []  # step, tokens, seconds
+        self._last_step = -1
+        self.batches = 0
+
+    def start(self) -> Capacity:
+        layout = KVLayout((KVGroup((0,), self.options.window, 1),), self.options.block_size, "none")
+        return Capacity(self.options.num_blocks, self.options.max_in_flight, layout, self.options.vocab_size, self.options.max_model_len)
+
+    def submit(self, batch: Batch) -> int:
+        self._require(len(self._pending) < self.options.max_in_flight, "more steps in flight than max_in_flight")
+        self._require(batch.step > self._last_step, "steps must be submitted in order")
+        self._require(len(set(batch.rows.tolist())) == len(batch.rows), "a row stands twice in a batch")
+        self._last_step = batch.step
+        self._change_rows(batch)
+        for copy in batch.copies:
+            for offset in range(self.options.block_size):
+                if (copy.src, offset) in self._memory:
+                    self._memory[copy.dst, offset] = self._memory[copy.src, offset]
+        rows = [self._rows[row] for row in batch.rows.tolist()]
+        for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
+            self._write(row, count)
+        tokens = [self._read(row, bool(samples)) for row, samples in zip(rows, batch.samples, strict=True)]
+        seconds = self.options.seconds_per_step + self.options.seconds_per_token * int(batch.num_tokens.sum())
+        self._pending.append((batch.step, tokens, seconds))
+        self.batches += 1
+        return batch.step
+
+    def collect(self, handle: int) -> Result:
+        step, tokens, seconds = self._pending.pop(0)
+        self._require(step == handle, "results must be collected in order")
+        started = self.context.clock.now()
+        if isinstance(self.context.clock, VirtualClock):
+            self.context.clock.wait_until(started + seconds)
+        return Result(step, np.array(tokens, np.int64), started, started + seconds)
+
+    def check(self) -> None: ...
+
+    def stop(self) -> None:
+        self._pending.clear()
+        self._rows.clear()
+
+    def _change_rows(self, batch: Batch) -> None:
+        for row in batch.removed.tolist():
+            self._require(row in self._rows, f"row {row} was removed but not in use")
+            del self._rows[row]
+        for new in batch.added:
+            self._require(new.row not in self._rows, f"row {new.row} was added but is in use")
+            self._require(0 <= new.computed < len(new.token_ids), "a new row has no token left to compute")
+            self._rows[new.row] = _Row(new.token_ids.tolist(), new.computed, new.blocks.tolist(), new.sampling.seed if new.sampling else 0)
+        for row, block in zip(batch.new_block_rows.tolist(), batch.new_blocks.tolist(), strict=True):
+            self._rows[row].blocks.append(block)
+
+    def _write(self, row: _Row, count: int) -> None:
+        self._require(count >= 1 and row.computed + count <= len(row.tokens), "more tokens to compute than are known")
+        values = chain(row.tokens)
+        for position in range(row.computed, row.computed + count):
+            index, offset = divmod(position, self.options.block_size)
+            self._require(index < len(row.blocks), "a token has no block")
+            self._memory[row.blocks[index], offset] = values[position]
+        row.computed += count
+
+    def _read(self, row: _Row, samples: bool) -> int:
+        values = chain(row.tokens)
+        first = 0 if self.options.window is None else max(0, row.computed - self.options.window)
+        for position in range(first, row.computed):
+            index, offset = divmod(position, self.options.block_size)
+            found = self._memory.get((row.blocks[index], offset))
+            self._require(found == values[position], f"position {position} of {len(row.tokens)} would read another sequence's K and V")
+        if not samples:
+            return -1
+        self._require(row.computed == len(row.tokens), "a row samples before its last token is computed")
+        token = next_token(row.tokens, row.seed, self.options.vocab_size)
+        row.tokens.append(token)
+        return token
+
+    def _require(self, condition: bool, rule: str) -> None:
+        if not condition:
+            raise DovetailError(f"fake executor: {rule}")

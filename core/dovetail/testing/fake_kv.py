@@ -1,0 +1,70 @@
+"""The simplest KV-cache manager: a pool of blocks and a table a request; nothing is shared or found again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel
+
+from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts, KVCacheManager, KVCapabilities, KVContext
+from dovetail.errors import DovetailError
+from dovetail.request import Request
+
+
+class FakeKVCache(KVCacheManager):
+    """`lookup` answers what `hits` says for a request id (0 if nothing), so that a test can pretend to have cached tokens."""
+
+    capabilities = KVCapabilities(reuse=False, fork=False, trim=False)
+
+    def __init__(self, options: BaseModel, context: KVContext, hits: dict[str, int] | None = None) -> None:
+        super().__init__(options, context)
+        self._free = list(range(context.num_blocks - 1, -1, -1))
+        self._tables: dict[str, list[int]] = {}
+        self._hits = hits or {}
+
+    def lookup(self, request: Request) -> int:
+        return self._hits.get(request.id, 0)
+
+    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        return max(0, -(-num_tokens // self.context.layout.block_size) - len(self._tables.get(request.id, ())))
+
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        needed = self.blocks_needed(request, num_tokens)
+        if needed > len(self._free):
+            return None
+        first = request.id not in self._tables
+        blocks = tuple(self._free.pop() for _ in range(needed))
+        self._tables.setdefault(request.id, []).extend(blocks)
+        return Allocation(blocks, self.lookup(request) if first else 0)
+
+    def free(self, request: Request) -> None:
+        self._free.extend(self._tables.pop(request.id, ()))
+
+    def held_only_by(self, requests: Sequence[Request]) -> int:
+        return sum(len(self._tables.get(request.id, ())) for request in requests)
+
+    @property
+    def counts(self) -> BlockCounts:
+        return BlockCounts(len(self._free), self.context.num_blocks - len(self._free), 0)
+
+    def check_integrity(self) -> None:
+        held = [block for table in self._tables.values() for block in table]
+        if sorted(held + self._free) != list(range(self.context.num_blocks)):
+            raise DovetailError("blocks were lost or given out twice")
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
+        raise DovetailError("this manager can't fork, and says so")
+
+    def commit(self, request: Request, upto: int) -> None: ...
+
+    def uncommit(self, request: Request, upto: int) -> None: ...
+
+    def take_copies(self) -> Sequence[BlockCopy]:
+        return ()
+
+    def trim(self, request: Request, first_needed_token: int) -> None: ...
+
+    def common_prefix(self, requests: Sequence[Request]) -> int:
+        return 0
+
+    def reset(self) -> None: ...
