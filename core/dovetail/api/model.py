@@ -83,7 +83,7 @@ class WeightRule:
     Two rules may name the same part (tied weights): the checkpoint may hold either tensor, or both if they are equal."""
 
     source: str
-    parameter: Any  # torch.nn.Parameter with .load; None: the tensor is known, and none of this rank's business
+    parameter: Any  # torch.nn.Parameter with .load
     shard_id: str | None = None
     optional: bool = False  # may be missing from the checkpoint (a tied head, say)
 

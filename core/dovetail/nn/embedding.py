@@ -1,0 +1,55 @@
+"""The first and the last layer of a language model, with the vocabulary split over the ranks of a group.
+
+Each rank holds ceil(vocab / size) rows; the rows past the vocabulary's end are zeros that nobody sees.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.api.model import BuildContext
+from dovetail.nn.layer import Layer
+from dovetail.nn.parameter import Part, Weight
+
+
+def vocab_weight(vocab_size: int, hidden_size: int, context: BuildContext) -> Weight:
+    """This rank's rows [ceil(vocab / size), hidden] of a matrix with a row for each id."""
+    rows = -(-vocab_size // context.parallel.size)
+    start = min(context.parallel.rank * rows, vocab_size)
+    part = Part((vocab_size, hidden_size), 0, start, min(rows, vocab_size - start))
+    return Weight((rows, hidden_size), {None: part}, context)
+
+
+class VocabParallelEmbedding(Layer):
+    """token_ids [tokens] int64 -> [tokens, hidden], the same on every rank."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, context: BuildContext) -> None:
+        super().__init__()
+        self.group, self.vocab_size = context.parallel, vocab_size
+        self.weight = vocab_weight(vocab_size, hidden_size, context)
+        self.rows = self.weight.shape[0]
+        self.start = self.group.rank * self.rows
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.group.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.start
+        absent = (local < 0) | (local >= self.rows)
+        hidden = F.embedding(local.masked_fill(absent, 0), self.weight)
+        return self.group.all_reduce(hidden.masked_fill_(absent[:, None], 0))
+
+
+class LMHead(Layer):
+    """hidden [n, hidden] -> logits [n, vocab], the same on every rank. `tied`: use this embedding's weight."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, context: BuildContext, *, tied: VocabParallelEmbedding | None = None) -> None:
+        super().__init__()
+        self.group, self.vocab_size = context.parallel, vocab_size
+        self.weight = tied.weight if tied is not None else vocab_weight(vocab_size, hidden_size, context)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(hidden, self.weight)
+        if self.group.size == 1:
+            return logits
+        return self.group.all_gather(logits, dim=-1)[:, : self.vocab_size]

@@ -1,0 +1,74 @@
+"""RMSNorm (arXiv:1910.07467): alone, after adding to the residual stream, and of the heads of q and k."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.api.model import BuildContext
+from dovetail.nn.layer import Layer
+from dovetail.nn.parameter import Part, Weight, whole
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., size] / sqrt(mean(x²) + eps) * weight, over the last dimension; the mean in float32 or better, the result in x's dtype.
+
+    `weight` [size], or anything that x can be multiplied by, like [heads, size].
+    """
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        return _rms_norm_in_few_ops(x, weight, eps)
+    if weight.ndim == 1:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
+
+
+def _rms_norm_in_few_ops(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """On a CPU, torch's own takes twice as many operations, and a small step is as long as its operations are many."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = torch.addcmul(_constant(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
+    return (x * scale).mul_(weight)
+
+
+@cache
+def _constant(value: float) -> torch.Tensor:
+    return torch.tensor(value)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds x to `residual` in place, and returns the norm of the sum. Both [..., size]."""
+    return rms_norm(residual.add_(x), weight, eps)
+
+
+class RMSNorm(Layer):
+    """x [..., size] -> the same shape."""
+
+    def __init__(self, size: int, eps: float, context: BuildContext) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = whole((size,), context, scale=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Adds x to `residual` in place, and returns the norm of the sum."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class QKNorm(Layer):
+    """Norms each head of q and k: qk [tokens, heads + kv_heads, head_size], q's heads first -> the same shape. Counts are this rank's.
+
+    q's heads share a weight [head_size], k's another; they are held once a head, so that both are normed as one. Shard ids: "q", "k".
+    """
+
+    def __init__(self, heads: int, kv_heads: int, head_size: int, eps: float, context: BuildContext) -> None:
+        super().__init__()
+        self.eps, self.heads = eps, (heads + kv_heads, head_size)
+        q = Part((head_size,), 0, 0, head_size, at=0, copies=heads)
+        k = Part((head_size,), 0, 0, head_size, at=heads * head_size, copies=kv_heads)
+        self.weight = Weight(((heads + kv_heads) * head_size,), {"q": q, "k": k}, context, scale=True)
+
+    def forward(self, qk: torch.Tensor) -> torch.Tensor:
+        return rms_norm(qk, self.weight.view(self.heads), self.eps)

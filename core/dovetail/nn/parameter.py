@@ -1,0 +1,100 @@
+"""Parameters that know which part of a checkpoint's tensor is theirs, so that each rank reads only its own, straight into place.
+
+A fused parameter (q, k and v; gate and up) has one `Part` for each tensor that it is made of. Layers make them, `runtime.weights` loads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dovetail.api.model import BuildContext, ParallelGroup
+from dovetail.errors import ModelLoadError, UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Indices [start, start + size) along `dim` of a checkpoint's tensor, which go to [at, at + size) along `dim` of the parameter; and again
+    behind that, if there are to be several copies."""
+
+    source_shape: tuple[int, ...]  # of the whole tensor in the checkpoint
+    dim: int
+    start: int
+    size: int
+    at: int = 0
+    copies: int = 1
+
+    def read(self, source: Any) -> torch.Tensor:
+        """This part of `source`, with its copies: a safetensors slice (only this part is read) or a tensor. Raises `ModelLoadError` when it has
+        another shape, or numbers that mean nothing without a scale."""
+        shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
+        if shape != self.source_shape:
+            raise ModelLoadError(f"expected shape {list(self.source_shape)}, found {list(shape)}")
+        values: torch.Tensor = source[(slice(None),) * self.dim + (slice(self.start, self.start + self.size),)]
+        if not values.is_floating_point() or values.element_size() < 2:
+            raise ModelLoadError(f"expected float16, bfloat16, float32 or float64, found {str(values.dtype).removeprefix('torch.')}")
+        return values if self.copies == 1 else torch.cat([values] * self.copies, dim=self.dim)
+
+    def place(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Where it lies in the parameter, with all its copies: a view."""
+        return parameter.narrow(self.dim, self.at, self.size * self.copies)
+
+
+class Weight(nn.Parameter):
+    """A parameter without gradient, made of `parts`: shard id -> part; the shard id None is a parameter made of a single tensor.
+
+    `scale`: it multiplies (a norm's weight), so 1 changes nothing. What no part covers (padding of a vocabulary) is 0.
+    """
+
+    parts: Mapping[str | None, Part]
+    scale: bool
+
+    def __new__(
+        cls,
+        shape: tuple[int, ...],
+        parts: Mapping[str | None, Part],
+        context: BuildContext,
+        *,
+        scale: bool = False,
+    ) -> Weight:
+        covered = sum(part.size * part.copies * (shape[1 - part.dim] if len(shape) == 2 else 1) for part in parts.values())
+        make = torch.empty if covered == torch.Size(shape).numel() else torch.zeros
+        weight: Weight = super().__new__(cls, make(shape, dtype=context.dtype, device=context.device), requires_grad=False)
+        weight.parts, weight.scale = dict(parts), scale
+        return weight
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @torch.no_grad()
+    def load(self, source: Any, shard_id: str | None = None) -> None:
+        """Copy this rank's part of `source` (a whole tensor of the checkpoint, or its safetensors slice) to its place, converted to the
+        parameter's dtype and device. Raises `ModelLoadError` when its shape or dtype is wrong."""
+        part = self.parts[shard_id]
+        part.place(self.data).copy_(part.read(source))
+
+
+def whole(shape: tuple[int, ...], context: BuildContext, *, scale: bool = False) -> Weight:
+    """A parameter that every rank holds whole."""
+    return Weight(shape, {None: Part(shape, 0, 0, shape[0])}, context, scale=scale)
+
+
+def share(total: int, group: ParallelGroup, what: str) -> int:
+    """How many of `total` each rank gets; raises `UnsupportedError` naming `what` when they can't be split evenly."""
+    if total % group.size:
+        raise UnsupportedError(f"{what} ({total}) can't be split evenly over {group.size} ranks")
+    return total // group.size
+
+
+def kv_share(kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
+    """(first, count) of the K and V heads of this rank. With more ranks than heads, several ranks hold the same head."""
+    if group.size <= kv_heads:
+        count = share(kv_heads, group, "num_key_value_heads")
+        return group.rank * count, count
+    if group.size % kv_heads:
+        raise UnsupportedError(f"num_key_value_heads ({kv_heads}) can't be repeated evenly over {group.size} ranks")
+    return group.rank * kv_heads // group.size, 1

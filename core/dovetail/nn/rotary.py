@@ -1,0 +1,215 @@
+"""Rotary position embedding (arXiv:2104.09864) and the scalings that stretch it to longer contexts.
+
+Frequencies and tables are computed in float32, in the same order of operations as transformers, so that they are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dovetail.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Plain rotary embedding: dimension pair i turns by position * theta^(-2i / head_size)."""
+
+    theta: float
+    head_size: int
+
+    @property
+    def attention_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0
+
+    def frequencies(self) -> torch.Tensor:
+        """[head_size / 2] float32, radians a position."""
+        return 1.0 / self._periods()
+
+    def _periods(self) -> torch.Tensor:
+        return self.theta ** (torch.arange(0, self.head_size, 2, dtype=torch.float32) / self.head_size)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRope(Rope):
+    """All frequencies divided by `factor` (arXiv:2306.15595)."""
+
+    factor: float
+
+    def frequencies(self) -> torch.Tensor:
+        return 1.0 / self._periods() / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Rope(Rope):
+    """Llama 3.1's: waves longer than original_max_len / low_freq_factor are stretched by `factor`, those shorter than
+    original_max_len / high_freq_factor stay, between them the two are blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_len: int
+
+    def frequencies(self) -> torch.Tensor:
+        plain = 1.0 / self._periods()
+        waves = 2 * math.pi / plain
+        long, short = waves > self.original_max_len / self.low_freq_factor, waves < self.original_max_len / self.high_freq_factor
+        blend = (self.original_max_len / waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        blended = (1 - blend) * plain / self.factor + blend * plain
+        return torch.where(long, plain / self.factor, torch.where(short, plain, blended))
+
+
+@dataclass(frozen=True, slots=True)
+class YarnRope(Rope):
+    """YaRN (arXiv:2309.00071): pairs that turn more than `beta_fast` times within original_max_len stay, those that turn less than
+    `beta_slow` times are stretched by `factor`, with a ramp between; cos and sin grow by `attention_factor`."""
+
+    factor: float
+    original_max_len: int
+    beta_fast: float = 32
+    beta_slow: float = 1
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    given_attention_factor: float | None = None
+    truncate: bool = True  # the ramp's ends are whole numbers
+
+    @property
+    def attention_factor(self) -> float:
+        if self.given_attention_factor is not None:
+            return self.given_attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1)
+
+    def _magnitude(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+    def _pair_that_turns(self, times: float) -> float:
+        """Which dimension pair turns that many times within the original length."""
+        return (self.head_size * math.log(self.original_max_len / (times * 2 * math.pi))) / (2 * math.log(self.theta))
+
+    def frequencies(self) -> torch.Tensor:
+        low, high = self._pair_that_turns(self.beta_fast), self._pair_that_turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.head_size - 1)
+        if low == high:
+            high += 0.001  # a ramp needs some width; the value is transformers'
+        stretched = ((torch.arange(self.head_size // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        kept = 1 - stretched
+        periods = self._periods()
+        return 1.0 / (self.factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """The keys of transformers' `rope_parameters` that a rope type knows."""
+
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+_KEYS = {
+    "default": _Keys(),
+    "linear": _Keys(("factor",)),
+    "llama3": _Keys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
+    "yarn": _Keys(
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+
+
+def rope_reasons_against(parameters: Mapping[str, Any]) -> list[str]:
+    """Why `rope_from_config` can't serve these `rope_parameters` of a Hugging Face config, each naming the key; empty: it can."""
+    kind = parameters.get("rope_type", "default")
+    if kind not in _KEYS:
+        return [f"rope_parameters: rope_type {kind!r} is not implemented (implemented: {', '.join(_KEYS)})"]
+    required, optional = ("rope_theta", *_KEYS[kind].required), _KEYS[kind].optional
+    reasons = []
+    for key in required:
+        if not _is_number(parameters.get(key)) or parameters[key] <= 0:
+            reasons.append(f"rope_parameters: {key} = {parameters.get(key)!r}, rope_type {kind!r} needs a number > 0")
+    for key, value in parameters.items():
+        if key in optional and not (value is None or (_is_number(value) and value >= 0)):
+            reasons.append(f"rope_parameters: {key} = {value!r} must be a number >= 0")
+        if key == "partial_rotary_factor" and value not in (None, 1):
+            reasons.append(f"partial_rotary_factor = {value!r} is not implemented (only 1)")
+        if key not in (*required, *optional, "rope_type", "type", "partial_rotary_factor") and value is not None:
+            reasons.append(f"rope_parameters: {key} = {value!r} is not implemented for rope_type {kind!r}")
+    return reasons
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def rope_from_config(parameters: Mapping[str, Any], head_size: int) -> Rope:
+    """The rope of a Hugging Face config's `rope_parameters`. Raises `UnsupportedError` with the reasons of `rope_reasons_against`."""
+    if reasons := rope_reasons_against(parameters):
+        raise UnsupportedError("; ".join(reasons))
+    return _MAKERS[parameters.get("rope_type", "default")](parameters, parameters["rope_theta"], head_size)
+
+
+def _llama3(p: Mapping[str, Any], theta: float, head_size: int) -> Rope:
+    return Llama3Rope(theta, head_size, p["factor"], p["low_freq_factor"], p["high_freq_factor"], p["original_max_position_embeddings"])
+
+
+def _yarn(p: Mapping[str, Any], theta: float, head_size: int) -> Rope:
+    return YarnRope(
+        theta,
+        head_size,
+        p["factor"],
+        p["original_max_position_embeddings"],
+        beta_fast=p.get("beta_fast") or 32,
+        beta_slow=p.get("beta_slow") or 1,
+        mscale=p.get("mscale"),
+        mscale_all_dim=p.get("mscale_all_dim"),
+        given_attention_factor=p.get("attention_factor"),
+        truncate=p.get("truncate", True),
+    )
+
+
+_MAKERS: dict[str, Callable[[Mapping[str, Any], float, int], Rope]] = {
+    "default": lambda p, theta, head_size: Rope(theta, head_size),
+    "linear": lambda p, theta, head_size: LinearRope(theta, head_size, p["factor"]),
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What turns the tokens of one step: the same for all layers. [tokens, 1, head_size] float32 each; the first half of `sin` is negated."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Turn x [tokens, heads, head_size]: pair i is dimensions i and i + head_size / 2. Computed in float32, returned in x's dtype."""
+    wide = x.float()
+    turned = torch.roll(wide, x.shape[-1] // 2, -1)
+    return torch.addcmul(wide * rotation.cos, turned, rotation.sin).to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """positions [tokens] int64, each < max_len -> the step's `Rotation`."""
+
+    table: torch.Tensor  # [max_len, head_size] float32: cos of each pair, then sin of each pair
+
+    def __init__(self, rope: Rope, max_len: int, *, device: torch.device) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), rope.frequencies())
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(rope.attention_factor)
+        self.register_buffer("table", table.to(device), persistent=False)
+
+    def forward(self, positions: torch.Tensor) -> Rotation:
+        cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
+        return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))

@@ -1,0 +1,50 @@
+"""From a model directory to a module with its weights: what an executor calls once, for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dovetail.api.attention import AttentionLayer, LayerSpec
+from dovetail.api.executor import ExecutorConfig, Target
+from dovetail.api.model import BuildContext, ParallelGroup
+from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len
+from dovetail.runtime.weights import Progress, dummy_weights, load_weights
+
+
+class LoadedModel(NamedTuple):
+    """A model that is ready to run."""
+
+    module: torch.nn.Module  # a `dovetail.api.model.CausalLM`
+    config: Any  # transformers' PretrainedConfig
+    dtype: torch.dtype
+    max_model_len: int  # tokens
+    vocab_size: int
+
+
+def load_model(
+    model_dir: str | Path,
+    config: ExecutorConfig,
+    models: tuple[Target, ...],
+    make_attention: Callable[[LayerSpec], AttentionLayer],
+    parallel: ParallelGroup,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Build the architecture that serves this directory and load its weights (random ones for `load_format: dummy`).
+
+    Raises `ModelLoadError` when files can't be used, `UnsupportedError` when no architecture in `models` can serve the config.
+    """
+    arch, hf_config = find_architecture(model_dir, models)
+    dtype = resolve_dtype(config.dtype, hf_config, device)
+    max_model_len = resolve_max_model_len(config.max_model_len, hf_config)
+    module = arch.build(hf_config, BuildContext(parallel, dtype, device, make_attention, max_len=max_model_len))
+    if config.load_format == "dummy":
+        dummy_weights(module, config.seed)
+    else:
+        load_weights(module, model_dir, progress)
+    module.eval()
+    return LoadedModel(module, hf_config, dtype, max_model_len, int(hf_config.vocab_size))

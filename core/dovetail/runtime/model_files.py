@@ -1,0 +1,97 @@
+"""Reading a model directory: its Hugging Face config, who serves it, and what it says of dtype and length. Code in a checkpoint is never run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dovetail.api.executor import Target
+from dovetail.api.model import ModelArch, ModelContext
+from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class FoundArchitecture(NamedTuple):
+    """Who serves a directory, and its transformers `PretrainedConfig`."""
+
+    arch: ModelArch
+    config: Any
+
+
+def find_architecture(model_dir: str | Path, models: Sequence[Target]) -> FoundArchitecture:
+    """The one of `models` whose `architectures` hold the config's. Raises `ModelLoadError` when the config can't be read, `UnsupportedError`
+    when nobody serves it, two do, or the one that does has reasons against it."""
+    config = read_config(model_dir)
+    names = config.architectures
+    if not isinstance(names, list) or not names:
+        raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: no 'architectures', so nobody knows what to build")
+    serving = [target for target in models if set(names) & set(target.architectures)]
+    if not serving:
+        served = sorted({name for target in models for name in target.architectures})
+        raise UnsupportedError(f"{model_dir}: no installed model serves {', '.join(names)}; served are {', '.join(served) or 'none'}")
+    if len(serving) > 1:
+        raise UnsupportedError(f"{model_dir}: {', '.join(names)} is served by {' and '.join(target.name for target in serving)}; deny one of them")
+    arch: ModelArch = serving[0].make(ModelContext())
+    if reasons := arch.reasons_against(config):
+        raise UnsupportedError(f"{serving[0].name} can't serve {model_dir}:\n" + "\n".join(f"  - {reason}" for reason in reasons))
+    return FoundArchitecture(arch, config)
+
+
+def read_config(model_dir: str | Path) -> Any:
+    """`config.json` as a transformers config. Raises `ModelLoadError` naming the file when it is missing or wrong."""
+    path = Path(model_dir) / "config.json"
+    if not path.is_file():
+        raise ModelLoadError(f"{path}: no such file; a model is a directory with config.json and safetensors files")
+    try:
+        raw = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(raw, dict) or "model_type" not in raw:
+        raise ModelLoadError(f"{path}: expected a JSON object with 'model_type'")
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever its own checks raise
+        raise ModelLoadError(f"{path}: {_first_lines(error)}") from error
+
+
+def _first_lines(error: Exception) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+    """The dtype of weights and activations. "auto": float32 on a CPU; else the checkpoint's own, bfloat16 for a float32 one or one that doesn't
+    say. Raises `ConfigError` for an unknown name."""
+    if name != "auto":
+        if name not in DTYPES:
+            raise ConfigError(f"dtype: unknown name {name!r}, expected auto, {', '.join(DTYPES)}")
+        return DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    own = config.dtype
+    return own if own in (torch.float16, torch.bfloat16) else torch.bfloat16
+
+
+def model_length(config: Any) -> int:
+    """Tokens of the longest sequence that the model is made for. YaRN stretches the length that it was trained for by its factor."""
+    length = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "yarn":
+        length = max(length, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    return length
+
+
+def resolve_max_model_len(asked: int | None, config: Any) -> int:
+    """`asked`, or the model's own length. Raises `UnsupportedError` when more is asked than the model can."""
+    own = model_length(config)
+    if asked is None:
+        return own
+    if asked > own:
+        raise UnsupportedError(f"max_model_len: {asked} tokens is more than this model's own length of {own}")
+    return asked

@@ -1,0 +1,130 @@
+"""What an executor remembers of each row between steps: tokens, lengths, block table. A step sends only what changed.
+
+The tokens and tables live on the device, because the next step is planned before the host knows the ids that this one samples. Lengths need no
+ids to be known, so the host counts them itself, in numpy, and never has to ask the device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.api.executor import Batch, NewRow
+from dovetail.api.sampler import RowHistory
+from dovetail.errors import DovetailError
+from dovetail.runtime.transfer import to_device
+
+Int64 = NDArray[np.int64]
+
+
+class RowState:
+    """`max_rows` rows of at most `max_len` tokens, in blocks of `block_size`. Device tensors keep their addresses for ever."""
+
+    def __init__(self, max_rows: int, max_len: int, block_size: int, device: torch.device) -> None:
+        self.max_rows, self.max_len, self.block_size, self.device = max_rows, max_len, block_size, device
+        self.max_blocks = -(-max_len // block_size)
+        self.token_ids = torch.zeros((max_rows, max_len), dtype=torch.int32, device=device)
+        self.num_tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)  # known: their ids are in `token_ids`
+        self.prompt_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros((max_rows, self.max_blocks), dtype=torch.int32, device=device)
+        # The host's own counts, int64
+        self.known = np.zeros(max_rows, np.int64)  # equals num_tokens
+        self.computed = np.zeros(max_rows, np.int64)  # tokens whose K and V are there, or enqueued
+        self.num_blocks = np.zeros(max_rows, np.int64)
+        self.prompt_logprobs = np.full(max_rows, -1, np.int64)  # alternatives asked for, a token; -1: none
+        self.request_ids = [""] * max_rows
+
+    @property
+    def history(self) -> RowHistory:
+        return RowHistory(self.token_ids, self.num_tokens, self.prompt_lens)
+
+    def update(self, batch: Batch) -> None:
+        """Rows that are given up, that begin, and blocks that are appended. Raises `DovetailError` if they don't fit."""
+        self._check_added(batch.added)
+        if len(batch.removed):
+            self.known[batch.removed] = self.computed[batch.removed] = self.num_blocks[batch.removed] = 0
+        if batch.added:
+            self._add(batch.added)
+        if len(batch.new_blocks):
+            self._append_blocks(batch.new_block_rows.astype(np.int64), batch.new_blocks)
+
+    def check(self, batch: Batch) -> None:
+        """Raise `DovetailError` naming a request whose tokens or blocks don't suffice for what the batch wants computed."""
+        ends = self.computed[batch.rows] + batch.num_tokens
+        wrong = (batch.num_tokens < 1) | (ends > self.known[batch.rows]) | (ends > self.num_blocks[batch.rows] * self.block_size)
+        wrong |= batch.samples & (ends != self.known[batch.rows])
+        if wrong.any():
+            row, count = (int(values[wrong.argmax()]) for values in (batch.rows, batch.num_tokens))
+            raise DovetailError(
+                f"step {batch.step}: request {self.request_ids[row]!r} (row {row}) can't compute {count} tokens after {self.computed[row]}: "
+                f"{self.known[row]} are known, {self.num_blocks[row]} blocks hold {self.num_blocks[row] * self.block_size}, and only the last known "
+                "token can sample"
+            )
+
+    def advance(self, rows: NDArray[np.int32], num_tokens: NDArray[np.int32]) -> None:
+        """So many tokens more of each row are computed."""
+        self.computed[rows] += num_tokens
+
+    def append(self, token_ids: torch.Tensor, rows: torch.Tensor, host_rows: Int64) -> None:
+        """One sampled token a row, [n] int64 on the device, becomes its next known one. `host_rows` are the same rows. A row that is full
+        (its request ends here) keeps no more."""
+        full = self.known[host_rows] >= self.max_len
+        if full.any():
+            keep = np.flatnonzero(~full)
+            host_rows, kept = host_rows[keep], to_device(keep, self.device)
+            token_ids, rows = token_ids.index_select(0, kept), rows.index_select(0, kept)
+        places = to_device(host_rows * self.max_len + self.known[host_rows], self.device)
+        self.token_ids.view(-1).index_copy_(0, places, token_ids.to(torch.int32))
+        self.known[host_rows] += 1
+        self.num_tokens.index_copy_(0, rows, to_device(self.known[host_rows].astype(np.int32), self.device))
+
+    def _check_added(self, added: tuple[NewRow, ...]) -> None:
+        for new in added:
+            if not 0 <= new.row < self.max_rows:
+                raise DovetailError(f"request {new.request_id!r} was given row {new.row}; there are {self.max_rows}")
+            if len(new.token_ids) > self.max_len or len(new.blocks) > self.max_blocks:
+                raise DovetailError(
+                    f"request {new.request_id!r} has {len(new.token_ids)} tokens in {len(new.blocks)} blocks; a row holds {self.max_len} tokens in "
+                    f"{self.max_blocks} blocks"
+                )
+
+    def _add(self, added: tuple[NewRow, ...]) -> None:
+        rows = np.array([new.row for new in added], np.int64)
+        self.known[rows] = [len(new.token_ids) for new in added]
+        self.computed[rows] = [new.computed for new in added]
+        self.num_blocks[rows] = [len(new.blocks) for new in added]
+        for new in added:
+            self.request_ids[new.row] = new.request_id
+            self.prompt_logprobs[new.row] = -1 if new.sampling.prompt_logprobs is None else new.sampling.prompt_logprobs
+        device_rows = to_device(rows, self.device)
+        self.num_tokens.index_copy_(0, device_rows, to_device(self.known[rows].astype(np.int32), self.device))
+        self.prompt_lens.index_copy_(0, device_rows, to_device(np.array([new.prompt_len for new in added], np.int32), self.device))
+        _put(self.token_ids, rows * self.max_len, [new.token_ids for new in added])
+        _put(self.block_table, rows * self.max_blocks, [new.blocks for new in added])
+
+    def _append_blocks(self, rows: Int64, blocks: NDArray[np.int32]) -> None:
+        order = np.argsort(rows, kind="stable")  # a row's blocks together, in their order
+        rows = rows[order]
+        places = self.num_blocks[rows] + counts_within(rows)
+        if (places >= self.max_blocks).any():
+            row = int(rows[(places >= self.max_blocks).argmax()])
+            raise DovetailError(f"request {self.request_ids[row]!r} was given more than the {self.max_blocks} blocks that a row holds")
+        np.add.at(self.num_blocks, rows, 1)
+        flat = to_device(rows * self.max_blocks + places, self.device)
+        self.block_table.view(-1).index_copy_(0, flat, to_device(blocks[order], self.device))
+
+
+def counts_within(groups: Int64) -> Int64:
+    """For groups that stand together, [2, 2, 2, 5, 5]: each element's place in its own, [0, 1, 2, 0, 1]."""
+    index = np.arange(len(groups))
+    begins = np.concatenate([[True], groups[1:] != groups[:-1]])
+    return index - np.maximum.accumulate(np.where(begins, index, 0))
+
+
+def _put(table: torch.Tensor, starts: Int64, values: list[NDArray[np.int32]]) -> None:
+    """Write each of `values` into the flattened `table` from its start on."""
+    lens = np.array([len(part) for part in values])
+    places = np.repeat(starts - (np.cumsum(lens) - lens), lens) + np.arange(lens.sum())
+    flat = np.concatenate(values).astype(np.int32, copy=False)
+    table.view(-1).index_copy_(0, to_device(places, table.device), to_device(flat, table.device))

@@ -1,0 +1,197 @@
+"""One step on one device: `Runner` turns a `Batch` into the flat inputs of a model, runs it, samples, and brings the results to the host.
+
+`submit` only enqueues; whatever must wait for the device waits in `collect`. On a CPU there is nothing to wait for: `submit` computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.api.attention import AttentionBackend, AttentionBatch
+from dovetail.api.clock import Clock
+from dovetail.api.executor import Batch, HostLogprobs, Result
+from dovetail.api.sampler import Sampler, TopLogprobs
+from dovetail.errors import DovetailError
+from dovetail.nn.logprobs import top_logprobs
+from dovetail.runtime.row_state import RowState
+from dovetail.runtime.transfer import HostCopy, to_device
+
+LOGITS_AT_ONCE = 1 << 24  # numbers: prompt logprobs are computed in slices of so many
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A ragged batch, flat. `ends` are the exclusive ends of the rows' tokens in it."""
+
+    token_ids: torch.Tensor  # [tokens] int64
+    positions: torch.Tensor  # [tokens] int64
+    ends: NDArray[np.int64]  # [b]
+    attention: AttentionBatch
+
+
+@dataclass(slots=True)
+class LogprobsCopy:
+    """`TopLogprobs`, in one or more slices, on their way to the host."""
+
+    slices: list[tuple[HostCopy, HostCopy, HostCopy]] = field(default_factory=list)
+
+    def add(self, top: TopLogprobs) -> None:
+        self.slices.append((HostCopy(top.token_ids), HostCopy(top.logprobs), HostCopy(top.ranks)))
+
+    def value(self) -> HostLogprobs:
+        token_ids, logprobs, ranks = (np.concatenate([part.value for part in parts]) for parts in zip(*self.slices, strict=True))
+        return HostLogprobs(token_ids, logprobs, ranks)
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A submitted step: what was asked, and what is on its way to the host."""
+
+    step: int
+    rows: NDArray[np.int32]  # [b]
+    samples: NDArray[np.bool_]  # [b]
+    started: float  # when submitted, in seconds on the engine's clock
+    token_ids: HostCopy | None = None  # [n] of the rows that sample
+    broken: HostCopy | None = None  # [n] bool: their hidden states hold NaN
+    logprobs: LogprobsCopy | None = None
+    prompt_logprobs: dict[int, LogprobsCopy] = field(default_factory=dict)
+    ended: float | None = None  # when it had been computed, where `submit` knows
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # on a GPU: begin and end
+
+
+class Runner:
+    """Model, attention, sampler and rows of one device. Everything it is made with is ready to run; it allocates nothing lasting itself."""
+
+    def __init__(self, model: torch.nn.Module, backend: AttentionBackend, sampler: Sampler, rows: RowState, clock: Clock, vocab_size: int) -> None:
+        self.model: Any = model  # a CausalLM
+        self.backend, self.sampler, self.rows, self.clock = backend, sampler, rows, clock
+        self.device = rows.device
+        self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions whose logits are made at once
+        self._pending: deque[PendingStep] = deque()
+
+    @torch.inference_mode()
+    def submit(self, batch: Batch) -> PendingStep:
+        """Enqueue a step. Raises `DovetailError` if it doesn't fit what the rows hold."""
+        pending = PendingStep(batch.step, batch.rows, batch.samples, self.clock.now())
+        if self.device.type == "cuda":
+            pending.events = (_timing_event(), _timing_event())
+            pending.events[0].record()
+        self._change_rows(batch)
+        inputs = self._inputs(batch)
+        self.backend.plan(inputs.attention)
+        hidden = self.model(inputs.token_ids, inputs.positions)
+        self._ask_prompt_logprobs(batch, inputs, hidden, pending)
+        self.rows.advance(batch.rows, batch.num_tokens)
+        if batch.samples.any():
+            self._sample(batch, inputs, hidden, pending)
+        if pending.events is not None:
+            pending.events[1].record()
+        else:
+            pending.ended = self.clock.now()
+        self._pending.append(pending)
+        return pending
+
+    def collect(self, pending: PendingStep) -> Result:
+        """Wait for the oldest step that was submitted. Raises `DovetailError` if this is another."""
+        if not self._pending or self._pending[0] is not pending:
+            oldest = f"step {self._pending[0].step} is the oldest" if self._pending else "none is in flight"
+            raise DovetailError(f"step {pending.step} was collected, but {oldest}")
+        started, ended = self._wait(self._pending.popleft())
+        token_ids = np.full(len(pending.samples), -1, np.int64)
+        failed: dict[int, str] = {}
+        if pending.token_ids is not None and pending.broken is not None:
+            token_ids[pending.samples] = pending.token_ids.value
+            sampling = np.flatnonzero(pending.samples)
+            failed = {int(sampling[place]): "the model's hidden state holds NaN" for place in np.flatnonzero(pending.broken.value)}
+        return Result(
+            step=pending.step,
+            token_ids=token_ids,
+            started=started,
+            ended=ended,
+            logprobs=pending.logprobs.value() if pending.logprobs else None,
+            prompt_logprobs={index: copy.value() for index, copy in pending.prompt_logprobs.items()},
+            failed=failed,
+        )
+
+    def _wait(self, pending: PendingStep) -> tuple[float, float]:
+        """Until it is computed; when it began and ended."""
+        if pending.ended is not None or pending.events is None:
+            return pending.started, pending.ended or pending.started
+        begin, end = pending.events
+        end.synchronize()
+        ended = self.clock.now()
+        return ended - begin.elapsed_time(end) / 1000, ended
+
+    def _change_rows(self, batch: Batch) -> None:
+        self.rows.update(batch)
+        self.rows.check(batch)
+        if len(batch.removed) or batch.added:
+            self.sampler.update(batch.removed.tolist(), [(new.row, new.sampling) for new in batch.added])
+        if batch.copies:
+            src, dst = (np.array(ids, np.int64) for ids in zip(*((copy.src, copy.dst) for copy in batch.copies), strict=True))
+            self.backend.copy_blocks(to_device(src, self.device), to_device(dst, self.device))
+
+    def _inputs(self, batch: Batch) -> StepInputs:
+        rows, counts, state = batch.rows.astype(np.int64), batch.num_tokens.astype(np.int64), self.rows
+        computed, ends = state.computed[rows], np.cumsum(counts)
+        num_tokens = int(ends[-1])
+        row_of = np.repeat(rows, counts)  # [tokens]
+        host_positions = np.arange(num_tokens) + np.repeat(computed - (ends - counts), counts)
+        positions = to_device(host_positions, self.device)
+        kv_lens = (computed + counts).astype(np.int32)
+        max_blocks = -(-int(kv_lens.max()) // state.block_size)
+        size = state.block_size
+        blocks = state.block_table.view(-1).index_select(0, to_device(row_of * state.max_blocks + host_positions // size, self.device))
+        slots = blocks.long() * size + (positions % size if size > 1 else 0)
+        return StepInputs(
+            token_ids=state.token_ids.view(-1).index_select(0, to_device(row_of * state.max_len + host_positions, self.device)).long(),
+            positions=positions,
+            ends=ends,
+            attention=AttentionBatch(
+                num_rows=len(rows),
+                num_tokens=num_tokens,
+                query_starts=to_device(np.concatenate([[0], ends]).astype(np.int32), self.device),
+                kv_lens=to_device(kv_lens, self.device),
+                block_table=state.block_table[:, :max_blocks].index_select(0, to_device(rows, self.device)),
+                slots=slots,
+                host_query_lens=batch.num_tokens,
+                host_kv_lens=kv_lens,
+                shared_prefix_blocks=batch.shared_prefix_blocks,
+            ),
+        )
+
+    def _sample(self, batch: Batch, inputs: StepInputs, hidden: torch.Tensor, pending: PendingStep) -> None:
+        host_rows = batch.rows[batch.samples].astype(np.int64)
+        rows = to_device(host_rows, self.device)
+        last = hidden.index_select(0, to_device(inputs.ends[batch.samples] - 1, self.device))  # [n, hidden]
+        sampled = self.sampler.sample(self.model.logits(last), rows, host_rows)
+        self.rows.append(sampled.token_ids, rows, host_rows)
+        pending.token_ids = HostCopy(sampled.token_ids)
+        pending.broken = HostCopy(last.isnan().any(dim=1))
+        if sampled.logprobs is not None:
+            pending.logprobs = LogprobsCopy()
+            pending.logprobs.add(sampled.logprobs)
+
+    def _ask_prompt_logprobs(self, batch: Batch, inputs: StepInputs, hidden: torch.Tensor, pending: PendingStep) -> None:
+        """Of the known token after each one computed, for the rows that ask; a row's last known token has none after it."""
+        asked = self.rows.prompt_logprobs[batch.rows]
+        for index in np.flatnonzero(asked >= 0).tolist():
+            row, start = int(batch.rows[index]), int(self.rows.computed[batch.rows[index]])
+            count = min(int(batch.num_tokens[index]), int(self.rows.known[row]) - start - 1)
+            if count < 1:
+                continue
+            first = int(inputs.ends[index]) - int(batch.num_tokens[index])
+            targets = self.rows.token_ids[row, start + 1 : start + 1 + count].long()
+            copy = pending.prompt_logprobs[index] = LogprobsCopy()
+            for part, ids in zip(torch.split(hidden[first : first + count], self._slice), torch.split(targets, self._slice), strict=True):
+                copy.add(top_logprobs(self.model.logits(part), ids, int(asked[index])))
+
+
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,170 @@
+"""Weights from safetensors files straight to their place: memory-mapped, each rank reading only its part, nothing loaded twice or left out."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from dovetail.api.model import WeightRule
+from dovetail.errors import DovetailError, ModelLoadError
+
+Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_COMPUTED = (".rotary_emb.inv_freq",)  # endings of tensors that old checkpoints hold and that are computed, never read
+
+
+@torch.no_grad()
+def load_weights(model: Any, directory: str | Path, progress: Progress | None = None) -> None:
+    """Fill every parameter of `model` (a `CausalLM`) from the checkpoint in `directory`. `progress` counts tensors.
+
+    Two rules may name the same part of a parameter (tied weights): the checkpoint may then hold either tensor, or both if they are equal.
+    Raises `ModelLoadError` naming the file and the tensor: files missing or corrupt, tensors missing, unknown, or of a wrong shape or dtype.
+    """
+    rules = {rule.source: rule for rule in model.weights()}
+    _check_rules(model, rules)
+    files = _tensor_files(Path(directory))
+    _check_names(rules, files, Path(directory))
+    todo = [name for name in files if name in rules and rules[name].parameter is not None]
+    loaded: set[tuple[int, str | None]] = set()
+    done = 0
+    for path in dict.fromkeys(files.values()):
+        with _opened(path) as file:
+            for name in (name for name in todo if files[name] == path):
+                with _naming(path, name):
+                    _load_one(rules[name], file.get_slice(name), loaded)
+                done += 1
+                if progress is not None:
+                    progress("loading weights", done, len(todo))
+
+
+def _load_one(rule: WeightRule, source: Any, loaded: set[tuple[int, str | None]]) -> None:
+    place = (id(rule.parameter), rule.shard_id)
+    if place not in loaded:
+        rule.parameter.load(source, rule.shard_id)
+        loaded.add(place)
+        return
+    part = rule.parameter.parts[rule.shard_id]
+    there = part.place(rule.parameter.data)
+    if not torch.equal(part.read(source).to(there), there):
+        raise ModelLoadError("differs from the tensor that the config says it is tied to; set tie_word_embeddings to false in config.json")
+
+
+def dummy_weights(model: Any, seed: int) -> None:
+    """Random weights instead of a checkpoint's: normal with standard deviation 0.02, and 1 for norms. The same seed gives the same model on a
+    kind of device, over however many ranks."""
+    filled: set[tuple[int, str | None]] = set()
+    for rule in model.weights():
+        weight, place = rule.parameter, (id(rule.parameter), rule.shard_id)
+        if weight is None or place in filled:
+            continue
+        filled.add(place)
+        shape = weight.parts[rule.shard_id].source_shape
+        if weight.scale:
+            weight.load(torch.ones(shape, device=weight.device), rule.shard_id)
+            continue
+        generator = torch.Generator(weight.device).manual_seed(zlib.crc32(f"{seed} {rule.source}".encode()))  # torch takes 32 bits on a CPU
+        weight.load(torch.randn(shape, generator=generator, device=weight.device) * 0.02, rule.shard_id)
+
+
+def _check_rules(model: torch.nn.Module, rules: Mapping[str, WeightRule]) -> None:
+    """Every part of every parameter has a rule: a mistake of the architecture's author, not of the checkpoint."""
+    ruled = {(id(rule.parameter), rule.shard_id) for rule in rules.values()}
+    for name, parameter in model.named_parameters():
+        for shard_id in getattr(parameter, "parts", {None: None}):
+            if (id(parameter), shard_id) not in ruled:
+                part = f" (part {shard_id!r})" if shard_id is not None else ""
+                raise ModelLoadError(f"{type(model).__name__}.weights() has no rule for parameter {name}{part}")
+
+
+def _check_names(rules: Mapping[str, WeightRule], files: Mapping[str, Path], directory: Path) -> None:
+    """The checkpoint holds what the model needs, and nothing that the model doesn't know."""
+    found = {(id(rules[name].parameter), rules[name].shard_id) for name in files if name in rules}
+    missing = [
+        rule.source for rule in rules.values() if rule.source not in files and not rule.optional and (id(rule.parameter), rule.shard_id) not in found
+    ]
+    extra = [name for name in files if name not in rules and not name.endswith(_COMPUTED)]
+    problems = []
+    if missing:
+        problems.append(f"lacks {_some(missing)}")
+    if extra:
+        problems.append(f"holds {_some(extra)}, which the model doesn't know")
+    if problems:
+        raise ModelLoadError(f"{directory}: the checkpoint {' and '.join(problems)}")
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({', '.join(names[:limit])}{more})"
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """Tensor name -> the file that holds it, as the files themselves say, in the order of files."""
+    if not directory.is_dir():
+        raise ModelLoadError(f"{directory}: no such directory")
+    if (directory / _WEIGHTS).is_file():
+        return dict.fromkeys(_names_in(directory / _WEIGHTS), directory / _WEIGHTS)
+    if (directory / _INDEX).is_file():
+        return _sharded_files(directory)
+    others = sorted(p.name for p in directory.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+    found = f"found {', '.join(others[:5])}" if others else "found no weights at all"
+    hint = "; convert them to safetensors" if others and not any(name.endswith(".safetensors") for name in others) else ""
+    raise ModelLoadError(f"{directory}: neither {_WEIGHTS} nor {_INDEX}; {found}{hint}")
+
+
+def _sharded_files(directory: Path) -> dict[str, Path]:
+    path = directory / _INDEX
+    try:
+        index = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise ModelLoadError(f"{path}: expected 'weight_map', a map from tensor names to file names")
+    files: dict[str, Path] = {}
+    for shard in sorted(set(names.values())):
+        if shard != Path(shard).name:
+            raise ModelLoadError(f"{path}: {shard!r} is not the name of a file beside it")
+        held = set(_names_in(directory / shard))
+        for name in (name for name, file in names.items() if file == shard):
+            if name not in held:
+                raise ModelLoadError(f"{directory / shard}: lacks the tensor {name}, which {_INDEX} says it holds")
+            files[name] = directory / shard
+    return files
+
+
+def _names_in(path: Path) -> list[str]:
+    with _opened(path) as file:
+        return list(file.keys())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        opened = safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{path}: no such file") from error
+    except (OSError, SafetensorError) as error:
+        raise ModelLoadError(f"{path}: not a whole safetensors file: {error}") from error
+    with opened as file:
+        yield file
+
+
+@contextmanager
+def _naming(path: Path, tensor: str) -> Iterator[None]:
+    """Errors inside name the file and the tensor."""
+    try:
+        yield
+    except DovetailError as error:
+        raise ModelLoadError(f"{path}: tensor {tensor}: {error}") from error
+    except SafetensorError as error:
+        raise ModelLoadError(f"{path}: tensor {tensor}: {error}") from error

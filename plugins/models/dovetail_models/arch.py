@@ -1,0 +1,198 @@
+"""What the architectures built on the shared decoder have in common: checking a Hugging Face config, and building from its shape."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from dovetail.api.attention import LayerSpec
+from dovetail.api.model import BuildContext, ModelArch, ParallelGroup
+from dovetail.errors import UnsupportedError
+from dovetail.nn.rotary import rope_from_config, rope_reasons_against
+from dovetail.runtime.model_files import model_length
+from dovetail_models.decoder import Decoder, DecoderShape
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+
+_HANDLED = {
+    *_SIZES,
+    "architectures",
+    "head_dim",
+    "hidden_act",
+    "partial_rotary_factor",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "tie_word_embeddings",
+}
+
+_HARMLESS = (  # patterns of fields that change no number when a model runs
+    "_*",
+    "*_token_id",
+    "*_token_ids",
+    "*_version",
+    "*dropout*",
+    "*pdrop",
+    "auto_map",  # its code is refused apart, below
+    "chunk_size_feed_forward",
+    "dtype",
+    "gradient_checkpointing",
+    "id2label",
+    "ignore_keys_at_rope_validation",
+    "initializer_range",
+    "is_llama_config",
+    "keys_to_ignore_at_inference",
+    "label2id",
+    "max_length",
+    "max_sequence_length",
+    "model_max_length",
+    "model_name",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "output_hidden_states",
+    "pretraining_tp",  # checked apart, below
+    "problem_type",
+    "quantization_config",  # checked apart, below
+    "return_dict",
+    "task_specific_params",
+    "tokenizer_*",
+    "torch_dtype",
+    "transformers*",
+    "unsloth_*",
+    "use_cache",
+)
+
+
+class DecoderArch(ModelArch):
+    """An architecture that is a `Decoder` of the shape that its config says.
+
+    A config is served only if every field in it is handled by the architecture (`handled`, besides the common ones), known to be harmless, or
+    off (None, False, 0 or empty). Any other field may change the numbers, even one that transformers itself would pass over, and is refused by
+    name: whoever knows better can take it out of config.json.
+    """
+
+    model_type: str  # of transformers' config
+    handled: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def shape(self, config: Any) -> DecoderShape:
+        """What the decoder is; called only for a config without reasons against it."""
+
+    def reasons_against(self, config: Any) -> list[str]:
+        if config.model_type != self.model_type:
+            return [f"model_type = {config.model_type!r}, expected {self.model_type!r}"]
+        return self.reasons_against_fields(config)
+
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        """The reasons, for a config of the right `model_type`; an architecture adds its own."""
+        return [*_wrong_sizes(config), *_wrong_values(config), *rope_reasons_against(config.rope_parameters or {}), *self._unknown(config)]
+
+    def _unknown(self, config: Any) -> list[str]:
+        known = _HANDLED | self.handled
+        return [
+            f"{name} = {_short(value)}: this field is not implemented and may change the numbers; if it doesn't, take it out of config.json"
+            for name, value in vars(config).items()
+            if value and name not in known and not any(fnmatchcase(name, pattern) for pattern in _HARMLESS)
+        ]
+
+    def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
+        shape = self.shape(config)
+        return [shape.layer_spec(index, parallel) for index in range(shape.num_layers)]
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        if context.layers is not None:
+            raise UnsupportedError("a decoder's layers can't be spread over ranks yet (pipeline parallelism)")
+        if context.quant is not None:
+            raise UnsupportedError(f"quantization {context.quant!r} is not implemented")
+        return Decoder(self.shape(config), context)
+
+
+def head_size(config: Any) -> int:
+    """`head_dim` where a config has it, else an even share of the hidden size."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def base_shape(config: Any, **special: Any) -> DecoderShape:
+    """The shape that the common fields of a config say, with `special` fields of `DecoderShape` for what is the model's own."""
+    size = head_size(config)
+    common = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "head_size": size,
+        "windows": (None,) * config.num_hidden_layers,
+        "rope": rope_from_config(config.rope_parameters, size),
+        "max_len": model_length(config),
+        "norm_eps": config.rms_norm_eps,
+        "tied": config.tie_word_embeddings,
+    }
+    return DecoderShape(**(common | special))
+
+
+def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
+    """Each layer's window, for configs with `layer_types`."""
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def layer_type_reasons(config: Any) -> list[str]:
+    """Why `windows_by_layer_type` can't read this config."""
+    kinds = config.layer_types or []
+    reasons = [
+        f"layer_types: {kind!r} is not implemented (implemented: full_attention, sliding_attention)"
+        for kind in sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    ]
+    if len(kinds) != config.num_hidden_layers:
+        reasons.append(f"layer_types has {len(kinds)} entries, num_hidden_layers is {config.num_hidden_layers}")
+    if "sliding_attention" in kinds and config.sliding_window is None:
+        reasons.append("layer_types has sliding_attention, but sliding_window is null (or use_sliding_window is false)")
+    return reasons + window_reasons(config)
+
+
+def window_reasons(config: Any) -> list[str]:
+    window = config.sliding_window
+    return [f"sliding_window = {window} must be at least 1"] if window is not None and window < 1 else []
+
+
+def _wrong_sizes(config: Any) -> list[str]:
+    reasons = [f"{name} = {getattr(config, name)} must be at least 1" for name in _SIZES if getattr(config, name) < 1]
+    if reasons:
+        return reasons
+    if config.num_attention_heads % config.num_key_value_heads:
+        reasons.append(f"num_attention_heads ({config.num_attention_heads}) is no multiple of num_key_value_heads ({config.num_key_value_heads})")
+    if head_size(config) < 2 or head_size(config) % 2:
+        reasons.append(f"head_dim = {head_size(config)} must be even, for rotary positions")
+    return reasons
+
+
+def _wrong_values(config: Any) -> list[str]:
+    reasons = []
+    if config.hidden_act != "silu":
+        reasons.append(f"hidden_act = {config.hidden_act!r} is not implemented (only 'silu')")
+    if getattr(config, "pretraining_tp", None) not in (None, 0, 1):
+        reasons.append(f"pretraining_tp = {config.pretraining_tp} is not implemented (only 1)")
+    if getattr(config, "quantization_config", None):
+        reasons.append(f"quantization_config = {_short(config.quantization_config)} is not implemented: only plain weights")
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        reasons.append("auto_map: the checkpoint brings code of its own for this model, which is never run")
+    return reasons
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

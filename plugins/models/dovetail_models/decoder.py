@@ -1,0 +1,154 @@
+"""The transformer that these models share: pre-norm blocks of grouped-query attention with rotary positions, and of a gated feed-forward.
+
+What one model has and another hasn't is a field of `DecoderShape`; each model's file fills it from its Hugging Face config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dovetail.api.attention import LayerSpec
+from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
+from dovetail.nn.activation import silu_mul
+from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
+from dovetail.nn.layer import Layer
+from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from dovetail.nn.norm import QKNorm, RMSNorm
+from dovetail.nn.parameter import kv_share, share
+from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation, apply_rotary
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """All that decides what a decoder computes, besides its weights. Sizes are of the whole model, not of a rank."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    windows: tuple[int | None, ...]  # one a layer: how many tokens a query sees, itself included; None: all before it
+    rope: Rope
+    max_len: int  # tokens, of the longest sequence
+    norm_eps: float
+    tied: bool  # the head uses the embedding's weights
+    qk_norm: bool = False  # q and k of each head are normed before they are turned
+    qkv_bias: bool = False
+    output_bias: bool = False  # of attention's output
+    mlp_bias: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    def layer_spec(self, index: int, group: ParallelGroup) -> LayerSpec:
+        """Layer `index` as this rank computes it. Raises `UnsupportedError` when its heads can't be split over the group."""
+        heads, (_, kv_heads) = share(self.heads, group, "num_attention_heads"), kv_share(self.kv_heads, group)
+        return LayerSpec(index, heads, kv_heads, self.head_size, self.head_size**-0.5, self.windows[index])
+
+
+class Attention(Layer):
+    """Attention over all earlier tokens of the same row, or over those of a window."""
+
+    def __init__(self, index: int, shape: DecoderShape, context: BuildContext) -> None:
+        super().__init__()
+        hidden, size = shape.hidden_size, shape.head_size
+        self.qkv_proj = QKVParallelLinear(hidden, shape.heads, shape.kv_heads, size, context, bias=shape.qkv_bias)
+        self.o_proj = RowParallelLinear(shape.heads * size, hidden, context, bias=shape.output_bias)
+        spec = shape.layer_spec(index, context.parallel)
+        self.qk_norm = QKNorm(spec.heads, spec.kv_heads, size, shape.norm_eps, context) if shape.qk_norm else None
+        self.heads, self.kv_heads, self.head_size = spec.heads, spec.kv_heads, size
+        self.attn = context.make_attention(spec)
+
+    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        qkv = self.qkv_proj(x).view(len(x), -1, self.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
+        qk, v = qkv.tensor_split((self.heads + self.kv_heads,), dim=1)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        q, k = apply_rotary(qk, rotation).tensor_split((self.heads,), dim=1)
+        self.attn.write(k, v)
+        return self.o_proj(self.attn.attend(q).flatten(1))
+
+
+class FeedForward(Layer):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, shape: DecoderShape, context: BuildContext) -> None:
+        super().__init__()
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        self.gate_up_proj = GateUpParallelLinear(hidden, inner, context, bias=shape.mlp_bias)
+        self.down_proj = RowParallelLinear(inner, hidden, context, bias=shape.mlp_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+
+
+class Block(Layer):
+    """One layer. `residual` [tokens, hidden] is the stream that all layers add to; `x` is what the one before still has to add to it."""
+
+    def __init__(self, index: int, shape: DecoderShape, context: BuildContext) -> None:
+        super().__init__()
+        self.input_norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
+        self.attention = Attention(index, shape, context)
+        self.mlp_norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
+        self.mlp = FeedForward(shape, context)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        x = self.attention(self.input_norm.add(x, residual), rotation)
+        return self.mlp(self.mlp_norm.add(x, residual))
+
+    def weights(self, prefix: str) -> Iterator[WeightRule]:
+        """Where the tensors go whose names begin with `prefix`."""
+        attention, mlp = self.attention, self.mlp
+        parts: dict[str, tuple[Layer, str | None]] = {
+            "input_layernorm": (self.input_norm, None),
+            "self_attn.q_proj": (attention.qkv_proj, "q"),
+            "self_attn.k_proj": (attention.qkv_proj, "k"),
+            "self_attn.v_proj": (attention.qkv_proj, "v"),
+            "self_attn.o_proj": (attention.o_proj, None),
+            "post_attention_layernorm": (self.mlp_norm, None),
+            "mlp.gate_proj": (mlp.gate_up_proj, "gate"),
+            "mlp.up_proj": (mlp.gate_up_proj, "up"),
+            "mlp.down_proj": (mlp.down_proj, None),
+        }
+        if attention.qk_norm is not None:
+            parts |= {"self_attn.q_norm": (attention.qk_norm, "q"), "self_attn.k_norm": (attention.qk_norm, "k")}
+        for name, (layer, shard_id) in parts.items():
+            for kind, weight in layer.named_parameters():  # "weight", and "bias" if it has one
+                yield WeightRule(f"{prefix}{name}.{kind}", weight, shard_id)
+
+
+class Decoder(nn.Module):
+    """The whole model, a `dovetail.api.model.CausalLM`."""
+
+    def __init__(self, shape: DecoderShape, context: BuildContext) -> None:
+        super().__init__()
+        self.embedding = VocabParallelEmbedding(shape.vocab_size, shape.hidden_size, context)
+        self.rotary = RotaryEmbedding(shape.rope, context.max_len or shape.max_len, device=context.device)
+        self.blocks = [Block(index, shape, context) for index in range(shape.num_layers)]
+        self.registered_blocks = nn.ModuleList(self.blocks)  # torch looks for modules here, people above: that list has types
+        self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
+        self.head = LMHead(shape.vocab_size, shape.hidden_size, context, tied=self.embedding if shape.tied else None)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(token_ids)  # [tokens, hidden]
+        residual, rotation = torch.zeros_like(x), self.rotary(positions)
+        for block in self.blocks:
+            x = block(x, residual, rotation)
+        return self.norm.add(x, residual)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+    def weights(self) -> Iterator[WeightRule]:
+        """Where the tensors of a Hugging Face checkpoint go. A tied head shares the embedding's weight, under either name or both."""
+        yield WeightRule("model.embed_tokens.weight", self.embedding.weight)
+        yield WeightRule("lm_head.weight", self.head.weight, optional=self.head.weight is self.embedding.weight)
+        yield WeightRule("model.norm.weight", self.norm.weight)
+        for index, block in enumerate(self.blocks):
+            yield from block.weights(f"model.layers.{index}.")

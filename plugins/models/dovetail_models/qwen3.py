@@ -1,0 +1,22 @@
+"""Qwen3 (dense): a norm on each head's q and k before they are turned, and a head size of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dovetail_models.arch import DecoderArch, base_shape, layer_type_reasons, windows_by_layer_type
+from dovetail_models.decoder import DecoderShape
+
+
+class Qwen3(DecoderArch):
+    """Serves `Qwen3ForCausalLM`."""
+
+    model_type = "qwen3"
+    handled = frozenset({"attention_bias", "layer_types", "sliding_window", "use_sliding_window", "max_window_layers"})
+
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        return super().reasons_against_fields(config) + layer_type_reasons(config)
+
+    def shape(self, config: Any) -> DecoderShape:
+        bias = config.attention_bias
+        return base_shape(config, windows=windows_by_layer_type(config), qk_norm=True, qkv_bias=bias, output_bias=bias)

@@ -1,0 +1,107 @@
+"""Tiny random configs of the four architectures, as hypothesis strategies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+MAX_LEN = 64
+
+_thetas = st.sampled_from([10.0, 10000.0, 1000000.0])
+_factors = st.sampled_from([1.0, 1.5, 4.0, 32.0])
+
+
+def ropes() -> st.SearchStrategy[dict[str, Any]]:
+    """All rope types that are implemented."""
+    default = st.fixed_dictionaries({"rope_type": st.just("default"), "rope_theta": _thetas})
+    linear = st.fixed_dictionaries({"rope_type": st.just("linear"), "rope_theta": _thetas, "factor": _factors})
+    llama3 = st.fixed_dictionaries(
+        {
+            "rope_type": st.just("llama3"),
+            "rope_theta": _thetas,
+            "factor": _factors,
+            "low_freq_factor": st.sampled_from([1.0, 1.5]),
+            "high_freq_factor": st.sampled_from([2.0, 4.0]),
+            "original_max_position_embeddings": st.sampled_from([8, 16, 32]),
+        }
+    )
+    yarn = st.fixed_dictionaries(
+        {
+            "rope_type": st.just("yarn"),
+            "rope_theta": _thetas,
+            "factor": _factors,
+            "original_max_position_embeddings": st.sampled_from([8, 16, 64]),
+        },
+        optional={
+            "attention_factor": st.sampled_from([0.5, 1.0, 1.3]),
+            "beta_fast": st.sampled_from([4, 32]),
+            "beta_slow": st.sampled_from([0.5, 1]),
+            "mscale": st.sampled_from([0.707, 1.0]),
+            "mscale_all_dim": st.sampled_from([0.5, 1.0]),
+            "truncate": st.booleans(),
+        },
+    )
+    return st.one_of(default, linear, llama3, yarn)
+
+
+@st.composite
+def _common(draw: st.DrawFn, *, own_head_size: bool) -> dict[str, Any]:
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    heads = kv_heads * draw(st.sampled_from([1, 2, 4]))
+    head_size = draw(st.sampled_from([2, 4, 8]))
+    fields = {
+        "vocab_size": draw(st.sampled_from([7, 32, 61])),
+        "hidden_size": heads * head_size,
+        "intermediate_size": draw(st.sampled_from([4, 12, 20])),
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": MAX_LEN,
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
+        "tie_word_embeddings": draw(st.booleans()),
+        "rope_parameters": draw(ropes()),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if own_head_size:
+        fields["head_dim"] = draw(st.sampled_from([2, 6, 8]))
+    return fields
+
+
+@st.composite
+def qwen3_configs(draw: st.DrawFn) -> Qwen3Config:
+    return Qwen3Config(
+        **draw(_common(own_head_size=True)),
+        attention_bias=draw(st.booleans()),
+        **draw(_some_windows()),
+    )
+
+
+@st.composite
+def qwen2_configs(draw: st.DrawFn) -> Qwen2Config:
+    return Qwen2Config(**draw(_common(own_head_size=False)), **draw(_some_windows()))
+
+
+@st.composite
+def llama_configs(draw: st.DrawFn) -> LlamaConfig:
+    fields = draw(_common(own_head_size=draw(st.booleans())))
+    return LlamaConfig(**fields, attention_bias=draw(st.booleans()), mlp_bias=draw(st.booleans()))
+
+
+@st.composite
+def mistral_configs(draw: st.DrawFn) -> MistralConfig:
+    fields = draw(_common(own_head_size=draw(st.booleans())))
+    return MistralConfig(**fields, sliding_window=draw(st.sampled_from([None, 1, 2, 5, 100])))
+
+
+def _some_windows() -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(
+        {"use_sliding_window": st.booleans(), "sliding_window": st.sampled_from([1, 3, 8]), "max_window_layers": st.integers(0, 3)}
+    )
+
+
+def configs() -> st.SearchStrategy[Any]:
+    return st.one_of(qwen3_configs(), llama_configs(), qwen2_configs(), mistral_configs())

@@ -1,0 +1,128 @@
+"""Tiny models of each architecture, ours and transformers', with the same weights; and the plainest attention there can be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.api.attention import AttentionLayer, LayerSpec
+from dovetail.api.component import NoOptions
+from dovetail.api.executor import ExecutorConfig, Target
+from dovetail.api.model import BuildContext, ModelArch, ModelContext, ParallelGroup
+from dovetail.runtime.parallel import SINGLE
+from dovetail_models import dovetail_components
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+MODELS = tuple(Target("model", f"dovetail:{spec.name}", spec.target, architectures=spec.architectures) for spec in dovetail_components())
+BY_TYPE = {target.name.partition(":")[2]: target for target in MODELS}
+
+
+class DenseAttention(AttentionLayer):
+    """Attention of one sequence that comes in chunks: keeps all K and V, masks by position."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        self.spec = spec
+        self.keys, self.values = torch.zeros(2, 0, spec.kv_heads, spec.head_size)
+
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.keys, self.values = torch.cat((self.keys, k)), torch.cat((self.values, v))
+
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        total, repeat = len(self.keys), self.spec.heads // self.spec.kv_heads
+        at, seen = torch.arange(total - len(q), total)[:, None], torch.arange(total)[None]
+        mask = (seen <= at) & (seen > at - (self.spec.window or total + 1))
+        k, v = (x.repeat_interleave(repeat, dim=1).transpose(0, 1) for x in (self.keys, self.values))
+        return F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=mask, scale=self.spec.scale).transpose(0, 1)
+
+
+def context(parallel: ParallelGroup = SINGLE, make_attention: Any = DenseAttention, **fields: Any) -> BuildContext:
+    return BuildContext(parallel, torch.float32, CPU, make_attention, **fields)
+
+
+def arch_of(config: Any) -> ModelArch:
+    return BY_TYPE[config.model_type].load()(NoOptions(), ModelContext())
+
+
+def build(config: Any, **fields: Any) -> Any:
+    return arch_of(config).build(config, context(**fields))
+
+
+def reference(config: Any, seed: int = 0) -> Any:
+    """transformers' model, with random weights that leave no parameter at a neutral value."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2)
+    return model
+
+
+def checkpoint_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a checkpoint of transformers' `model` holds."""
+    tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    return tensors
+
+
+def fill(model: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Load by the model's own rules, without files."""
+    for rule in model.weights():
+        if rule.source in tensors:
+            rule.parameter.load(tensors[rule.source], rule.shard_id)
+
+
+@torch.no_grad()
+def run(model: Any, token_ids: torch.Tensor, chunks: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and logits of one sequence, computed whole or in chunks of these lengths (which add up)."""
+    positions = torch.arange(len(token_ids))
+    steps = zip(*(torch.split(x, list(chunks or (len(token_ids),))) for x in (token_ids, positions)), strict=True)
+    hidden = torch.cat([model(ids, at) for ids, at in steps])
+    return hidden, model.logits(hidden)
+
+
+@torch.no_grad()
+def run_reference(model: Any, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    out = model(token_ids[None], output_hidden_states=True)
+    return out.hidden_states[-1][0], out.logits[0]
+
+
+@dataclass
+class FakeGroup:
+    """One of several ranks without the others: its sums and gathers stay its own share, and are counted."""
+
+    rank: int
+    size: int
+    sums: list[torch.Tensor] = field(default_factory=list)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.sums.append(x)
+        return x
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return x
+
+
+def executor_config(model: Path | str, **fields: Any) -> ExecutorConfig:
+    settings: dict[str, Any] = {
+        "dtype": "auto",
+        "load_format": "auto",
+        "max_model_len": None,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "gpu_memory_utilization": 0.9,
+        "kv_cache_memory": None,
+        "block_size": None,
+        "cuda_graphs": False,
+        "overlap": False,
+        "seed": 0,
+    }
+    return ExecutorConfig(str(model), **(settings | fields))

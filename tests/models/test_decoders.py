@@ -1,0 +1,48 @@
+"""The four architectures compute what transformers computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.models.configs import MAX_LEN, configs
+from tests.models.oracle import build, checkpoint_tensors, fill, reference, run, run_reference
+from tests.support import examples
+
+
+def a_pair(config: Any, seed: int) -> tuple[Any, Any]:
+    """transformers' model and ours, with the same weights."""
+    theirs, ours = reference(config, seed), build(config)
+    fill(ours, checkpoint_tensors(theirs))
+    return theirs, ours
+
+
+def some_tokens(config: Any, length: int, seed: int) -> torch.Tensor:
+    return torch.randint(config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * max(1.0, theirs.abs().max().item()), rtol=1e-4)
+
+
+@given(config=configs(), length=st.integers(1, MAX_LEN), seed=st.integers(0, 99))
+@examples(quick=60, full=1000)
+def test_hidden_states_and_logits_equal_transformers(config: Any, length: int, seed: int) -> None:
+    theirs, ours = a_pair(config, seed)
+    tokens = some_tokens(config, length, seed)
+    for mine, expected in zip(run(ours, tokens), run_reference(theirs, tokens), strict=True):
+        assert_close(mine, expected)
+
+
+@given(config=configs(), chunks=st.lists(st.integers(1, 9), min_size=2, max_size=6), seed=st.integers(0, 99))
+@examples(quick=40, full=500)
+def test_chunks_compute_what_the_whole_computes(config: Any, chunks: list[int], seed: int) -> None:
+    theirs = checkpoint_tensors(reference(config, seed))
+    whole, chunked = build(config), build(config)
+    fill(whole, theirs)
+    fill(chunked, theirs)
+    tokens = some_tokens(config, sum(chunks), seed)
+    assert_close(run(chunked, tokens, tuple(chunks))[1], run(whole, tokens)[1])

@@ -1,0 +1,189 @@
+"""Who serves a model directory, with which dtype and length; and every reason why it can't be served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from dovetail.api.executor import Target
+from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError
+from dovetail.runtime.model_files import find_architecture, read_config, resolve_dtype, resolve_max_model_len
+from tests.models.configs import configs
+from tests.models.oracle import CPU, MODELS, arch_of
+from tests.support import examples
+
+CUDA = torch.device("cuda")
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+
+
+def write_config(directory: Path, **fields: Any) -> Path:
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | fields))
+    return directory
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_an_architecture_is_found_by_its_name(tmp_path: Path, name: str) -> None:
+    kind = name.removesuffix("ForCausalLM")
+    arch, config = find_architecture(write_config(tmp_path, model_type=kind.lower(), architectures=[name]), MODELS)
+    assert type(arch).__name__ == kind
+    assert config.model_type == kind.lower()
+
+
+def test_an_architecture_that_nobody_serves_lists_those_served(tmp_path: Path) -> None:
+    write_config(tmp_path, model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    with pytest.raises(UnsupportedError, match=r"no installed model serves GPT2LMHeadModel; served are LlamaForCausalLM, .*Qwen3ForCausalLM"):
+        find_architecture(tmp_path, MODELS)
+
+
+def test_an_architecture_that_two_serve_names_both(tmp_path: Path) -> None:
+    other = Target("model", "mine:llama", "mine:Llama", architectures=("LlamaForCausalLM",))
+    with pytest.raises(UnsupportedError, match="dovetail:llama and mine:llama"):
+        find_architecture(write_config(tmp_path), (*MODELS, other))
+
+
+def test_reasons_against_are_listed_with_the_name_of_the_model(tmp_path: Path) -> None:
+    write_config(tmp_path, hidden_act="gelu", quantization_config={"quant_method": "awq"})
+    with pytest.raises(UnsupportedError, match=r"dovetail:llama can't serve (.|\n)*hidden_act(.|\n)*quantization_config"):
+        find_architecture(tmp_path, MODELS)
+
+
+def test_a_config_of_another_model_type_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="model_type = 'llama', expected 'qwen3'"):
+        find_architecture(write_config(tmp_path, architectures=["Qwen3ForCausalLM"]), MODELS)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no such file"),
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("\xff\xfe", "not valid JSON"),
+        ("[]", "expected a JSON object with 'model_type'"),
+        ("{}", "expected a JSON object with 'model_type'"),
+        ('{"model_type": "nobody-knows"}', "nobody-knows"),
+        ('{"model_type": "llama"}', "no 'architectures'"),
+        ('{"model_type": "llama", "architectures": []}', "no 'architectures'"),
+        ('{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": "many"}', "hidden_size"),
+        ('{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 7, "num_attention_heads": 2}', "hidden size"),
+        ('{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_scaling": {"rope_type": "linear"}}', "factor"),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ModelLoadError, match=said) as caught:
+        find_architecture(tmp_path, MODELS)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "device", "expected"),
+    [
+        ("auto", "bfloat16", CPU, torch.float32),
+        ("auto", "float16", CUDA, torch.float16),
+        ("auto", "bfloat16", CUDA, torch.bfloat16),
+        ("auto", "float32", CUDA, torch.bfloat16),
+        ("auto", None, CUDA, torch.bfloat16),
+        ("float16", "bfloat16", CPU, torch.float16),
+        ("float32", "bfloat16", CUDA, torch.float32),
+    ],
+)
+def test_dtype(tmp_path: Path, asked: str, own: str | None, device: torch.device, expected: torch.dtype) -> None:
+    assert resolve_dtype(asked, read_config(write_config(tmp_path, dtype=own)), device) == expected
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'int8', expected auto, float32, float16, bfloat16"):
+        resolve_dtype("int8", LlamaConfig(), CPU)
+
+
+def test_max_model_len_is_the_models_own_or_less() -> None:
+    config = LlamaConfig(max_position_embeddings=1000)
+    assert resolve_max_model_len(None, config) == 1000
+    assert resolve_max_model_len(7, config) == 7
+    with pytest.raises(UnsupportedError, match="1001 tokens is more than this model's own length of 1000"):
+        resolve_max_model_len(1001, config)
+
+
+def test_yarn_stretches_the_length() -> None:
+    assert resolve_max_model_len(None, LlamaConfig(max_position_embeddings=1000, rope_parameters=YARN)) == 4000
+    assert resolve_max_model_len(None, LlamaConfig(max_position_embeddings=4000, rope_parameters=YARN)) == 4000
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+MORE_OF_SMOLLM = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}, "pretraining_tp": 1}
+REAL = {  # what is special in configs that people use
+    "Llama-3.1": {"model_type": "llama", "rope_scaling": LLAMA3, "rope_theta": 5e5, "pretraining_tp": 1, "max_position_embeddings": 131072},
+    "SmolLM2": {"model_type": "llama", **MORE_OF_SMOLLM},
+    "Llama-2": {"model_type": "llama", "max_length": 4096, "torch_dtype": "float16", "rope_scaling": None},
+    "unsloth": {"model_type": "llama", "unsloth_fixed": True, "unsloth_version": "2024.9", "_name_or_path": "x"},
+    "Qwen2.5": {"model_type": "qwen2", "sliding_window": 131072, "use_sliding_window": False, "use_mrope": False, "max_window_layers": 21},
+    "Qwen2.5 with YaRN": {"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+    "Qwen3": {"model_type": "qwen3", "head_dim": 128, "rope_scaling": None, "attention_bias": False, "max_window_layers": 36},
+    "Mistral v0.1": {"model_type": "mistral", "sliding_window": 4096, "rope_theta": 1e4},
+    "Mistral v0.3": {"model_type": "mistral", "sliding_window": None, "rope_theta": 1e6},
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_configs_that_people_use_are_served(tmp_path: Path, name: str) -> None:
+    config = AutoConfig.from_pretrained(write_config(tmp_path, **REAL[name]))
+    assert arch_of(config).reasons_against(config) == []
+
+
+@given(config=configs())
+@examples(quick=60, full=500)
+def test_all_that_is_tested_against_transformers_is_served(config: Any) -> None:
+    assert arch_of(config).reasons_against(config) == []
+
+
+WINDOWS = {"num_hidden_layers": 2, "sliding_window": 8, "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (LlamaConfig(hidden_act="gelu"), "hidden_act"),
+        (LlamaConfig(pretraining_tp=2), "pretraining_tp"),
+        (LlamaConfig(quantization_config={"quant_method": "gptq"}), "quantization_config"),
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "rope_type 'dynamic'"),
+        (LlamaConfig(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (LlamaConfig(final_logit_softcapping=30.0), "final_logit_softcapping"),
+        (LlamaConfig(attn_logit_softcapping=30.0), "attn_logit_softcapping"),
+        (LlamaConfig(sliding_window=128), "sliding_window"),
+        (LlamaConfig(rope_interleaved=True), "rope_interleaved"),
+        (LlamaConfig(num_local_experts=8), "num_local_experts"),
+        (LlamaConfig(no_rope_layers=[0, 1]), "no_rope_layers"),
+        (LlamaConfig(auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"}), "auto_map"),
+        (LlamaConfig(num_attention_heads=4, num_key_value_heads=3, hidden_size=64), "num_key_value_heads"),
+        (LlamaConfig(num_hidden_layers=0), "num_hidden_layers"),
+        (LlamaConfig(head_dim=3), "head_dim"),
+        (LlamaConfig(max_position_embeddings=0), "max_position_embeddings"),
+        (Qwen2Config(attention_bias=True), "attention_bias"),
+        (Qwen2Config(dual_chunk_attention_config={"chunk_size": 9}), "dual_chunk_attention_config"),
+        (Qwen3Config(mlp_bias=True), "mlp_bias"),
+        (Qwen2Config(**WINDOWS, layer_types=["full_attention", "chunked_attention"]), "chunked_attention"),
+        (Qwen2Config(num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]), "sliding_window is null"),
+        (Qwen3Config(**(WINDOWS | {"sliding_window": 0})), "sliding_window"),
+        (MistralConfig(sliding_window=0), "sliding_window"),
+        (MistralConfig(num_hidden_layers=1, layer_types=["full_attention"]), "layer_types"),
+        (MistralConfig(attention_bias=True), "attention_bias"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_a_field_that_changes_the_numbers_is_refused_by_name(config: Any, named: str) -> None:
+    reasons = arch_of(config).reasons_against(config)
+    assert any(named in reason for reason in reasons), reasons

@@ -1,0 +1,290 @@
+"""Weights come from safetensors files, each to its place, once; whatever is wrong with the files is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from dovetail.errors import ModelLoadError
+from dovetail.runtime.loading import load_model
+from dovetail.runtime.parallel import SINGLE
+from dovetail.runtime.weights import dummy_weights, load_weights
+from tests.models.configs import configs
+from tests.models.oracle import (
+    CPU,
+    MODELS,
+    DenseAttention,
+    FakeGroup,
+    build,
+    checkpoint_tensors,
+    executor_config,
+    reference,
+    run,
+    run_reference,
+)
+from tests.support import examples
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32,
+}
+LAYER = "model.layers.1."
+TOKENS = torch.tensor([1, 2, 3, 10])
+
+
+def small(**fields: Any) -> LlamaConfig:
+    return LlamaConfig(**(SHAPE | fields))
+
+
+def saved(directory: Path, *, dtype: torch.dtype = torch.float32, shard: str = "5GB", **fields: Any) -> Any:
+    """A checkpoint as transformers writes it; returns its model."""
+    model = reference(small(**fields)).to(dtype)
+    model.save_pretrained(directory, max_shard_size=shard)
+    return model.float()
+
+
+def loaded(directory: Path, **settings: Any) -> Any:
+    return load_model(directory, executor_config(directory, **settings), MODELS, DenseAttention, SINGLE, CPU)
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Change the tensors of a checkpoint in one file."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+@given(config=configs())
+@examples(quick=40, full=400)
+def test_rules_name_exactly_the_tensors_of_a_checkpoint(config: Any) -> None:
+    rules = list(build(config).weights())
+    names = [rule.source for rule in rules]
+    assert len(set(names)) == len(names)
+    assert set(names) == set(reference(config).state_dict())
+    assert {rule.source for rule in rules if not rule.optional} == set(checkpoint_tensors(reference(config)))
+
+
+@pytest.mark.parametrize("shard", ["5GB", "1KB"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_saved_checkpoint_computes_what_it_did(tmp_path: Path, shard: str, dtype: torch.dtype, tied: bool) -> None:
+    theirs = saved(tmp_path, dtype=dtype, shard=shard, tie_word_embeddings=tied)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "1KB")
+    ours = loaded(tmp_path)
+    assert (ours.dtype, ours.max_model_len, ours.vocab_size) == (torch.float32, 32, 11)
+    torch.testing.assert_close(run(ours.module, TOKENS)[1], run_reference(theirs, TOKENS)[1])
+
+
+def test_weights_take_the_dtype_that_was_asked_for(tmp_path: Path) -> None:
+    saved(tmp_path)
+    module = loaded(tmp_path, dtype="bfloat16").module
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+
+
+def test_progress_counts_every_tensor_once(tmp_path: Path) -> None:
+    saved(tmp_path, shard="1KB")
+    seen: list[tuple[str, int, int]] = []
+    load_weights(build(small()), tmp_path, lambda *args: seen.append(args))
+    total = len(list(build(small()).weights()))
+    assert seen == [("loading weights", i + 1, total) for i in range(total)]
+
+
+def test_a_rank_reads_only_its_part(tmp_path: Path) -> None:
+    theirs = saved(tmp_path, num_key_value_heads=2).state_dict()
+    ours = build(small(num_key_value_heads=2), parallel=FakeGroup(1, 2))
+    load_weights(ours, tmp_path)
+    for rule in ours.weights():
+        part = rule.parameter.parts[rule.shard_id]
+        expected = theirs[rule.source].narrow(part.dim, part.start, part.size)
+        assert torch.equal(part.place(rule.parameter), expected), rule.source
+
+
+def test_tensors_that_are_computed_are_passed_over(tmp_path: Path) -> None:
+    saved(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({f"{LAYER}self_attn.rotary_emb.inv_freq": torch.ones(2)}))
+    loaded(tmp_path)
+
+
+class TestTiedHead:
+    def test_may_be_there_too_if_it_is_equal(self, tmp_path: Path) -> None:
+        saved(tmp_path, tie_word_embeddings=True)
+        rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+        loaded(tmp_path)
+
+    def test_may_be_there_instead_of_the_embedding(self, tmp_path: Path) -> None:
+        theirs = saved(tmp_path, tie_word_embeddings=True)
+        rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+        torch.testing.assert_close(run(loaded(tmp_path).module, TOKENS)[1], run_reference(theirs, TOKENS)[1])
+
+    def test_that_differs_is_refused(self, tmp_path: Path) -> None:
+        saved(tmp_path, tie_word_embeddings=True)
+        rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
+        with pytest.raises(ModelLoadError, match="set tie_word_embeddings to false"):
+            loaded(tmp_path)
+
+    def test_needs_one_of_the_two(self, tmp_path: Path) -> None:
+        saved(tmp_path, tie_word_embeddings=True)
+        rewrite(tmp_path, lambda tensors: tensors.pop("model.embed_tokens.weight"))
+        with pytest.raises(ModelLoadError, match=r"lacks 1 tensor \(model.embed_tokens.weight\)"):
+            loaded(tmp_path)
+
+
+class TestDummyWeights:
+    @staticmethod
+    def parameters(seed: int, **fields: Any) -> dict[str, torch.Tensor]:
+        model = build(small(attention_bias=True), **fields)
+        dummy_weights(model, seed)
+        return dict(model.named_parameters())
+
+    def test_are_never_zero_and_norms_are_one(self) -> None:
+        for name, parameter in self.parameters(0).items():
+            assert (parameter != 0).all(), name
+            assert torch.equal(parameter, torch.ones_like(parameter)) == ("norm" in name), name
+
+    def test_are_normal_with_a_small_deviation(self) -> None:
+        weights = torch.cat([p.flatten() for name, p in self.parameters(0).items() if "norm" not in name])
+        assert abs(weights.mean().item()) < 0.002
+        assert abs(weights.std().item() - 0.02) < 0.002
+
+    def test_follow_from_the_seed(self) -> None:
+        one, same, other = (self.parameters(seed) for seed in (3, 3, 4))
+        assert all(torch.equal(one[name], same[name]) for name in one)
+        assert all(torch.equal(one[name], other[name]) == ("norm" in name) for name in one)
+
+    def test_differ_from_layer_to_layer(self) -> None:
+        weights = self.parameters(0)
+        first, second = (weights[f"registered_blocks.{i}.mlp.down_proj.weight"] for i in (0, 1))
+        assert not torch.equal(first, second)
+
+    def test_need_no_files(self, tmp_path: Path) -> None:
+        small(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+        module = loaded(tmp_path, load_format="dummy", seed=5).module
+        again = build(small())
+        dummy_weights(again, 5)
+        assert torch.equal(module.head.weight, again.head.weight)
+
+
+def cut(path: Path, keep: int) -> None:
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+def shards(directory: Path) -> list[Path]:
+    return sorted(directory.glob("model-*.safetensors"))
+
+
+def edit_index(directory: Path, change: Callable[[dict[str, str]], Any]) -> None:
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+SINGLE_FILE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing tensor": (
+        lambda d: rewrite(d, lambda t: t.pop(f"{LAYER}mlp.up_proj.weight")),
+        r"lacks 1 tensor \(model.layers.1.mlp.up_proj.weight\)",
+    ),
+    "part of a fused one": (
+        lambda d: rewrite(d, lambda t: t.pop(f"{LAYER}self_attn.k_proj.weight")),
+        r"lacks 1 tensor \(model.layers.1.self_attn.k_proj.weight\)",
+    ),
+    "many missing": (
+        lambda d: rewrite(d, lambda t: [t.pop(name) for name in list(t) if "layers" in name]),
+        r"lacks 18 tensors \(model.layers.0.input_layernorm.weight, .* and 13 more\)",
+    ),
+    "unknown tensor": (
+        lambda d: rewrite(d, lambda t: t.update({f"{LAYER}self_attn.k_scale": torch.ones(1)})),
+        r"holds 1 tensor \(model.layers.1.self_attn.k_scale\), which the model doesn't know",
+    ),
+    "a layer too many": (
+        lambda d: rewrite(d, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(12, 8)})),
+        "model.layers.2.mlp.up_proj.weight",
+    ),
+    "wrong shape": (
+        lambda d: rewrite(d, lambda t: t.update({f"{LAYER}mlp.up_proj.weight": torch.ones(12, 7)})),
+        r"tensor model.layers.1.mlp.up_proj.weight: expected shape \[12, 8\], found \[12, 7\]",
+    ),
+    "quantized numbers": (
+        lambda d: rewrite(d, lambda t: t.update({f"{LAYER}mlp.up_proj.weight": torch.ones(12, 8, dtype=torch.int8)})),
+        "tensor model.layers.1.mlp.up_proj.weight: expected float16.* found int8",
+    ),
+    "truncated": (lambda d: cut(d / "model.safetensors", -9), "model.safetensors: not a whole safetensors file"),
+    "header only": (lambda d: cut(d / "model.safetensors", 20), "model.safetensors: not a whole safetensors file"),
+    "empty file": (lambda d: cut(d / "model.safetensors", 0), "model.safetensors: not a whole safetensors file"),
+    "junk": (lambda d: (d / "model.safetensors").write_text("version https://git-lfs…" * 9), "not a whole safetensors file"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor .*; found no weights at all"),
+    "only .bin": (
+        lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
+        "found pytorch_model.bin; convert them to safetensors",
+    ),
+}
+
+SHARDED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing shard": (lambda d: shards(d)[1].unlink(), r"model-00002-of-\d+.safetensors: no such file"),
+    "truncated shard": (lambda d: cut(shards(d)[1], -9), r"model-00002-of-\d+.safetensors: not a whole safetensors file"),
+    "index not JSON": (lambda d: cut(d / "model.safetensors.index.json", 30), "index.json: not valid JSON"),
+    "index without a map": (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "index.json: expected 'weight_map'"),
+    "index promises too much": (
+        lambda d: edit_index(d, lambda names: names.update(more=next(iter(names.values())))),
+        "lacks the tensor more, which model.safetensors.index.json says it holds",
+    ),
+    "index leads elsewhere": (
+        lambda d: edit_index(d, lambda names: names.update(more="../other.safetensors")),
+        r"'../other.safetensors' is not the name of a file beside it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SINGLE_FILE)
+def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path: Path, case: str) -> None:
+    spoil, said = SINGLE_FILE[case]
+    saved(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(ModelLoadError, match=said) as caught:
+        loaded(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_a_wrong_shard_or_index_is_named_with_what_is_wrong(tmp_path: Path, case: str) -> None:
+    spoil, said = SHARDED[case]
+    saved(tmp_path, shard="1KB")
+    spoil(tmp_path)
+    with pytest.raises(ModelLoadError, match=said) as caught:
+        loaded(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+@given(data=st.data())
+@examples(quick=60, full=1000)
+def test_any_cut_of_a_file_is_an_error_that_names_it(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    directory = tmp_path_factory.mktemp("cut")
+    tensors = checkpoint_tensors(reference(small()))
+    save_file(tensors, directory / "model.safetensors")
+    size = (directory / "model.safetensors").stat().st_size
+    cut(directory / "model.safetensors", data.draw(st.integers(0, size - 1)))
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors"):
+        load_weights(build(small()), directory)
+
+
+def test_an_architecture_that_forgets_a_parameter_is_told(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model = build(small())
+    rules = [rule for rule in model.weights() if rule.source != f"{LAYER}self_attn.v_proj.weight"]
+    model.weights = lambda: rules
+    with pytest.raises(ModelLoadError, match=r"no rule for parameter .*qkv_proj.weight \(part 'v'\)"):
+        load_weights(model, tmp_path)

@@ -1,0 +1,117 @@
+"""A layer split over ranks computes what the whole layer computes, and each rank holds only its part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
+from dovetail.nn.linear import ColumnParallelLinear, GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from tests.models.oracle import FakeGroup, context
+
+SIZES = [1, 2, 4]
+
+
+def ranks(size: int) -> list[Any]:
+    return [context(FakeGroup(rank, size)) for rank in range(size)]
+
+
+def load(layer: Any, weights: dict[str | None, torch.Tensor], biases: dict[str | None, torch.Tensor] | None = None) -> Any:
+    for shard_id, weight in weights.items():
+        layer.weight.load(weight, shard_id)
+    for shard_id, bias in (biases or {}).items():
+        layer.bias.load(bias, shard_id)
+    return layer
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_column_shares_lie_beside_each_other(size: int) -> None:
+    x, weight, bias = torch.randn(3, 5), torch.randn(8, 5), torch.randn(8)
+    shares = [load(ColumnParallelLinear(5, 8, own, bias=True), {None: weight}, {None: bias})(x) for own in ranks(size)]
+    assert all(share.shape == (3, 8 // size) for share in shares)
+    torch.testing.assert_close(torch.cat(shares, dim=1), F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_row_shares_add_up_with_the_bias_once(size: int) -> None:
+    x, weight, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)
+    layers = [load(RowParallelLinear(8, 5, own, bias=True), {None: weight}, {None: bias}) for own in ranks(size)]
+    shares = [layer(part) for layer, part in zip(layers, x.chunk(size, dim=1), strict=True)]
+    torch.testing.assert_close(torch.stack(shares).sum(0), F.linear(x, weight, bias))
+    assert all(len(layer.group.sums) == 1 for layer in layers)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gate_and_up_of_a_rank_belong_together(size: int) -> None:
+    x, gate, up = torch.randn(3, 5), torch.randn(8, 5), torch.randn(8, 5)
+    shares = [load(GateUpParallelLinear(5, 8, own, bias=False), {"gate": gate, "up": up})(x).chunk(2, dim=1) for own in ranks(size)]
+    for index, whole in enumerate((gate, up)):
+        torch.testing.assert_close(torch.cat([share[index] for share in shares], dim=1), F.linear(x, whole))
+
+
+@pytest.mark.parametrize(("size", "heads", "kv_heads"), [(1, 4, 2), (2, 4, 2), (4, 8, 4), (4, 4, 2), (4, 4, 1), (2, 6, 1)])
+def test_each_rank_has_the_kv_heads_that_its_q_heads_read(size: int, heads: int, kv_heads: int) -> None:
+    head_size, hidden, x = 2, 6, torch.randn(3, 6)
+    q, k, v = (torch.randn(n * head_size, hidden) for n in (heads, kv_heads, kv_heads))
+    bias = {"q": torch.randn(heads * head_size), "k": torch.randn(kv_heads * head_size), "v": torch.randn(kv_heads * head_size)}
+    whole_q, whole_k, whole_v = (F.linear(x, w, bias[n]).unflatten(1, (-1, head_size)) for n, w in (("q", q), ("k", k), ("v", v)))
+    own_heads, own_kv = heads // size, max(1, kv_heads // size)
+    for rank, own in enumerate(ranks(size)):
+        layer = load(QKVParallelLinear(hidden, heads, kv_heads, head_size, own, bias=True), {"q": q, "k": k, "v": v}, bias)
+        mine_q, mine_k, mine_v = layer(x).unflatten(1, (-1, head_size)).split([own_heads, own_kv, own_kv], dim=1)
+        for local in range(own_heads):
+            head = rank * own_heads + local
+            read_locally, read = local // (own_heads // own_kv), head // (heads // kv_heads)
+            torch.testing.assert_close(mine_q[:, local], whole_q[:, head])
+            torch.testing.assert_close(mine_k[:, read_locally], whole_k[:, read])
+            torch.testing.assert_close(mine_v[:, read_locally], whole_v[:, read])
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 7, 8])
+@pytest.mark.parametrize("size", SIZES)
+def test_embedding_rows_of_all_ranks_are_the_table(size: int, vocab: int) -> None:
+    table, ids = torch.randn(vocab, 5), torch.arange(vocab)
+    shares = [load(VocabParallelEmbedding(vocab, 5, own), {None: table})(ids) for own in ranks(size)]
+    assert torch.equal(torch.stack(shares).sum(0), table)
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 7, 8])
+@pytest.mark.parametrize("size", SIZES)
+def test_head_of_all_ranks_gives_the_logits_then_padding(size: int, vocab: int) -> None:
+    table, hidden = torch.randn(vocab, 5), torch.randn(3, 5)
+    heads = [load(LMHead(vocab, 5, own), {None: table}) for own in ranks(size)]
+    logits = torch.cat([F.linear(hidden, head.weight) for head in heads], dim=1)
+    torch.testing.assert_close(logits[:, :vocab], F.linear(hidden, table))
+    assert torch.equal(logits[:, vocab:], torch.zeros(3, logits.shape[1] - vocab))
+
+
+def test_what_cannot_be_split_evenly_is_refused_by_name() -> None:
+    own = context(FakeGroup(0, 4))
+    with pytest.raises(UnsupportedError, match=r"intermediate_size \(6\)"):
+        GateUpParallelLinear(5, 6, own, bias=False)
+    with pytest.raises(UnsupportedError, match=r"num_attention_heads \(6\)"):
+        QKVParallelLinear(5, 6, 2, 2, own, bias=False)
+    with pytest.raises(UnsupportedError, match=r"num_key_value_heads \(3\)"):
+        QKVParallelLinear(5, 12, 3, 2, own, bias=False)
+
+
+def test_weights_are_converted_on_the_way_and_never_trained() -> None:
+    layer, weight = ColumnParallelLinear(5, 8, context(), bias=False), torch.randn(8, 5).bfloat16()
+    layer.weight.load(weight)
+    assert layer.weight.dtype == torch.float32
+    assert torch.equal(layer.weight, weight.float())
+    assert not layer.weight.requires_grad
+
+
+def test_wrong_shapes_and_dtypes_say_what_was_expected() -> None:
+    layer = RowParallelLinear(8, 5, context(FakeGroup(1, 2)), bias=False)
+    with pytest.raises(ModelLoadError, match=r"expected shape \[5, 8\], found \[5, 4\]"):
+        layer.weight.load(torch.randn(5, 4))
+    with pytest.raises(ModelLoadError, match="found int8"):
+        layer.weight.load(torch.zeros(5, 8, dtype=torch.int8))
+    with pytest.raises(ModelLoadError, match="found float8_e4m3fn"):
+        layer.weight.load(torch.zeros(5, 8, dtype=torch.float8_e4m3fn))
