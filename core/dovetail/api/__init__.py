@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dovetail.api.attention import AttentionBackend
-    from dovetail.api.component import CommandSpec, ComponentSpec, hookimpl
+    from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, hookimpl
     from dovetail.api.executor import Executor
     from dovetail.api.kv_cache import KVCacheManager
     from dovetail.api.model import ModelArch
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AttentionBackend": "attention",
+    "BundledModel": "component",
     "CommandSpec": "component",
     "ComponentSpec": "component",
     "Executor": "executor",
@@ -33,6 +34,7 @@ _HOMES = {
 
 __all__ = [
     "AttentionBackend",
+    "BundledModel",
     "CommandSpec",
     "ComponentSpec",
     "Executor",

@@ -1,4 +1,4 @@
-"""How a plugin says what it offers: `ComponentSpec`, the `hookimpl` marker and the seven kinds.
+"""How a plugin says what it offers: `ComponentSpec`, `CommandSpec`, `BundledModel`, the `hookimpl` marker and the seven kinds.
 
 A plugin is a module named by an entry point in the group `dovetail.plugins`; see `dovetail.registry.hookspecs` for its hooks. Everything
 here is strings and small values, so that declaring a component imports nothing heavy.
@@ -87,3 +87,24 @@ class CommandSpec:
             raise PluginError(f"CommandSpec: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
         if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
             raise PluginError(f'CommandSpec {self.name!r}: target is {self.target!r}, expected "package.module:app"')
+
+
+@dataclass(frozen=True, slots=True)
+class BundledModel:
+    """A model directory that a plugin ships: `path` inside `package`, found with importlib.resources when used.
+
+    Only a model of the distribution `dovetail` is known by its bare name; any other as "distribution:name", so that installing a plugin never
+    changes what a hub id or a directory means.
+    """
+
+    name: str
+    package: str  # "package.module"
+    path: str  # relative, with "/"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise PluginError(f"BundledModel: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
+        if not isinstance(self.package, str) or not _TARGET.fullmatch(f"{self.package}:x"):
+            raise PluginError(f'BundledModel {self.name!r}: package is {self.package!r}, expected "package.module"')
+        if not isinstance(self.path, str) or self.path.startswith("/") or ".." in self.path.split("/"):
+            raise PluginError(f"BundledModel {self.name!r}: path is {self.path!r}, expected a path inside the package")

@@ -1,0 +1,289 @@
+"""`EngineConfig`: everything that `engine.yaml` can say. It names components; `dovetail.registry` finds them when they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, InstanceOf, PlainSerializer, TypeAdapter, ValidationError
+
+from dovetail.api.component import Kind
+from dovetail.errors import ConfigError
+from dovetail.registry.auto_attention import attention_candidates
+from dovetail.registry.registry import Registry
+from dovetail.registry.resolved import ResolvedComponent
+from dovetail.registry.selection import PluginSelection
+from dovetail.where import KeyPath, Where, explain
+from dovetail.yaml_source import parse_yaml
+
+if TYPE_CHECKING:
+    from dovetail.api.executor import ExecutorConfig
+
+YAML_SUFFIXES = (".yaml", ".yml")
+
+COMPONENT_KEYS: dict[str, Kind] = {  # key of the config -> kind of component
+    "scheduler": "scheduler",
+    "kv_cache": "kv_cache",
+    "attention": "attention",
+    "sampler": "sampler",
+    "executor": "executor",
+    "observers": "observer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentChoice:
+    """A component and its options: `fcfs`, or `{name: vtc, input_weight: 2}`. `where` it was chosen is for errors."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    where: Where | None = field(default=None, compare=False, repr=False)
+
+    def plain(self) -> str | dict[str, Any]:
+        """As YAML would say it."""
+        return {"name": self.name, **self.options} if self.options else self.name
+
+
+def _as_choice(value: Any) -> Any:
+    """A `ComponentChoice` of a name or a mapping with a name; errors as pydantic wants them."""
+    if isinstance(value, ComponentChoice):
+        return value
+    if isinstance(value, str):
+        return ComponentChoice(value)
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        raise ValueError(f"expected a component's name, or a mapping with 'name' and its options, got {value!r}")
+    return ComponentChoice(value["name"], {key: option for key, option in value.items() if key != "name"})
+
+
+def _as_choices(value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"expected a list of components, got {value!r}")
+    return tuple(value)  # strict mode wants one
+
+
+def _as_block_size(value: Any) -> Any:
+    if value != "auto" and (type(value) is not int or value < 1):
+        raise ValueError(f"expected auto or an integer of 1 or more, got {value!r}")
+    return value
+
+
+_BYTE_SIZE = TypeAdapter(ByteSize)
+
+
+def _as_bytes(value: Any) -> Any:
+    if value is None or type(value) is int:
+        return value
+    try:
+        return int(_BYTE_SIZE.validate_python(value, strict=False))
+    except ValidationError:
+        raise ValueError(f"expected a size like 4GiB, or a number of bytes, got {value!r}") from None
+
+
+Choice = Annotated[InstanceOf[ComponentChoice], BeforeValidator(_as_choice), PlainSerializer(ComponentChoice.plain)]
+
+
+class EngineConfig(BaseModel):
+    """The settings of one engine. Frozen; unknown keys are errors. Defaults are those of `engine.yaml`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    model: Annotated[str, Field(min_length=1)] = "demo"
+    """A bundled model ("demo"), a local directory, or a Hugging Face hub id. Relative directories start at the working directory."""
+
+    tokenizer: Annotated[str, Field(min_length=1)] | None = None
+    """Where to find another tokenizer than the model's own: as `model`."""
+
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Of weights and activations. auto: float32 on a CPU, else the checkpoint's own, if that has 16 bits, else bfloat16."""
+
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """auto: safetensors. dummy: random weights, for benchmarks."""
+
+    max_model_len: Annotated[int, Field(gt=0)] | None = None
+    """Tokens of the longest sequence, prompt and output. null: the model's own length."""
+
+    max_num_seqs: Annotated[int, Field(gt=0)] = 256
+    """The most requests that run in one step."""
+
+    max_num_batched_tokens: Annotated[int, Field(gt=0)] = 8192
+    """The most tokens that one step computes."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """The share of a GPU's memory that the engine may use: weights, buffers, and K and V in all that is left."""
+
+    kv_cache_memory: Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)] = None
+    """Memory for K and V, like 4GiB, instead of a share of the GPU's. null: as `gpu_memory_utilization` says."""
+
+    block_size: Annotated[Literal["auto"] | int, BeforeValidator(_as_block_size)] = "auto"
+    """Tokens in a block of K and V. auto: the smallest of 16 or more that the attention backend supports."""
+
+    kv_cache_dtype: Literal["auto"] = "auto"
+    """Of K and V. auto: as the activations; nothing else is supported yet."""
+
+    generation_config: Literal["auto", "none"] = "auto"
+    """auto: EOS ids and default sampling come from the model's generation_config.json, if it has one. none: it isn't read."""
+
+    overlap: bool = True
+    """Plan the next step while the device computes this one. Changes no token."""
+
+    cuda_graphs: bool = True
+    """Capture decoding in CUDA graphs, where the parts can be captured."""
+
+    seed: int = 0
+    """Where the seeds of unseeded requests, and whatever else is random, come from."""
+
+    scheduler: Choice = ComponentChoice("fcfs")
+    """The policy: who runs, in each step."""
+
+    kv_cache: Choice = ComponentChoice("prefix")
+    """Which block of K and V belongs to whom, and which can be shared."""
+
+    attention: Choice = ComponentChoice("auto")
+    """auto: the first built-in backend (flash_attn, triton, torch) with no reason against it."""
+
+    sampler: Choice = ComponentChoice("default")
+    """How tokens are drawn from the logits."""
+
+    executor: Choice = ComponentChoice("local")
+    """What computes the steps."""
+
+    observers: Annotated[tuple[Choice, ...], BeforeValidator(_as_choices)] = ()
+    """Who is told what the engine does. Installing an observer doesn't enable it."""
+
+    plugins: Annotated[PluginSelection, Field(strict=False)] = PluginSelection()
+    """Which distributions' plugins are used; the environment variable DOVETAIL_PLUGINS="allow=a,b;deny=c" overrides it."""
+
+    @classmethod
+    def load(cls, source: str | Path | Mapping[str, Any] | EngineConfig = "demo", **overrides: Any) -> EngineConfig:
+        """The config that a source gives, with `overrides` on top, whose keys may be dotted (`**{"scheduler.aging_s": 5}`).
+
+        A mapping has the keys of the YAML. A path that ends in .yaml or .yml is read; any other string is the model, as `LLM(model)` takes it.
+        Raises `ConfigError`: one line for each wrong key, with its file and line.
+        """
+        return cls.load_with(source, overrides)
+
+    @classmethod
+    def load_with(cls, source: str | Path | Mapping[str, Any] | EngineConfig, overrides: Mapping[str, Any], origin: str = "override") -> EngineConfig:
+        """As `load`; errors in overrides name their `origin` ("--set")."""
+        values, origins = _read(source)
+        for key, value in overrides.items():
+            _put(values, origins, key, value, origin)
+        return cls._checked(values, origins)
+
+    @classmethod
+    def _checked(cls, values: dict[str, Any], origins: dict[KeyPath, str]) -> EngineConfig:
+        where = Where(origins=origins)
+        given = {key: _with_place(value, where.at(key)) if key in COMPONENT_KEYS else value for key, value in values.items()}
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise explain(error, cls, values, where, "key") from None
+
+    def attention_candidates(self, registry: Registry) -> tuple[ResolvedComponent, ...]:
+        """The backends that the executor should consider, best first: see `dovetail.registry.auto_attention`."""
+        return attention_candidates(registry, self.attention.name, self.attention.options, self.attention.where)
+
+    def executor_config(self, model_dir: Path) -> ExecutorConfig:
+        """The part of it that concerns an executor, for a model that has been found."""
+        from dovetail.api.executor import ExecutorConfig  # numpy: `dovetail config` can do without
+
+        return ExecutorConfig(
+            model=str(model_dir),
+            dtype=self.dtype,
+            load_format=self.load_format,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            kv_cache_memory=self.kv_cache_memory,
+            block_size=None if self.block_size == "auto" else self.block_size,
+            cuda_graphs=self.cuda_graphs,
+            overlap=self.overlap,
+            seed=self.seed,
+        )
+
+
+def _read(source: Any) -> tuple[dict[str, Any], dict[KeyPath, str]]:
+    """Plain values, which may be changed, and where they were written."""
+    if isinstance(source, EngineConfig):
+        return {key: getattr(source, key) for key in source.model_fields_set}, {}
+    if isinstance(source, Mapping):
+        return dict(source), {}
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"a config is a YAML file, a model's name, a mapping or an EngineConfig, got {source!r}")
+    if Path(source).suffix not in YAML_SUFFIXES:
+        return {"model": str(source)}, {}
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{source}: can't be read: {getattr(error, 'strerror', None) or error}") from None
+    value, origins = parse_yaml(text, str(source))
+    if not isinstance(value, dict | None):
+        raise ConfigError(f"{source}:1: expected keys and values, like `model: demo`, got {value!r}")
+    return value or {}, origins
+
+
+def _put(values: dict[str, Any], origins: dict[KeyPath, str], key: str, value: Any, origin: str) -> None:
+    """Set a dotted key. On its way a component's name becomes a mapping, and a default is filled in."""
+    holder: Any = values
+    path: KeyPath = ()
+    for part in key.split("."):
+        if path:
+            holder = _descend(values, path, Where(path, {path: origin}))
+        path = (*path, _index(part, holder, Where((*path, part), {(): origin})))
+    holder[path[-1]] = value
+    for below in [other for other in origins if other[: len(path)] == path]:
+        del origins[below]
+    origins[path] = origin
+
+
+def _descend(values: dict[str, Any], path: KeyPath, where: Where) -> Any:
+    """What is at a path, replaced by a copy that keys can be set in."""
+    holder: Any = values
+    for part in path[:-1]:
+        holder = holder[part]
+    if path[-1] not in values and len(path) == 1 and path[0] in EngineConfig.model_fields:
+        values[str(path[0])] = EngineConfig.model_fields[str(path[0])].default
+    opened = _open(holder.get(path[-1]) if isinstance(holder, dict) else holder[path[-1]], where)
+    holder[path[-1]] = opened
+    return opened
+
+
+def _index(part: str, holder: Any, where: Where) -> str | int:
+    """A key of a mapping, or the index of an item that a list has."""
+    if isinstance(holder, dict):
+        return part
+    if not part.isdecimal() or int(part) >= len(holder):
+        raise ConfigError(where.says(f"there is no such item; the list has {len(holder)}"))
+    return int(part)
+
+
+def _open(value: Any, where: Where) -> Any:
+    """A copy of a value that keys can be set in."""
+    if isinstance(value, ComponentChoice):
+        return {"name": value.name, **value.options}
+    if isinstance(value, PluginSelection):
+        return value.model_dump(exclude_unset=True)
+    if isinstance(value, str) and where.path[0] in COMPONENT_KEYS:
+        return {"name": value}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple):
+        return list(value)
+    raise ConfigError(where.says("there is nothing below this key" if value is None else f"{value!r} has nothing below it"))
+
+
+def _with_place(value: Any, where: Where) -> Any:
+    """Choices that know where they were made; what is malformed stays, for the model to refuse."""
+    if where.path == ("observers",):
+        if not isinstance(value, list | tuple):
+            return value
+        return [_with_place(item, where.at(index)) for index, item in enumerate(value)]
+    try:
+        choice = _as_choice(value)
+    except ValueError:
+        return value
+    known = isinstance(value, ComponentChoice) and where.origin is None and value.where
+    return choice if known else ComponentChoice(choice.name, choice.options, where)

@@ -1,0 +1,34 @@
+"""What `attention: auto` means: built-ins only, in this order. Nothing that is merely installed becomes active by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.errors import ConfigError
+from dovetail.registry.plugin import BUILT_IN
+from dovetail.registry.registry import Registry
+from dovetail.registry.requirements import missing_requirements
+from dovetail.registry.resolved import ResolvedComponent
+from dovetail.where import Where
+
+AUTO = "auto"
+PREFERENCE = ("flash_attn", "triton", "torch")  # best first
+
+
+def attention_candidates(
+    registry: Registry, name: str = AUTO, options: Mapping[str, Any] | None = None, where: Where | None = None
+) -> tuple[ResolvedComponent, ...]:
+    """The backends that an executor should consider, best first; it takes the first with no reason against it. A named one: just that.
+
+    "auto": the built-ins of `PREFERENCE` whose required packages are installed; perhaps none. Raises `PluginError` for a name that can't be
+    had, `ConfigError` for options given to "auto".
+    """
+    where = where or Where(("attention",))
+    if name != AUTO:
+        return (registry.resolve("attention", name, options, where),)
+    if options:
+        raise ConfigError(where.at(next(iter(options))).says("auto takes no options; name the backend that they are for"))
+    built_in = {c.spec.name: c for c in registry.components("attention") if c.distribution == BUILT_IN}
+    there = [built_in[name] for name in PREFERENCE if name in built_in and not missing_requirements(built_in[name].spec.requires)]
+    return tuple(component for component in there if component.api_problem() is None)

@@ -1,0 +1,79 @@
+"""Which plugins are installed: entry points, read from metadata without importing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from typing import NamedTuple
+
+from packaging.utils import canonicalize_name
+
+from dovetail.api.component import ENTRY_POINT_GROUP
+from dovetail.errors import PluginError
+from dovetail.registry.plugin import FoundPlugin, PluginFailure, PluginOrigin
+
+
+class Findings(NamedTuple):
+    """Sorted by distribution and entry point."""
+
+    plugins: tuple[FoundPlugin, ...]
+    failures: tuple[PluginFailure, ...]
+
+
+def find_plugins() -> Findings:
+    """All entry points in the group `dovetail.plugins`. A distribution whose metadata can't be read is a failure; the rest go on."""
+    plugins: list[FoundPlugin] = []
+    failures: list[PluginFailure] = []
+    for name, distribution in _distributions_with_plugins(failures).items():
+        origin = PluginOrigin(name, "?", "?")
+        try:
+            origin = PluginOrigin(name, "?", str(distribution.version))
+            entry_points = set(distribution.entry_points.select(group=ENTRY_POINT_GROUP))
+        except Exception as error:
+            failures.append(PluginFailure(origin, "find", error))
+            continue
+        found, twice = _classify(origin, entry_points)
+        plugins += found
+        failures += twice
+    return Findings(tuple(sorted(plugins, key=lambda p: p.origin)), tuple(sorted(failures, key=lambda f: f.origin)))
+
+
+def _distributions_with_plugins(failures: list[PluginFailure]) -> dict[str, metadata.Distribution]:
+    """By normalized name. A distribution that is on the path twice (an old egg-info, say) counts where Python would import it: first."""
+    found: dict[str, metadata.Distribution] = {}
+    for distribution in _mentioning_the_group():
+        try:
+            name = distribution.metadata["Name"]
+            if not name:
+                raise PluginError("its metadata has no Name")
+            found.setdefault(canonicalize_name(name), metadata.distribution(name))
+        except Exception as error:
+            failures.append(PluginFailure(PluginOrigin(str(getattr(distribution, "_path", "?")), "?", "?"), "find", error))
+    return found
+
+
+def _mentioning_the_group() -> Iterator[metadata.Distribution]:
+    """Most distributions have no plugins, and parsing everybody's metadata would be slow: look at the raw text first."""
+    for distribution in metadata.distributions():
+        try:
+            text = distribution.read_text("entry_points.txt") or ""
+        except (OSError, UnicodeError):
+            continue  # if it had plugins, nobody could know
+        if ENTRY_POINT_GROUP in text:
+            yield distribution
+
+
+def _classify(origin: PluginOrigin, entry_points: Iterable[metadata.EntryPoint]) -> tuple[list[FoundPlugin], list[PluginFailure]]:
+    """An id must mean one thing: entry points that share a name are all refused."""
+    by_name: dict[str, list[metadata.EntryPoint]] = {}
+    for entry_point in entry_points:
+        by_name.setdefault(entry_point.name, []).append(entry_point)
+    found, failures = [], []
+    for name, same in by_name.items():
+        here = PluginOrigin(origin.distribution, name, origin.version)
+        if len(same) == 1:
+            found.append(FoundPlugin(here, same[0]))
+        else:
+            values = " and ".join(sorted(entry_point.value for entry_point in same))
+            failures.append(PluginFailure(here, "find", PluginError(f"entry point {name!r} is defined more than once: {values}")))
+    return found, failures

@@ -1,0 +1,147 @@
+"""`Registry`: every component that is installed, by name. An object that the engine is handed; there is no global one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from dovetail.api.component import KINDS, Kind
+from dovetail.errors import ConfigError, PluginError
+from dovetail.registry.finder import find_plugins
+from dovetail.registry.loader import load_plugin
+from dovetail.registry.plugin import BUILT_IN, DeniedPlugin, LoadedPlugin, PluginFailure
+from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent
+from dovetail.registry.selection import PluginSelection
+from dovetail.where import Where, did_you_mean
+
+__all__ = ["Registry", "ResolvedComponent"]
+
+
+class Registry:
+    """What plugins offer, and which of them failed or were denied. Holding a component here imports and activates nothing."""
+
+    def __init__(self, plugins: Iterable[LoadedPlugin] = (), failures: Iterable[PluginFailure] = (), denied: Iterable[DeniedPlugin] = ()) -> None:
+        """Of the plugins of one distribution, the first (by name) to offer a component has it; another that offers it again has failed."""
+        loaded, twice = _without_repetitions(sorted(plugins, key=lambda plugin: plugin.origin))
+        self.plugins: tuple[LoadedPlugin, ...] = loaded
+        self.failures: tuple[PluginFailure, ...] = tuple(sorted((*failures, *twice), key=lambda failure: failure.origin))
+        self.denied: tuple[DeniedPlugin, ...] = tuple(sorted(denied, key=lambda plugin: plugin.origin))
+        self._missing: tuple[PluginFailure | DeniedPlugin, ...] = (*self.failures, *self.denied)
+        components = [ResolvedComponent(spec, plugin.origin) for plugin in loaded for spec in plugin.components]
+        self._components = tuple(sorted(components, key=lambda c: (KINDS.index(c.spec.kind), c.spec.name, c.distribution)))
+
+    @classmethod
+    def discover(cls, selection: PluginSelection | None = None, *, environ: Mapping[str, str] = os.environ, enforce_require: bool = True) -> Registry:
+        """Find the installed plugins and load those that `selection`, overridden by `DOVETAIL_PLUGINS`, lets through.
+
+        A plugin that fails is recorded, and the rest go on. Raises `ConfigError` if `require` isn't met (unless told not to care).
+        """
+        selection = (selection or PluginSelection()).with_environment(environ)
+        found, failures = find_plugins()
+        denied = [DeniedPlugin(plugin.origin, why) for plugin in found if (why := selection.denial(plugin.origin))]
+        refused = {plugin.origin for plugin in denied}
+        results = [load_plugin(plugin) for plugin in found if plugin.origin not in refused]
+        loaded = [result for result in results if isinstance(result, LoadedPlugin)]
+        failed = [result for result in results if isinstance(result, PluginFailure)]
+        registry = cls(loaded, [*failures, *failed], denied)
+        if enforce_require:
+            registry.check_required(selection.require)
+        return registry
+
+    def check_required(self, require: Iterable[str]) -> None:
+        """Raises `ConfigError` unless each requirement's distribution has plugins here, none of them failed, in a version that it allows."""
+        problems = [why for text in require if (why := self._unmet(Requirement(text)))]
+        if problems:
+            raise ConfigError("\n".join(f"plugins.require: {problem}" for problem in problems))
+
+    def _unmet(self, requirement: Requirement) -> str | None:
+        name = canonicalize_name(requirement.name)
+        for trouble in self._missing:
+            if trouble.origin.distribution == name:
+                return f"{requirement}: {trouble}"
+        version = next((plugin.origin.version for plugin in self.plugins if plugin.origin.distribution == name), None)
+        if version is None:
+            return f"{requirement}: no plugin of that distribution is installed"
+        if not requirement.specifier.contains(version, prereleases=True):
+            return f"{requirement}: {version} is installed"
+        return None
+
+    def components(self, kind: Kind | None = None) -> tuple[ResolvedComponent, ...]:
+        """All, or all of one kind; by kind, name and distribution."""
+        return tuple(component for component in self._components if kind in (None, component.spec.kind))
+
+    def commands(self) -> tuple[ResolvedCommand, ...]:
+        """Subcommands that plugins add, by name and distribution."""
+        commands = [ResolvedCommand(spec, plugin.origin) for plugin in self.plugins for spec in plugin.commands]
+        return tuple(sorted(commands, key=lambda c: (c.spec.name, c.origin)))
+
+    def resolve(self, kind: Kind, name: str, options: Mapping[str, Any] | None = None, where: Where | None = None) -> ResolvedComponent:
+        """The component of that name, "fcfs" or "distribution:fcfs", bound to the options that a config gives it.
+
+        Raises `PluginError`: unknown (with what is installed, and who may have offered it), ambiguous (naming all), or of another api version.
+        """
+        where = where or Where((kind,))
+        if kind not in KINDS:
+            raise PluginError(where.says(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}"))
+        matches = [component for component in self.components(kind) if _matches(component, name)]
+        if not matches:
+            raise PluginError(where.says(self._unknown(kind, name)))
+        if len(matches) > 1:
+            offers = " and ".join(f"{component.qualified_name} ({component.version})" for component in matches)
+            raise PluginError(where.says(f"{kind} {name!r} is offered more than once, by {offers}: write the one you mean in full"))
+        if problem := matches[0].api_problem():
+            raise PluginError(where.says(problem))
+        return ResolvedComponent(matches[0].spec, matches[0].origin, dict(options or {}), where)
+
+    def is_ambiguous(self, component: ResolvedComponent) -> bool:
+        """Its short name stands for another one too."""
+        return any(other.spec.name == component.spec.name and other is not component for other in self.components(component.spec.kind))
+
+    def _unknown(self, kind: Kind, name: str) -> str:
+        installed = self.components(kind)
+        names = [name for component in installed for name in (component.spec.name, component.qualified_name)]
+        lines = [f"unknown {kind} {name!r}{did_you_mean(name, names)}"]
+        elsewhere = [component.spec.kind for component in self._components if _matches(component, name)]
+        if elsewhere:
+            lines.append(f"  there is a component of that name, of kind {' and '.join(elsewhere)}")
+        lines.append(f"  installed: {', '.join(f'{c.spec.name} ({c.distribution} {c.version})' for c in installed) or f'no {kind} at all'}")
+        suspects = self._suspects(name)
+        if suspects:
+            lines.append("  it may have been offered by a plugin that isn't there:")
+            lines += [f"    {suspect}" for suspect in suspects]
+        if not any(plugin.origin.built_in for plugin in self.plugins):
+            lines.append(f"  not even the built-ins are there: is the distribution {BUILT_IN!r} installed in this environment?")
+        return "\n".join(lines)
+
+    def _suspects(self, name: str) -> list[PluginFailure | DeniedPlugin]:
+        """Failed and denied plugins that may offer a name; a qualified one names its distribution."""
+        distribution, colon, _ = name.rpartition(":")
+        return [plugin for plugin in self._missing if not colon or plugin.origin.distribution == canonicalize_name(distribution)]
+
+
+def _matches(component: ResolvedComponent, name: str) -> bool:
+    distribution, colon, short = name.rpartition(":")
+    return component.spec.name == short and (not colon or component.distribution == canonicalize_name(distribution))
+
+
+def _without_repetitions(plugins: list[LoadedPlugin]) -> tuple[tuple[LoadedPlugin, ...], list[PluginFailure]]:
+    """Within a distribution a qualified name must mean one thing."""
+    owners: dict[tuple[str, str], LoadedPlugin] = {}
+    kept, failures = [], []
+    for plugin in plugins:
+        offers = [f"{spec.kind} {spec.name!r}" for spec in plugin.components]
+        offers += [f"command {spec.name!r}" for spec in plugin.commands]
+        offers += [f"bundled model {model.name!r}" for model in plugin.models]
+        keys = {(plugin.origin.distribution, offer): offer for offer in offers}
+        clash = next((key for key in keys if key in owners), None)
+        if clash is None:
+            owners |= dict.fromkeys(keys, plugin)
+            kept.append(plugin)
+        else:
+            why = PluginError(f"{keys[clash]} is offered by {owners[clash].origin.id} of the same distribution already")
+            failures.append(PluginFailure(plugin.origin, "declare", why, plugin.output))
+    return tuple(kept), failures

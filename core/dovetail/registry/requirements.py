@@ -1,0 +1,69 @@
+"""Whether the packages that a component needs are installed, and the pip line that installs what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+
+class Missing(NamedTuple):
+    """A requirement that isn't met. `installed`: the version that is there and too old; None: nothing is."""
+
+    requirement: Requirement
+    installed: str | None
+
+    def __str__(self) -> str:
+        return f"{self.requirement} ({f'{self.installed} is' if self.installed else 'not'} installed)"
+
+
+def missing_requirements(requires: Iterable[str]) -> list[Missing]:
+    """Those of the PEP 508 requirements that the environment doesn't meet; ones whose marker doesn't apply are met."""
+    missing = []
+    for requirement in map(Requirement, requires):
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
+        try:
+            installed: str | None = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            installed = None
+        if installed is None or not requirement.specifier.contains(installed, prereleases=True):
+            missing.append(Missing(requirement, installed))
+    return missing
+
+
+def pip_line(missing: Iterable[Missing], distribution: str) -> str:
+    """`pip install "dovetail[torch]"`: by the distribution's own extras where it has one for a package."""
+    wanted = (_extra_for(lack.requirement.name, distribution) or str(lack.requirement) for lack in missing)
+    return " ".join(["pip install", *(f'"{name}"' for name in dict.fromkeys(wanted))])
+
+
+def _extra_for(package: str, distribution: str) -> str | None:
+    """ "distribution[extra]" of the smallest extra that installs the package."""
+    sizes: dict[str, int] = {}
+    offering: set[str] = set()
+    for extra, requirement in _extras_of(distribution):
+        sizes[extra] = sizes.get(extra, 0) + 1
+        if canonicalize_name(requirement.name) == canonicalize_name(package):
+            offering.add(extra)
+    best = min(offering, key=lambda extra: (sizes[extra], extra), default=None)
+    return None if best is None else f"{distribution}[{best}]"
+
+
+def _extras_of(distribution: str) -> Iterator[tuple[str, Requirement]]:
+    """Each extra of a distribution with each package that it adds."""
+    try:
+        found = metadata.distribution(distribution)
+    except metadata.PackageNotFoundError:
+        return
+    extras = found.metadata.get_all("Provides-Extra") or []
+    for text in found.requires or []:
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            continue  # a dependency that everybody has
+        for extra in extras:
+            if requirement.marker.evaluate({"extra": extra}):
+                yield extra, requirement

@@ -1,0 +1,180 @@
+"""What a name stands for, ready to be imported when it is used: `ResolvedComponent`, `ResolvedCommand`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ValidationError
+
+from dovetail import api
+from dovetail.api.component import API_VERSIONS, CommandSpec, ComponentSpec, Kind, NoOptions
+from dovetail.errors import DovetailError, MissingExtraError, PluginError
+from dovetail.registry.plugin import PluginOrigin
+from dovetail.registry.requirements import missing_requirements, pip_line
+from dovetail.where import Where, explain
+
+if TYPE_CHECKING:
+    from dovetail.api.executor import Target
+
+BASE_CLASSES: dict[Kind, str] = {  # names in dovetail.api
+    "scheduler": "Scheduler",
+    "kv_cache": "KVCacheManager",
+    "attention": "AttentionBackend",
+    "model": "ModelArch",
+    "sampler": "Sampler",
+    "executor": "Executor",
+    "observer": "Observer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedComponent:
+    """One component of one plugin. `given` are the options that a config gives it, `where` the place of its name there."""
+
+    spec: ComponentSpec
+    origin: PluginOrigin
+    given: Mapping[str, Any] = field(default_factory=dict)
+    where: Where = field(default_factory=Where, compare=False, repr=False)
+
+    @property
+    def distribution(self) -> str:
+        return self.origin.distribution
+
+    @property
+    def version(self) -> str:
+        return self.origin.version
+
+    @property
+    def plugin_id(self) -> str:
+        return self.origin.id
+
+    @property
+    def qualified_name(self) -> str:
+        """ "distribution:name"."""
+        return f"{self.distribution}:{self.spec.name}"
+
+    def __str__(self) -> str:
+        return f"{self.spec.kind} {self.qualified_name} {self.version}"
+
+    def api_problem(self) -> str | None:
+        """Why this Dovetail can't use it, and what to upgrade; None if it can."""
+        ours = API_VERSIONS[self.spec.kind]
+        ours_at, theirs = _version(ours), _version(self.spec.api)
+        if theirs == ours_at or (theirs[0] == ours_at[0] > 0 and theirs[1] <= ours_at[1]):
+            return None
+        upgrade = "Dovetail" if theirs > ours_at else self.distribution
+        return f"{self} is written for {self.spec.kind} api {self.spec.api}, this Dovetail has {ours}: upgrade {upgrade}"
+
+    def check_requires(self) -> None:
+        """Raises `MissingExtraError`, with the pip line, if a package that it needs is missing or too old."""
+        missing = missing_requirements(self.spec.requires)
+        if missing:
+            lacks = ", ".join(map(str, missing))
+            raise MissingExtraError(self.where.says(f"{self} needs {lacks}; install with: {pip_line(missing, self.distribution)}"))
+
+    def load(self) -> type[Any]:
+        """Its class. Raises `MissingExtraError`, or `PluginError` if the import fails or isn't a concrete class of its kind."""
+        self.check_requires()
+        loaded = self._import(self.spec.target)
+        base = getattr(api, BASE_CLASSES[self.spec.kind])
+        if not isinstance(loaded, type) or not issubclass(loaded, base):
+            raise self._wrong(f"{self.spec.target} is {loaded!r}, expected a subclass of dovetail.api.{base.__name__}")
+        if inspect.isabstract(loaded):
+            raise self._wrong(f"{self.spec.target} doesn't implement {', '.join(sorted(getattr(loaded, '__abstractmethods__', ())))}")
+        return loaded
+
+    def options_model(self) -> type[BaseModel]:
+        """The pydantic model of its options; it refuses unknown keys. Raises `PluginError` if it doesn't, or can't be imported."""
+        if self.spec.options is None:
+            return NoOptions
+        model = self._import(self.spec.options)
+        if not isinstance(model, type) or not issubclass(model, BaseModel):
+            raise self._wrong(f"options {self.spec.options} is {model!r}, expected a pydantic model")
+        if model.model_config.get("extra") != "forbid":
+            raise self._wrong(f'options {self.spec.options} must have model_config = ConfigDict(extra="forbid"), or misspelt keys pass unseen')
+        return model
+
+    def validate_options(self, options: Mapping[str, Any] | BaseModel | None = None, where: Where | None = None) -> BaseModel:
+        """`options`, or those given by the config, as its model. Raises `ConfigError` with a line for each wrong one."""
+        if isinstance(options, BaseModel):
+            return options
+        given, model = self.given if options is None else options, self.options_model()
+        try:
+            return model.model_validate(dict(given))
+        except ValidationError as error:
+            raise explain(error, model, given, self.where if where is None else where, "option") from None
+
+    def target(self, options: Mapping[str, Any] | BaseModel | None = None) -> Target:
+        """What worker processes get; options are checked, nothing else of the component is imported."""
+        from dovetail.api.executor import Target  # numpy: `dovetail --help` can do without
+
+        valid, given = self.validate_options(options), self.given if options is None else options
+        plain = valid.model_dump() if isinstance(given, BaseModel) else dict(given)
+        return Target(self.spec.kind, self.qualified_name, self.spec.target, plain, self.spec.options, self.spec.architectures)
+
+    def make(self, context: Any, options: Mapping[str, Any] | BaseModel | None = None) -> Any:
+        """The component, `cls(options, context)`, with the options given by the config or these. What it raises becomes a `PluginError`
+        with its name, unless it is a `DovetailError`."""
+        valid, cls = self.validate_options(options), self.load()
+        try:
+            return cls(valid, context)
+        except DovetailError:
+            raise
+        except Exception as error:
+            raise self._wrong(f"making it failed: {_describe(error)}") from error
+
+    def request_extra(self) -> type[BaseModel] | None:
+        """The model of what requests may carry for this distribution, or None. Raises `PluginError` if it can't be imported."""
+        if self.spec.request_extra is None:
+            return None
+        model = self._import(self.spec.request_extra)
+        if not isinstance(model, type) or not issubclass(model, BaseModel):
+            raise self._wrong(f"request_extra {self.spec.request_extra} is {model!r}, expected a pydantic model")
+        return model
+
+    def _import(self, target: str) -> Any:
+        return _import(target, self._wrong)
+
+    def _wrong(self, what: str) -> PluginError:
+        return PluginError(self.where.says(f"{self} (plugin {self.plugin_id}): {what}"))
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedCommand:
+    """One subcommand of one plugin."""
+
+    spec: CommandSpec
+    origin: PluginOrigin
+
+    @property
+    def qualified_name(self) -> str:
+        """ "distribution:name"."""
+        return f"{self.origin.distribution}:{self.spec.name}"
+
+    def load(self) -> Any:
+        """A `typer.Typer` or a function. Raises `PluginError` with the plugin's name if the import fails."""
+        return _import(self.spec.target, lambda what: PluginError(f"command {self.spec.name!r} of plugin {self.origin}: {what}"))
+
+
+def _import(target: str, wrong: Any) -> Any:
+    """The object that "package.module:name" names; `wrong` makes the error of a text."""
+    module, _, name = target.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too
+        raise wrong(f"importing {target} failed: {_describe(error)}") from error
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)

@@ -1,0 +1,80 @@
+"""`plugins: {allow, deny, require}`: which distributions may be imported. It acts on names alone, before any import."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import InvalidName, canonicalize_name
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from dovetail.errors import ConfigError
+from dovetail.registry.plugin import BUILT_IN, PluginOrigin
+from dovetail.where import Where, did_you_mean, explain
+
+ENVIRONMENT_VARIABLE = "DOVETAIL_PLUGINS"
+
+
+def _distribution(name: str) -> str:
+    try:
+        return canonicalize_name(name, validate=True)
+    except InvalidName:
+        raise ValueError(f"expected the name of a distribution, got {name!r}") from None
+
+
+def _deniable(name: str) -> str:
+    if name == BUILT_IN:
+        raise ValueError(f"the built-ins ({BUILT_IN}) can't be denied: they do nothing until a config names them")
+    return name
+
+
+def _requirement(text: str) -> str:
+    try:
+        Requirement(text)
+    except InvalidRequirement as error:
+        raise ValueError(f"expected a requirement like 'dovetail-fair>=1.2', got {text!r}: {error}") from None
+    return text
+
+
+class PluginSelection(BaseModel):
+    """Which distributions' plugins are used. An installed plugin runs code when the engine starts, unless it is left out here."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    allow: tuple[Annotated[str, AfterValidator(_distribution)], ...] | None = None
+    """Only these distributions, and the built-ins, which are always allowed; `[]`: built-ins only. null: all that are installed."""
+
+    deny: tuple[Annotated[str, AfterValidator(_distribution), AfterValidator(_deniable)], ...] = ()
+    """Never these distributions, even if `allow` has them."""
+
+    require: tuple[Annotated[str, AfterValidator(_requirement)], ...] = ()
+    """Requirements, like "dovetail-fair>=1.2", of distributions whose plugins must be there and load; otherwise nothing starts."""
+
+    def denial(self, origin: PluginOrigin) -> str | None:
+        """Why this plugin may not be imported, or None."""
+        if origin.distribution in self.deny:
+            return "denied by plugins.deny"
+        if self.allow is not None and not origin.built_in and origin.distribution not in self.allow:
+            return "not in plugins.allow"
+        return None
+
+    def with_environment(self, environ: Mapping[str, str] = os.environ) -> PluginSelection:
+        """Overridden by `DOVETAIL_PLUGINS="allow=a,b;deny=c"`: a key that is given replaces this one's; `allow=` is built-ins only, `allow=*`
+        is all. Raises `ConfigError` if it can't be read."""
+        text = environ.get(ENVIRONMENT_VARIABLE, "").strip()
+        if not text:
+            return self
+        where = Where(origins={(): ENVIRONMENT_VARIABLE})
+        given: dict[str, list[str] | None] = {}
+        for part in filter(None, map(str.strip, text.split(";"))):
+            key, equals, names = (piece.strip() for piece in part.partition("="))
+            if not equals or key not in PluginSelection.model_fields:
+                hint = did_you_mean(key, PluginSelection.model_fields) or ', expected something like "allow=a,b;deny=c"'
+                raise ConfigError(where.says(f"can't read {part!r}{hint}"))
+            given[key] = None if (key, names) == ("allow", "*") else [name.strip() for name in names.split(",") if name.strip()]
+        try:
+            return PluginSelection(**{**self.model_dump(), **given})
+        except ValidationError as error:
+            raise explain(error, PluginSelection, given, where, "key") from None

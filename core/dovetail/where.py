@@ -1,0 +1,115 @@
+"""Where a setting was written, and errors that say so: `engine.yaml:7: scheduler.agin_s: unknown option, did you mean aging_s?`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, get_args
+
+from dovetail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
+    from pydantic_core import ErrorDetails
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A place in a configuration: a key, and the origins of all keys that have one ("engine.yaml:7", "--set")."""
+
+    path: KeyPath = ()
+    origins: Mapping[KeyPath, str] = field(default_factory=dict)
+
+    def at(self, *keys: str | int) -> Where:
+        """The place of a key below this one."""
+        return Where(self.path + keys, self.origins)
+
+    @property
+    def key(self) -> str:
+        """Dotted, as overrides write it: "observers.0.level"."""
+        return ".".join(map(str, self.path))
+
+    @property
+    def origin(self) -> str | None:
+        """Where it was written, or what is around it; None for a setting that was made in Python."""
+        for length in range(len(self.path), -1, -1):
+            if self.path[:length] in self.origins:
+                return self.origins[self.path[:length]]
+        return None
+
+    def says(self, message: str) -> str:
+        """The message, after the place."""
+        return ": ".join(part for part in (self.origin, self.key, message) if part)
+
+
+def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
+    """`, did you mean x?` for the nearest name, or nothing."""
+    near = difflib.get_close_matches(wrong, list(valid), n=1, cutoff=0.6)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+def explain(error: ValidationError, model: type[BaseModel], given: Any, where: Where, noun: str) -> ConfigError:
+    """A `ConfigError` with a line for each key that `model` refused in `given`; `noun` is what a key is called ("option")."""
+    found: dict[KeyPath, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        found.setdefault(_path_in(given, detail), []).append(detail)
+    line_order = {path: index for index, path in enumerate(where.origins)}
+    paths = sorted(found, key=lambda path: line_order.get(where.path + path, len(line_order)))
+    return ConfigError("\n".join(where.at(*path).says(_message(path, found[path], model, noun)) for path in paths))
+
+
+def _path_in(given: Any, detail: ErrorDetails) -> KeyPath:
+    """`loc` without what pydantic adds to it for the branches of a union."""
+    loc, path = detail["loc"], 0
+    if detail["type"] in ("missing", "extra_forbidden"):
+        return loc
+    while path < len(loc):
+        try:
+            given = given[loc[path]]
+        except (KeyError, IndexError, TypeError):
+            break
+        path += 1
+    return loc[:path]
+
+
+def _message(path: KeyPath, details: Sequence[ErrorDetails], model: type[BaseModel], noun: str) -> str:
+    kind = details[0]["type"]
+    if kind == "missing":
+        return f"this {noun} is required"
+    if kind == "extra_forbidden":
+        return unknown_key(str(path[-1]), _fields_at(model, path[:-1]), noun)
+    right = [detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ") for detail in details]
+    if kind in ("value_error", "assertion_error"):
+        return "; ".join(right)
+    return f"expected {' or '.join(dict.fromkeys(right))}, got {details[0]['input']!r}"
+
+
+def unknown_key(wrong: str, valid: Sequence[str], noun: str) -> str:
+    """What to say of a key that nobody knows."""
+    if not valid:
+        return f"unknown {noun}; there are none here"
+    return f"unknown {noun}" + (did_you_mean(wrong, valid) or f"; valid are {', '.join(valid)}")
+
+
+def _fields_at(model: type[BaseModel], path: KeyPath) -> list[str]:
+    """The keys that are valid at a path into a model."""
+    for key in path:
+        if isinstance(key, int):
+            continue
+        info = model.model_fields.get(key)
+        inner = _model_in(info.annotation) if info else None
+        if inner is None:
+            return []
+        model = inner
+    return [info.alias or name for name, info in model.model_fields.items()]
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    from pydantic import BaseModel
+
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for model in map(_model_in, get_args(annotation)) if model is not None), None)

@@ -1,0 +1,94 @@
+"""A model's name: bundled, a directory, or a hub id; never two of these without being told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dovetail.api import BundledModel
+from dovetail.errors import ConfigError, ModelLoadError, PluginError
+from dovetail.registry.models import HUB_FILES, locate_model, resolve_model
+from dovetail.registry.plugin import LoadedPlugin, PluginOrigin
+from dovetail.registry.registry import Registry
+from tests.registry.fakes import Site
+
+BUNDLING = """
+from dovetail.api import BundledModel, hookimpl
+@hookimpl
+def dovetail_models():
+    return [BundledModel("tiny", "tiny_package", "models/tiny"), BundledModel("lost", "tiny_package", "models/lost")]
+"""
+
+
+def built_in(name: str, package: str = "tests", path: str = "registry") -> Registry:
+    return Registry([LoadedPlugin(PluginOrigin("dovetail", "models", "0.1.0"), models=(BundledModel(name, package, path),))])
+
+
+@pytest.fixture
+def bundle(site: Site) -> Registry:
+    """A third party that bundles "tiny", and "lost", whose files aren't there."""
+    site.install("dovetail-tiny", modules={"tiny_plugin": BUNDLING})
+    (site.path / "tiny_package" / "models" / "tiny").mkdir(parents=True)
+    (site.path / "tiny_package" / "__init__.py").write_text("")
+    return Registry.discover()
+
+
+def test_demo_is_bundled_and_there() -> None:
+    assert (resolve_model("demo", Registry.discover()) / "config.json").is_file()
+
+
+def test_third_party_bundle_needs_its_full_name(bundle: Registry) -> None:
+    assert resolve_model("dovetail-tiny:tiny", bundle).name == "tiny"
+    assert locate_model("tiny", bundle).kind == "hub"
+    with pytest.raises(ModelLoadError, match=r"bundled with dovetail-tiny/main 1\.0: .* is not a directory"):
+        resolve_model("dovetail-tiny:lost", bundle)
+
+
+def test_directory_is_itself(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path), Registry()) == tmp_path
+
+
+def test_bundled_name_that_is_a_directory_too_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    registry = built_in("demo")
+    with pytest.raises(ConfigError, match=r"write dovetail:demo or \./demo"):
+        resolve_model("demo", registry)
+    assert resolve_model("./demo", registry) == tmp_path / "demo"
+    assert locate_model("dovetail:demo", registry).kind == "bundled"
+
+
+@pytest.mark.parametrize("name", ["/there/is/no/such/place", "./demo2", "~/nothing-here", "a/b/c", "who:knows", "-"])
+def test_what_can_be_nothing_is_told(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not a directory"):
+        locate_model(name, built_in("demo"))
+
+
+def test_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match="is a file; a model is a directory"):
+        locate_model(str(tmp_path / "model.gguf"), Registry())
+
+
+def test_hub_failure_lists_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    asked = {}
+
+    def fail(repo: str, **fields: object) -> str:
+        asked[repo] = fields
+        raise OSError("no network")
+
+    monkeypatch.setattr(hub, "snapshot_download", fail)
+    with pytest.raises(ModelLoadError) as caught:
+        resolve_model("demmo", built_in("demo"))
+    for part in ("did you mean demo?", "no directory ", "the Hugging Face hub: OSError: no network"):
+        assert part in str(caught.value)
+    assert asked["demmo"]["allow_patterns"] == list(HUB_FILES)
+    assert not any(pattern.endswith((".py", ".bin")) for pattern in HUB_FILES)
+
+
+@pytest.mark.parametrize("fields", [("Bad Name", "a", "b"), ("x", "not-a-module", "b"), ("x", "a", "/abs"), ("x", "a", "b/../../c")])
+def test_malformed_bundle_is_refused(fields: tuple[str, str, str]) -> None:
+    with pytest.raises(PluginError, match="BundledModel"):
+        BundledModel(*fields)

@@ -1,0 +1,86 @@
+"""Names: short or in full; nothing is guessed, and an error says what there is."""
+
+from __future__ import annotations
+
+import pytest
+
+from dovetail.errors import PluginError
+from dovetail.registry.registry import Registry
+from dovetail.where import Where
+from tests.registry.fakes import Site, components, scheduler
+
+
+def test_short_and_qualified_names_mean_the_same(site: Site) -> None:
+    site.install_scheduler("dovetail-fair")
+    registry = Registry.discover()
+    found = [registry.resolve("scheduler", name) for name in ("fair", "dovetail-fair:fair", "Dovetail_Fair:fair")]
+    assert {part.qualified_name for part in found} == {"dovetail-fair:fair"}
+    assert (found[0].plugin_id, found[0].version) == ("dovetail-fair/main", "1.0")
+
+
+def test_short_name_offered_twice_is_an_error_only_when_used(site: Site) -> None:
+    site.install_scheduler("dovetail-a")
+    site.install_scheduler("dovetail-b", version="2.0")
+    registry = Registry.discover()
+    with pytest.raises(PluginError, match=r"dovetail-a:fair \(1.0\) and dovetail-b:fair \(2.0\)"):
+        registry.resolve("scheduler", "fair")
+    assert registry.resolve("scheduler", "dovetail-b:fair").version == "2.0"
+
+
+def test_built_in_names_have_no_privilege(site: Site) -> None:
+    spec = 'kind="kv_cache", name="prefix", target="a:B"'
+    site.install("dovetail-mine", modules={"mine": components(spec)})
+    registry = Registry.discover()
+    with pytest.raises(PluginError, match=r"dovetail:prefix .* and dovetail-mine:prefix"):
+        registry.resolve("kv_cache", "prefix")
+    assert registry.resolve("kv_cache", "dovetail:prefix").origin.built_in
+
+
+def test_unknown_name_suggests_lists_and_suspects(site: Site) -> None:
+    site.install_scheduler("dovetail-fair")
+    site.install("dovetail-broken", modules={"broken": "import there_is_no_such_module"})
+    where = Where(("scheduler",), {("scheduler",): "engine.yaml:7"})
+    with pytest.raises(PluginError) as caught:
+        Registry.discover().resolve("scheduler", "fare", where=where)
+    text = str(caught.value)
+    assert text.startswith("engine.yaml:7: scheduler: unknown scheduler 'fare', did you mean fair?")
+    assert "fair (dovetail-fair 1.0)" in text
+    assert "dovetail-broken/main 1.0 failed (import): ModuleNotFoundError" in text
+
+
+def test_unknown_qualified_name_suspects_only_its_distribution(site: Site) -> None:
+    site.install("dovetail-a", modules={"broken_a": "1/0"})
+    site.install("dovetail-b", modules={"broken_b": "1/0"})
+    with pytest.raises(PluginError, match="dovetail-a/main") as caught:
+        Registry.discover().resolve("scheduler", "dovetail-a:fair")
+    assert "dovetail-b" not in str(caught.value)
+
+
+def test_name_of_another_kind_is_told(site: Site) -> None:
+    site.install_scheduler()
+    with pytest.raises(PluginError, match="of kind scheduler"):
+        Registry.discover().resolve("sampler", "fair")
+    with pytest.raises(PluginError, match="did you mean scheduler"):
+        Registry.discover().resolve("schedular", "fair")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("api", "upgrade"), [("0.0", "dovetail-fair"), ("0.2", "Dovetail"), ("1.0", "Dovetail")])
+def test_other_api_is_refused_when_used_with_what_to_upgrade(site: Site, api: str, upgrade: str) -> None:
+    site.install_scheduler(api=api)
+    registry = Registry.discover()
+    assert any(c.api_problem() for c in registry.components("scheduler"))
+    with pytest.raises(PluginError, match=f"api {api}, this Dovetail has 0.1: upgrade {upgrade}$"):
+        registry.resolve("scheduler", "fair")
+
+
+def test_empty_environment_says_so() -> None:
+    with pytest.raises(PluginError, match="is the distribution 'dovetail' installed"):
+        Registry().resolve("scheduler", "fcfs")
+
+
+def test_component_names_of_several_kinds_live_apart(site: Site) -> None:
+    source = components(scheduler("same"), 'kind="sampler", name="same", target="a:B"')
+    site.install("dovetail-two", modules={"two": source})
+    registry = Registry.discover()
+    assert registry.resolve("scheduler", "same").spec.kind == "scheduler"
+    assert registry.resolve("sampler", "same").spec.kind == "sampler"
