@@ -16,7 +16,7 @@ from dovetail.api.scheduler import Context
 from dovetail.errors import ConfigError, MissingExtraError, PluginError
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
-from dovetail.where import Where
+from dovetail.where import KeyPath, Where
 from tests.registry.fakes import SCHEDULER, Site, components, scheduler
 from tests.support import examples
 
@@ -54,7 +54,7 @@ def test_resolving_imports_no_target(site: Site) -> None:
     ],
 )
 def test_wrong_option_is_told_with_file_and_line(site: Site, options: dict[str, Any], says: str) -> None:
-    lines = {("scheduler",): "engine.yaml:3", ("scheduler", "aging_s"): "engine.yaml:6", ("scheduler", "agin_s"): "engine.yaml:7"}
+    lines: dict[KeyPath, str] = {("scheduler",): "engine.yaml:3", ("scheduler", "aging_s"): "engine.yaml:6", ("scheduler", "agin_s"): "engine.yaml:7"}
     with pytest.raises(ConfigError) as caught:
         fair(site, options, Where(("scheduler",), lines)).validate_options()
     assert str(caught.value) == says

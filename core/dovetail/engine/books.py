@@ -11,7 +11,7 @@ from dovetail.request import Request, Status
 
 
 class Books:
-    """Queues, rows and blocks, kept consistent: a request holds blocks exactly while it is RUNNING or DRAINING (or lingers, see `linger`)."""
+    """Queues, rows and blocks, kept consistent: a request holds blocks exactly while it is RUNNING or DRAINING (or lingers)."""
 
     def __init__(self, kv: KVCacheManager, block_size: int, window: int | None, max_seqs: int, policy_name: str) -> None:
         self.kv = kv
@@ -22,7 +22,19 @@ class Books:
         self.running = RequestQueue()
         self.rows = RowTable(max_seqs)
         self.fit = StepTimeFit()
+        self.known: set[Request] = set()  # arrived and not finished: whom a policy may name
         self.lingering: list[Request] = []  # finished, blocks kept for one more planning so that siblings can fork them
+
+    def arrive(self, request: Request) -> None:
+        """It waits from now on; a sample whose prompt a sibling is computing isn't shown yet."""
+        family = request._family
+        shown = family is None or family.may_wait(request)
+        request._status = Status.WAITING
+        self.known.add(request)
+        if shown:
+            self.waiting.add(request)
+        else:
+            family.held.append(request)
 
     def extend(self, request: Request, blocks: tuple[int, ...]) -> None:
         """Append blocks that the manager has given to it."""
@@ -39,8 +51,22 @@ class Books:
             self.kv.commit(request, upto)
             request._next_commit = (upto // self.block_size + 1) * self.block_size
 
+    def trim(self, request: Request) -> None:
+        """Let go of the blocks that no window can see any more, unless a sample of the same prompt will need them."""
+        if self.window is None or request._computed < self.window:
+            return
+        needed, family = request._computed - self.window + 1, request._family
+        if family is not None and needed > request.prompt_tokens - self.window:
+            if family.has_fresh():
+                needed = max(0, request.prompt_tokens - self.window)
+            else:
+                family.trimmed.add(request)
+        self.kv.trim(request, needed)
+
     def drop_blocks(self, request: Request) -> None:
         """It holds no blocks and no row from now on."""
+        if request._family is not None:
+            request._family.trimmed.discard(request)
         self.rows.release(request)
         self.kv.free(request)
         request._blocks = []
@@ -58,23 +84,28 @@ class Books:
         request._prefill_end = request.num_tokens
         self.waiting.add(request)
 
-    def remove(self, request: Request) -> None:
-        """Finished: out of the queues; its blocks go, unless samples of the same prompt are about to fork them."""
+    def remove(self, request: Request, *, sound: bool = True) -> None:
+        """Finished: out of the queues; its blocks go, unless they are `sound` and samples of the same prompt are about to fork them."""
+        family = request._family
         if request._status is Status.WAITING:
-            if request._family is not None and request in request._family.held:
-                request._family.held.remove(request)
+            if family is not None and request in family.held:
+                family.held.remove(request)
             else:
                 self.waiting.remove(request)
         elif request._status is Status.RUNNING:
             self.running.remove(request)
         request._status = Status.FINISHED
-        if request._blocks and request._family is not None and request._family.has_fresh():
+        self.known.discard(request)
+        if sound and family is not None and self.kv.capabilities.fork and family.wants_blocks_of(request):
             self.rows.release(request)
             self.lingering.append(request)
         else:
             self.drop_blocks(request)
+        if family is not None and not family.has_fresh():
+            self.drop_lingering([r for r in self.lingering if r._family is family])
 
-    def drop_lingering(self) -> None:
-        for request in self.lingering:
+    def drop_lingering(self, requests: list[Request]) -> None:
+        """Nobody will fork these any more."""
+        for request in requests:
+            self.lingering.remove(request)
             self.drop_blocks(request)
-        self.lingering.clear()

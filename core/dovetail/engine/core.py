@@ -39,7 +39,7 @@ from dovetail.api.scheduler import Ran, Scheduler, StepDone
 from dovetail.engine.books import Books
 from dovetail.engine.observers import ObserverHub
 from dovetail.engine.step import PlannedStep
-from dovetail.errors import DovetailError, EngineDeadError, PolicyError, SchedulerStalled
+from dovetail.errors import DovetailError, EngineDeadError, PolicyError, RequestError, SchedulerStalled
 from dovetail.request import FinishReason, Request, Status
 
 logger = logging.getLogger("dovetail")
@@ -105,13 +105,34 @@ class Flight:
     requests: list[Request]
     tokens: list[int]
     samples: list[bool] | None  # None: all
+    prefilled: dict[Request, int]  # those that prefill in it -> tokens they had computed before
+    recomputed: dict[Request, int]  # of these, in how many of their tokens nothing is new
     prefill_tokens: int
+    decode_tokens: int
     context_tokens: int
     cached_tokens: int
     preempted: int
     recomputed_tokens: int
     core_s: float
     decisions: tuple[Decision, ...]
+
+    def forget(self, index: int) -> None:
+        """The row of a request that had ended before its results came: it counts nowhere."""
+        request, tokens = self.requests[index], self.tokens[index]
+        if request in self.prefilled:
+            self.prefill_tokens -= tokens
+            self.recomputed_tokens -= self.recomputed.get(request, 0)
+        else:
+            self.decode_tokens -= tokens
+
+    def fresh_prompt_logprobs(self, request: Request, logprobs: HostLogprobs) -> HostLogprobs | None:
+        """Those that were not given out before a preemption, and are of prompt tokens."""
+        if request not in self.prefilled:
+            return None
+        begin, end = self.recomputed.get(request, 0), request.prompt_tokens - 1 - self.prefilled[request]
+        if begin >= min(end, len(logprobs.ranks)):
+            return None
+        return HostLogprobs(logprobs.token_ids[begin:end], logprobs.logprobs[begin:end], logprobs.ranks[begin:end])
 
 
 class EngineCore:
@@ -141,6 +162,7 @@ class EngineCore:
         self._flights: list[Flight] = []
         self._index = 0
         self._last_ended = -math.inf
+        self._last_durations = (0.0, 0.0)  # of the last two steps, seconds on the device
         self._finished: dict[Request, Finish] = {}  # outside of results: rejected, failed
         self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
         self._plan_s = 0.0  # a running mean of the time that planning takes
@@ -149,17 +171,24 @@ class EngineCore:
     # For the front end
 
     def add(self, request: Request) -> None:
-        """Take a request, whose fields were checked. It stays invisible until its `arrival_time`."""
-        self._check_alive()
+        """Take a request, whose fields were checked. It stays invisible until its `arrival_time`. Raises `RequestError` if its id is taken."""
+        self.check_alive()
+        if request.id in self._requests or request._status is not Status.NEW:
+            raise RequestError(f"request {request.id!r} is in the engine already: ids of unfinished requests are unique")
         request._order = self._added
         self._added += 1
         self._requests[request.id] = request
         heapq.heappush(self._arrivals, (request.arrival_time, request._order, request))
 
     def abort(self, request: Request) -> None:
-        """It ends now and nothing more of it is delivered; what is in flight of it is dropped."""
-        if request._status is not Status.FINISHED:
+        """It ends now and nothing more of it is delivered; what is in flight of it is dropped. Nothing, if it isn't under way here. Raises
+        nothing: a policy that fails on hearing of it ends the engine as in `step`, which then delivers the others."""
+        if self._requests.get(request.id) is not request:
+            return
+        try:
             self._finish(request, Finish("abort"))
+        except Exception as error:
+            self._die(error)
 
     def has_unfinished(self) -> bool:
         return bool(self._requests or self._finished)
@@ -170,12 +199,14 @@ class EngineCore:
     def step(self) -> Delivery:
         """Plan and submit a step, if there is one; collect the oldest, if the device has enough to do. An error of the policy, the executor or
         a component ends the engine: every unfinished request is delivered as finished with "error", and later calls raise `EngineDeadError`."""
-        self._check_alive()
-        try:
-            delivery = self._step()
-        except Exception as error:
-            self._die(error)
-            delivery = Delivery()
+        delivery = Delivery()
+        if not self._finished:  # what ended outside of a step, by an error perhaps, is delivered first
+            self.check_alive()
+        if self.dead is None:
+            try:
+                self._step(delivery)
+            except Exception as error:
+                self._die(error)
         if self._finished:
             delivery.finished |= self._finished
             self._finished = {}
@@ -200,26 +231,28 @@ class EngineCore:
 
     # The loop
 
-    def _step(self) -> Delivery:
+    def _step(self, delivery: Delivery) -> None:
+        """Fills `delivery`, so that what it holds when a component fails isn't lost."""
         for _ in range(2 * len(self._requests) + 8):  # a policy may take a few plans to make room, but not for ever
             planned = None
             if len(self._flights) < self.max_in_flight:
                 self._wait_until_due()
                 planned = self._plan_and_submit()
                 if planned.granted and len(self._flights) < self.max_in_flight:
-                    return Delivery()
+                    return
             if self._flights:
-                return self._collect()
+                self._collect(delivery)
+                return
             if self._finished or not self._requests:
-                return Delivery()
+                return
             if planned is not None and not planned.acted:
                 self._idle(planned)
-                return Delivery()
+                return
         raise self._stalled("preempts and rejects, but never grants")
 
     def _idle(self, planned: PlannedStep) -> None:
         """Nothing is in flight and nothing was granted: sleep until something changes."""
-        wake = min(planned.wake_time, self._arrivals[0][0] if self._arrivals else math.inf)
+        wake = min(planned.wake_time, self._next_arrival())
         if wake < math.inf:
             self.wait_until(wake)
         elif not self._end_for_lack_of_memory():
@@ -234,25 +267,35 @@ class EngineCore:
     def _end_for_lack_of_memory(self) -> bool:
         """A request that alone fills the pool, and can't grow, ends at its present length."""
         running = self.books.running.as_tuple()
-        if len(running) != 1 or self.kv.available_blocks or not running[0].generated:
+        if len(running) != 1 or self.kv.available_blocks or not running[0].generated or running[0].num_tokens <= running[0]._capacity:
             return False
         self._finish(running[0], Finish("length", "kv_capacity"), deliver=True)
         return True
+
+    def _next_arrival(self) -> float:
+        """When the next request arrives; infinite, if none is known of."""
+        while self._arrivals and self._arrivals[0][2]._status is Status.FINISHED:  # aborted before its time
+            heapq.heappop(self._arrivals)
+        return self._arrivals[0][0] if self._arrivals else math.inf
 
     # Planning
 
     def _wait_until_due(self) -> None:
         """Plan as late as the device allows while more requests may come, so that one that arrives during a step isn't a whole step late."""
-        if not self._flights or not (self._arrivals or self.expects_arrivals):
+        if not self._flights:
+            return
+        arrival = self._next_arrival()
+        if arrival == math.inf and not self.expects_arrivals:
             return
         flight = self._flights[-1]
-        duration = self.books.fit.estimate_s(flight.prefill_tokens, len(flight.requests), flight.context_tokens)
+        estimate_s = self.books.fit.estimate_s(flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
+        duration = min(estimate_s, *self._last_durations)  # an estimate spoilt by one slow step must not keep the device idle
         started = max(self._last_ended, flight.planned)
         if isinstance(self.clock, VirtualClock):
             due = started + LATE_SHARE * duration
         else:
             due = started + min(LATE_SHARE * duration, duration - 3 * self._plan_s)
-        if self._arrivals and self._arrivals[0][0] > due and not self.expects_arrivals:
+        if arrival > due and not self.expects_arrivals:
             return
         if due > self.clock.now():
             self.wait_until(due)
@@ -275,9 +318,8 @@ class EngineCore:
         step.close()
         lingering = list(self.books.lingering)
         self._apply(step)
-        for request in lingering:
-            self.books.drop_blocks(request)
-            self.books.lingering.remove(request)
+        step.freed = bool(lingering)
+        self.books.drop_lingering([r for r in lingering if r in self.books.lingering])
         if step.granted:
             batch, flight = self._build(step)
             for request in step.granted:
@@ -292,19 +334,12 @@ class EngineCore:
         return step
 
     def _admit_arrivals(self, now: float) -> None:
-        while self._arrivals and self._arrivals[0][0] <= now:
+        while self._next_arrival() <= now:
             request = heapq.heappop(self._arrivals)[2]
-            if request._status is Status.FINISHED:
-                continue
             self.stats.arrived += 1
             if self.observers:
                 self.observers.tell("on_arrived", RequestArrived(now, request))
-            held = request._family is not None and not request._family.may_wait(request)
-            request._status = Status.WAITING
-            if held:
-                request._family.held.append(request)
-            else:
-                self.books.waiting.add(request)
+            self.books.arrive(request)
             self._ask("on_arrival", request)
 
     def _apply(self, step: PlannedStep) -> None:
@@ -351,7 +386,10 @@ class EngineCore:
             requests=requests,
             tokens=tokens,
             samples=samples,
+            prefilled=step.prefilled,
+            recomputed=step.recomputed,
             prefill_tokens=step.prefill_tokens,
+            decode_tokens=sum(tokens) - step.prefill_tokens,
             context_tokens=sum([r._computed for r in requests]),
             cached_tokens=sum(step.admitted.values()),
             preempted=len(step.preempted),
@@ -366,35 +404,39 @@ class EngineCore:
 
     # Results
 
-    def _collect(self) -> Delivery:
+    def _collect(self, delivery: Delivery) -> None:
         flight = self._flights.pop(0)
         result = self.executor.collect(flight.handle)
         begun = time.perf_counter()
         if result.step != flight.index:
             raise DovetailError(f"the executor returned step {result.step} where {flight.index} was due: results must come in order")
+        if len(result.token_ids) != len(flight.requests):
+            raise DovetailError(f"the executor returned {len(result.token_ids)} tokens for the {len(flight.requests)} rows of step {flight.index}")
         self._last_ended = result.ended
-        self.books.fit.update(result.ended - result.started, flight.prefill_tokens, len(flight.requests), flight.context_tokens)
-        delivery = self._deliver(flight, result)
+        self._last_durations = (self._last_durations[1], result.ended - result.started)
+        self.books.fit.update(result.ended - result.started, flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
+        self._deliver(flight, result, delivery)
         self._settle(flight, result, delivery, begun)
-        return delivery
 
-    def _deliver(self, flight: Flight, result: Result) -> Delivery:
+    def _deliver(self, flight: Flight, result: Result, delivery: Delivery) -> None:
         """Give each live request its token and see whether it stops there. Finished ones are left alone: a wasted row shows nowhere."""
         now = self.clock.now()
         finished_status, next_logprob = Status.FINISHED, 0
-        delivery = Delivery()
         requests, token_ids, finished = delivery.requests, delivery.token_ids, delivery.finished
         for index, (request, token) in enumerate(zip(flight.requests, result.token_ids.tolist(), strict=True)):
             sampled = flight.samples is None or flight.samples[index]
             if sampled:
                 next_logprob += 1
             if request._status is finished_status:
+                flight.forget(index)
                 continue
             if index in result.failed:
                 finished[request] = Finish("error", result.failed[index])
                 continue
             if index in result.prompt_logprobs:
-                delivery.prompt_logprobs.append((request, result.prompt_logprobs[index]))
+                fresh = flight.fresh_prompt_logprobs(request, result.prompt_logprobs[index])
+                if fresh is not None:
+                    delivery.prompt_logprobs.append((request, fresh))
             if not sampled:
                 continue
             request._in_flight -= 1
@@ -407,7 +449,7 @@ class EngineCore:
                 delivery.logprobs[request] = (result.logprobs, next_logprob - 1)
             if request._first_token_time is None:
                 request._first_token_time = now
-            if token in request._stop_ids and len(output) >= request.params.min_tokens:
+            if token in request._stop_ids and len(output) > request.params.min_tokens:
                 finished[request] = Finish("stop", token if token in (request.params.stop_token_ids or ()) else None)
             elif request._stopper is not None and (matched := request._stopper(token)) is not None:
                 finished[request] = Finish("stop", matched)
@@ -415,18 +457,17 @@ class EngineCore:
                 finished[request] = Finish("length")
             elif request._computed >= request._next_commit:
                 self.books.commit(request)
-        return delivery
 
     def _settle(self, flight: Flight, result: Result, delivery: Delivery, begun: float) -> None:
         """Statistics, the policy's `on_step`, then the ends of requests, then the observers."""
-        stats, decodes = self.stats, sum(flight.tokens) - flight.prefill_tokens
+        stats = self.stats
         stats.steps += 1
         stats.prefill_tokens += flight.prefill_tokens
-        stats.decode_tokens += decodes
+        stats.decode_tokens += flight.decode_tokens
         stats.generated_tokens += len(delivery.requests)
         stats.recomputed_tokens += flight.recomputed_tokens
         stats.device_s += result.ended - result.started
-        self._storm.saw(flight.recomputed_tokens, sum(flight.tokens))
+        self._storm.saw(flight.recomputed_tokens, flight.prefill_tokens + flight.decode_tokens)
         if self._watches_steps:
             self._ask("on_step", StepDone(flight.index, result.started, result.ended, _ran(flight, delivery)))
         for request, finish in delivery.finished.items():
@@ -436,16 +477,16 @@ class EngineCore:
         core_s = flight.core_s + time.perf_counter() - begun
         stats.core_s += core_s
         if self.observers:
-            self._tell_of(flight, result, decodes, len(delivery.requests), core_s)
+            self._tell_of(flight, result, len(delivery.requests), core_s)
 
-    def _tell_of(self, flight: Flight, result: Result, decodes: int, generated: int, core_s: float) -> None:
+    def _tell_of(self, flight: Flight, result: Result, generated: int, core_s: float) -> None:
         event = StepFinished(
             index=flight.index,
             planned=flight.planned,
             started=result.started,
             ended=result.ended,
             prefill_tokens=flight.prefill_tokens,
-            decode_tokens=decodes,
+            decode_tokens=flight.decode_tokens,
             generated_tokens=generated,
             cached_tokens=flight.cached_tokens,
             waiting=len(self.books.waiting),
@@ -465,7 +506,7 @@ class EngineCore:
         arrived = request._status is not Status.NEW
         if request._blocks and finish.reason != "error":
             self.books.commit(request)  # what it generated may be the next turn's prompt
-        self.books.remove(request)
+        self.books.remove(request, sound=finish.reason != "error")
         del self._requests[request.id]
         if deliver:
             self._finished[request] = finish
@@ -490,7 +531,7 @@ class EngineCore:
         self._requests.clear()
         self._arrivals.clear()
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
         if self.dead is not None:
             raise EngineDeadError(f"the engine is dead and takes no more work: {self.dead}") from self.dead
 

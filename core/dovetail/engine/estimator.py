@@ -2,45 +2,85 @@
 
 from __future__ import annotations
 
+import math
+
 FORGETTING = 0.995  # weight of the past: about the last 200 steps count
 MIN_SECONDS = 1e-6
+SOLVE_EVERY = 16  # steps: later than that, one more of them changes little
+_TERMS = 4
+_PAIRS = [(i, j) for i in range(_TERMS) for j in range(i + 1)]
 
 
 class StepTimeFit:
-    """Recursive least squares of seconds on (1, prefill tokens, decodes, context tokens), forgetting slowly.
+    """Least squares of seconds on (1, prefill tokens, decodes, context tokens) with weights that are not negative, forgetting slowly.
 
-    Haykin, Adaptive Filter Theory, ch. 10. Inputs are scaled to about one so that the update stays well conditioned; pure Python, since numpy
-    would cost more than it saves at four coefficients.
+    What is made small is the relative error, so that a decode of 10 ms counts as much as a prefill of 1 s, and a step that took a hundred times
+    too long (a compilation, a hiccup) hardly at all. The sums of the normal equations are kept, rather than an inverse that is updated: they
+    stay positive whatever comes. Terms that no step tells apart share their effect (ridge). Pure Python, since numpy would cost more than it
+    saves at four weights.
     """
 
-    SCALE = (1.0, 1e-3, 1e-2, 1e-5)
+    SCALE = (1.0, 1e-3, 1e-2, 1e-5)  # makes the terms about one
+    RIDGE = 1e-6
 
     def __init__(self) -> None:
-        self._weights = [0.0, 0.0, 0.0, 0.0]
-        self._inverse = [[1e3 if i == j else 0.0 for j in range(4)] for i in range(4)]
+        self._products = [0.0] * len(_PAIRS)  # sums of x[i] x[j] / seconds^2, over `_PAIRS`
+        self._targets = [0.0] * _TERMS  # sums of x[i] / seconds
+        self._mean_s = 0.0
+        self._weights = [0.0] * _TERMS
+        self._stale_from = 0  # steps seen, at which the weights are to be solved for again
         self.steps = 0
 
     def update(self, seconds: float, prefill_tokens: int, decodes: int, context_tokens: int) -> None:
-        """Learn from a finished step."""
-        x = self._scaled(prefill_tokens, decodes, context_tokens)
-        p = self._inverse
-        px = [sum(row[j] * x[j] for j in range(4)) for row in p]
-        denominator = FORGETTING + sum(x[i] * px[i] for i in range(4))
-        gain = [value / denominator for value in px]
-        error = seconds - sum(w * v for w, v in zip(self._weights, x, strict=True))
-        self._weights = [w + g * error for w, g in zip(self._weights, gain, strict=True)]
-        # Entries that no step excites would grow without bound: forget only while the matrix is small.
-        forget = FORGETTING if max(p[i][i] for i in range(4)) < 1e6 else 1.0
-        self._inverse = [[(p[i][j] - gain[i] * px[j]) / forget for j in range(4)] for i in range(4)]
+        """Learn from a finished step. A duration that is no duration (negative, infinite, not a number) is ignored."""
+        if not 0.0 <= seconds < math.inf:
+            return
         self.steps += 1
+        self._mean_s += max(1.0 - FORGETTING, 1.0 / self.steps) * (seconds - self._mean_s)
+        unit = 1.0 / max(seconds, 0.1 * self._mean_s, MIN_SECONDS)  # a step that took no time must not count for all
+        x = [value * unit for value in self._terms(prefill_tokens, decodes, context_tokens)]
+        relative = seconds * unit
+        self._products = [FORGETTING * p + x[i] * x[j] for p, (i, j) in zip(self._products, _PAIRS, strict=True)]
+        self._targets = [FORGETTING * t + value * relative for t, value in zip(self._targets, x, strict=True)]
 
     def estimate_s(self, prefill_tokens: int, decodes: int, context_tokens: int) -> float:
-        """Seconds that such a step takes; 0.0 before the first was seen."""
+        """Seconds that such a step takes, `MIN_SECONDS` at least; 0.0 before the first was seen."""
         if not self.steps:
             return 0.0
-        x = self._scaled(prefill_tokens, decodes, context_tokens)
-        return max(MIN_SECONDS, sum(w * v for w, v in zip(self._weights, x, strict=True)))
+        if self.steps >= self._stale_from:
+            self._weights = self._solve()
+            self._stale_from = self.steps + min(SOLVE_EVERY, 1 + self.steps // SOLVE_EVERY)
+        terms = self._terms(prefill_tokens, decodes, context_tokens)
+        return max(MIN_SECONDS, sum(w * v for w, v in zip(self._weights, terms, strict=True)))
 
-    def _scaled(self, prefill_tokens: int, decodes: int, context_tokens: int) -> tuple[float, float, float, float]:
+    def _terms(self, prefill_tokens: int, decodes: int, context_tokens: int) -> tuple[float, float, float, float]:
         _, a, b, c = self.SCALE
         return (1.0, prefill_tokens * a, decodes * b, context_tokens * c)
+
+    def _solve(self) -> list[float]:
+        """The weights; a term whose weight would be negative is left out, the worst first."""
+        active = list(range(_TERMS))
+        while active:
+            weights = self._solve_for(active)
+            worst = min(active, key=weights.__getitem__)
+            if weights[worst] >= 0.0:
+                return weights
+            active.remove(worst)
+        return [0.0] * _TERMS
+
+    def _solve_for(self, active: list[int]) -> list[float]:
+        """Cholesky's decomposition of the normal equations of the `active` terms; the others weigh 0."""
+        matrix = dict(zip(_PAIRS, self._products, strict=True))
+        ridge = self.RIDGE * max(matrix[i, i] for i in active)
+        lower: dict[tuple[int, int], float] = {}
+        halfway: dict[int, float] = {}
+        for row, i in enumerate(active):
+            for j in active[:row]:
+                lower[i, j] = (matrix[i, j] - sum(lower[i, k] * lower[j, k] for k in active[: active.index(j)])) / lower[j, j]
+            lower[i, i] = math.sqrt(max(matrix[i, i] + ridge - sum(lower[i, k] ** 2 for k in active[:row]), 0.5 * ridge))
+            halfway[i] = (self._targets[i] - sum(lower[i, k] * halfway[k] for k in active[:row])) / lower[i, i]
+        weights = [0.0] * _TERMS
+        for row in range(len(active) - 1, -1, -1):
+            i = active[row]
+            weights[i] = (halfway[i] - sum(lower[k, i] * weights[k] for k in active[row + 1 :])) / lower[i, i]
+        return weights

@@ -3,6 +3,8 @@ fork its blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from dovetail.request import Request, Status
 
 
@@ -12,6 +14,7 @@ class Family:
     def __init__(self, samples: list[Request]) -> None:
         self.samples = samples
         self.held: list[Request] = []  # arrived, but not shown to the policy yet
+        self.trimmed: set[Request] = set()  # running, and blocks of the prompt that a sibling would need are gone
         for sample in samples:
             sample._family = self
 
@@ -28,19 +31,26 @@ class Family:
             released.append(self.held.pop(0))
         return released
 
-    def source_for(self, sample: Request) -> Request | None:
-        """A sibling that holds the prompt's K and V, written by steps already submitted, all but the last token's at least."""
-        needed = sample.prompt_tokens - 1
-        if needed < 1 or sample.generated or sample.params.prompt_logprobs is not None:
+    def source_for(self, sample: Request, admitted: Container[Request]) -> Request | None:
+        """A sibling that holds the prompt's K and V, all but the last token's at least, written by steps already submitted: hence none of
+        those `admitted` in the step being planned, whose own copies may be still to come."""
+        if sample.prompt_tokens < 2 or sample.generated or sample.params.prompt_logprobs is not None:
             return None
         for sibling in self.samples:
-            if sibling is not sample and sibling._blocks and sibling._computed - sibling._granted >= needed:
+            if sibling is not sample and sibling not in admitted and self._holds_prompt(sibling):
                 return sibling
         return None
 
     def has_fresh(self) -> bool:
-        """Whether a sample has yet to begin."""
-        return any(s._status in (Status.NEW, Status.WAITING) and not s.generated and not s.preemptions for s in self.samples)
+        """Whether a sample has yet to begin, and could fork another's blocks."""
+        return any(s._status in (Status.NEW, Status.WAITING) and not s.generated for s in self.samples)
+
+    def wants_blocks_of(self, finished: Request) -> bool:
+        """Whether a sample has yet to begin that could fork the blocks of one that has finished."""
+        return self._holds_prompt(finished) and self.has_fresh()
+
+    def _holds_prompt(self, sample: Request) -> bool:
+        return bool(sample._blocks) and sample._computed - sample._granted >= sample.prompt_tokens - 1 and sample not in self.trimmed
 
     def _prompt_is_computed(self) -> bool:
         return any(s._computed - s._granted >= s.prompt_tokens or s.generated for s in self.samples)

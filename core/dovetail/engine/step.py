@@ -31,6 +31,7 @@ class PlannedStep:
         self.now = now
         self._books = books
         self._kv = books.kv
+        self._known = books.known
         self._tokens_left = max_tokens
         self._seqs_left = max_seqs
         self._open = True
@@ -44,15 +45,19 @@ class PlannedStep:
         self.prefill_tokens = 0
         self.recomputed_tokens = 0
         self.prefilled: dict[Request, int] = {}  # -> tokens computed before this step granted it more of its prefill
+        self.recomputed: dict[Request, int] = {}  # -> how many of them were computed once, before a preemption
+        self.freed = False  # the core let go of blocks after this planning, so that another may go better
 
     # What a policy may read
 
     @property
     def tokens_left(self) -> int:
+        self._check_open()
         return self._tokens_left
 
     @property
     def seqs_left(self) -> int:
+        self._check_open()
         return self._seqs_left
 
     @property
@@ -87,7 +92,7 @@ class PlannedStep:
 
     def blocks_of(self, request: Request) -> int:
         self._check_known(request)
-        return self._kv.held_only_by([request]) if request._blocks else 0
+        return self._kv.held_only_by([request]) if request._status is Status.RUNNING else 0
 
     def estimate_s(self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0) -> float:
         self._check_open()
@@ -105,8 +110,9 @@ class PlannedStep:
         evict: Iterable[Request] = (),
     ) -> Grant:
         self._check_known(request)
-        self._check_count("max_tokens", max_tokens, request)
-        self._check_count("min_tokens", min_tokens, request)
+        if max_tokens is not None:
+            self._check_count("max_tokens", max_tokens, 0, request)
+        self._check_count("min_tokens", min_tokens, 1, request)
         refusal = self._try(request, max_tokens, min_tokens, reserve, evict)
         if refusal is not None:
             self._log(request, "refused", why=refusal.name)
@@ -117,9 +123,10 @@ class PlannedStep:
     def grant_each(self, requests: Iterable[Request]) -> list[Request]:
         self._check_open()
         refused = []
-        granted, index, running, log = self.granted, self.index, Status.RUNNING, self.decisions is not None
-        tokens_left, seqs_left = self._tokens_left, self._seqs_left
+        granted, index, running, known, log = self.granted, self.index, Status.RUNNING, self._known, self.decisions is not None
         for request in requests:
+            if request not in known:
+                self._check_known(request)
             in_flight = request._in_flight
             end = request.prompt_tokens + len(request._output_ids) + in_flight
             if (
@@ -128,8 +135,8 @@ class PlannedStep:
                 and request._computed >= request._prefill_end  # a decode
                 and end <= request._capacity
                 and request._touched != index
-                and tokens_left > 0
-                and seqs_left > 0
+                and self._tokens_left > 0
+                and self._seqs_left > 0
                 and not (in_flight and (request.needs_last_token or request._row < 0))
                 and not log
             ):
@@ -138,32 +145,33 @@ class PlannedStep:
                 request._granted = 1
                 request._touched = index
                 granted[request] = 1
-                tokens_left -= 1
-                seqs_left -= 1
-                continue
-            self._tokens_left, self._seqs_left = tokens_left, seqs_left
-            if not self.grant(request):
+                self._tokens_left -= 1  # at once: `requests` may be a generator that looks at the step, or acts on it
+                self._seqs_left -= 1
+            elif not self.grant(request):
                 refused.append(request)
-            tokens_left, seqs_left = self._tokens_left, self._seqs_left
-        self._tokens_left, self._seqs_left = tokens_left, seqs_left
         return refused
 
     def preempt(self, request: Request) -> None:
         self._check_known(request)
-        if request._status is not Status.RUNNING:
-            self._misused(request, f"preempted, but it is {request._status.value} and holds no blocks to give back")
-        self._preempt(request)
+        if request._status is Status.RUNNING:
+            self._preempt(request)
+        elif request._status is Status.WAITING and request._touched != self.index:
+            self._misused(request, "preempted, but it is waiting and holds no blocks to give back")
+        else:  # preempted with another already, or its last token is in flight: neither could the policy see
+            self._log(request, "refused", why=Refusal.NOT_NOW.name)
 
     def reject(self, request: Request, reason: str) -> None:
         self._check_known(request)
         if request in self.rejected:
             return
-        if request._status is Status.DRAINING:
-            self._misused(request, "rejected, but its last token is in flight")
+        if request._status is Status.DRAINING:  # too late: its last token is in flight, which no policy can see
+            self._log(request, "refused", why=Refusal.NOT_NOW.name)
+            return
         dependents = self._dependents(request)
         if request._granted:
             self._take_back(request)
         self._preempt_all(dependents)
+        self.admitted.pop(request, None)
         request._touched = self.index
         self.rejected[request] = str(reason)
         self._log(request, "rejected", why=str(reason))
@@ -187,7 +195,7 @@ class PlannedStep:
     @property
     def acted(self) -> bool:
         """Whether anything changed."""
-        return bool(self.granted or self.preempted or self.rejected)
+        return bool(self.granted or self.preempted or self.rejected or self.freed)
 
     # A grant
 
@@ -254,8 +262,7 @@ class PlannedStep:
 
     def _extend(self, request: Request, num_tokens: int) -> bool:
         """More blocks for a running request, after letting go of those that no window can see any more."""
-        if self._books.window is not None and request._computed >= self._books.window:
-            self._kv.trim(request, request._computed - self._books.window + 1)
+        self._books.trim(request)
         allocation = self._kv.allocate(request, num_tokens)
         if allocation is None:
             return False
@@ -266,16 +273,44 @@ class PlannedStep:
     def _make_room(self, request: Request, source: Request | None, num_tokens: int, evict: Iterable[Request]) -> bool:
         """Preempt from `evict` until `num_tokens` tokens of `request` fit; nobody, if all of them would not do."""
         victims: list[Request] = []
+        short_of = (1 if source is not None else self._kv.blocks_needed(request, num_tokens)) - self._kv.available_blocks
+        fits, before = False, self._acts
         for candidate in evict:
-            if candidate is request or self._fits(request, source, num_tokens, victims):
+            if candidate is request:
                 break
             self._check_known(candidate)
-            if candidate._status is Status.RUNNING and candidate not in victims and candidate is not source:
-                victims.append(candidate)
-        if not victims or not self._fits(request, source, num_tokens, victims):
+            if candidate._status is not Status.RUNNING or candidate in victims or self._builds_on(request, source, candidate):
+                continue
+            victims.append(candidate)
+            short_of -= len(candidate._blocks)  # at best
+            if short_of <= 0 and self._fits(request, source, num_tokens, victims):
+                fits = True
+                break
+        if self._acts != before:
+            self._misused(request, "granted with an `evict` that itself grants, preempts or rejects while it is read")
+        if fits:
+            self._preempt_all(victims)
+        return fits
+
+    def _builds_on(self, request: Request, source: Request | None, candidate: Request) -> bool:
+        """Whether evicting `candidate` may take from `request` the very tokens that it would start from: those of the sibling that it forks, or
+        those that it finds in the cache because they are computed in this step."""
+        if candidate is source:
+            return True
+        if source is not None or candidate not in self.prefilled or request._status is Status.RUNNING:
             return False
-        self._preempt_all(victims)
-        return True
+        found = self._kv.lookup(request)
+        return any(self._may_find(request, found, going) for going in (candidate, *self._dependents(candidate)) if going in self.prefilled)
+
+    def _may_find(self, request: Request, found: int, other: Request) -> bool:
+        """Whether the first block that `other` fills in this step may be among the `found` tokens."""
+        end = (self.prefilled[other] // self._books.block_size + 1) * self._books.block_size
+        return end <= min(found, other._computed) and request.cache_keys == other.cache_keys and _known(request)[:end] == _known(other)[:end]
+
+    @property
+    def _acts(self) -> tuple[int, ...]:
+        """Differs once anything has been done."""
+        return self._tokens_left, len(self.granted), len(self.preempted), len(self.rejected)
 
     def _fits(self, request: Request, source: Request | None, num_tokens: int, victims: list[Request]) -> bool:
         """Whether `num_tokens` tokens of it would fit if `victims` were preempted."""
@@ -304,7 +339,9 @@ class PlannedStep:
         self._seqs_left -= 1
         if before < request._prefill_end:
             self.prefill_tokens += tokens
-            self.recomputed_tokens += max(0, min(request._computed, request._lost) - before)
+            if request._lost > before:
+                self.recomputed[request] = again = min(request._computed, request._lost) - before
+                self.recomputed_tokens += again
             # Others planned in this very step may share what it computes: a backend writes the whole batch's K and V before it attends.
             self.prefilled[request] = before
             self._books.commit(request)
@@ -339,7 +376,7 @@ class PlannedStep:
         if request in self.prefilled:
             before = self.prefilled.pop(request)
             self.prefill_tokens -= tokens
-            self.recomputed_tokens -= max(0, min(before + tokens, request._lost) - before)
+            self.recomputed_tokens -= self.recomputed.pop(request, 0)
             self._kv.uncommit(request, before)
 
     def _dependents(self, request: Request) -> list[Request]:
@@ -354,7 +391,7 @@ class PlannedStep:
     def _fork_source(self, request: Request) -> Request | None:
         if request._family is None or not self._kv.capabilities.fork:
             return None
-        source: Request | None = request._family.source_for(request)
+        source: Request | None = request._family.source_for(request, self.admitted)
         return source
 
     def _check_open(self) -> None:
@@ -365,14 +402,17 @@ class PlannedStep:
         self._check_open()
         if not isinstance(request, Request):
             raise PolicyError(f"scheduler {self._books.policy_name}: expected a Request, got {request!r}")
+        if request in self._known:
+            return
         if request._status is Status.FINISHED:
             self._misused(request, "used after it had finished; forget it in on_finished")
         if request._status is Status.NEW:
             self._misused(request, "used before it arrived in this engine")
+        self._misused(request, "used in an engine that isn't its own")
 
-    def _check_count(self, name: str, value: int | None, request: Request) -> None:
-        if (value is not None or name == "min_tokens") and (type(value) is not int or value < 1):
-            self._misused(request, f"granted with {name}={value!r}; it must be an integer >= 1")
+    def _check_count(self, name: str, value: int, least: int, request: Request) -> None:
+        if type(value) is not int or value < least:
+            self._misused(request, f"granted with {name}={value!r}; it must be an integer >= {least}")
 
     def _misused(self, request: Request, rule: str) -> NoReturn:
         raise PolicyError(f"scheduler {self._books.policy_name}: request {request.id!r} was {rule}")
@@ -380,3 +420,7 @@ class PlannedStep:
     def _log(self, request: Request, act: str, tokens: int = 0, why: str = "") -> None:
         if self.decisions is not None:
             self.decisions.append(Decision(request, act, tokens, why))
+
+
+def _known(request: Request) -> tuple[int, ...]:
+    return (*request.prompt_token_ids, *request._output_ids)

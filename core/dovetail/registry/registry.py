@@ -99,7 +99,8 @@ class Registry:
 
     def is_ambiguous(self, component: ResolvedComponent) -> bool:
         """Its short name stands for another one too."""
-        return any(other.spec.name == component.spec.name and other is not component for other in self.components(component.spec.kind))
+        same = [other.distribution for other in self.components(component.spec.kind) if other.spec.name == component.spec.name]
+        return len(same) > 1
 
     def _unknown(self, kind: Kind, name: str) -> str:
         installed = self.components(kind)

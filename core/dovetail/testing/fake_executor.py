@@ -72,8 +72,9 @@ class FakeExecutor(Executor):
         super().__init__(options, context)
         self._rows: dict[int, _Row] = {}
         self._memory: dict[tuple[int, int], int] = {}  # (block, offset) -> chain value of the token written there
-        self._pending: list[tuple[int, list[int], float]] = []  # step, tokens, seconds
+        self._pending: list[tuple[int, list[int], float, float]] = []  # step, tokens, seconds that it takes, when it was submitted
         self._last_step = -1
+        self._last_ended = 0.0
         self.batches = 0
 
     def start(self) -> Capacity:
@@ -93,19 +94,21 @@ class FakeExecutor(Executor):
         rows = [self._rows[row] for row in batch.rows.tolist()]
         for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
             self._write(row, count)
-        tokens = [self._read(row, bool(samples)) for row, samples in zip(rows, batch.samples, strict=True)]
+        given = zip(rows, batch.num_tokens.tolist(), batch.samples.tolist(), strict=True)
+        tokens = [self._read(row, count, samples) for row, count, samples in given]
         seconds = self.options.seconds_per_step + self.options.seconds_per_token * int(batch.num_tokens.sum())
-        self._pending.append((batch.step, tokens, seconds))
+        self._pending.append((batch.step, tokens, seconds, self.context.clock.now()))
         self.batches += 1
         return batch.step
 
     def collect(self, handle: int) -> Result:
-        step, tokens, seconds = self._pending.pop(0)
+        step, tokens, seconds, submitted = self._pending.pop(0)
         self._require(step == handle, "results must be collected in order")
-        started = self.context.clock.now()
+        started = max(submitted, self._last_ended)  # as on a device, which takes up the next step when the one before is done
+        self._last_ended = started + seconds
         if isinstance(self.context.clock, VirtualClock):
-            self.context.clock.wait_until(started + seconds)
-        return Result(step, np.array(tokens, np.int64), started, started + seconds)
+            self.context.clock.wait_until(self._last_ended)
+        return Result(step, np.array(tokens, np.int64), started, self._last_ended)
 
     def check(self) -> None: ...
 
@@ -129,13 +132,13 @@ class FakeExecutor(Executor):
         values = chain(row.tokens)
         for position in range(row.computed, row.computed + count):
             index, offset = divmod(position, self.options.block_size)
-            self._require(index < len(row.blocks), "a token has no block")
+            self._require(index < len(row.blocks), f"token {position} of {len(row.tokens)} has no block")
             self._memory[row.blocks[index], offset] = values[position]
         row.computed += count
 
-    def _read(self, row: _Row, samples: bool) -> int:
+    def _read(self, row: _Row, count: int, samples: bool) -> int:
         values = chain(row.tokens)
-        first = 0 if self.options.window is None else max(0, row.computed - self.options.window)
+        first = 0 if self.options.window is None else max(0, row.computed - count - self.options.window + 1)  # seen by the first of its tokens
         for position in range(first, row.computed):
             index, offset = divmod(position, self.options.block_size)
             found = self._memory.get((row.blocks[index], offset))

@@ -1,19 +1,21 @@
 """`plan`: run one real step of a policy over a fake pool, and see what it did. For a policy author's first test.
 
-done = plan(MyPolicy, waiting=[make_request("a", 30), make_request("b", 5)], free_blocks=4)
-assert done.granted == {"a": 30}
+done = plan(MyPolicy, waiting=[make_request("a", 16), make_request("b", 5)], free_blocks=4)
+assert done.granted == {"a": 16}
+assert done.refused == {"b": Refusal.MEMORY}
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel
 
 from dovetail.api.component import NoOptions
 from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
-from dovetail.api.scheduler import Context, Scheduler
+from dovetail.api.scheduler import Context, Refusal, Scheduler
 from dovetail.engine.books import Books
 from dovetail.engine.step import PlannedStep
 from dovetail.errors import DovetailError
@@ -26,12 +28,13 @@ class Plan:
     """What a policy did in one step, by request id, each in the order it did it."""
 
     granted: Mapping[str, int]  # -> tokens
+    refused: Mapping[str, Refusal]  # asked for and not granted -> why, the last time
     preempted: tuple[str, ...]
     rejected: Mapping[str, str]  # -> reason
     wake_at: float | None
-    notes: tuple[tuple[str, str], ...]
+    notes: tuple[tuple[str, str], ...]  # (request id, why)
     free_blocks: int  # afterwards
-    policy: Scheduler
+    policy: Scheduler  # to look at what it keeps
 
 
 def make_request(
@@ -46,8 +49,10 @@ def make_request(
     priority: int = 0,
     deadline: float | None = None,
     predicted_tokens: int | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> Request:
-    """A request for `plan`. Among `running`, it has computed all but its last token, unless `computed` says otherwise."""
+    """A request for one `plan`. `generated`: tokens of its output that are there. `computed`: of all its tokens, if it is to be among `running`;
+    by default all but the last generated one, so that it decodes. With fewer than `prompt_tokens` it is amid its prefill."""
     request = Request(
         id,
         [(i * 7 + len(id)) % 50 for i in range(prompt_tokens)],
@@ -58,6 +63,7 @@ def make_request(
         priority=priority,
         deadline=deadline,
         predicted_tokens=predicted_tokens,
+        extra=extra,
     )
     request._output_ids = [1] * generated
     request._computed = -1 if computed is None else computed
@@ -79,9 +85,12 @@ def plan(
     seed: int = 0,
 ) -> Plan:
     """Let `policy` plan one step. The requests arrive (the running ones first), the running ones take their blocks, and `free_blocks` remain.
+    Afterwards the policy hears of those that it preempted and rejected, as from the engine.
 
-    `cached`: tokens found in the prefix cache, by request id. Raises what the policy raises, and `PolicyError` on misuse.
+    `policy`: a class, made with `options`, or one made before, to plan further with what it keeps. `cached`: tokens found in the prefix cache,
+    whole blocks, by request id. Raises what the policy raises, `PolicyError` on misuse, and `DovetailError` if the requests make no sense.
     """
+    _check_requests([*running, *waiting], dict(cached or {}), block_size)
     held = sum(-(-_computed_of(r) // block_size) for r in running)
     layout = KVLayout((KVGroup((0,), None, 1),), block_size, "none")
     kv = FakeKVCache(NoOptions(), KVContext(layout, held + free_blocks), dict(cached or {}))
@@ -90,26 +99,43 @@ def plan(
     books = Books(kv, block_size, None, max(max_seqs, len(running)), type(policy).__name__)
     for order, request in enumerate([*running, *waiting]):
         request._order = order
-        request._status = Status.WAITING
         if order < len(running):
             _start(books, request)
         else:
             request._computed = 0
-            books.waiting.add(request)
+            books.arrive(request)
         policy.on_arrival(request)
     step = PlannedStep(books, 0, now, max_tokens, max_seqs, log=True)
     policy.schedule(step)
     step.close()
-    notes = tuple((d.request.id, d.why) for d in step.decisions or () if d.act == "noted")
+    for request in step.preempted:
+        policy.on_preempted(request)
+    for request in step.rejected:
+        policy.on_finished(request)
+    decisions = step.decisions or []
     return Plan(
         granted={r.id: tokens for r, tokens in step.granted.items()},
+        refused={d.request.id: Refusal[d.why] for d in decisions if d.act == "refused" and d.request not in step.granted},
         preempted=tuple(r.id for r in step.preempted),
         rejected={r.id: reason for r, reason in step.rejected.items()},
         wake_at=step.wake_time if step.wake_time < float("inf") else None,
-        notes=notes,
+        notes=tuple((d.request.id, d.why) for d in decisions if d.act == "noted"),
         free_blocks=kv.available_blocks,
         policy=policy,
     )
+
+
+def _check_requests(requests: Sequence[Request], cached: Mapping[str, int], block_size: int) -> None:
+    if len({request.id for request in requests}) < len(requests):
+        raise DovetailError("the ids of the requests must differ")
+    for request in requests:
+        if request._status is not Status.NEW:
+            raise DovetailError(f"request {request.id!r} was planned before: make a new one, since planning has changed it")
+        if request.generated >= request.max_tokens:
+            raise DovetailError(f"request {request.id!r} has generated all of its max_tokens={request.max_tokens}, so it would have finished")
+        tokens = cached.get(request.id, 0)
+        if not 0 <= tokens < request.num_tokens or tokens % block_size:
+            raise DovetailError(f"{tokens} tokens of request {request.id!r} can't be cached: whole blocks of {block_size}, fewer than all its tokens")
 
 
 def _computed_of(request: Request) -> int:
@@ -127,7 +153,10 @@ def _start(books: Books, request: Request) -> None:
         request._output_ids = [1]  # its prefill is done: it has sampled
     books.extend(request, allocation.blocks)
     request._computed = computed
-    request._prefill_end = computed if request.generated else request.prompt_tokens
+    decodes = request.generated > 0 and computed == request.num_tokens - 1
+    request._prefill_end = computed if decodes else request.num_tokens
+    request._samples = True
     request._status = Status.RUNNING
+    books.known.add(request)
     books.running.add(request)
     books.rows.assign(request)

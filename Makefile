@@ -1,0 +1,49 @@
+# The two commands of the README, and what CI runs. A machine needs Python 3.11 or newer, git and make.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PACKAGES := core plugins/schedulers plugins/kv_cache plugins/attention plugins/models plugins/samplers plugins/executors plugins/observers
+
+.PHONY: demo test test-full lint types rules docs check clean
+
+demo: $(VENV)/.demo  ## generate text from the bundled model
+	$(BIN)/dovetail generate demo "ROMEO:" --max-tokens 120 --set attention=torch
+
+test: $(VENV)/.dev  ## the quick test suite
+	$(BIN)/python -m pytest -n 2
+
+test-full: $(VENV)/.dev  ## with the numbers of examples that a release asks for: about an hour
+	DOVETAIL_TEST_PROFILE=full $(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy $(PACKAGES)
+
+rules: $(VENV)/.dev  ## who may import whom
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs build --strict
+
+check: lint types rules docs test
+
+# constraints.txt pins what CI has seen working.
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "Dovetail needs Python 3.11 or newer: none found. Name one with PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[torch]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@ $(VENV)/.demo
+
+clean:
+	rm -rf $(VENV) build site .mypy_cache .ruff_cache .pytest_cache .hypothesis

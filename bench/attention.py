@@ -1,0 +1,348 @@
+"""How near an attention backend comes to what the GPU can do: TB/s of K and V read by decode, TFLOP/s of prefill, a layer.
+
+    python bench/attention.py                        # the triton backend, beside the device's copy bandwidth and, if importable, flash-attn
+    python bench/attention.py --only decode --tune   # every candidate of the tuning table, quickest first
+
+Random data, blocks in random order, medians of CUDA events. The layers' caches take turns, so that together they exceed the L2 many times. Decode
+is replayed from a CUDA graph, as an engine does; prefill is launched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dovetail.api.attention import AttentionBatch, AttentionContext, LayerSpec
+from dovetail.api.component import NoOptions
+from dovetail_attention.triton_backend import TritonAttention
+from dovetail_attention.triton_tuning import HOPPER, DecodeTiling, PrefillTiling, Tilings
+
+DEVICE = torch.device("cuda")
+ROTATED_BYTES = 1 << 30  # of K and V that the layers hold together, at least
+MAX_LEN = 32_768  # of the block table
+REPEATS = 20
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the layers are like."""
+
+    heads: int = 16
+    kv_heads: int = 8
+    head_size: int = 128
+    dtype: str = "bfloat16"
+    block_size: int = 16
+    window: int | None = None
+
+    def __str__(self) -> str:
+        window = f" window {self.window}" if self.window else ""
+        return f"{self.heads}/{self.kv_heads} heads of {self.head_size}, {self.dtype}, block {self.block_size}{window}"
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.kv_heads * self.head_size * torch.empty(0, dtype=getattr(torch, self.dtype)).itemsize
+
+
+@dataclass(frozen=True)
+class Load:
+    """A step: tokens each row can see, and how many of them are its queries."""
+
+    name: str
+    lens: tuple[int, ...]
+    queries: tuple[int, ...]
+    shared: int = 0  # leading tokens that all rows share
+
+    @classmethod
+    def decode(cls, name: str, rows: int, shortest: int, longest: int, shared: int = 0) -> Load:
+        lens = np.random.default_rng(0).integers(shortest, longest + 1, rows).tolist()
+        return cls(name, tuple(n + shared for n in lens), (1,) * rows, shared)
+
+    def seen(self, window: int | None) -> int:
+        """Pairs of a query and a key that it sees."""
+        last = np.concatenate([np.arange(n - q, n) for n, q in zip(self.lens, self.queries, strict=True)]) + 1
+        return int(np.minimum(last, window or last.max()).sum())
+
+    def tokens(self, window: int | None) -> int:
+        """Tokens whose K and V must be read at least once."""
+        kept = [min(n, window + q - 1) if window else n for n, q in zip(self.lens, self.queries, strict=True)]
+        return sum(kept) - self.shared * (len(self.lens) - 1)
+
+
+DECODES = (
+    Load.decode("256 x 100-2,000", 256, 100, 2000),
+    Load.decode("64 x 100-2,000", 64, 100, 2000),
+    Load.decode("8 x 8k", 8, 7800, 8400),
+    Load.decode("1 x 32k", 1, 32_000, 32_000),
+    Load.decode("64 x (4k shared + 100-500)", 64, 100, 500, shared=4096),
+)
+PREFILLS = (
+    Load("16 x 8,192", (8192,) * 16, (8192,) * 16),
+    Load("64 x 1,024", (1024,) * 64, (1024,) * 64),
+    Load("4 chunks of 2,048 after 14k", (16_384,) * 4, (2048,) * 4),
+)
+DECODE_MODELS = (
+    Model(),
+    Model(block_size=64),
+    Model(block_size=256),
+    Model(32, 8),
+    Model(8, 8),
+    Model(16, 8, 64),
+    Model(16, 8, 80),
+    Model(16, 8, 256),
+    Model(dtype="float32"),
+    Model(window=512),
+)
+PREFILL_MODELS = (Model(32, 8), Model(32, 8, block_size=256), Model(32, 8, 64), Model(32, 8, 256), Model(16, 16), Model(32, 8, window=1024))
+
+
+def median_seconds(run: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Of one call, on the device."""
+    for _ in range(2):
+        run()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for begin, end in events:
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1000
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by a copy within the device."""
+    source, target = (torch.empty(1 << 32, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    source.random_()
+    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source))
+
+
+class Bench:
+    """A backend whose layers are full of random K and V, for one model and load."""
+
+    def __init__(self, model: Model, load: Load, tilings: Tilings = HOPPER) -> None:
+        self.model, self.load = model, load
+        blocks_of_row = [-(-n // model.block_size) for n in load.lens]
+        num_blocks = sum(blocks_of_row)
+        num_layers = max(1, -(-ROTATED_BYTES // (sum(load.lens) * model.bytes_per_token)))
+        self.backend = TritonAttention(NoOptions(), AttentionContext("cuda", model.dtype, model.block_size))
+        spec = (model.heads, model.kv_heads, model.head_size, model.head_size**-0.5, model.window)
+        self.layers = [self.backend.make_layer(LayerSpec(i, *spec)) for i in range(num_layers)]
+        self.backend.allocate(num_blocks)
+        self.labels = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+        self.table = np.zeros((len(load.lens), max(blocks_of_row)), np.int32)
+        for row, (count, end) in enumerate(zip(blocks_of_row, np.cumsum(blocks_of_row), strict=True)):
+            self.table[row, :count] = self.labels[end - count : end]
+        self.table[:, : load.shared // model.block_size] = self.table[0, : load.shared // model.block_size]
+        dtype = getattr(torch, model.dtype)
+        self.q = torch.randn(sum(load.queries), model.heads, model.head_size, dtype=dtype, device=DEVICE)
+        self._fill(num_blocks * model.block_size, dtype)
+        self.use(tilings)
+
+    def _fill(self, num_slots: int, dtype: torch.dtype) -> None:
+        """Write every slot, one row after the other, in pieces."""
+        piece = 1 << 16
+        self.backend.prepare(1, piece, self.model.block_size)
+        for start in range(0, num_slots, piece):
+            slots = torch.arange(start, min(start + piece, num_slots), device=DEVICE)
+            self.backend.plan(self._batch(np.zeros((1, 1), np.int32), [len(slots)], [len(slots)], slots, 0))
+            k, v = (torch.randn(len(slots), self.model.kv_heads, self.model.head_size, dtype=dtype, device=DEVICE) for _ in range(2))
+            for layer in self.layers:
+                layer.write(k, v)
+
+    def use(self, tilings: Tilings) -> None:
+        """Plan the load with such tilings."""
+        self.backend.tilings = tilings
+        self.backend.prepare(len(self.load.lens), sum(self.load.queries), MAX_LEN)
+        slots = torch.full((sum(self.load.queries),), -1, dtype=torch.int64, device=DEVICE)
+        self.batch = self._batch(self.table, list(self.load.lens), list(self.load.queries), slots, self.load.shared // self.model.block_size)
+        self.backend.plan(self.batch)
+
+    @staticmethod
+    def _batch(table: np.ndarray, lens: list[int], queries: list[int], slots: torch.Tensor, shared: int) -> AttentionBatch:
+        starts = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32, device=DEVICE)
+        host_queries, host_lens = np.array(queries, np.int32), np.array(lens, np.int32)
+        device_lens, device_table = torch.from_numpy(host_lens).to(DEVICE), torch.from_numpy(table).to(DEVICE)
+        return AttentionBatch(len(lens), sum(queries), starts, device_lens, device_table, slots, host_queries, host_lens, shared)
+
+    def attend(self) -> None:
+        for layer in self.layers:
+            layer.attend(self.q)
+
+    def seconds(self, graph: bool) -> float:
+        """Of one layer."""
+        run: Callable[[], object] = self.attend
+        if graph:
+            self.attend()
+            torch.cuda.synchronize()
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                self.attend()
+            run = captured.replay
+        return median_seconds(run) / len(self.layers)
+
+    def plan_seconds(self) -> float:
+        """Of `plan`, on the host."""
+        times = []
+        for _ in range(REPEATS):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            self.backend.plan(self.batch)
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+    @property
+    def bytes(self) -> int:
+        return self.load.tokens(self.model.window) * self.model.bytes_per_token
+
+    @property
+    def operations(self) -> int:
+        return 4 * self.model.heads * self.model.head_size * self.load.seen(self.model.window)
+
+
+def flash_decode_seconds(model: Model, load: Load) -> float | None:
+    """flash-attn over pages of 256, or None where it can't."""
+    try:
+        from flash_attn import flash_attn_with_kvcache
+    except ImportError:
+        return None
+    blocks = [-(-n // 256) for n in load.lens]
+    dtype = getattr(torch, model.dtype)
+    copies = max(1, -(-ROTATED_BYTES // (sum(load.lens) * model.bytes_per_token)))
+    shape = (sum(blocks), 256, model.kv_heads, model.head_size)
+    caches = [tuple(torch.randn(shape, dtype=dtype, device=DEVICE) for _ in range(2)) for _ in range(copies)]
+    table = torch.zeros((len(blocks), max(blocks)), dtype=torch.int32, device=DEVICE)
+    order = torch.randperm(sum(blocks), dtype=torch.int32, device=DEVICE)
+    for row, (count, end) in enumerate(zip(blocks, itertools.accumulate(blocks), strict=True)):
+        table[row, :count] = order[end - count : end]
+    lens = torch.tensor(load.lens, dtype=torch.int32, device=DEVICE)
+    q = torch.randn(len(blocks), 1, model.heads, model.head_size, dtype=dtype, device=DEVICE)
+
+    def run() -> None:
+        for k, v in caches:
+            flash_attn_with_kvcache(q, k, v, cache_seqlens=lens, block_table=table, causal=True)
+
+    run()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        run()
+    return median_seconds(captured.replay) / copies
+
+
+def flash_prefill_seconds(model: Model, load: Load) -> float | None:
+    """flash-attn over K and V that lie in one piece, or None where it can't."""
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    dtype = getattr(torch, model.dtype)
+    q = torch.randn(sum(load.queries), model.heads, model.head_size, dtype=dtype, device=DEVICE)
+    k, v = (torch.randn(sum(load.lens), model.kv_heads, model.head_size, dtype=dtype, device=DEVICE) for _ in range(2))
+    q_starts, k_starts = (torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=DEVICE) for n in (load.queries, load.lens))
+    window = (model.window - 1, 0) if model.window else (-1, -1)
+
+    def run() -> None:
+        flash_attn_varlen_func(q, k, v, q_starts, k_starts, max(load.queries), max(load.lens), causal=True, window_size=window)
+
+    return median_seconds(run)
+
+
+def flash(measure: Callable[[Model, Load], float | None], model: Model, load: Load) -> float | None:
+    """`measure`, or None for what this build of flash-attn refuses."""
+    try:
+        return measure(model, load)
+    except (RuntimeError, TypeError):
+        return None
+
+
+def decode_table(bandwidth: float) -> None:
+    print(f"\ndecode: K and V read, TB/s (device copy: {bandwidth / 1e12:.2f})")
+    print(f"{'model':52} {'load':28} {'us':>8} {'TB/s':>6} {'of copy':>8} {'plan us':>8} {'flash-attn':>11}")
+    for model in DECODE_MODELS:
+        for load in DECODES if model.block_size == 16 and model == Model() else DECODES[:3]:
+            bench = Bench(model, load)
+            seconds, plan = bench.seconds(graph=True), bench.plan_seconds()
+            rate = bench.bytes / seconds
+            other = flash(flash_decode_seconds, model, load) if not load.shared and not model.window else None
+            beside = f"{bench.bytes / other / 1e12:11.2f}" if other else f"{'-':>11}"
+            row = f"{seconds * 1e6:8.1f} {rate / 1e12:6.2f} {rate / bandwidth:8.0%} {plan * 1e6:8.0f} {beside}"
+            print(f"{model!s:52} {load.name:28} {row}", flush=True)
+
+
+def prefill_table() -> None:
+    print("\nprefill: TFLOP/s of the scores that are seen")
+    print(f"{'model':52} {'load':28} {'ms':>8} {'TFLOP/s':>8} {'plan us':>8} {'flash-attn':>11}")
+    for model in PREFILL_MODELS:
+        for load in PREFILLS:
+            bench = Bench(model, load)
+            seconds, plan = bench.seconds(graph=False), bench.plan_seconds()
+            other = flash(flash_prefill_seconds, model, load)
+            beside = f"{bench.operations / other / 1e12:11.0f}" if other else f"{'-':>11}"
+            row = f"{seconds * 1e3:8.3f} {bench.operations / seconds / 1e12:8.0f} {plan * 1e6:8.0f} {beside}"
+            print(f"{model!s:52} {load.name:28} {row}", flush=True)
+
+
+def decode_candidates() -> Iterator[DecodeTiling]:
+    for keys, warps, stages, programs in itertools.product((32, 64, 128), (2, 4, 8), (3, 4, 5), (1, 2, 3, 4)):
+        yield DecodeTiling(keys, warps, stages, programs)
+
+
+def prefill_candidates() -> Iterator[PrefillTiling]:
+    for queries, keys, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+        yield PrefillTiling(queries, keys, warps, stages)
+
+
+def tune(model: Model, load: Load, candidates: Iterator[DecodeTiling] | Iterator[PrefillTiling]) -> list[tuple[float, DecodeTiling | PrefillTiling]]:
+    """Every candidate that fits the device, quickest first, with its seconds."""
+    bench = Bench(model, load)
+    decode = load.queries[0] == 1
+    results: list[tuple[float, DecodeTiling | PrefillTiling]] = []
+    for tiling in candidates:
+        try:
+            bench.use(fixed(tiling))
+            results.append((bench.seconds(graph=decode), tiling))
+        except Exception as error:  # too much shared memory, or registers
+            if "out of resource" not in str(error):
+                raise
+    return sorted(results, key=lambda result: result[0])
+
+
+def fixed(tiling: DecodeTiling | PrefillTiling) -> Tilings:
+    """The usual choices, but for this one."""
+    if isinstance(tiling, DecodeTiling):
+        return Tilings(lambda shape: tiling, HOPPER.prefill, HOPPER.scatter)
+    return Tilings(HOPPER.decode, lambda shape: tiling, HOPPER.scatter)
+
+
+def tuning_table(decode: bool) -> None:
+    for model in DECODE_MODELS if decode else PREFILL_MODELS:
+        for load in DECODES[:3] if decode else PREFILLS:
+            print(f"\n{model}, {load.name}")
+            for seconds, tiling in tune(model, load, decode_candidates() if decode else prefill_candidates())[:10]:
+                print(f"  {seconds * 1e6:9.1f} us  {tiling}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["decode", "prefill"])
+    parser.add_argument("--tune", action="store_true")
+    args = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} TB/s")
+    for what in ("decode", "prefill") if args.only is None else (args.only,):
+        if args.tune:
+            tuning_table(what == "decode")
+        elif what == "decode":
+            decode_table(bandwidth)
+        else:
+            prefill_table()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The core's own time a step: policy, books, batch, results, stop check and delta outputs, over an executor that does nothing.
+
+    python bench/core_overhead.py                   # 256 and 1,024 running decodes, short and long requests, ids only and with text
+    python bench/core_overhead.py --json out.json
+
+Each figure is the median over the steps, of the wall time of `LLMEngine.step()`; half of the requests' lengths make no difference, which the
+two columns of contexts show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import deque
+
+import numpy as np
+
+from dovetail.api.clock import WallClock
+from dovetail.api.component import NoOptions
+from dovetail.api.executor import Batch, Capacity, Executor, ExecutorContext, Result
+from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
+from dovetail.api.scheduler import Context
+from dovetail.config import EngineConfig
+from dovetail.engine.assembly import Assembly
+from dovetail.engine.core import CoreSettings, EngineCore
+from dovetail.engine.generation_defaults import GenerationDefaults
+from dovetail.engine.llm_engine import LLMEngine
+from dovetail.registry.models import resolve_model
+from dovetail.registry.registry import Registry
+from dovetail.request import OutputKind, SamplingParams
+
+BLOCK_SIZE = 16
+MAX_LEN = 32_768
+
+
+class NullExecutor(Executor):
+    """Every row yields a token at once; nothing is computed."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(NoOptions(), ExecutorContext(config=None, clock=WallClock()))  # type: ignore[arg-type]
+        self.num_blocks = num_blocks
+        self.batches: deque[Batch] = deque()
+
+    def start(self) -> Capacity:
+        layout = KVLayout((KVGroup((0,), None, 1),), BLOCK_SIZE, "none")
+        return Capacity(self.num_blocks, 2, layout, 1024, MAX_LEN)
+
+    def submit(self, batch: Batch) -> None:
+        self.batches.append(batch)
+
+    def collect(self, handle: None) -> Result:
+        batch = self.batches.popleft()
+        token_ids = np.where(batch.samples, 100 + batch.rows % 700, -1).astype(np.int64)
+        return Result(batch.step, token_ids, 0.0, 0.001)
+
+    def check(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def make_engine(num_seqs: int, context: int) -> LLMEngine:
+    """The engine as `LLMEngine.from_config` puts it together, but for the executor."""
+    registry = Registry.discover()
+    config = EngineConfig.load({"model": "demo", "max_num_seqs": num_seqs})
+    num_blocks = num_seqs * (context + 1024) // BLOCK_SIZE + MAX_LEN // BLOCK_SIZE
+    executor = NullExecutor(num_blocks)
+    capacity = executor.start()
+    kv = registry.resolve("kv_cache", "prefix").make(KVContext(capacity.layout, num_blocks))
+    scheduler = registry.resolve("scheduler", "fcfs").make(Context(65_536, num_seqs, num_blocks, BLOCK_SIZE, 0))
+    core = EngineCore(scheduler, kv, executor, capacity, WallClock(), CoreSettings(num_seqs, 65_536, True, "fcfs"))
+    model_dir = resolve_model("demo", registry)
+    return LLMEngine(Assembly(config, core, capacity, model_dir, GenerationDefaults()))
+
+
+def measure(num_seqs: int, context: int, text: bool, steps: int) -> float:
+    """Median milliseconds of a step in which all `num_seqs` requests decode."""
+    engine = make_engine(num_seqs, context)
+    params = SamplingParams(max_tokens=1000, ignore_eos=True, detokenize=text, output_kind=OutputKind.DELTA)
+    for index in range(num_seqs):
+        engine.add_request(str(index), [index % 512 + 1] + [5] * (context - 1), params)
+    while engine.stats().decode_tokens < num_seqs * 20:
+        engine.step()
+    times = []
+    for _ in range(steps):
+        begun = time.perf_counter()
+        outputs = engine.step()
+        times.append(time.perf_counter() - begun)
+        if len(outputs) != num_seqs:
+            raise SystemExit(f"a step gave {len(outputs)} outputs, not {num_seqs}: not all requests were decoding")
+    return statistics.median(times) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[100, 4000])
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    rows = []
+    print(f"{'requests':>8} {'context':>8} {'ids only':>10} {'with text':>10}   (median ms a step)")
+    for num_seqs in (256, 1024):
+        for context in args.contexts:
+            ids, text = (measure(num_seqs, context, text, args.steps) for text in (False, True))
+            rows.append({"requests": num_seqs, "context": context, "ids_ms": ids, "text_ms": text})
+            print(f"{num_seqs:>8} {context:>8} {ids:>10.2f} {text:>10.2f}", flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(rows, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""What the machine can do, measured in the same run: device copy bandwidth and matrix product rate; and the least time a workload can take."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bench.shapes import Shape
+
+BYTES = 2  # of a bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    copy_bytes_per_s: float  # read + written
+    flop_per_s: float
+
+
+def seconds(run: Callable[[], object], repeat: int = 20) -> float:
+    """Median device time, after warming up."""
+    times = []
+    for turn in range(repeat + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        if turn >= 3:
+            times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def measure_limits(shape: Shape) -> Limits:
+    """A copy of 4 GiB, and the best product rate over 8192³ and the model's own shapes; random data."""
+    copy, rates = _copy_bytes_per_s(), []
+    for m, n, k in [(8192, 8192, 8192), (8192, 2 * shape.intermediate, shape.hidden), (8192, shape.hidden, shape.intermediate)]:
+        a, b = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((m, k), (n, k)))
+        rates.append(2 * m * n * k / seconds(lambda a=a, b=b: a @ b.T))
+    return Limits(copy, max(rates))
+
+
+def _copy_bytes_per_s() -> float:
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / seconds(lambda: target.copy_(source))
+
+
+def floor_seconds(shape: Shape, lens: Sequence[tuple[int, int]], limits: Limits, shared_prefix: int = 0) -> float:
+    """The least time for requests of (prompt, output) tokens that all run together: each K and V read once a step, weights once a step (or the
+    arithmetic, where that takes longer), the prompts' arithmetic once. A `shared_prefix` is computed once, and read once a step."""
+    kv_bytes = shape.kv_numbers_per_token * BYTES
+    reads = sum(out * (prompt - shared_prefix) + out * (out - 1) // 2 for prompt, out in lens)
+    steps = max(out for _, out in lens)
+    reads += shared_prefix * (steps if shared_prefix else 0)
+    weights = shape.block_weights + shape.head_weights
+    products = 0.0
+    for step in range(1, steps):  # the first token of each comes from its prefill
+        running = sum(1 for _, out in lens if out > step)
+        products += max(weights * BYTES / limits.copy_bytes_per_s, 2 * weights * running / limits.flop_per_s)
+    computed = sum(prompt - shared_prefix for prompt, _ in lens) + shared_prefix
+    attention = sum(2 * shape.layers * shape.heads * shape.head_size * (prompt**2 - shared_prefix**2) for prompt, _ in lens)
+    prefill = (2 * shape.block_weights * computed + 2 * shape.head_weights * len(lens) + attention) / limits.flop_per_s
+    return reads * kv_bytes / limits.copy_bytes_per_s + products + prefill

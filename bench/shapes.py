@@ -1,0 +1,76 @@
+"""True shapes of models, as checkpoint directories without weights: for `load_format: dummy`, which fills them with random numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the arithmetic of a step depends on."""
+
+    architecture: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    vocab: int
+    tied: bool
+    max_len: int
+    rope_theta: float
+
+    @property
+    def block_weights(self) -> int:
+        """Weights of all layers, without embedding and head."""
+        attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_size
+
+
+SHAPES = {
+    "qwen3-0.6b": Shape("Qwen3ForCausalLM", 28, 1024, 16, 8, 128, 3072, 151_936, True, 40_960, 1e6),
+    "qwen3-8b": Shape("Qwen3ForCausalLM", 36, 4096, 32, 8, 128, 12_288, 151_936, False, 40_960, 1e6),
+    "llama-3.2-1b": Shape("LlamaForCausalLM", 16, 2048, 32, 8, 64, 8192, 128_256, True, 131_072, 5e5),
+    "llama-3.1-8b": Shape("LlamaForCausalLM", 32, 4096, 32, 8, 128, 14_336, 128_256, False, 131_072, 5e5),
+}
+
+
+def write_checkpoint(shape: Shape, directory: Path) -> None:
+    """config.json and a made-up tokenizer of the right size: each id is a word, so that detokenizing costs what it costs."""
+    config = {
+        "architectures": [shape.architecture],
+        "model_type": "qwen3" if shape.architecture.startswith("Qwen3") else "llama",
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": shape.tied,
+        "max_position_embeddings": shape.max_len,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "dtype": "bfloat16",
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(models.WordLevel({f"Ġw{i}": i for i in range(shape.vocab)}, unk_token="Ġw0"))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": shape.max_len}))

@@ -1,0 +1,49 @@
+"""The workloads of docs/performance.md: prompts and output lengths. Each call of `prompts` draws fresh token ids of the same lengths."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    shape: str
+    lens: tuple[tuple[int, int], ...]  # (prompt, output) tokens of each request
+    shared_prefix: int = 0
+    max_id: int = 10_000
+    temperature: float = 0.6
+    max_num_seqs: int | None = None  # None: as many as there are requests
+
+    def prompts(self, seed: int) -> list[list[int]]:
+        rng = random.Random(seed)
+        shared = [rng.randint(0, self.max_id) for _ in range(self.shared_prefix)]
+        return [shared + [rng.randint(0, self.max_id) for _ in range(prompt - self.shared_prefix)] for prompt, _ in self.lens]
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(out for _, out in self.lens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(prompt for prompt, _ in self.lens)
+
+
+def _nano() -> tuple[tuple[int, int], ...]:
+    """nano-vllm's benchmark: 256 requests of 100 to 1,024 tokens in and out, drawn as it draws them."""
+    rng = random.Random(0)
+    prompts = [len([rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))]) for _ in range(256)]
+    return tuple((prompt, rng.randint(100, 1024)) for prompt in prompts)
+
+
+WORKLOADS = {
+    "nano": Workload("qwen3-0.6b", _nano()),
+    "one": Workload("qwen3-0.6b", ((500, 512),)),
+    "eight": Workload("qwen3-0.6b", ((30, 2000),) * 8),
+    "thousand": Workload("qwen3-0.6b", ((128, 128),) * 1024),
+    "shared": Workload("qwen3-0.6b", ((2050, 16),) * 2048, shared_prefix=2000, max_num_seqs=2048),
+    "8b-64": Workload("qwen3-8b", ((1024, 512),) * 64),
+    "8b-256": Workload("qwen3-8b", ((1024, 512),) * 256),
+    "8b-one": Workload("qwen3-8b", ((500, 256),)),
+    "8b-prefill": Workload("qwen3-8b", ((8192, 1),) * 16),
+}

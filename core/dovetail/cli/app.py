@@ -1,0 +1,121 @@
+"""The command itself: its subcommands, those that plugins add, and what becomes of errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from functools import cached_property
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from dovetail import __version__
+from dovetail.cli import config, generate, plugins
+from dovetail.errors import DovetailError, EngineDeadError, PluginError, PolicyError, SchedulerStalled
+from dovetail.registry.registry import Registry
+from dovetail.registry.resolved import ResolvedCommand
+
+RUN_TIME_ERRORS = (PolicyError, SchedulerStalled, EngineDeadError)  # exit code 1; all others found something wrong before the start: 2
+
+
+class PluginCommand(TyperCommand):
+    """A plugin's command as `--help` lists it; nothing of it is imported."""
+
+    def __init__(self, name: str, command: ResolvedCommand) -> None:
+        super().__init__(name, help=command.spec.summary, short_help=command.spec.summary)
+        self.command = command
+
+    def load(self) -> Any:
+        """The real one. Raises `PluginError` with the plugin's name."""
+        loaded = self.command.load()
+        if isinstance(loaded, typer.Typer):
+            return typer.main.get_command(loaded)
+        if not callable(loaded):
+            raise PluginError(f"command {self.name!r} of plugin {self.command.origin}: {self.command.spec.target} is {loaded!r}, not a Typer app")
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command(name=self.name)(loaded)
+        return typer.main.get_command(app)
+
+
+class DovetailGroup(TyperGroup):
+    """Core commands first; a plugin's by its short name if nobody else has that, and always as "distribution:name"."""
+
+    show_traceback = False
+
+    @cached_property
+    def registry(self) -> Registry:
+        return Registry.discover(enforce_require=False)
+
+    @cached_property
+    def plugin_commands(self) -> dict[str, list[ResolvedCommand]]:
+        """By each name that reaches them; more than one is an error when used."""
+        names: dict[str, list[ResolvedCommand]] = {}
+        for command in self.registry.commands():
+            names.setdefault(command.spec.name, []).append(command)
+            names.setdefault(command.qualified_name, []).append(command)
+        return {name: commands for name, commands in names.items() if name not in self.commands}
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        short = [name for name, commands in self.plugin_commands.items() if ":" not in name and len(commands) == 1]
+        unreachable = [c.qualified_name for c in self.registry.commands() if c.spec.name not in short]
+        return [*self.commands, *sorted(short + unreachable)]
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+        if cmd_name in self.commands:
+            return self.commands[cmd_name]
+        offers = self.plugin_commands.get(cmd_name, [])
+        if len(offers) > 1:
+            names = " and ".join(command.qualified_name for command in offers)
+            raise PluginError(f"command {cmd_name!r} is offered more than once, by {names}: write the one you mean in full")
+        return PluginCommand(cmd_name, offers[0]) if offers else None
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+        if self.get_command(ctx, args[0]) is None:
+            for trouble in (*self.registry.failures, *self.registry.denied):
+                typer.echo(f"note: {trouble}", err=True)
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command.load() if isinstance(command, PluginCommand) else command, rest
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        self.show_traceback = ctx.params["traceback"]
+        return super().invoke(ctx)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except DovetailError as error:
+            if self.show_traceback or os.environ.get("DOVETAIL_TRACEBACK", "") not in ("", "0"):
+                traceback.print_exc()
+            else:
+                typer.echo(f"error: {error}", err=True)
+            sys.exit(1 if isinstance(error, RUN_TIME_ERRORS) else 2)
+
+
+app = typer.Typer(
+    name="dovetail",
+    cls=DovetailGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(plugins.app, name="plugins")
+app.add_typer(config.app, name="config")
+app.command(name="generate")(generate.generate)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dovetail {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised (or set DOVETAIL_TRACEBACK=1).")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    """An LLM inference engine made of parts that anyone can replace."""

@@ -1,0 +1,201 @@
+"""`dovetail generate`: complete one prompt, streamed to the terminal, or a file of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dovetail.cli.settings import Settings, load_config
+from dovetail.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from dovetail.cli.prompts import Prompt
+    from dovetail.engine.llm_engine import LLMEngine
+    from dovetail.request import RequestOutput
+
+FAILED = ("error", "rejected")  # finish reasons that make the exit code 1
+
+
+def generate(
+    source: Annotated[str, typer.Argument(metavar="engine.yaml|MODEL", help="A config file, or a model: bundled, a directory or a hub id.")],
+    prompt: Annotated[str | None, typer.Argument(help='The text to go on from; "-" reads it from standard input.')] = None,
+    prompts_file: Annotated[
+        str | None,
+        typer.Option(
+            help='JSONL, "-" for standard input: a string a line, or an object with prompt, messages or prompt_token_ids, '
+            "any sampling parameter, and id."
+        ),
+    ] = None,
+    settings: Settings = [],  # noqa: B006 typer makes a list of its own
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.")] = 128,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.  [default: the model's]")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
+    stop: Annotated[list[str], typer.Option(help="End before this text. May be repeated.")] = [],  # noqa: B006
+    param: Annotated[list[str], typer.Option(metavar="KEY=VALUE", help="Any other sampling parameter; the value is YAML. May be repeated.")] = [],  # noqa: B006
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message, for the model's chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each finished request.")] = False,
+) -> None:
+    """Complete a prompt, or a file of prompts."""
+    if (prompt is None) == (prompts_file is None):
+        raise ConfigError("give one prompt, or --prompts-file")
+    params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "stop": stop, **_params(param)}
+    prompts = _one_prompt(prompt, chat, params) if prompt is not None else _file_of_prompts(str(prompts_file), params)
+    config = load_config(source, settings)
+    from dovetail.engine.llm_engine import LLMEngine
+
+    with _loading_bars() as progress:
+        engine = LLMEngine.from_config(config, progress=progress)
+    with engine:
+        stream = prompts_file is None and not as_json and prompts[0].params.n == 1
+        finished = _stream(engine, prompts[0]) if stream else _run(engine, prompts, as_json)
+    if not finished:
+        raise typer.Exit(1)
+
+
+def _params(settings: list[str]) -> dict[str, Any]:
+    """`--param key=value`s. Raises `ConfigError` for one that isn't a sampling parameter."""
+    from dovetail.cli.prompts import PARAMS_KEYS
+    from dovetail.where import unknown_key
+    from dovetail.yaml_source import parse_yaml
+
+    params = {}
+    for text in settings:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--param: expected key=value, got {text!r}")
+        if key not in PARAMS_KEYS:
+            raise ConfigError(f"--param: {key}: {unknown_key(key, PARAMS_KEYS, 'sampling parameter')}")
+        params[key] = parse_yaml(value, "--param").value
+    return params
+
+
+def _one_prompt(text: str, chat: bool, params: dict[str, Any]) -> list[Prompt]:
+    from dovetail.cli.prompts import Prompt, make_params
+
+    text = sys.stdin.read() if text == "-" else text
+    if chat:
+        return [Prompt("0", make_params(params), messages=[{"role": "user", "content": text}])]
+    return [Prompt("0", make_params(params), text)]
+
+
+def _file_of_prompts(name: str, params: dict[str, Any]) -> list[Prompt]:
+    from dovetail.cli.prompts import read_prompts
+
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--prompts-file: {name}: can't be read: {getattr(error, 'strerror', None) or error}") from None
+    return read_prompts(text.split("\n"), name, params)
+
+
+def _add(engine: LLMEngine, prompt: Prompt, **changes: Any) -> None:
+    """Raises `RequestError` naming the request."""
+    params = dataclasses.replace(prompt.params, **changes)
+    try:
+        given = prompt.prompt if prompt.messages is None else engine.tokenizer.apply_chat_template(prompt.messages)
+        engine.add_request(prompt.id, given, params)
+    except RequestError as error:
+        raise RequestError(f"request {prompt.id}: {error}") from None
+
+
+def _outputs(engine: LLMEngine) -> Iterator[RequestOutput]:
+    while engine.has_unfinished_requests():
+        yield from engine.step()
+
+
+def _stream(engine: LLMEngine, prompt: Prompt) -> bool:
+    """Print text as it comes. False if the request failed."""
+    _add(engine, prompt, output_kind="delta")
+    good = True
+    for output in _outputs(engine):
+        typer.echo("".join(sample.text for sample in output.outputs), nl=output.finished)
+        good = _report_failures(output) and good
+    return good
+
+
+def _run(engine: LLMEngine, prompts: list[Prompt], as_json: bool) -> bool:
+    """Print each request: as JSON when it is finished, as text in the order of the file. False if one failed."""
+    from tqdm import tqdm
+
+    for prompt in prompts:
+        _add(engine, prompt)
+    order, good = [prompt.id for prompt in prompts], True
+    waiting: dict[str, RequestOutput] = {}
+    with tqdm(total=len(prompts), desc="requests", unit="req", disable=None if len(prompts) > 1 else True) as bar:
+        for output in _outputs(engine):
+            good = _report_failures(output) and good
+            bar.update()
+            if as_json:
+                bar.clear()
+                typer.echo(json.dumps(_as_json(output), ensure_ascii=False))
+                continue
+            waiting[output.request_id] = output
+            while order and order[0] in waiting:
+                bar.clear()
+                _print_text(waiting.pop(order.pop(0)), headed=len(prompts) > 1)
+    return good
+
+
+def _print_text(output: RequestOutput, headed: bool) -> None:
+    for sample in output.outputs:
+        if headed or len(output.outputs) > 1:
+            typer.echo(f"--- {output.request_id}" + (f" ({sample.index})" if len(output.outputs) > 1 else ""))
+        typer.echo(sample.text)
+
+
+def _report_failures(output: RequestOutput) -> bool:
+    failures = [sample for sample in output.outputs if sample.finish_reason in FAILED]
+    for sample in failures:
+        typer.echo(f"request {output.request_id}: {sample.finish_reason}: {sample.stop_reason}", err=True)
+    return not failures
+
+
+def _as_json(output: RequestOutput) -> dict[str, Any]:
+    """A finished request in plain values; what wasn't asked for is left out."""
+    samples = []
+    for sample in output.outputs:
+        shown: dict[str, Any] = {"index": sample.index, "text": sample.text, "token_ids": list(sample.token_ids)}
+        shown |= {"finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+        if sample.logprobs is not None:
+            shown |= {"cumulative_logprob": sample.cumulative_logprob, "logprobs": [_logprobs(position) for position in sample.logprobs]}
+        samples.append(shown)
+    shown = {"id": output.request_id, "prompt": output.prompt, "prompt_tokens": len(output.prompt_token_ids), "outputs": samples}
+    shown["cached_tokens"] = output.num_cached_tokens
+    if output.prompt_logprobs is not None:
+        shown["prompt_logprobs"] = [None if position is None else _logprobs(position) for position in output.prompt_logprobs]
+    if output.metrics is not None:
+        shown["metrics"] = dataclasses.asdict(output.metrics)
+    return shown
+
+
+def _logprobs(position: Any) -> dict[str, Any]:
+    return {str(token): dataclasses.asdict(logprob) for token, logprob in position.items()}
+
+
+@contextmanager
+def _loading_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr for each thing that takes its time, if that is a terminal."""
+    from tqdm import tqdm
+
+    bars: dict[str, tqdm[Any]] = {}
+
+    def progress(what: str, done: int, total: int) -> None:
+        bar = bars.get(what)
+        if bar is None:
+            bar = bars[what] = tqdm(total=total, desc=what, disable=None, leave=False)
+        bar.update(done - bar.n)
+
+    try:
+        yield progress
+    finally:
+        for bar in bars.values():
+            bar.close()

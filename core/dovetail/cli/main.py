@@ -1,0 +1,19 @@
+"""The console script. It imports nothing before it is ready for Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+INTERRUPTED = 130
+
+
+def main() -> NoReturn:
+    """Run the `dovetail` command on `sys.argv`, and exit."""
+    try:
+        from dovetail.cli.app import app
+
+        app()
+        sys.exit(0)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

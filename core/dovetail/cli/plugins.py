@@ -1,0 +1,156 @@
+"""`dovetail plugins`: what is installed, what failed and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import traceback
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dovetail.cli.settings import print_table
+from dovetail.errors import DovetailError
+
+if TYPE_CHECKING:
+    from dovetail.registry.plugin import PluginFailure
+    from dovetail.registry.registry import Registry
+    from dovetail.registry.resolved import ResolvedComponent
+
+app = typer.Typer(no_args_is_help=True, help="What is installed, and what failed.", rich_markup_mode=None)
+
+
+@app.command(name="list")
+def list_plugins(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Only plugins that failed, with traceback and output.")] = False,
+) -> None:
+    """Components and commands of all plugins, and the plugins that failed or were denied."""
+    from dovetail.registry.registry import Registry
+
+    registry = Registry.discover(enforce_require=False)
+    if as_json:
+        typer.echo(json.dumps(_as_json(registry, failed), indent=2))
+        return
+    if failed:
+        for failure in registry.failures:
+            _print_failure(failure)
+        if not registry.failures:
+            typer.echo("no plugin failed")
+        return
+    rows = [("KIND", "NAME", "FROM", "SUMMARY")]
+    rows += [(c.spec.kind, _name(c, registry), f"{c.plugin_id} {c.version}", _summary(c)) for c in registry.components()]
+    rows += [("command", command.spec.name, str(command.origin), command.spec.summary) for command in registry.commands()]
+    rows += [("bundled model", model.name, str(plugin.origin), "") for plugin in registry.plugins for model in plugin.models]
+    print_table(rows)
+    for title, missing in (("failed", registry.failures), ("denied", registry.denied)):
+        if missing:
+            typer.echo(f"\n{len(missing)} {title}:")
+            for plugin in missing:
+                typer.echo(f"  {plugin}")
+    if registry.failures:
+        typer.echo("`dovetail plugins list --failed` shows more.")
+
+
+@app.command()
+def info(
+    kind: Annotated[str, typer.Argument(help="scheduler, kv_cache, attention, model, sampler, executor or observer.")],
+    name: Annotated[str, typer.Argument(help='A name, or "distribution:name".')],
+) -> None:
+    """All about one component: its options, what it can do, where it comes from."""
+    from dovetail.registry.registry import Registry
+    from dovetail.registry.requirements import missing_requirements
+    from dovetail.where import Where
+
+    component = Registry.discover(enforce_require=False).resolve(kind, name, where=Where(("plugins info",)))  # type: ignore[arg-type]
+    spec = component.spec
+    missing = {str(lack.requirement): str(lack) for lack in missing_requirements(spec.requires)}
+    typer.echo(f"{spec.kind} {component.qualified_name} {component.version}")
+    if spec.summary:
+        typer.echo(f"  {spec.summary}")
+    facts = [("plugin", component.plugin_id), ("api", spec.api), ("target", spec.target)]
+    facts += [("requires", ", ".join(missing.get(text, text) for text in spec.requires))] if spec.requires else []
+    facts += [("architectures", ", ".join(spec.architectures))] if spec.architectures else []
+    facts += _capabilities(component)
+    print_table(facts, indent="  ")
+    typer.echo("options:")
+    _print_options(component)
+
+
+def _capabilities(component: ResolvedComponent) -> list[tuple[str, str]]:
+    what = "claims" if component.spec.kind == "scheduler" else "capabilities"
+    try:
+        value = getattr(component.load(), what)
+    except DovetailError as error:
+        return [(what, f"unknown: {error}")]
+    return [(f"{what}.{field.name}", str(getattr(value, field.name))) for field in dataclasses.fields(value)]
+
+
+def _print_options(component: ResolvedComponent) -> None:
+    try:
+        fields = component.options_model().model_fields
+    except DovetailError as error:
+        typer.echo(f"  unknown: {error}")
+        return
+    if not fields:
+        typer.echo("  none")
+        return
+    rows = [("NAME", "TYPE", "DEFAULT", "DESCRIPTION")]
+    for name, field in fields.items():
+        default = "required" if field.is_required() else repr(field.get_default(call_default_factory=True, validated_data={}))
+        rows.append((field.alias or name, _type_name(field.annotation), default, " ".join((field.description or "").split())))
+    print_table(rows, indent="  ")
+
+
+def _type_name(annotation: Any) -> str:
+    plain = isinstance(annotation, type) and not getattr(annotation, "__args__", None)
+    return annotation.__name__ if plain else str(annotation).replace("typing.", "")
+
+
+def _name(component: ResolvedComponent, registry: Registry) -> str:
+    """As a config must write it."""
+    return component.qualified_name if registry.is_ambiguous(component) else component.spec.name
+
+
+def _summary(component: ResolvedComponent) -> str:
+    problem = component.api_problem()
+    return component.spec.summary if problem is None else f"CAN'T BE USED: {problem}"
+
+
+def _print_failure(failure: PluginFailure) -> None:
+    typer.echo(f"{failure.origin} failed, phase {failure.phase!r}:")
+    lines = "".join(traceback.format_exception(failure.error)).splitlines()
+    typer.echo("\n".join(f"  {line}" for line in lines))
+    if failure.output:
+        typer.echo("  its output:")
+        typer.echo("\n".join(f"    {line}" for line in failure.output.splitlines()))
+
+
+def _as_json(registry: Registry, failed: bool) -> dict[str, Any]:
+    failures = [
+        {**_origin(f.origin), "phase": f.phase, "error": type(f.error).__name__, "message": str(f.error), "output": f.output}
+        for f in registry.failures
+    ]
+    if failed:
+        return {"failures": failures}
+    components = [
+        {
+            **_origin(c.origin),
+            "kind": c.spec.kind,
+            "name": c.spec.name,
+            "qualified_name": c.qualified_name,
+            "api": c.spec.api,
+            "summary": c.spec.summary,
+            "ambiguous": registry.is_ambiguous(c),
+            "problem": c.api_problem(),
+        }
+        for c in registry.components()
+    ]
+    commands = [{**_origin(c.origin), "name": c.spec.name, "summary": c.spec.summary} for c in registry.commands()]
+    models = [{**_origin(plugin.origin), "name": model.name} for plugin in registry.plugins for model in plugin.models]
+    denied = [{**_origin(d.origin), "reason": d.reason} for d in registry.denied]
+    return {"components": components, "commands": commands, "models": models, "failures": failures, "denied": denied}
+
+
+def _origin(origin: Any) -> dict[str, str]:
+    return {"plugin": origin.id, "distribution": origin.distribution, "version": origin.version}

@@ -1,0 +1,56 @@
+"""JSON Schema of `engine.yaml`, for editors: the config's own keys, and for each component key the names and options that are installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, JsonSchemaWarningKind
+from pydantic_core import core_schema
+
+from dovetail.config import COMPONENT_KEYS, EngineConfig
+from dovetail.errors import DovetailError
+from dovetail.registry.auto_attention import AUTO
+from dovetail.registry.registry import Registry
+from dovetail.registry.resolved import ResolvedComponent
+
+
+class _LenientSchema(GenerateJsonSchema):
+    """A type that JSON can't describe is anything, instead of an error for the whole schema."""
+
+    def handle_invalid_for_json_schema(self, schema: core_schema.CoreSchema, error_info: str) -> JsonSchemaValue:
+        return {}
+
+    def emit_warning(self, kind: JsonSchemaWarningKind, detail: str) -> None:
+        """Nobody reads warnings in a schema."""
+
+
+def json_schema(registry: Registry) -> dict[str, Any]:
+    """Draft 2020-12. A component whose options can't be imported takes any, and its description says why."""
+    schema = EngineConfig.model_json_schema(mode="validation", schema_generator=_LenientSchema)
+    definitions = schema.setdefault("$defs", {})
+    for key, kind in COMPONENT_KEYS.items():
+        components = [c for c in registry.components(kind) if c.api_problem() is None]
+        names = [name for c in components for name in ([c.qualified_name] if registry.is_ambiguous(c) else [c.spec.name, c.qualified_name])]
+        extra = [AUTO] if kind == "attention" else []
+        choices = [{"enum": extra + names}, *(_with_options(c, registry, definitions) for c in components)]
+        choice: dict[str, Any] = {"anyOf": choices}
+        own = schema["properties"][key]
+        text = {name: own[name] for name in ("description", "default") if name in own}
+        schema["properties"][key] = {**text, **({"type": "array", "items": choice} if key == "observers" else choice)}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _with_options(component: ResolvedComponent, registry: Registry, definitions: dict[str, Any]) -> dict[str, Any]:
+    """`{name: …, option: …}`; the models inside the options go to `definitions`."""
+    names = [component.qualified_name] if registry.is_ambiguous(component) else [component.spec.name, component.qualified_name]
+    shape: dict[str, Any] = {"type": "object", "description": component.spec.summary, "properties": {"name": {"enum": names}}, "required": ["name"]}
+    try:
+        model = component.options_model()
+    except DovetailError as error:
+        return shape | {"description": f"{component.spec.summary} (options unknown: {error})"}
+    prefix = f"{component.spec.kind}.{component.qualified_name}."
+    options = model.model_json_schema(ref_template=f"#/$defs/{prefix}{{model}}", schema_generator=_LenientSchema)
+    definitions.update({prefix + name: inner for name, inner in options.pop("$defs", {}).items()})
+    shape["properties"] |= options.get("properties", {})
+    shape["required"] = ["name", *options.get("required", [])]
+    return shape | {"additionalProperties": False}

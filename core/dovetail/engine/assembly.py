@@ -1,0 +1,156 @@
+"""Puts the parts together that `engine.yaml` names: find each, check that they go together, start the executor, make the rest around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dovetail.api.clock import Clock, VirtualClock, WallClock
+from dovetail.api.executor import Capacity, Executor, ExecutorContext
+from dovetail.api.kv_cache import KVContext
+from dovetail.api.observer import EngineStarted, ObserverContext
+from dovetail.api.sampler import RowSampling
+from dovetail.api.scheduler import Context
+from dovetail.config import EngineConfig
+from dovetail.engine.core import CoreSettings, EngineCore
+from dovetail.engine.generation_defaults import GenerationDefaults, resolve_sampling
+from dovetail.engine.observers import ObserverHub
+from dovetail.errors import RequestError, UnsupportedError
+from dovetail.parts import Parts, find_parts
+from dovetail.registry.models import resolve_model
+from dovetail.registry.registry import Registry
+from dovetail.request import SamplingParams
+
+if TYPE_CHECKING:
+    from dovetail.engine.tokenizer import Tokenizer
+
+
+@dataclass
+class Assembly:
+    """An engine's parts, made; and what the front end asks about the model."""
+
+    config: EngineConfig
+    core: EngineCore
+    capacity: Capacity
+    tokenizer_dir: Path
+    defaults: GenerationDefaults
+    has_logprobs: bool = True
+    extra_models: Mapping[str, Any] = field(default_factory=dict)  # distribution -> pydantic model of what requests carry for it
+
+    def tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        from dovetail.engine.tokenizer import Tokenizer  # transformers, only if there is text
+
+        return Tokenizer.load(self.tokenizer_dir)
+
+    def sampling(self, params: SamplingParams, seed: int, bad_words: tuple[tuple[int, ...], ...]) -> RowSampling:
+        return resolve_sampling(params, self.defaults, seed, bad_words)
+
+    def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each text as tokens, as it stands at the start of a line and after a space."""
+        variants = [text for word in params.bad_words or () for text in (word, f" {word.lstrip()}")]
+        return tuple(dict.fromkeys(tuple(self.tokenizer().encode(text, special_tokens=False)) for text in variants))
+
+    def check_extra(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What a request carries for components, validated by their own models. Raises `RequestError`."""
+        checked = {}
+        for distribution, values in (extra or {}).items():
+            model = self.extra_models.get(distribution)
+            if model is None:
+                known = ", ".join(sorted(self.extra_models)) or "nobody here"
+                raise RequestError(f"extra: {distribution!r} takes nothing from requests; those that do: {known}")
+            try:
+                checked[distribution] = model.model_validate(values)
+            except ValueError as error:
+                raise RequestError(f"extra.{distribution}: {error}") from None
+        return checked
+
+
+def assemble(
+    config: str | Path | Mapping[str, Any] | EngineConfig,
+    overrides: Mapping[str, Any],
+    *,
+    registry: Registry | None = None,
+    clock: Clock | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Assembly:
+    """Raises `ConfigError`, `PluginError`, `UnsupportedError` or `ModelLoadError`; nothing stays behind then."""
+    config = EngineConfig.load(config, **overrides)
+    registry = registry or Registry.discover(config.plugins)
+    parts = find_parts(config, registry)
+    model_dir = resolve_model(config.model, registry)
+    clock = clock or (VirtualClock() if parts.executor.load().capabilities.virtual_clock else WallClock())
+    executor = _make_executor(config, parts, model_dir, clock, progress)
+    try:
+        capacity = executor.start()
+        core = _make_core(executor, capacity, config, parts, clock)
+        return Assembly(
+            config=config,
+            core=core,
+            capacity=capacity,
+            tokenizer_dir=resolve_model(config.tokenizer, registry) if config.tokenizer else model_dir,
+            defaults=GenerationDefaults.read(model_dir, sampling=config.generation_config == "auto"),
+            has_logprobs=executor.capabilities.logprobs,
+            extra_models={part.distribution: model for part in (parts.scheduler, parts.kv_cache) if (model := part.request_extra()) is not None},
+        )
+    except BaseException:
+        executor.stop()
+        raise
+
+
+def _make_executor(config: EngineConfig, parts: Parts, model_dir: Path, clock: Clock, progress: Callable[[str, int, int], None] | None) -> Executor:
+    if not parts.executor.load().capabilities.virtual_clock:  # a simulation computes nothing, and needs no packages for it
+        for part in (*parts.attention, parts.sampler):
+            part.check_requires()
+    context = ExecutorContext(
+        config=config.executor_config(model_dir),
+        clock=clock,
+        models=tuple(model.target() for model in parts.models),
+        attention=tuple(backend.target() for backend in parts.attention),
+        sampler=parts.sampler.target(),
+        progress=progress,
+    )
+    executor: Executor = parts.executor.make(context)
+    return executor
+
+
+def _make_core(executor: Executor, capacity: Capacity, config: EngineConfig, parts: Parts, clock: Clock) -> EngineCore:
+    check_pool(capacity)
+    layout, num_blocks = capacity.layout, capacity.num_blocks
+    kv = parts.kv_cache.make(KVContext(layout, num_blocks, config.seed))
+    scheduler = parts.scheduler.make(Context(config.max_num_batched_tokens, config.max_num_seqs, num_blocks, layout.block_size, config.seed))
+    observer_context = ObserverContext(config.max_num_seqs, num_blocks)
+    observers = ObserverHub([(observer.qualified_name, observer.make(observer_context)) for observer in parts.observers])
+    if observers:
+        observers.tell("on_started", _started(parts, capacity, clock))
+    settings = CoreSettings(config.max_num_seqs, config.max_num_batched_tokens, config.overlap, parts.scheduler.qualified_name)
+    return EngineCore(scheduler, kv, executor, capacity, clock, settings, observers)
+
+
+def check_pool(capacity: Capacity) -> None:
+    """One sequence of `max_model_len` must fit, or some request could stop the engine. Raises `UnsupportedError`."""
+    tokens = capacity.num_blocks * capacity.layout.block_size
+    if tokens < capacity.max_model_len:
+        raise UnsupportedError(
+            f"the KV cache holds {tokens} tokens ({capacity.num_blocks} blocks of {capacity.layout.block_size}), but one sequence may have "
+            f"max_model_len = {capacity.max_model_len}: lower max_model_len, or raise kv_cache_memory or gpu_memory_utilization"
+        )
+
+
+def _started(parts: Parts, capacity: Capacity, clock: Clock) -> EngineStarted:
+    return EngineStarted(
+        time=clock.now(),
+        scheduler=parts.scheduler.qualified_name,
+        kv_cache=parts.kv_cache.qualified_name,
+        executor=parts.executor.qualified_name,
+        num_blocks=capacity.num_blocks,
+        block_size=capacity.layout.block_size,
+        max_in_flight=capacity.max_in_flight,
+        details=capacity.details,
+    )

@@ -1,0 +1,244 @@
+"""Token ids to text, token by token: never half a character, and nothing of a stop string.
+
+Two things hold text back: bytes of a character whose other bytes are to come, and a suffix that may turn out to begin a stop string. What has
+been released never changes, and with the flush it is the text that decoding all tokens at once gives.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dovetail.request import SamplingParams
+
+if TYPE_CHECKING:
+    from dovetail.engine.tokenizer import Tokenizer
+
+CONTEXT = 6  # tokens that the next ones are decoded after: some tokenizers drop the space of a first word
+MAX_HELD = 8  # tokens held back as half a character; more are nonsense, and the first of them are released
+MAX_HALF = 3  # tokens that half a character can have: one of four bytes less one, a byte each
+
+
+class TokenText(Protocol):
+    """Text of a growing list of token ids."""
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """What became certain; often the tokens' text, sometimes nothing."""
+
+    def flush(self) -> str:
+        """What is held back: half a character, as U+FFFD."""
+
+
+def token_text(tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool) -> TokenText:
+    """`context`: the tokens before, which are not part of the text."""
+    pieces = byte_pieces(tokenizer, skip_special_tokens)
+    return ByteLevelText(pieces) if pieces is not None else WindowText(tokenizer, context, skip_special_tokens)
+
+
+class BytePieces(dict[int, bytes]):
+    """Token id -> its bytes, for a byte-level tokenizer: one whose text is that of its tokens' bytes, one after the other."""
+
+    def __init__(self, backend: Any, skip_special_tokens: bool) -> None:
+        self._id_to_token = backend.id_to_token
+        added = backend.get_added_tokens_decoder().items()
+        self._skipped = frozenset(token_id for token_id, token in added if token.special) if skip_special_tokens else frozenset()
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._skipped else self._id_to_token(token_id)
+        try:
+            piece = bytes(BYTE_OF_CHAR[char] for char in token or "")
+        except KeyError:  # an added token that isn't spelled in byte characters stands for itself
+            piece = (token or "").encode()
+        self[token_id] = piece
+        return piece
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The alphabet of byte-level BPE, as GPT-2 set it: printable Latin-1 stands for itself, the other bytes for U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_CHAR = _byte_of_char()
+
+
+@lru_cache(maxsize=8)
+def byte_pieces(tokenizer: Tokenizer, skip_special_tokens: bool) -> BytePieces | None:
+    """None: the tokenizer isn't a byte-level one."""
+    decoder = getattr(tokenizer.backend, "decoder", None)
+    is_byte_level = type(decoder).__name__ == "ByteLevel" and type(decoder).__module__ == "tokenizers.decoders"
+    return BytePieces(tokenizer.backend, skip_special_tokens) if is_byte_level else None
+
+
+class ByteLevelText:
+    """For byte-level tokenizers: looks up each token's bytes and decodes them as UTF-8."""
+
+    __slots__ = ("_decode", "_pieces")
+
+    def __init__(self, pieces: BytePieces) -> None:
+        self._pieces = pieces
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        pieces = self._pieces
+        return self._decode(pieces[token_ids[0]] if len(token_ids) == 1 else b"".join([pieces[i] for i in token_ids]))
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class WindowText:
+    """For any tokenizer: decodes the new tokens together with a few before them, since what they look like depends on those.
+
+    The window starts where text was once released, so that it doesn't cut a character. Where a tokenizer spells broken UTF-8 by another rule
+    than byte by byte, broken output (and it alone) may differ from decoding all at once.
+    """
+
+    __slots__ = ("_before", "_held", "_ids", "_mark", "_skip", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._ids = self._window(context)  # [context | held back]
+        self._held = 0  # how many are held back
+        self._mark = len(self._ids)  # in the context, where the next window starts
+        self._before = self._decode(self._ids)  # the context's text
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._append(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        return self._release(self._decode(self._ids), 0) if self._held else ""
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._skip)
+
+    def _append(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        self._held += 1
+        text = self._decode(self._ids)
+        if not text.endswith("\ufffd"):
+            return self._release(text, 0)
+        if self._held > MAX_HELD:
+            return self._release(self._decode(self._ids[:-MAX_HALF]), MAX_HALF)
+        return ""
+
+    def _release(self, text: str, held: int) -> str:
+        """`text` is the window's, without its last `held` tokens."""
+        new = text[len(self._before) :]
+        self._before, self._held = text, held
+        if held == 0 and len(self._ids) - self._mark >= CONTEXT:
+            self._ids = self._ids[self._mark :]
+            self._mark = len(self._ids)
+            self._before = self._decode(self._ids)
+        return new
+
+    def _window(self, context: Sequence[int]) -> list[int]:
+        """The last of these tokens: at least `CONTEXT`, and more until they have text and start with a whole character."""
+        for size in range(CONTEXT, 4 * CONTEXT):
+            ids = list(context[-size:])
+            text = self._decode(ids)
+            if size >= len(context) or (text.strip() and not text.startswith("\ufffd")):
+                break
+        return ids
+
+
+class IncrementalText:
+    """The text of one sample. `text` is all that is certain; with stop strings, a suffix that could begin one is not.
+
+    A stop string matches as soon as its last character is there, wherever the tokens' borders are; of those that end together the one that
+    began first. One that ends before `min_tokens` tokens is text like any other.
+    """
+
+    __slots__ = ("_held", "_include", "_min_tokens", "_new", "_num_tokens", "_parts", "_prefixes", "_stops", "_tokens", "stopped")
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+        self._tokens = token_text(tokenizer, prompt_token_ids, params.skip_special_tokens)
+        self._stops = tuple(params.stop or ())
+        self._prefixes = _proper_prefixes(self._stops)
+        self._include = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._parts: list[str] = []  # all released
+        self._new: list[str] = []  # of them, those not yet taken as deltas
+        self._held = ""  # could begin a stop string
+        self.stopped: str | None = None  # the stop string that ended it
+
+    @property
+    def text(self) -> str:
+        """All released so far."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    def take_delta(self) -> str:
+        """What was released since the last call."""
+        delta = "".join(self._new)
+        self._new.clear()
+        return delta
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """More tokens; those behind one that completes a stop string are dropped."""
+        if not self._stops:
+            text = self._tokens.append(token_ids)
+            if text:
+                self._parts.append(text)
+                self._new.append(text)
+            return
+        for token_id in token_ids:
+            if self.append_and_check(token_id) is not None:
+                return
+
+    def append_and_check(self, token_id: int) -> str | None:
+        """One more token; the stop string that it completes, or None. From the match on (or from its end, with `include_stop_str_in_output`)
+        nothing becomes text."""
+        if self.stopped is not None:
+            return self.stopped
+        self._num_tokens += 1
+        known = len(self._held)
+        window = self._held + self._tokens.append((token_id,))
+        if self._num_tokens >= self._min_tokens and len(window) > known:
+            match = _first_match(window, self._stops, known)
+            if match is not None:
+                start, self.stopped = match
+                self._put(window[: start + len(self.stopped) if self._include else start], "")
+                return self.stopped
+        held = _held_suffix(window, self._prefixes)
+        self._put(window[: len(window) - len(held)], held)
+        return None
+
+    def flush(self, stopped: bool = False) -> None:
+        """It has ended: what was held back is released, unless a stop string ended it (`stopped`, or as seen here)."""
+        if not stopped and self.stopped is None:
+            self._put(self._held + self._tokens.flush(), "")
+        self._held = ""
+
+    def _put(self, text: str, held: str) -> None:
+        if text:
+            self._parts.append(text)
+            self._new.append(text)
+        self._held = held
+
+
+def _proper_prefixes(stops: Sequence[str]) -> tuple[str, ...]:
+    """Of all stop strings, longest first."""
+    return tuple(sorted({stop[:length] for stop in stops for length in range(1, len(stop))}, key=len, reverse=True))
+
+
+def _held_suffix(window: str, prefixes: tuple[str, ...]) -> str:
+    """The longest suffix of `window` that begins a stop string."""
+    if not window.endswith(prefixes):
+        return ""
+    return next(prefix for prefix in prefixes if window.endswith(prefix))
+
+
+def _first_match(window: str, stops: Sequence[str], known: int) -> tuple[int, str] | None:
+    """Where the first stop string to end behind the `known` first characters starts, and which it is."""
+    found = []
+    for stop in stops:
+        start = window.find(stop, max(0, known - len(stop) + 1))
+        if start >= 0:
+            found.append((start + len(stop), start, stop))
+    return min(found)[1:] if found else None

@@ -1,0 +1,89 @@
+"""What a model's own files say of generating: where it ends (EOS ids) and how to sample, unless a request says otherwise."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dovetail.api.sampler import RowSampling
+from dovetail.errors import ModelLoadError
+from dovetail.request import SamplingParams
+
+_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """From `generation_config.json`. None: the file is silent, and the neutral value holds.
+
+    `do_sample` isn't read: many models ship `false` beside a temperature, and a request that wants greedy decoding says `temperature=0`.
+    """
+
+    eos_token_ids: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @classmethod
+    def read(cls, model_dir: Path, *, sampling: bool = True) -> GenerationDefaults:
+        """Of a model directory. The EOS ids come from `config.json` if `generation_config.json` names none; without `sampling`, nothing but
+        `config.json` is read. Raises `ModelLoadError` for a file that isn't JSON or holds nonsense."""
+        generation = _read_json(model_dir / "generation_config.json") if sampling else {}
+        eos = generation.get("eos_token_id")
+        if eos is None:
+            eos = _read_json(model_dir / "config.json").get("eos_token_id")
+        values: dict[str, Any] = {name: generation.get(name) for name in _NUMBERS}
+        try:
+            SamplingParams(**values)
+            ids = () if eos is None else tuple(int(token) for token in (eos if isinstance(eos, list) else [eos]))
+        except (TypeError, ValueError) as error:
+            raise ModelLoadError(f"{model_dir / 'generation_config.json'}: {error}; generation_config: none ignores the file") from None
+        return cls(ids, **values)
+
+
+def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults, seed: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> RowSampling:
+    """A request's sampling with nothing left open: its own values, else the model's, else neutral ones.
+
+    `seed`: 64 bits. `bad_words`: as token sequences. Stop ids are those of the request and, unless `ignore_eos`, the model's EOS ids.
+    """
+
+    def pick(name: str, neutral: Any) -> Any:
+        value = getattr(params, name)
+        if value is None:
+            value = getattr(defaults, name)
+        return neutral if value is None else value
+
+    stop_ids = (params.stop_token_ids or ()) if params.ignore_eos else (*(params.stop_token_ids or ()), *defaults.eos_token_ids)
+    return RowSampling(
+        temperature=float(pick("temperature", 1.0)),
+        top_k=max(0, pick("top_k", 0)),
+        top_p=float(pick("top_p", 1.0)),
+        min_p=float(pick("min_p", 0.0)),
+        seed=seed,
+        repetition_penalty=float(pick("repetition_penalty", 1.0)),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        logit_bias=tuple((params.logit_bias or {}).items()),
+        allowed_token_ids=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
+        bad_words=bad_words,
+        min_tokens=params.min_tokens,
+        stop_token_ids=tuple(dict.fromkeys(stop_ids)),
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path}: can't be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path}: expected an object, got {type(content).__name__}")
+    return content

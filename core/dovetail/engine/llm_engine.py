@@ -1,0 +1,268 @@
+"""`LLMEngine`: the engine as a program uses it. It checks and tokenizes requests on their way in, and turns what the core delivers into outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from dovetail.api.clock import Clock
+from dovetail.engine.assembly import Assembly, assemble
+from dovetail.engine.core import EngineStats
+from dovetail.engine.family import Family
+from dovetail.engine.outputs import OutputBuilder, RequestGroup, SampleOutput
+from dovetail.errors import RequestError
+from dovetail.request import Request, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from dovetail.config import EngineConfig
+    from dovetail.engine.tokenizer import Tokenizer
+    from dovetail.registry.registry import Registry
+
+Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": …} / {"prompt_token_ids": …}
+
+_SEED_BITS = 64
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of samples
+
+
+class LLMEngine:
+    """Takes requests, computes them step by step, returns outputs. One thread calls it; see `AsyncLLMEngine` for several.
+
+    with LLMEngine.from_config("engine.yaml") as engine:
+        engine.add_request("a", "ROMEO:", SamplingParams(max_tokens=50))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                print(output.outputs[0].text)
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        self._assembly = assembly
+        self.config = assembly.config
+        self.core = assembly.core
+        self.capacity = assembly.capacity
+        self._groups: dict[str, RequestGroup] = {}
+        self._random = random.Random(assembly.config.seed)
+        self._builder = OutputBuilder(None)
+        self._closed = False
+
+    @classmethod
+    def from_config(
+        cls,
+        config: str | Path | Mapping[str, Any] | EngineConfig,
+        *,
+        registry: Registry | None = None,
+        clock: Clock | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+        **overrides: Any,
+    ) -> LLMEngine:
+        """Find the parts that the config names, put them together and load the model.
+
+        `overrides` replace keys of the config. `clock` replaces the engine's clock, `progress(what, done, total)` hears of the loading.
+        Raises `ConfigError`, `PluginError`, `UnsupportedError` or `ModelLoadError`, each saying what to change.
+        """
+        return cls(assemble(config, overrides, registry=registry, clock=clock, progress=progress))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, loaded when first used. Raises `ModelLoadError` if there is none."""
+        tokenizer = self._assembly.tokenizer()
+        self._builder.tokenizer = tokenizer
+        return tokenizer
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        client: str | None = None,
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Take a request. Raises `RequestError`, having changed nothing, if something is wrong with it.
+
+        `arrival_time` and `deadline` are seconds on the engine's clock (`engine.now()`): until its time no policy sees the request. `client`
+        is whom policies charge. `cache_salt`: share cached K and V only with requests of the same salt. `extra`: per distribution, what
+        its components want to know of the request.
+        """
+        params = params if params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
+        self._check_fields(request_id, arrival_time, priority, client, deadline, cache_salt)
+        self.core.check_alive()
+        text, token_ids = self._read_prompt(prompt, params)
+        self._check_params(params)
+        extras = self._assembly.check_extra(extra)
+        now = self.now()
+        arrival = now if arrival_time is None else float(arrival_time)
+        group = RequestGroup(request_id, text, token_ids, params, arrival)
+        room = self.capacity.max_model_len - len(token_ids)
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        seed = params.seed if params.seed is not None else self._random.getrandbits(_SEED_BITS)
+        bad_words = self._assembly.bad_word_ids(params)
+        samples = []
+        for index in range(params.n):
+            request = Request(
+                request_id if params.n == 1 else f"{request_id}#{index}",
+                token_ids,
+                params if params.n == 1 else _params_of_sample(params, index),
+                max_tokens=limit,
+                arrival_time=arrival,
+                client=client,
+                priority=priority,
+                deadline=deadline,
+                parent=None if params.n == 1 else request_id,
+                cache_keys=() if cache_salt is None else (f"salt:{cache_salt}",),
+                extra=extras,
+            )
+            request._sampling = self._assembly.sampling(request.params, (seed + index * _GOLDEN) % 2**_SEED_BITS, bad_words)
+            request._stop_ids = frozenset(request._sampling.stop_token_ids)
+            request._front = self._front(group, index, request)
+            samples.append(request)
+        group.samples = [request._front for request in samples]
+        if params.n > 1:
+            Family(samples)
+        self._groups[request_id] = group
+        for request in samples:
+            self.core.add(request)
+
+    def abort_request(self, request_id: str | Sequence[str]) -> None:
+        """End one or several; nothing more is delivered of them. An unknown id is nobody's: nothing happens."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            group = self._groups.pop(one, None)
+            if group is not None:
+                for sample in group.samples:
+                    self.core.abort(sample.request)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute for a while, and return what is new; perhaps nothing. Waits for the device, or for the next arrival time.
+
+        When a component fails, every unfinished request is returned once, finished with "error" and the reason; after that each call raises
+        `EngineDeadError`.
+        """
+        delivery = self.core.step()
+        if not delivery.requests and not delivery.finished and not delivery.prompt_logprobs:
+            return []
+        outputs = self._builder.build(delivery, self.core.clock.now())
+        for request in delivery.finished:
+            if request._front.group.unfinished == 0:
+                self._groups.pop(request._front.group.request_id, None)
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        return self.core.has_unfinished()
+
+    def get_num_unfinished_requests(self) -> int:
+        """Samples of n > 1 count once."""
+        return len(self._groups)
+
+    def now(self) -> float:
+        """Seconds on the engine's clock."""
+        return self.core.clock.now()
+
+    def stats(self) -> EngineStats:
+        return dataclasses.replace(self.core.update_stats())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached K and V: later requests find nothing that was computed before."""
+        self.core.kv.reset()
+
+    def close(self) -> None:
+        """Release the model and its memory. Unfinished requests are dropped. Twice is as good as once."""
+        if not self._closed:
+            self._closed = True
+            self._groups.clear()
+            self.core.stop()
+
+    def __enter__(self) -> LLMEngine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # Checks
+
+    def _check_fields(self, request_id: Any, arrival: Any, priority: Any, client: Any, deadline: Any, salt: Any) -> None:
+        if self._closed:
+            raise RequestError("the engine is closed")
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"request_id must be a non-empty string, got {request_id!r}")
+        if request_id in self._groups:
+            raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
+        for name, value in (("arrival_time", arrival), ("deadline", deadline)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
+                raise RequestError(f"{name} must be a finite number of seconds or None, got {value!r}")
+        if type(priority) is not int:
+            raise RequestError(f"priority must be an integer, got {priority!r}")
+        for name, value in (("client", client), ("cache_salt", salt)):
+            if value is not None and not isinstance(value, str):
+                raise RequestError(f"{name} must be a string or None, got {value!r}")
+
+    def _read_prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, tuple[int, ...]]:
+        """Its text, if it was one, and its token ids."""
+        if isinstance(prompt, Mapping):
+            if len(prompt) != 1 or next(iter(prompt)) not in ("prompt", "prompt_token_ids"):
+                raise RequestError(
+                    f'a prompt given as a mapping must be {{"prompt": …}} or {{"prompt_token_ids": …}}, got keys {sorted(map(str, prompt))}'
+                )
+            prompt = next(iter(prompt.values()))
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_ids(prompt)
+        if not token_ids:
+            raise RequestError("the prompt is empty: it needs at least one token")
+        highest, lowest = max(token_ids), min(token_ids)
+        if lowest < 0 or highest >= self.capacity.vocab_size:
+            raise RequestError(
+                f"prompt token id {lowest if lowest < 0 else highest} is out of the vocabulary: allowed are 0 to {self.capacity.vocab_size - 1}"
+            )
+        if len(token_ids) >= self.capacity.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; with max_model_len {self.capacity.max_model_len} at most "
+                f"{self.capacity.max_model_len - 1} leave room for one to generate"
+            )
+        return text, tuple(token_ids)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab_size = self.capacity.vocab_size
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            wrong = [token for token in getattr(params, name) or () if token >= vocab_size]
+            if wrong:
+                raise RequestError(f"{name}: token id {wrong[0]} is out of the vocabulary: allowed are 0 to {vocab_size - 1}")
+        if not self._assembly.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
+            raise RequestError(f"logprobs: executor {self.config.executor.name} can't return them")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocab_size:
+                raise RequestError(f"{name} must be at most the vocabulary's {vocab_size} tokens, got {getattr(params, name)}")
+
+    def _front(self, group: RequestGroup, index: int, request: Request) -> SampleOutput:
+        from dovetail.engine.detokenizer import IncrementalText  # the tokenizers package, only if there is text to make
+
+        params = group.params
+        if not params.detokenize:
+            return SampleOutput(group, index, request, None)
+        text = IncrementalText(self.tokenizer, params, group.prompt_token_ids)
+        if params.stop:
+            request._stopper = text.append_and_check
+        return SampleOutput(group, index, request, text)
+
+
+def _params_of_sample(params: SamplingParams, index: int) -> SamplingParams:
+    """The prompt's log-probabilities are the first sample's business alone."""
+    return dataclasses.replace(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
+
+
+def _as_ids(prompt: Any) -> list[int]:
+    try:
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    except TypeError:
+        raise RequestError(f"the prompt must be text or a list of token ids, got {type(prompt).__name__}") from None
+    for token in ids:
+        if type(token) is not int:
+            raise RequestError(f"the prompt's token ids must be integers, got {token!r}")
+    return ids

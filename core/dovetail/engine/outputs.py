@@ -1,0 +1,185 @@
+"""From what the core delivers to what users get: one `RequestOutput` a request and step, as its `output_kind` asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dovetail.engine.core import Delivery, Finish
+from dovetail.request import CompletionOutput, Logprob, OutputKind, Request, RequestMetrics, RequestOutput, SamplingParams, TokenLogprobMap
+
+if TYPE_CHECKING:
+    from dovetail.api.executor import HostLogprobs
+    from dovetail.engine.detokenizer import IncrementalText
+    from dovetail.engine.tokenizer import Tokenizer
+
+
+class SampleOutput:
+    """One sample's text and log-probabilities so far. `request._front` refers to it."""
+
+    __slots__ = ("bare", "cumulative", "finish", "group", "index", "logprobs", "request", "sent_logprobs", "sent_tokens", "text")
+
+    def __init__(self, group: RequestGroup, index: int, request: Request, text: IncrementalText | None) -> None:
+        self.group = group
+        self.index = index
+        self.request = request
+        self.text = text
+        self.finish: Finish | None = None
+        self.logprobs: list[TokenLogprobMap] | None = None if group.params.logprobs is None else []
+        self.cumulative: float | None = None if group.params.logprobs is None else 0.0
+        self.sent_tokens = 0  # of its tokens, already part of a delta
+        self.sent_logprobs = 0
+        # Nothing but token ids to report, one by one: the quick way.
+        self.bare = text is None and self.logprobs is None and group.params.n == 1 and group.params.output_kind is OutputKind.DELTA
+
+    def take(self, kind: OutputKind) -> CompletionOutput:
+        """What is new (delta), or all there is."""
+        finish, tokens = self.finish, self.request._output_ids
+        text: str = ""
+        if kind is OutputKind.DELTA:
+            new_tokens: Sequence[int] = tokens[self.sent_tokens :]
+            logprobs = None if self.logprobs is None else self.logprobs[self.sent_logprobs :]
+            self.sent_tokens = len(tokens)
+            self.sent_logprobs = 0 if self.logprobs is None else len(self.logprobs)
+            text = self.text.take_delta() if self.text is not None else ""
+        else:
+            new_tokens = tuple(tokens)
+            logprobs = None if self.logprobs is None else list(self.logprobs)
+            text = self.text.text if self.text is not None else ""
+        return CompletionOutput(
+            self.index,
+            text,
+            new_tokens,
+            self.cumulative,
+            logprobs,
+            finish.reason if finish else None,
+            finish.stop_reason if finish else None,
+        )
+
+
+class RequestGroup:
+    """One user request: its samples, and what they have in common."""
+
+    __slots__ = ("fresh", "metrics", "params", "prompt", "prompt_logprobs", "prompt_token_ids", "request_id", "samples", "unfinished")
+
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams, arrival: float) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.samples: list[SampleOutput] = []
+        self.unfinished = params.n
+        self.metrics = RequestMetrics(arrival)
+        self.prompt_logprobs: list[TokenLogprobMap | None] | None = None if params.prompt_logprobs is None else [None]
+        self.fresh: list[SampleOutput] = []  # changed in the present step
+
+    def output(self) -> RequestOutput | None:
+        """The output of the present step; None, if the kind says to wait."""
+        kind, finished = self.params.output_kind, self.unfinished == 0
+        changed, self.fresh = self.fresh, []
+        if kind is OutputKind.FINAL and not finished:
+            return None
+        requests = [sample.request for sample in self.samples]
+        self.metrics.first_scheduled_time = _earliest(r._first_scheduled_time for r in requests)
+        self.metrics.first_token_time = _earliest(r._first_token_time for r in requests)
+        self.metrics.preemptions = sum(r.preemptions for r in requests)
+        completions = changed if kind is OutputKind.DELTA else self.samples
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            [sample.take(kind) for sample in completions],
+            finished,
+            self.prompt_logprobs,
+            requests[0]._num_cached,
+            self.metrics,
+        )
+
+
+class OutputBuilder:
+    """Feeds text and log-probabilities of each delivery to its samples and makes the outputs."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+
+    def build(self, delivery: Delivery, now: float) -> list[RequestOutput]:
+        """In the order in which requests first appear in the delivery."""
+        outputs: list[RequestOutput] = []
+        finished, changed = delivery.finished, dict[RequestGroup, None]()
+        for request, hosts in delivery.prompt_logprobs:
+            self._add_prompt_logprobs(request._front.group, hosts)
+        for request, token in zip(delivery.requests, delivery.token_ids, strict=True):
+            sample: SampleOutput = request._front
+            if sample.bare and request not in finished:
+                group = sample.group
+                completion = CompletionOutput(0, "", (token,))
+                sample.sent_tokens += 1
+                metrics = group.metrics
+                if metrics.first_token_time is None:
+                    metrics.first_token_time, metrics.first_scheduled_time = request._first_token_time, request._first_scheduled_time
+                outputs.append(
+                    RequestOutput(group.request_id, group.prompt, group.prompt_token_ids, [completion], False, None, request._num_cached, metrics)
+                )
+                continue
+            self._feed(sample, token, finished.get(request))
+            if request in delivery.logprobs:
+                self._add_logprobs(sample, *delivery.logprobs[request])
+            changed[sample.group] = None
+            sample.group.fresh.append(sample)
+        for request, finish in finished.items():
+            self._finish(request._front, finish, now)
+            changed[request._front.group] = None
+        for group in changed:
+            output = group.output()
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _feed(self, sample: SampleOutput, token: int, finish: Finish | None) -> None:
+        """Its text grows by a token; not by one that stopped it, unless asked for."""
+        stopped_by_it = finish is not None and finish.reason == "stop" and not isinstance(finish.stop_reason, str)
+        fed_already = sample.request._stopper is not None and not stopped_by_it
+        if sample.text is None or fed_already:
+            return
+        if not stopped_by_it or sample.group.params.include_stop_str_in_output:
+            sample.text.append([token])
+
+    def _finish(self, sample: SampleOutput, finish: Finish, now: float) -> None:
+        sample.finish = finish
+        if sample.text is not None:
+            sample.text.flush(stopped=isinstance(finish.stop_reason, str) and finish.reason == "stop")
+        group = sample.group
+        group.unfinished -= 1
+        group.metrics.finished_time = now
+        if sample not in group.fresh:
+            group.fresh.append(sample)
+
+    def _add_logprobs(self, sample: SampleOutput, hosts: HostLogprobs, position: int) -> None:
+        asked = sample.group.params.logprobs or 0
+        entry = self._map(hosts, position, asked)
+        if sample.logprobs is not None and sample.cumulative is not None:
+            sample.logprobs.append(entry)
+            sample.cumulative += float(hosts.logprobs[position, 0])
+
+    def _add_prompt_logprobs(self, group: RequestGroup, hosts: HostLogprobs) -> None:
+        if group.prompt_logprobs is None or len(group.prompt_logprobs) >= len(group.prompt_token_ids):
+            return  # a re-prefill after a preemption: they are there already
+        for position in range(len(hosts.ranks)):
+            if len(group.prompt_logprobs) < len(group.prompt_token_ids):
+                group.prompt_logprobs.append(self._map(hosts, position, group.params.prompt_logprobs or 0))
+
+    def _map(self, hosts: HostLogprobs, position: int, asked: int) -> TokenLogprobMap:
+        """The token itself and the `asked` likeliest, best first; the token's own rank may be anything."""
+        ids, values = hosts.token_ids[position].tolist(), hosts.logprobs[position].tolist()
+        entries: TokenLogprobMap = {ids[0]: Logprob(values[0], int(hosts.ranks[position]), self._decoded(ids[0]))}
+        for rank, (token, value) in enumerate(zip(ids[1 : asked + 1], values[1 : asked + 1], strict=True), start=1):
+            if token != ids[0]:
+                entries[token] = Logprob(value, rank, self._decoded(token))
+        return entries
+
+    def _decoded(self, token: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode([token])
+
+
+def _earliest(times: Iterable[Any]) -> float | None:
+    return min((t for t in times if t is not None), default=None)

@@ -1,0 +1,90 @@
+"""A model's tokenizer: text to token ids and back, and the chat template. A thin cover of transformers' tokenizers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import MissingExtraError, ModelLoadError, RequestError
+
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # `tokenizer_class` of a tokenizer.json that needs no class of its own
+
+
+class Tokenizer:
+    """`backend` is the `tokenizers.Tokenizer` behind it, None for one written in Python."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+
+    @classmethod
+    def load(cls, directory: Path | str) -> Tokenizer:
+        """From a model directory; no code of it is run. Raises `ModelLoadError` if there is none that works, `MissingExtraError` without
+        transformers."""
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise ModelLoadError(f"{directory} isn't a directory: a tokenizer is loaded from a model's local directory")
+        try:
+            return cls(_loader(directory).from_pretrained(directory, trust_remote_code=False, local_files_only=True))
+        except MissingExtraError:
+            raise
+        except Exception as error:  # transformers raises whatever its parts do
+            reason = " ".join(str(error).split())[:300]
+            raise ModelLoadError(
+                f"{directory} has no tokenizer that can be loaded ({type(error).__name__}: {reason}); name another with `tokenizer:`, "
+                "or give token ids with detokenize=False"
+            ) from None
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that it knows, added tokens included."""
+        return len(self._tokenizer)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's own; what ends a request is the model's business, see `generation_defaults`."""
+        token_id: int | None = self._tokenizer.eos_token_id
+        return token_id
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """`special_tokens`: with those that the model expects around a text, such as BOS."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens, verbose=False)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Unknown ids are left out."""
+        if self.backend is not None:
+            text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        return text
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """The token ids of a conversation; with `add_generation_prompt`, ready for the assistant to answer. Raises `RequestError` if the model
+        has no chat template, or it refuses these messages."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise RequestError("this model has no chat template: it completes text; use generate()")
+        try:
+            ids = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False)
+        except Exception as error:  # templates raise jinja errors of all kinds
+            raise RequestError(f"the chat template refuses these messages: {error}") from None
+        return list(ids)
+
+
+def _loader(directory: Path) -> Any:
+    """The transformers class that loads it. `AutoTokenizer` would find the same, but imports torch, which takes seconds and may be missing."""
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+        generic = config.get("tokenizer_class") in GENERIC and (directory / "tokenizer.json").is_file()
+    except (OSError, ValueError, AttributeError):  # AutoTokenizer says what is wrong
+        generic = False
+    try:
+        if generic:
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
+    except ImportError as error:
+        raise MissingExtraError('tokenizing needs transformers; install with: pip install "dovetail[torch]"') from error
+    return Loader

@@ -1,0 +1,25 @@
+"""Built-in attention backends."""
+
+from __future__ import annotations
+
+from dovetail.api.component import ComponentSpec, hookimpl
+
+
+@hookimpl
+def dovetail_components() -> list[ComponentSpec]:
+    return [
+        ComponentSpec(
+            kind="attention",
+            name="torch",
+            target="dovetail_attention.sdpa:TorchAttention",
+            summary="PyTorch's scaled dot product over gathered K and V: any device, dtype, head size and block size",
+            requires=("torch>=2.11",),
+        ),
+        ComponentSpec(
+            kind="attention",
+            name="triton",
+            target="dovetail_attention.triton_backend:TritonAttention",
+            summary="our own paged kernels for NVIDIA GPUs: split decode, ragged prefill, shared prefixes, any block size",
+            requires=("triton>=3.5", "torch>=2.11"),
+        ),
+    ]

@@ -1,0 +1,263 @@
+"""How the `torch` backend cuts a ragged batch into parts, once a step for all layers.
+
+A *piece* is what one scaled dot product computes, over K and V gathered through the block table:
+
+- *decodes*: rows of one query each, of similar length. Their keys are gathered into [rows, longest]; what is missing is the null slot, masked.
+- *fresh prefills*: rows that begin at token 0, of similar length, causal. A query sees only keys at its left, so nothing needs a mask: the
+  filling lies at the right.
+- *stretches*: up to `STRETCH` queries of one row that has tokens before them or a window. The mask is a part of one band matrix.
+
+Several decodes in float32 on a CPU are no pieces but `bags.Bags`, which gather nothing.
+
+Grouping pays off because a call costs about as much as some 100 KiB of K; filling up to the longest row costs time as well, and a piece that
+outgrows the CPU's cache is read twice from memory. The two constants below balance that (measured on a 2-core Xeon, heads of 32 and of 128).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from dovetail.api.attention import AttentionBatch, LayerSpec
+from dovetail_attention.bags import Bags, bags_work, make_bags
+
+MAX_PIECE_BYTES = 2 << 20  # of gathered K, if more than one row
+MAX_FILL_BYTES = 128 << 10  # of K that is only filling
+STRETCH = 256  # queries
+
+Where = slice | torch.Tensor  # consecutive places, or an index [n] int64
+
+
+class LayerShape(NamedTuple):
+    """What the plan of a layer depends on."""
+
+    window: int | None
+    heads: int
+    kv_heads: int
+
+    @classmethod
+    def of(cls, spec: LayerSpec) -> LayerShape:
+        return cls(spec.window, spec.heads, spec.kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows that are attended in one call. Queries and keys are taken row by row, each row filled up to the same number."""
+
+    rows: int
+    queries_per_row: int
+    keys_per_row: int
+    queries: Where  # [rows * queries_per_row] tokens of the batch
+    keys: Where  # [rows * keys_per_row] slots
+    mask: torch.Tensor | None = None  # added to the scores, broadcast to [rows, heads, queries, keys]
+    causal: bool = False  # a query sees the keys up to its own place in its row
+    real: torch.Tensor | None = None  # which of the queries are no filling; None: all
+
+    def attend(self, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+        """k, v [slots, kv_heads, head_size]: the caches; q, out [tokens, heads, head_size]: writes `out` at its own queries."""
+        shape = (self.rows, self.keys_per_row, spec.kv_heads, spec.head_size)
+        k, v = (_take(cache, self.keys).view(shape).transpose(1, 2) for cache in (k, v))  # [rows, kv_heads, keys, size]
+        q = _take(q, self.queries)
+        if self.queries_per_row == 1:  # the heads that share a kv head become its queries: each K and V is read once
+            q = q.reshape(self.rows, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_size)
+            values = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=spec.scale)
+        else:
+            q = q.reshape(self.rows, self.queries_per_row, spec.heads, spec.head_size).transpose(1, 2)
+            gqa = spec.heads != spec.kv_heads
+            values = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=self.causal, scale=spec.scale, enable_gqa=gqa)
+            values = values.transpose(1, 2)
+        self._put(out, values.reshape(-1, spec.heads, spec.head_size))
+
+    def _put(self, out: torch.Tensor, values: torch.Tensor) -> None:
+        if isinstance(self.queries, slice):
+            out[self.queries] = values
+        elif self.real is None:
+            out.index_copy_(0, self.queries, values)
+        else:
+            out.index_copy_(0, self.queries.index_select(0, self.real), values.index_select(0, self.real))
+
+
+class BandMask:
+    """Which keys each of up to `STRETCH` consecutive queries of a row sees: all that stand before it, or the last `window` of them.
+
+    One matrix serves all: cut so that its last column is the last query's own key.
+    """
+
+    def __init__(self, max_len: int, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+        self.window = window
+        self._reach = max_len if window is None else min(window, max_len)  # keys before a query that any cut may need
+        self._dtype, self._device = dtype, device
+        self._matrix: torch.Tensor | None = None  # [STRETCH, reach + STRETCH], made when first needed
+
+    def hide(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What to add to scores so that those where `hidden` (bool) is true count nothing."""
+        return torch.zeros_like(hidden, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+
+    def cut(self, queries: int, keys: int) -> torch.Tensor:
+        """The mask [queries, keys] of `queries` queries that are the last of `keys` keys."""
+        if self._matrix is None:
+            query = torch.arange(STRETCH, device=self._device)[:, None]
+            back = query + self._reach - torch.arange(self._reach + STRETCH, device=self._device)  # how far before the query a key stands
+            seen = back >= 0 if self.window is None else (back >= 0) & (back < self.window)
+            self._matrix = self.hide(~seen)
+        return self._matrix[:queries, self._reach + queries - keys : self._reach + queries]
+
+
+@dataclass(slots=True)
+class Planner:
+    """Turns a batch into parts, for each shape of layer that occurs in the model."""
+
+    block_size: int
+    bytes_per_token: int  # of K, in the widest layer
+    masks: Mapping[int | None, BandMask]  # of each window
+    shapes: Sequence[LayerShape]
+    use_bags: bool
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerSpec], block_size: int, max_len: int, dtype: torch.dtype, device: torch.device) -> Planner:
+        """For these layers, and sequences of at most `max_len` tokens."""
+        return cls(
+            block_size,
+            max((spec.kv_heads * spec.head_size * dtype.itemsize for spec in layers), default=1),
+            {window: BandMask(max_len, window, dtype, device) for window in dict.fromkeys(spec.window for spec in layers)},
+            tuple(dict.fromkeys(LayerShape.of(spec) for spec in layers)),
+            device.type == "cpu" and dtype == torch.float32 and bags_work(),
+        )
+
+    def plan(self, batch: AttentionBatch, null_slot: int) -> dict[LayerShape, list[Piece | Bags]]:
+        return {shape: _BatchCutter(self, batch, shape, null_slot).cut() for shape in self.shapes}
+
+
+class _BatchCutter:
+    """Cuts one batch for layers of one shape."""
+
+    def __init__(self, planner: Planner, batch: AttentionBatch, shape: LayerShape, null_slot: int) -> None:
+        self.planner, self.batch, self.shape, self.null_slot = planner, batch, shape, null_slot
+        self.mask = planner.masks[shape.window]
+        self.device = batch.slots.device
+        self.queries = batch.host_query_lens.astype(np.int64)
+        self.lens = batch.host_kv_lens.astype(np.int64)
+        self.first_query = np.cumsum(self.queries) - self.queries  # of each row, in the batch
+
+    def cut(self) -> list[Piece | Bags]:
+        window = self.shape.window
+        fresh = (self.queries == self.lens) & (self.queries > 1)
+        if window is not None:
+            fresh &= self.lens <= window
+        single = self.queries == 1
+        parts = self._decodes(np.flatnonzero(single))
+        parts += [self._fresh(rows) for rows in self._similar(np.flatnonzero(fresh), None)]
+        for row in np.flatnonzero(~single & ~fresh):
+            parts += self._stretches(int(row))
+        return parts
+
+    def _decodes(self, rows: NDArray[np.int64]) -> list[Piece | Bags]:
+        if len(rows) > 1 and self.planner.use_bags:
+            return [self._bags(rows)]
+        return [self._similar_decodes(group) for group in self._similar(rows, self.shape.window)]
+
+    def _bags(self, rows: NDArray[np.int64]) -> Bags:
+        size, table, ends = self.planner.block_size, self.batch.block_table.numpy(), self.lens[rows]
+        lens = ends if self.shape.window is None else np.minimum(ends, self.shape.window)
+        skipped = np.cumsum(lens) - ends  # so that position = place in the whole - skipped
+        positions = np.arange(lens.sum()) - np.repeat(skipped, lens)
+        blocks = table.ravel()[np.repeat(rows * table.shape[1], lens) + positions // size]
+        slots = blocks.astype(np.int64) * size + positions % size
+        return make_bags(self.first_query[rows], slots, lens, self.shape.heads, self.shape.kv_heads, self.null_slot + 2)
+
+    def _similar(self, rows: NDArray[np.int64], window: int | None) -> list[NDArray[np.int64]]:
+        """`rows` in groups of similar length: see the two constants at the top."""
+        lens = self.lens[rows] if window is None else np.minimum(self.lens[rows], window)
+        order = np.argsort(-lens, kind="stable")
+        ends = _group_ends(lens[order].tolist(), MAX_PIECE_BYTES // self.planner.bytes_per_token, MAX_FILL_BYTES // self.planner.bytes_per_token)
+        return np.split(rows[order], ends[:-1]) if ends else []
+
+    def _similar_decodes(self, rows: NDArray[np.int64]) -> Piece:
+        ends = self.lens[rows]
+        lens = ends if self.shape.window is None else np.minimum(ends, self.shape.window)
+        longest = int(lens.max())
+        keys, seen = self._slots(rows, ends - lens, lens, longest)
+        mask = None
+        if seen is not None:
+            mask = self.mask.hide(~seen)[:, None, None, :]
+        return Piece(len(rows), 1, longest, self._where(self.first_query[rows]), keys, mask)
+
+    def _fresh(self, rows: NDArray[np.int64]) -> Piece:
+        lens = self.queries[rows]
+        longest = int(lens.max())
+        keys, seen = self._slots(rows, np.zeros_like(lens), lens, longest)
+        if len(rows) == 1:
+            first = int(self.first_query[rows[0]])
+            return Piece(1, longest, longest, slice(first, first + longest), keys, causal=True)
+        places = np.minimum(self.first_query[rows][:, None] + np.arange(longest), self.batch.num_tokens - 1)
+        real = None if seen is None else seen.flatten().nonzero().flatten()
+        return Piece(len(rows), longest, longest, self._to_device(places.ravel()), keys, causal=True, real=real)
+
+    def _stretches(self, row: int) -> list[Piece | Bags]:
+        queries, length, window = int(self.queries[row]), int(self.lens[row]), self.shape.window
+        before = length - queries
+        pieces: list[Piece | Bags] = []
+        for start in range(0, queries, STRETCH):
+            count = min(STRETCH, queries - start)
+            end = before + start + count
+            first = 0 if window is None else max(0, before + start + 1 - window)
+            keys, _ = self._slots(np.array([row]), np.array([first]), np.array([end - first]), end - first)
+            place = int(self.first_query[row]) + start
+            pieces.append(Piece(1, count, end - first, slice(place, place + count), keys, self.mask.cut(count, end - first)))
+        return pieces
+
+    def _slots(self, rows: NDArray[np.int64], starts: NDArray[np.int64], lens: NDArray[np.int64], longest: int) -> tuple[Where, torch.Tensor | None]:
+        """Slots of tokens [start, start + len) of each row, [rows * longest], filled with the null slot; and which are real,
+        [rows, longest], None: all."""
+        size = self.planner.block_size
+        positions = self._to_device(starts)[:, None] + torch.arange(longest, device=self.device)  # [rows, longest]
+        last = self._to_device(starts + lens - 1)[:, None]
+        block = torch.minimum(positions, last) // size
+        blocks = self.batch.block_table.index_select(0, self._to_device(rows)).gather(1, block)  # never an entry past a row's blocks
+        slots = blocks * size + positions % size
+        if len(rows) == 1:
+            return self._as_slice(slots[0]), None
+        if bool((lens == longest).all()):
+            return slots.flatten(), None
+        seen = positions <= last
+        return torch.where(seen, slots, self.null_slot).flatten(), seen
+
+    def _as_slice(self, slots: torch.Tensor) -> Where:
+        """A row whose blocks happen to follow each other is read where it lies. On a GPU looking would mean to wait for it."""
+        if self.device.type == "cpu":
+            first, count = int(slots[0]), len(slots)
+            if int(slots[-1]) - first == count - 1 and bool((slots.diff() == 1).all()):
+                return slice(first, first + count)
+        return slots
+
+    def _where(self, places: NDArray[np.int64]) -> Where:
+        first = int(places[0])
+        if bool((places == np.arange(first, first + len(places))).all()):
+            return slice(first, first + len(places))
+        return self._to_device(places)
+
+    def _to_device(self, array: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _take(tensor: torch.Tensor, where: Where) -> torch.Tensor:
+    return tensor[where] if isinstance(where, slice) else tensor.index_select(0, where)
+
+
+def _group_ends(lens: Sequence[int], most: int, most_fill: int) -> list[int]:
+    """Cut lengths, longest first, into groups: a group of several holds at most `most` tokens, filling included, and `most_fill` filling."""
+    ends: list[int] = []
+    start = fill = 0
+    for i, length in enumerate(lens):
+        longest = lens[start]
+        if i > start and (fill + longest - length > most_fill or (i + 1 - start) * longest > most):
+            ends.append(i)
+            start, fill, longest = i, 0, length
+        fill += longest - length
+    return [*ends, len(lens)] if lens else ends

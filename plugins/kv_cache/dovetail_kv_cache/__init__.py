@@ -1,0 +1,18 @@
+"""Built-in KV-cache managers."""
+
+from __future__ import annotations
+
+from dovetail.api.component import ComponentSpec, hookimpl
+
+
+@hookimpl
+def dovetail_components() -> list[ComponentSpec]:
+    return [
+        ComponentSpec(
+            kind="kv_cache",
+            name="prefix",
+            target="dovetail_kv_cache.prefix:PrefixCache",
+            options="dovetail_kv_cache.prefix:PrefixOptions",
+            summary="Blocks found again by a hash chain of their tokens, the least recently used evicted first",
+        )
+    ]

@@ -1,0 +1,108 @@
+"""The blocks themselves: who holds each, which are empty, and which can be found by a hash.
+
+state       refs   hash      becomes
+empty        0     none      held by `take`
+held        ≥ 1    maybe     findable too by `publish`; by the last `release` cached if it has a hash, else empty
+cached       0     yes       held by `hold`; by `take`, when none is empty, it loses its hash and has a new holder
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from dovetail.api.kv_cache import BlockCounts
+from dovetail.errors import DovetailError
+
+
+class BlockPool:
+    """Reference counts, the stack of empty blocks, and the findable blocks that nobody holds, least recently used first.
+
+    Callers see to it that they take no more than `available` and release only what they hold.
+    """
+
+    __slots__ = ("_cached", "_empty", "_hash_of", "_size", "block_of", "refs")
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.refs = [0] * size  # tables that hold it, a block
+        self.block_of: dict[bytes, int] = {}  # hash -> the one block found by it
+        self._hash_of: list[bytes | None] = [None] * size
+        self._empty = list(range(size - 1, -1, -1))  # a stack: the lowest first, later what was used last
+        self._cached: OrderedDict[int, bytes] = OrderedDict()  # block -> its hash
+
+    @property
+    def available(self) -> int:
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def counts(self) -> BlockCounts:
+        free, cached = len(self._empty), len(self._cached)
+        return BlockCounts(free=free, held=self._size - free - cached, cached=cached)
+
+    def take(self) -> int:
+        """A block for one holder, empty: the cached one that was used longest ago, if no other is left."""
+        if self._empty:
+            block = self._empty.pop()
+        else:
+            block, digest = self._cached.popitem(last=False)
+            del self.block_of[digest]
+            self._hash_of[block] = None
+        self.refs[block] = 1
+        return block
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more holder for each of `blocks`, which are held or cached."""
+        refs, cached = self.refs, self._cached
+        for block in blocks:
+            if refs[block] == 0:
+                del cached[block]
+            refs[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One holder fewer for each. What can be found stays cached, the later in `blocks` the longer."""
+        refs, hash_of, cached, empty = self.refs, self._hash_of, self._cached, self._empty
+        for block in blocks:
+            refs[block] -= 1
+            if refs[block] == 0:
+                digest = hash_of[block]
+                if digest is None:
+                    empty.append(block)
+                else:
+                    cached[block] = digest
+
+    def publish(self, block: int, digest: bytes) -> None:
+        """Let `block` be found by `digest`, unless another block is."""
+        if self.block_of.setdefault(digest, block) == block:
+            self._hash_of[block] = digest
+
+    def unpublish(self, block: int, digest: bytes) -> None:
+        """`block` is not to be found by `digest` any more; nothing, if it isn't."""
+        if self.block_of.get(digest) == block:
+            del self.block_of[digest]
+            self._hash_of[block] = None
+            if self.refs[block] == 0:
+                del self._cached[block]
+                self._empty.append(block)
+
+    def forget(self) -> None:
+        """No block can be found any more; the cached ones become empty."""
+        self.block_of.clear()
+        self._hash_of = [None] * self._size
+        self._empty.extend(reversed(self._cached))
+        self._cached.clear()
+
+    def check(self, holders: list[int]) -> None:
+        """Raise `DovetailError` if the books contradict each other, or `holders`: how many tables hold it, a block."""
+        if self.refs != holders:
+            differing = [(block, *counted) for block, counted in enumerate(zip(self.refs, holders, strict=True)) if len(set(counted)) > 1]
+            raise DovetailError(f"KV pool: (block, holders counted, holders in tables) differ: {differing}")
+        empty, cached, held = set(self._empty), set(self._cached), {block for block, n in enumerate(self.refs) if n}
+        if len(empty) != len(self._empty) or sorted([*empty, *cached, *held]) != list(range(self._size)):
+            raise DovetailError(f"KV pool: blocks lost or in two states: empty {sorted(self._empty)}, cached {sorted(cached)}, held {sorted(held)}")
+        findable = {block: digest for block, digest in enumerate(self._hash_of) if digest is not None}
+        if {block: digest for digest, block in self.block_of.items()} != findable or len(self.block_of) != len(findable):
+            raise DovetailError("KV pool: the hashes of the blocks and the index of hashes differ")
+        wrong = (cached - findable.keys()) | (empty & findable.keys())
+        if wrong:
+            raise DovetailError(f"KV pool: cached without a hash, or empty with one: blocks {sorted(wrong)}")

@@ -1,0 +1,267 @@
+"""The KV-cache manager `prefix`: requests that begin with the same tokens share the blocks of that beginning.
+
+A full block is found by a hash of all tokens up to its end (`chain.py`). Blocks that nobody holds stay findable until the space is needed;
+then the one used longest ago goes first, and of a request's blocks the last, since a chain without its tail is still of use and a tail
+without its head is not. The idea of hashed blocks is that of vLLM's automatic prefix caching; finding them again by longest prefix is
+RadixAttention's (SGLang, arXiv:2312.07104).
+
+When two requests compute the same block at the same time, one of the two copies can be found; the other is its holder's own and becomes
+empty when that one lets go.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts, KVCacheManager, KVCapabilities, KVContext
+from dovetail.errors import DovetailError
+from dovetail.request import Request
+from dovetail_kv_cache.chain import HashChain
+from dovetail_kv_cache.pool import BlockPool
+
+NOTHING = Allocation(())
+
+
+class PrefixOptions(BaseModel):
+    """Options of the KV-cache manager `prefix`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    reuse: bool = Field(True, description="Whether K and V that one request computed may be found by another, or by itself after a preemption.")
+
+
+class _Table:
+    """One request's blocks, and how far it has come."""
+
+    __slots__ = ("blocks", "num_committed", "num_found", "num_tokens", "num_trimmed", "publishes", "request")
+
+    def __init__(self, request: Request, blocks: list[int], num_tokens: int, num_found: int) -> None:
+        self.request = request
+        self.blocks = blocks  # only ever appended to; the first `num_trimmed` are no longer its own
+        self.num_tokens = num_tokens  # asked for
+        self.num_trimmed = 0
+        self.num_committed = self.num_found = num_found  # blocks; the first `num_found` were computed by others
+        self.publishes = True  # False once `reset` has disowned what it computed
+
+    @property
+    def own(self) -> list[int]:
+        """The blocks that it holds."""
+        return self.blocks[self.num_trimmed :] if self.num_trimmed else self.blocks
+
+
+class PrefixCache(KVCacheManager):
+    """Costs: growing by one block, `counts` and `available_blocks` are O(1); `lookup` is O(blocks found), `free` O(blocks held). A request's
+    tokens are hashed once: on its first lookup or commit, then block by block as it generates; the hashes are kept until `free`."""
+
+    capabilities = KVCapabilities(reuse=True, fork=True, trim=True)
+    options: PrefixOptions
+
+    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+        super().__init__(options, context)
+        if not options.reuse:
+            self.capabilities = KVCapabilities(reuse=False, fork=True, trim=True)
+        self._block_size = context.layout.block_size
+        self._pool = BlockPool(context.num_blocks)
+        self._tables: dict[str, _Table] = {}  # by request id
+        self._chains: dict[str, HashChain] = {}
+        self._copies: list[BlockCopy] = []
+
+    def lookup(self, request: Request) -> int:
+        return len(self._hits(request)) * self._block_size
+
+    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        wanted = -(-num_tokens // self._block_size)
+        table = self._tables.get(request.id)
+        if table is not None:
+            return max(0, wanted - len(table.blocks))
+        return self._first_cost(self._hits(request), wanted, self._holders(without))
+
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        table = self._tables.get(request.id)
+        if table is None:
+            return self._allocate_first(request, num_tokens)
+        if num_tokens < table.num_tokens or table.request is not request:
+            raise self._misuse(request, f"allocate({num_tokens} tokens), after {table.num_tokens}", table)
+        missing = -(-num_tokens // self._block_size) - len(table.blocks)
+        if missing <= 0:
+            table.num_tokens = num_tokens
+            return NOTHING
+        if missing > self._pool.available:
+            return None
+        table.num_tokens = num_tokens
+        if missing == 1:  # the usual decode
+            block = self._pool.take()
+            table.blocks.append(block)
+            return Allocation((block,))
+        blocks = tuple(self._pool.take() for _ in range(missing))
+        table.blocks.extend(blocks)
+        return Allocation(blocks)
+
+    def commit(self, request: Request, upto: int) -> None:
+        table = self._table(request, "commit")
+        if not 0 <= upto <= min(request.num_tokens, len(table.blocks) * self._block_size):
+            raise self._misuse(request, f"commit({upto} tokens), {request.num_tokens} of them known,", table)
+        full = upto // self._block_size
+        if full <= table.num_committed or not table.publishes or not self.options.reuse:
+            return
+        hashes = self._chain(request).extend(full)
+        for index in range(max(table.num_committed, table.num_trimmed), full):
+            self._pool.publish(table.blocks[index], hashes[index])
+        table.num_committed = full
+
+    def uncommit(self, request: Request, upto: int) -> None:
+        table = self._table(request, "uncommit")
+        full = max(upto // self._block_size, table.num_found)
+        if full < table.num_committed and table.publishes and self.options.reuse:
+            hashes = self._chain(request).hashes
+            for index in range(full, table.num_committed):
+                self._pool.unpublish(table.blocks[index], hashes[index])
+            table.num_committed = full
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
+        source = self._table(parent, "fork")
+        self._check_fork(source, child, num_tokens)
+        shared, rest = divmod(num_tokens, self._block_size)
+        if rest and not self._pool.available:
+            return None
+        blocks = source.blocks[:shared]
+        self._pool.hold(blocks[source.num_trimmed :])
+        if rest:
+            # If the parent's block is given away before the copy runs, its new owner still writes after it: copies come before the batch.
+            blocks.append(self._pool.take())
+            self._copies.append(BlockCopy(source.blocks[shared], blocks[shared]))
+        table = self._tables[child.id] = _Table(child, blocks, num_tokens, num_found=min(source.num_committed, shared))
+        table.num_trimmed, table.publishes = source.num_trimmed, source.publishes
+        return Allocation(tuple(blocks), cached=num_tokens)
+
+    def take_copies(self) -> Sequence[BlockCopy]:
+        copies, self._copies = self._copies, []
+        return copies
+
+    def free(self, request: Request) -> None:
+        chain = self._chains.get(request.id)
+        if chain is not None and chain.request is request:
+            del self._chains[request.id]
+        table = self._tables.get(request.id)
+        if table is not None and table.request is request:
+            del self._tables[request.id]
+            self._pool.release(reversed(table.own))
+
+    def trim(self, request: Request, first_needed_token: int) -> None:
+        table = self._table(request, "trim")
+        unneeded = min(first_needed_token // self._block_size, len(table.blocks))
+        if unneeded > table.num_trimmed:
+            self._pool.release(reversed(table.blocks[table.num_trimmed : unneeded]))
+            table.num_trimmed = unneeded
+
+    def common_prefix(self, requests: Sequence[Request]) -> int:
+        if not requests:
+            return 0
+        tables = [self._table(request, "common_prefix").blocks for request in requests]
+        common, first = min(map(len, tables)), tables[0]
+        for table in tables[1:]:
+            if table[:common] != first[:common]:
+                common = next(index for index, (one, other) in enumerate(zip(first, table, strict=False)) if one != other)
+        return common
+
+    def held_only_by(self, requests: Sequence[Request]) -> int:
+        refs = self._pool.refs
+        if len(requests) == 1:
+            return [refs[block] for block in self._table(requests[0], "held_only_by").own].count(1)
+        return sum(refs[block] == holders for block, holders in self._holders(requests).items())
+
+    def reset(self) -> None:
+        self._pool.forget()
+        for table in self._tables.values():
+            table.publishes = False  # what it computes from now on still builds on what was forgotten
+
+    @property
+    def counts(self) -> BlockCounts:
+        return self._pool.counts
+
+    @property
+    def available_blocks(self) -> int:
+        return self._pool.available
+
+    def check_integrity(self) -> None:
+        holders = [0] * self.context.num_blocks
+        for table in self._tables.values():
+            if table.num_tokens > len(table.blocks) * self._block_size or table.num_trimmed > len(table.blocks):
+                raise self._misuse(table.request, "table", table)
+            if len(set(table.own)) != len(table.own):
+                raise DovetailError(f"KV cache: request {table.request.id!r} holds a block twice: {table.own}")
+            for block in table.own:
+                holders[block] += 1
+        self._pool.check(holders)
+
+    def _allocate_first(self, request: Request, num_tokens: int) -> Allocation | None:
+        if num_tokens < 1:
+            raise self._misuse(request, f"allocate({num_tokens} tokens)")
+        hits = self._hits(request)
+        wanted = -(-num_tokens // self._block_size)
+        if self._first_cost(hits, wanted, {}) > self._pool.available:
+            return None
+        self._pool.hold(hits)  # first, so that no new block is taken from them
+        cached = len(hits) * self._block_size
+        blocks = hits + [self._pool.take() for _ in range(wanted - len(hits))]
+        self._tables[request.id] = _Table(request, blocks, max(num_tokens, cached), num_found=len(hits))
+        return Allocation(tuple(blocks), cached)
+
+    def _first_cost(self, hits: list[int], wanted: int, gone: Mapping[int, int]) -> int:
+        """Blocks taken from the available by a request that holds none, once `gone` (block -> holders) have let go."""
+        refs = self._pool.refs
+        unheld = sum(refs[block] == gone.get(block, 0) for block in hits) if gone else [refs[block] for block in hits].count(0)
+        return unheld + max(0, wanted - len(hits))
+
+    def _holders(self, requests: Sequence[Request]) -> Mapping[int, int]:
+        """How many of `requests` hold it, for each block that one of them holds."""
+        return Counter(block for request in requests for block in self._table(request, "without").own)
+
+    def _hits(self, request: Request) -> list[int]:
+        """The blocks of the longest beginning of `request` that can be found; its last known token is never among it."""
+        if not self.options.reuse or request.params.prompt_logprobs is not None:
+            return []
+        block_of = self._pool.block_of
+        hits: list[int] = []
+        limit = (request.num_tokens - 1) // self._block_size
+        for digest in islice(self._chain(request).extend(limit), limit):
+            block = block_of.get(digest)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _chain(self, request: Request) -> HashChain:
+        chain = self._chains.get(request.id)
+        if chain is None or chain.request is not request:  # an id may come again with another request
+            chain = self._chains[request.id] = HashChain(request, self._block_size, self.context.seed)
+        return chain
+
+    def _table(self, request: Request, act: str) -> _Table:
+        table = self._tables.get(request.id)
+        if table is None or table.request is not request:
+            raise self._misuse(request, act)
+        return table
+
+    def _check_fork(self, source: _Table, child: Request, num_tokens: int) -> None:
+        parent, window = source.request, self.context.layout.window
+        needed_from = 0 if window is None else max(0, num_tokens - window + 1)
+        if child.id in self._tables:
+            raise DovetailError(f"KV cache: fork into request {child.id!r}, which holds blocks already")
+        if not 1 <= num_tokens <= len(source.blocks) * self._block_size:
+            raise self._misuse(parent, f"fork({num_tokens} tokens)", source)
+        if source.num_trimmed * self._block_size > needed_from:
+            raise self._misuse(parent, f"fork({num_tokens} tokens), which needs token {needed_from}", source)
+        if parent.cache_keys != child.cache_keys or parent.prompt_token_ids[:num_tokens] != child.prompt_token_ids[:num_tokens]:
+            raise DovetailError(f"KV cache: requests {parent.id!r} and {child.id!r} differ in their first {num_tokens} tokens or their cache_keys")
+
+    def _misuse(self, request: Request, act: str, table: _Table | None = None) -> DovetailError:
+        if table is None:
+            state = "it holds no blocks"
+        else:
+            state = f"it holds {len(table.blocks)} blocks of {self._block_size} for {table.num_tokens} tokens, {table.num_trimmed} of them trimmed"
+        return DovetailError(f"KV cache: {act} of request {request.id!r}: {state}")

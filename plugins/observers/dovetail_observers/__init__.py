@@ -1,0 +1,18 @@
+"""Built-in observers."""
+
+from __future__ import annotations
+
+from dovetail.api.component import ComponentSpec, hookimpl
+
+
+@hookimpl
+def dovetail_components() -> list[ComponentSpec]:
+    return [
+        ComponentSpec(
+            kind="observer",
+            name="log",
+            target="dovetail_observers.log:LogObserver",
+            options="dovetail_observers.log:LogOptions",
+            summary="A line every few seconds: requests, tokens per second, KV pool, preemptions",
+        )
+    ]

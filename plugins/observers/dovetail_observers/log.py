@@ -1,0 +1,123 @@
+"""The observer `log`: every few seconds a line of what the engine does, to the logger "dovetail".
+
+Two clocks, each for what it is good for. *Whether a line is due* is wall time, so that a simulated hour doesn't flood a terminal and a real one
+doesn't starve it. *Rates* are by the events' own times, the engine's clock: in simulation they are those of the simulated device.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dovetail.api.observer import EngineStarted, EngineStopped, Observer, ObserverContext, RequestPreempted, StepFinished
+
+logger = logging.getLogger("dovetail")
+
+
+class LogOptions(BaseModel):
+    """Options of the observer `log`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    every_s: float = Field(default=5.0, gt=0, description="Seconds of wall time between two lines.")
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was counted over some steps. Times are of the engine's clock."""
+
+    began: float | None = None  # when the first of them began on the device; None: there was none
+    ended: float = 0.0
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+    def add(self, step: StepFinished) -> None:
+        if self.began is None:
+            self.began = step.started
+        self.ended = step.ended
+        self.steps += 1
+        self.prefill_tokens += step.prefill_tokens
+        self.decode_tokens += step.decode_tokens
+        self.cached_tokens += step.cached_tokens
+
+    def per_second(self, tokens: int) -> float:
+        return tokens / (self.ended - self.began) if self.began is not None and self.ended > self.began else 0.0
+
+    @property
+    def hit_share(self) -> float:
+        """Of the tokens that prefills needed, those found in the prefix cache."""
+        needed = self.cached_tokens + self.prefill_tokens
+        return self.cached_tokens / needed if needed else 0.0
+
+
+class LogObserver(Observer):
+    """Writes at level INFO: once at the start, then at most a line each `every_s` while steps come in, and at the end the rest and the sums."""
+
+    options: LogOptions
+
+    def __init__(self, options: LogOptions, context: ObserverContext, wall: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(options, context)
+        self._wall = wall
+        self._due = wall() + options.every_s
+        self._recent, self._total = Tally(), Tally()  # since the last line, and since the start
+        self._last_step: StepFinished | None = None
+
+    def on_started(self, event: EngineStarted) -> None:
+        self._due = self._wall() + self.options.every_s
+        details = ", ".join(f"{name} {value}" for name, value in event.details.items())
+        logger.info(
+            "started: scheduler %s, kv_cache %s (%d blocks of %d), executor %s%s",
+            event.scheduler,
+            event.kv_cache,
+            event.num_blocks,
+            event.block_size,
+            event.executor,
+            f" ({details})" if details else "",
+        )
+
+    def on_preempted(self, event: RequestPreempted) -> None:
+        self._recent.preemptions += 1
+        self._total.preemptions += 1
+
+    def on_step(self, event: StepFinished) -> None:
+        self._recent.add(event)
+        self._total.add(event)
+        self._last_step = event
+        if self._wall() >= self._due:
+            self._write(event)
+            self._due = self._wall() + self.options.every_s
+
+    def on_stopped(self, event: EngineStopped) -> None:
+        if self._recent.steps and self._last_step is not None:
+            self._write(self._last_step)
+        total = self._total
+        logger.info(
+            "stopped%s: %d steps, %d prefill and %d decode tokens, prefix hits %.0f%%, %d preemptions",
+            f" by {type(event.error).__name__}: {event.error}" if event.error else "",
+            total.steps,
+            total.prefill_tokens,
+            total.decode_tokens,
+            100 * total.hit_share,
+            total.preemptions,
+        )
+
+    def _write(self, step: StepFinished) -> None:
+        recent, self._recent = self._recent, Tally()
+        blocks = step.blocks
+        logger.info(
+            "running %d, waiting %d | prefill %.0f tok/s, decode %.0f tok/s | KV %.1f%% used, prefix hits %.0f%% | %d preemptions",
+            step.running,
+            step.waiting,
+            recent.per_second(recent.prefill_tokens),
+            recent.per_second(recent.decode_tokens),
+            100 * blocks.held / max(1, blocks.free + blocks.held + blocks.cached),
+            100 * recent.hit_share,
+            recent.preemptions,
+        )

@@ -1,0 +1,168 @@
+"""The sampler `default`. Each row takes only the steps it needs: greedy rows an argmax, rows with a temperature a race against noise over the
+vocabulary, rows with top-k or top-p one over the tokens left.
+
+Drawing a token with probability p_i is a race: the token with the largest p_i / e_i wins, with e_i independent exponential noise. As noise
+belongs to the vocabulary id (`noise`), it may be computed for the tokens that take part alone, and the winner is the same.
+
+A row's result is a function of its logits, its parameters and its history: rows share kernels, not numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerCapabilities
+from dovetail.nn.logprobs import top_logprobs
+from dovetail_samplers import penalties, rules
+from dovetail_samplers.filters import cut_top_k, cut_top_p, keep, keep_min_p
+from dovetail_samplers.noise import exponentials, id_hashes, stream_keys
+from dovetail_samplers.order import first_argmax
+from dovetail_samplers.table import Needs, RowTable
+
+Rows = NDArray[np.int64]  # row numbers, or places in the batch, on the host
+CPU_CHUNK = 2**17  # logits that the CPU draws from at once: what its cache holds
+MANY = 2**31
+
+
+class DefaultSampler(Sampler):
+    """All of `RowSampling`, for any mix of rows."""
+
+    capabilities = SamplerCapabilities(cuda_graph=False, logprobs=True)
+
+    def prepare(self, max_rows: int) -> None:
+        self._device = torch.device(self.context.device)
+        self._table = RowTable(max_rows, self.context.vocab_size, self._device)
+        self._hashes = id_hashes(self.context.vocab_size).to(self._device)
+
+    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+        for row in removed:
+            self._table.remove(row)
+        for row, sampling in added:
+            self._table.add(row, sampling)
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows) -> SampledTokens:
+        host_rows = np.asarray(host_rows, dtype=np.int64)
+        needs = self._table.needs[host_rows]
+        union = Needs(int(np.bitwise_or.reduce(needs))) if len(needs) else Needs(0)
+        raw = logits
+        if union & Needs.CHANGED_LOGITS:
+            logits = logits.to(torch.float32, copy=bool(union & Needs.LOGPROBS))
+            self._change_logits(logits, rows, host_rows, needs)
+        token_ids = self._draw(logits, rows, host_rows, needs, union)
+        if not union & Needs.LOGPROBS:
+            return SampledTokens(token_ids)
+        k = min(int(self._table.logprobs[host_rows].max()), logits.shape[1])
+        return SampledTokens(token_ids, top_logprobs(raw, token_ids, k))
+
+    # ---- what is done to logits, before temperature
+
+    def _change_logits(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows, needs: NDArray[np.uint8]) -> None:
+        """Rules and penalties, in place, each for the rows that have it. logits [n, vocab] float32."""
+        changes = {Needs.RULES: self._apply_rules, Needs.REPETITION: self._penalise_repetition, Needs.FREQUENCY: self._penalise_output}
+        for need, change in changes.items():
+            places = np.flatnonzero(needs & need)
+            if len(places):
+                at = self._index(places)
+                part = logits[at]
+                change(part, rows[at], host_rows[places])
+                if not isinstance(at, slice):
+                    logits[at] = part
+
+    def _apply_rules(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows) -> None:
+        rules.apply(logits, self._table.rules_of(host_rows.tolist()), self.context.history, rows)
+
+    def _penalise_repetition(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows) -> None:
+        penalties.repetition(logits, penalties.seen(self.context.history, rows), self._table.send(self._table.repetition, host_rows))
+
+    def _penalise_output(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows) -> None:
+        table = self._table
+        presence, frequency = table.send(table.presence, host_rows), table.send(table.frequency, host_rows)
+        penalties.presence_and_frequency(logits, penalties.seen(self.context.history, rows), presence, frequency)
+
+    # ---- the choice
+
+    def _draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows, needs: NDArray[np.uint8], union: Needs) -> torch.Tensor:
+        """logits [n, vocab] -> token ids [n] int64."""
+        if not union & Needs.RANDOM:
+            return first_argmax(logits)
+        history = self.context.history
+        positions = (history.num_tokens[rows] - history.prompt_lens[rows]).to(torch.int64)
+        keys = stream_keys(self._table.send(self._table.seed_states, host_rows), positions)  # [n, 2]
+        token_ids = torch.empty(len(needs), dtype=torch.int64, device=self._device)
+        for way, places in _alike(needs, self._chunk_rows()):
+            if len(places) == len(needs):
+                return self._draw_alike(way, logits, keys, host_rows)
+            at = self._index(places)
+            token_ids[at] = self._draw_alike(way, logits[at], keys[at], host_rows[places])
+        return token_ids
+
+    def _index(self, places: Rows) -> torch.Tensor | slice:
+        """What picks these ascending places of a batch: a slice, which copies nothing, where they are neighbours."""
+        first, last = int(places[0]), int(places[-1])
+        if last - first + 1 == len(places):
+            return slice(first, last + 1)
+        return torch.from_numpy(places).to(self._device, non_blocking=True)
+
+    def _chunk_rows(self) -> int:
+        return max(1, CPU_CHUNK // self.context.vocab_size) if self._device.type == "cpu" else MANY
+
+    def _draw_alike(self, way: Needs, logits: torch.Tensor, keys: torch.Tensor, host_rows: Rows) -> torch.Tensor:
+        """Rows that go the same way: logits [n, vocab], keys [n, 2] -> token ids [n]."""
+        if not way & Needs.RANDOM:
+            return first_argmax(logits)
+        scores = self._scores(logits, host_rows)
+        if not way & Needs.FILTERS:
+            return self._race(scores.exp_(), keys)
+        weights = scores.exp()
+        kept = self._kept(way, scores, weights, host_rows)
+        return self._race_of_few(weights.mul_(kept), kept, keys)
+
+    def _scores(self, logits: torch.Tensor, host_rows: Rows) -> torch.Tensor:
+        """[n, vocab] float32: (logits - the row's largest) / temperature. No temperature makes them infinite at the top, or NaN."""
+        logits = logits.to(torch.float32)
+        largest = logits.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)  # of a row of -inf: something to subtract
+        return (logits - largest).div_(self._table.send(self._table.temperature, host_rows)[:, None])
+
+    def _kept(self, way: Needs, scores: torch.Tensor, weights: torch.Tensor, host_rows: Rows) -> torch.Tensor:
+        """[n, vocab] float32: 1 for the tokens that pass the rows' filters, else 0."""
+        table = self._table
+        parts = []
+        if way & Needs.TOP_K:
+            max_k = int(table.top_k[host_rows].max())
+            parts.append(keep(scores, cut_top_k(scores, table.send(table.top_k, host_rows), table.send(table.top_p, host_rows), max_k)))
+        elif way & Needs.TOP_P:
+            parts.append(keep(scores, cut_top_p(scores, weights, table.send(table.top_p, host_rows))))
+        if way & Needs.MIN_P:
+            parts.append(keep_min_p(weights, table.send(table.min_p, host_rows)))
+        return parts[0] if len(parts) == 1 else parts[0].mul_(parts[1])
+
+    def _race(self, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """weights [n, vocab], overwritten -> the winners [n]."""
+        return first_argmax(weights.div_(exponentials(keys, self._hashes)))
+
+    def _race_of_few(self, weights: torch.Tensor, kept: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """The same, for weights that are 0 where `kept` is: on the CPU, noise is made for the kept alone."""
+        if self._device.type != "cpu":
+            return self._race(weights, keys)
+        places = np.flatnonzero(kept.numpy())
+        if len(places) > weights.numel() // 8:
+            return self._race(weights, keys)
+        row = np.repeat(np.arange(len(kept)), kept.sum(-1).numpy().astype(np.int64))
+        token = torch.from_numpy(places - row * kept.shape[1])
+        noise = exponentials(keys[torch.from_numpy(row)], self._hashes[token][:, None]).squeeze(1)
+        weights.view(-1)[torch.from_numpy(places)] /= noise
+        return first_argmax(weights)
+
+
+def _alike(needs: NDArray[np.uint8], most: int) -> Iterator[tuple[Needs, Rows]]:
+    """The places [n] of the batch, in groups that need the same way of drawing, `most` at once."""
+    ways = needs & int(Needs.RANDOM | Needs.FILTERS)
+    for way in np.unique(ways):
+        places = np.flatnonzero(ways == way)
+        for start in range(0, len(places), most):
+            yield Needs(int(way)), places[start : start + most]

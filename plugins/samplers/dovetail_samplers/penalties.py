@@ -1,0 +1,43 @@
+"""Repetition, presence and frequency penalties, from the tokens that a row has seen. Works on the device, without a loop over tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dovetail.api.sampler import RowHistory
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What some rows have seen, cut to the longest of them where that is known without waiting for the device."""
+
+    token_ids: torch.Tensor  # [n, len] int64; beyond a row's tokens its first one again, a valid id
+    known: torch.Tensor  # [n, len] bool
+    generated: torch.Tensor  # [n, len] bool
+
+
+def seen(history: RowHistory, rows: torch.Tensor) -> Seen:
+    """rows [n] int64 -> their tokens. Each has one at least."""
+    num_tokens = history.num_tokens[rows][:, None]
+    longest = int(num_tokens.max()) if num_tokens.device.type == "cpu" else history.token_ids.shape[1]
+    token_ids = history.token_ids[rows, :longest].to(torch.int64)
+    position = torch.arange(longest, device=token_ids.device)
+    known = position < num_tokens
+    return Seen(torch.where(known, token_ids, token_ids[:, :1]), known, known & (position >= history.prompt_lens[rows][:, None]))
+
+
+def repetition(logits: torch.Tensor, seen: Seen, penalty: torch.Tensor) -> None:
+    """Divide positive logits of the tokens in prompt and output by penalty [n] float32, multiply negative ones (arXiv:1909.05858, section 4.1).
+
+    Changes logits [n, vocab]. A token seen twice is written twice, with the same value.
+    """
+    old = logits.gather(1, seen.token_ids)  # [n, len]
+    logits.scatter_(1, seen.token_ids, torch.where(old > 0, old / penalty[:, None], old * penalty[:, None]))
+
+
+def presence_and_frequency(logits: torch.Tensor, seen: Seen, presence: torch.Tensor, frequency: torch.Tensor) -> None:
+    """Subtract presence [n] from the logit of each generated token, and frequency [n] as often as it was generated. Changes logits [n, vocab]."""
+    counts = torch.zeros_like(logits).scatter_add_(1, seen.token_ids, seen.generated.to(logits.dtype))  # whole numbers: exact in any order
+    logits -= counts * frequency[:, None] + counts.clamp(max=1) * presence[:, None]

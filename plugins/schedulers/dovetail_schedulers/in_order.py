@@ -1,0 +1,33 @@
+"""Serving requests in a policy's order, with eviction: what several policies here share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+
+from dovetail.api.scheduler import Refusal, Step
+from dovetail.request import Request
+
+
+def grant_in_order(step: Step, order: Sequence[Request], evict: Callable[[Request], Iterable[Request]]) -> None:
+    """Grant to everyone in `order` (running and waiting), the first is the most important; `evict(request)` may be preempted for it.
+
+    Each decode keeps its token, however long the prefills ahead of it are. Once a prefill lacks memory or a seat, nobody behind it is
+    admitted, or the small would pass the large for ever.
+    """
+    decoding, waiting = set(step.decoding), set(step.waiting)
+    owed = len(decoding)  # tokens, to decodes further down
+    admits = True
+    for decodes, group in groupby(order, decoding.__contains__):
+        if decodes:
+            members = list(group)
+            owed -= len(members)
+            for request in step.grant_each(members):
+                step.grant(request, evict=evict(request))
+            continue
+        for request in group:
+            if step.tokens_left <= owed:
+                break
+            if admits or request not in waiting:
+                grant = step.grant(request, step.tokens_left - owed, evict=evict(request))
+                admits = admits and grant.refused not in (Refusal.MEMORY, Refusal.SEATS)

@@ -1,0 +1,40 @@
+"""Longest prefix match first: cache-aware admission as in SGLang (Zheng et al., arXiv:2312.07104, section 3)."""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dovetail.api.scheduler import Refusal, Scheduler, Step
+from dovetail.request import Request
+
+
+class LPMOptions(BaseModel):
+    """Options of the scheduler `lpm`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    window: int = Field(128, ge=1, description="How many of those waiting, in order of arrival, are looked up in each step.")
+    patience_s: float = Field(10.0, ge=0, description="Who waits this long, in seconds, goes first whatever is cached, in order of arrival.")
+
+
+class LPM(Scheduler):
+    """Admits the waiting by how much of them is cached: their prefix is used before it is evicted. Those admitted run on; when memory lacks,
+    the youngest make room."""
+
+    options: LPMOptions
+
+    def schedule(self, step: Step) -> None:
+        for request in step.grant_each(step.running):
+            step.grant(request, evict=reversed(step.running))
+        if not (step.tokens_left and step.seqs_left and step.free_blocks):
+            return
+
+        def rank(request: Request) -> float:
+            impatient = step.now - request.arrival_time >= self.options.patience_s
+            return -math.inf if impatient else -step.cost(request).cached
+
+        for request in sorted(step.waiting[: self.options.window], key=rank):  # of equals, who came first
+            if step.grant(request).refused not in (None, Refusal.NOT_NOW):
+                break

@@ -1,0 +1,60 @@
+"""Short answers first, without knowing lengths: the skip-join multi-level feedback queue of FastServe (Wu et al., arXiv:2305.05920)."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dovetail.api.scheduler import Context, Scheduler, Step, StepDone
+from dovetail.request import Request
+from dovetail_schedulers.in_order import grant_in_order
+
+
+class MLFQOptions(BaseModel):
+    """Options of the scheduler `mlfq`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    levels: int = Field(5, ge=1, le=64, description="How many queues there are.")
+    quantum: int = Field(64, ge=1, description="Tokens that a request may generate in the first level before it sinks to the next.")
+    growth: int = Field(4, ge=2, description="How many times longer the quantum of each next level is.")
+    starve_s: float = Field(10.0, gt=0, description="Seconds without a token computed after which a request rises to the first level.")
+
+
+class MLFQ(Scheduler):
+    """A request joins the first level whose quantum is no shorter than its prompt, and sinks as it generates. What is left over of a step's
+    seats and tokens goes to lower levels, which pause otherwise but keep their blocks; they lose them, the lowest first, when memory lacks.
+    A waiting one makes only lower levels give way, or two of one level would evict each other in turns."""
+
+    options: MLFQOptions
+
+    def __init__(self, options: MLFQOptions, context: Context) -> None:
+        super().__init__(options, context)
+        self._quanta = [options.quantum * options.growth**level for level in range(options.levels)]
+        self._level: dict[Request, int] = {}
+        self._used: dict[Request, int] = {}  # tokens generated in its level
+        self._last_ran: dict[Request, float] = {}
+
+    def schedule(self, step: Step) -> None:
+        waiting, level = set(step.waiting), self._level
+        order = sorted((*step.running, *step.waiting), key=lambda request: request.arrival_time)
+        for request in order:
+            if level[request] and step.now - self._last_ran[request] >= self.options.starve_s:
+                level[request], self._used[request], self._last_ran[request] = 0, 0, step.now
+        order.sort(key=level.__getitem__)
+        grant_in_order(step, order, lambda request: (r for r in reversed(order) if request not in waiting or level[r] > level[request]))
+
+    def on_arrival(self, request: Request) -> None:
+        fitting = (level for level, quantum in enumerate(self._quanta) if quantum >= request.prompt_tokens)
+        self._level[request] = next(fitting, len(self._quanta) - 1)
+        self._used[request], self._last_ran[request] = 0, request.arrival_time
+
+    def on_step(self, done: StepDone) -> None:
+        for request, _, generated in done.ran:
+            self._last_ran[request] = done.ended
+            self._used[request] += generated
+            if self._used[request] >= self._quanta[self._level[request]] and self._level[request] < len(self._quanta) - 1:
+                self._level[request], self._used[request] = self._level[request] + 1, 0
+
+    def on_finished(self, request: Request) -> None:
+        for book in (self._level, self._used, self._last_ran):
+            del book[request]

@@ -1,0 +1,46 @@
+"""The most important first. Aging is that of operating systems: waiting makes more important (Silberschatz et al., Operating System Concepts)."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dovetail.api.scheduler import Claims, Context, Scheduler, Step
+from dovetail.request import Request
+from dovetail_schedulers.in_order import grant_in_order
+
+
+class PriorityOptions(BaseModel):
+    """Options of the scheduler `priority`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    aging_s: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds after arrival that count as one step of priority, so that nobody waits for ever; null: no aging.",
+    )
+
+
+class Priority(Scheduler):
+    """Smaller `request.priority` first, then by arrival. Requests age alike, so their order never turns: no two evict each other in turns."""
+
+    claims = Claims(order="priority", starves=True)
+    options: PriorityOptions
+
+    def __init__(self, options: PriorityOptions, context: Context) -> None:
+        super().__init__(options, context)
+        if options.aging_s is not None:
+            self.claims = Claims()
+
+    def schedule(self, step: Step) -> None:
+        order = sorted((*step.running, *step.waiting), key=attrgetter("arrival_time"))
+        order.sort(key=self._rank if self.options.aging_s else attrgetter("priority"))
+        grant_in_order(step, order, lambda request: reversed(order))
+
+    def _rank(self, request: Request) -> float:
+        """Its priority at time 0, had it aged since: what it has at any moment, but for a number common to all."""
+        assert self.options.aging_s is not None
+        return request.priority + request.arrival_time / self.options.aging_s

@@ -1,0 +1,100 @@
+"""`dovetail config`: show, schema, check."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from dovetail.cli.app import app
+from dovetail.config import EngineConfig
+from dovetail.registry.registry import Registry
+from tests.registry.fakes import Site, components
+
+
+def dovetail(*args: str) -> Any:
+    return CliRunner().invoke(app, ["config", *args])
+
+
+@pytest.fixture
+def engine_yaml(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config that names a third-party scheduler; relative names work from where it is."""
+    site.install_scheduler("dovetail-fair", version="1.5")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "engine.yaml"
+    path.write_text("model: demo\nscheduler:\n  name: fair\n  aging_s: 2\nobservers: [log]\n")
+    return path
+
+
+def test_show_prints_what_would_run_and_is_a_config_itself(engine_yaml: Path) -> None:
+    text = dovetail("show", "engine.yaml", "--set", "max_num_seqs=7", "--set", "kv_cache={name: prefix, reuse: false}").stdout
+    assert "scheduler: {name: 'dovetail-fair:fair', aging_s: 2.0}  # dovetail-fair 1.5" in text
+    shown = yaml.safe_load(text)
+    assert shown["kv_cache"] == {"name": "dovetail:prefix", "reuse": False}
+    assert list(shown) == list(EngineConfig.model_fields)
+    again = engine_yaml.with_name("again.yaml")
+    again.write_text(text)
+    assert dovetail("show", str(again)).stdout == text
+
+
+def test_show_needs_no_file(site: Site) -> None:
+    assert yaml.safe_load(dovetail("show").stdout)["model"] == "demo"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("scheduler: {name: fair, agin_s: 1}", "engine.yaml:1: scheduler.agin_s: unknown option, did you mean aging_s?"),
+        ("scheduler: fare", "engine.yaml:1: scheduler: unknown scheduler 'fare', did you mean fair?"),
+        ("sched: fair", "engine.yaml:1: sched: unknown key, did you mean scheduler?"),
+        ("observers: [{name: log, every: 1}]", "engine.yaml:1: observers.0.every: unknown option, did you mean every_s?"),
+        ("model: ./nowhere", "model: './nowhere' is not a directory"),
+    ],
+)
+def test_show_and_check_tell_what_is_wrong(engine_yaml: Path, line: str, says: str) -> None:
+    engine_yaml.write_text(line)
+    for command in ("show", "check"):
+        done = dovetail(command, "engine.yaml")
+        assert done.exit_code == 2
+        assert f"error: {says}" in done.stderr
+
+
+def test_check_tells_everything_wrong_at_once(engine_yaml: Path, site: Site) -> None:
+    lost = 'kind="observer", name="lost", target="there_is_no_such_module:X"'
+    site.install("dovetail-lost", modules={"lost_plugin": components(lost)})
+    engine_yaml.write_text("scheduler: fare\nkv_cache: {name: prefix, x: 1}\nobservers: [lost, log]\n")
+    lines = [line for line in dovetail("check", "engine.yaml").stderr.splitlines() if line.startswith("error: engine.yaml:")]
+    assert [line.split(": ")[1:3] for line in lines] == [
+        ["engine.yaml:1", "scheduler"],
+        ["engine.yaml:2", "kv_cache.x"],
+        ["engine.yaml:3", "observers.0"],
+    ]
+
+
+def test_unmet_require_stops_show_and_check(engine_yaml: Path) -> None:
+    done = dovetail("check", "engine.yaml", "--set", "plugins.require=['dovetail-fair>=9']")
+    assert done.exit_code == 2
+    assert "plugins.require: dovetail-fair>=9: 1.5 is installed" in done.stderr
+
+
+@pytest.mark.parametrize(("setting", "says"), [("seed", "expected key=value"), ("=1", "expected key=value"), ("seed=[", "--set:1: not valid YAML")])
+def test_malformed_settings_are_told(setting: str, says: str) -> None:
+    done = dovetail("show", "--set", setting)
+    assert done.exit_code == 2
+    assert says in done.stderr
+    assert "error: --set: seed: expected a valid integer, got 'x'" in dovetail("show", "--set", "seed=x").stderr
+
+
+def test_check_of_the_default_config_passes() -> None:
+    done = dovetail("check")
+    if Registry.discover().failures:
+        pytest.skip("a built-in plugin doesn't load")
+    assert (done.exit_code, done.stdout) == (0, "demo: ok\n"), done.stderr
+
+
+def test_schema_is_json(site: Site) -> None:
+    assert json.loads(dovetail("schema").stdout)["$schema"].startswith("https://json-schema.org/")

@@ -1,0 +1,53 @@
+"""What may not be imported: torch and transformers by the core's front rooms, anything heavy by `dovetail --help`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+BLOCKED = """
+import importlib, pkgutil, sys
+for name in ("torch", "transformers", "tokenizers", "huggingface_hub", "triton"):
+    sys.modules[name] = None  # importing it now raises ImportError
+import dovetail.request, dovetail.errors, dovetail.config, dovetail.config_schema, dovetail.parts
+for package in ("api", "registry", "engine", "cli"):
+    top = importlib.import_module("dovetail." + package)
+    for module in pkgutil.walk_packages(top.__path__, top.__name__ + "."):
+        importlib.import_module(module.name)
+from dovetail.registry.registry import Registry
+registry = Registry.discover()
+assert not registry.failures, [str(failure) for failure in registry.failures]
+registry.resolve("scheduler", "fcfs").load()
+registry.resolve("kv_cache", "prefix").load()
+"""
+
+QUICK = """
+import sys
+sys.argv = ["dovetail", *{args}]
+from dovetail.cli.main import main
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code
+heavy = {{"torch", "transformers", "numpy", "rich", "huggingface_hub", "jinja2"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def run(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), os.environ.get("PYTHONPATH", "")])}
+    environment.pop("DOVETAIL_PLUGINS", None)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+
+
+def test_core_and_built_in_declarations_need_no_torch() -> None:
+    done = run(BLOCKED)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_and_list_import_nothing_heavy() -> None:
+    for args in (["--help"], ["plugins", "list"]):
+        done = run(QUICK.format(args=args))
+        assert done.returncode == 0, done.stderr

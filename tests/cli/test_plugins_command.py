@@ -1,0 +1,156 @@
+"""`dovetail plugins`, and commands that plugins add."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dovetail.cli.app import app
+from tests.registry.fakes import Site, components, scheduler
+
+COMMANDS = """
+from dovetail.api import CommandSpec, hookimpl
+@hookimpl
+def dovetail_commands():
+    return [{}]
+"""
+
+
+def dovetail(*args: str) -> Any:
+    return CliRunner().invoke(app, list(args))
+
+
+def install_commands(site: Site, distribution: str, **commands: str) -> None:
+    module = distribution.replace("-", "_")
+    specs = ", ".join(f"CommandSpec({name!r}, {target!r}, 'does {name}')" for name, target in commands.items())
+    site.install(distribution, modules={module: COMMANDS.format(specs)})
+
+
+def test_list_works_with_any_number_of_broken_plugins(site: Site) -> None:
+    for number in range(20):
+        site.install(f"dovetail-broken-{number}", modules={f"broken_{number}": f"import sys; print('noise'); sys.exit({number})"})
+    site.install_scheduler("dovetail-fair", summary="Fair to all")
+    done = dovetail("plugins", "list")
+    assert done.exit_code == 0
+    assert "scheduler      fair" in done.stdout
+    assert done.stdout.count("failed (import): SystemExit") == 20
+    assert "noise" not in done.stdout
+    failed = dovetail("plugins", "list", "--failed").stdout
+    assert failed.count("SystemExit: ") == failed.count("    noise") == 20
+
+
+def test_list_says_what_cannot_be_used_and_what_is_ambiguous(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.install_scheduler("dovetail-old", "aged", api="0.0")
+    site.install_scheduler("dovetail-a")
+    site.install_scheduler("dovetail-b")
+    site.install_scheduler("dovetail-c", "see")
+    monkeypatch.setenv("DOVETAIL_PLUGINS", "deny=dovetail-c")
+    lines = dovetail("plugins", "list").stdout.splitlines()
+    assert any("aged" in line and "CAN'T BE USED" in line and "upgrade dovetail-old" in line for line in lines)
+    assert any("dovetail-a:fair" in line for line in lines)
+    assert "  dovetail-c/main 1.0 is denied by plugins.deny" in lines
+
+
+def test_list_as_json(site: Site) -> None:
+    site.install("dovetail-broken", "2.0", modules={"broken": "print('noise'); 1/0"})
+    site.install_scheduler("dovetail-fair")
+    shown = json.loads(dovetail("plugins", "list", "--json").stdout)
+    (fair,) = [component for component in shown["components"] if component["distribution"] == "dovetail-fair"]
+    assert fair["qualified_name"] == "dovetail-fair:fair"
+    assert (fair["ambiguous"], fair["problem"], fair["version"]) == (False, None, "1.0")
+    broken = {"plugin": "dovetail-broken/main", "distribution": "dovetail-broken", "version": "2.0", "phase": "import"}
+    assert broken | {"error": "ZeroDivisionError", "message": "division by zero", "output": "noise\n"} in shown["failures"]
+    assert set(json.loads(dovetail("plugins", "list", "--json", "--failed").stdout)) == {"failures"}
+
+
+def test_info_tells_options_claims_and_origin(site: Site) -> None:
+    site.install_scheduler(summary="Fair to all", requires=("there-is-no-such-package",))
+    text = dovetail("plugins", "info", "scheduler", "fair").stdout
+    for part in (
+        "scheduler dovetail-fair:fair 1.0",
+        "dovetail-fair/main",
+        "Fair to all",
+        "aging_s",
+        "float",
+        "1.0",
+        "Seconds until it counts double.",
+    ):
+        assert part in text
+    assert "there-is-no-such-package (not installed)" in text
+    assert "claims" in text
+    assert "claims.order" in dovetail("plugins", "info", "scheduler", "fcfs").stdout
+
+
+def test_info_of_nothing_is_an_error() -> None:
+    done = dovetail("plugins", "info", "kv_cache", "prefx")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: plugins info: unknown kv_cache 'prefx', did you mean prefix?")
+    assert "Traceback" not in done.stderr
+    assert "did you mean kv_cache" in dovetail("plugins", "info", "kvcache", "prefix").stderr
+
+
+def test_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Traceback" in dovetail("--traceback", "plugins", "info", "kv_cache", "x").stderr
+    monkeypatch.setenv("DOVETAIL_TRACEBACK", "1")
+    done = dovetail("plugins", "info", "kv_cache", "x")
+    assert "Traceback" in done.stderr
+    assert done.exit_code == 2
+
+
+def test_plugin_commands_are_listed_without_their_import_and_run_with_it(site: Site) -> None:
+    install_commands(site, "dovetail-more", hello="more_commands:app", shout="more_commands:shout")
+    (site.path / "more_commands.py").write_text(
+        "import typer\nprint('imported')\napp = typer.Typer()\n"
+        "@app.command()\ndef one(n: int = 1): print('one', n)\n@app.command()\ndef two(): print('two')\n"
+        "def shout(word: str, loud: bool = False): print(word.upper() if loud else word)\n"
+    )
+    help_text = dovetail("--help").stdout
+    assert "does hello" in help_text
+    assert "imported" not in help_text
+    assert dovetail("hello", "one", "--n", "3").stdout.endswith("one 3\n")
+    assert dovetail("shout", "--loud", "x").stdout == "X\n"
+    assert dovetail("dovetail-more:shout", "x").stdout == "x\n"
+    assert "--loud" in dovetail("shout", "--help").stdout
+
+
+def test_plugin_command_that_fails_to_import_says_so(site: Site) -> None:
+    install_commands(site, "dovetail-more", hello="there_is_no_such_module:app", odd="dovetail_more:__name__")
+    assert dovetail("--help").exit_code == 0
+    done = dovetail("hello", "x")
+    assert done.exit_code == 2
+    assert "command 'hello' of plugin dovetail-more/main 1.0: importing there_is_no_such_module:app failed: ModuleNotFoundError" in done.stderr
+    assert "not a Typer app" in dovetail("odd").stderr
+
+
+def test_colliding_commands_need_their_full_names_and_core_ones_stay(site: Site) -> None:
+    for name in ("dovetail-a", "dovetail-b"):
+        install_commands(site, name, hello="who:run", plugins="who:run")
+    (site.path / "who.py").write_text("def run(): print('run')")
+    assert "dovetail-a:hello and dovetail-b:hello" in dovetail("hello").stderr
+    assert dovetail("dovetail-b:hello").stdout == "run\n"
+    assert "KIND" in dovetail("plugins", "list").stdout
+    assert "dovetail-a:plugins" in dovetail("--help").stdout
+
+
+def test_unknown_command_names_the_plugins_that_failed(site: Site) -> None:
+    site.install("dovetail-broken", modules={"broken": "1/0"})
+    done = dovetail("serv")
+    assert done.exit_code == 2
+    assert "note: dovetail-broken/main 1.0 failed (import)" in done.stderr
+    assert "No such command 'serv'" in done.stderr
+
+
+def test_one_bad_environment_variable_is_one_clean_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOVETAIL_PLUGINS", "nonsense")
+    for args in (["plugins", "list"], ["--help"], ["config", "show"]):
+        done = dovetail(*args)
+        assert done.exit_code == 2
+        assert done.stderr.startswith("error: DOVETAIL_PLUGINS: can't read 'nonsense'")
+
+
+def test_two_components_in_one_plugin(site: Site) -> None:
+    site.install("dovetail-two", modules={"two": components(scheduler("one"), scheduler("other"))})
+    assert {"one", "other"} <= {line.split()[1] for line in dovetail("plugins", "list").stdout.splitlines() if line.startswith("scheduler")}

@@ -1,0 +1,94 @@
+"""Greedy tokens and log-probabilities are those of transformers, for random small models and ragged batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dovetail_models
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail import LLM, SamplingParams
+from tests.e2e.reference import Comparison, checkpoint, compare_greedy, greedy, run, tokens_of
+from tests.models.configs import configs
+from tests.support import examples
+
+MAX_LEN = 720
+COUNTS = Comparison()
+DEMO = Path(dovetail_models.__file__).parent / "demo"
+
+prompt_lens = st.lists(st.one_of(st.integers(1, 20), st.integers(1, 700)), min_size=1, max_size=6)
+
+
+def random_prompts(lens: list[int], vocab_size: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lens]
+
+
+@examples(quick=14, full=400)
+@given(config=configs(), lens=prompt_lens, seed=st.integers(0, 1000))
+def test_greedy_tokens_of_a_ragged_batch_are_those_of_transformers(config: Any, lens: list[int], seed: int) -> None:
+    config.max_position_embeddings = MAX_LEN
+    prompts = random_prompts(lens, config.vocab_size, seed)
+    with checkpoint(config, seed) as (directory, model):
+        outputs = run(directory, prompts, [greedy(16)] * len(prompts), max_num_batched_tokens=300)
+        for prompt, tokens in zip(prompts, tokens_of(outputs), strict=True):
+            compare_greedy(model, prompt, tokens, COUNTS)
+
+
+def test_ties_are_at_most_one_in_ten_thousand() -> None:
+    """Of the tokens compared above; a handful of ties in a short run is already too many."""
+    print(f"\n{COUNTS.tokens} tokens compared, {COUNTS.ties} ties")
+    assert COUNTS.ties <= max(1, COUNTS.tokens // 10_000)
+
+
+def test_the_demo_model_generates_what_transformers_generate_does() -> None:
+    from transformers import AutoModelForCausalLM
+
+    with LLM("demo", max_model_len=512, dtype="float32") as llm:
+        prompts = ["ROMEO:", "JULIET:\nO Romeo", "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\n"]
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=60), use_tqdm=False)
+        model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+        for output in outputs:
+            ids = torch.tensor([list(output.prompt_token_ids)])
+            theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)[0, ids.shape[1] :].tolist()
+            assert list(output.outputs[0].token_ids) == theirs
+            assert output.outputs[0].text == llm.engine.tokenizer.decode(theirs)
+
+
+@pytest.mark.parametrize("budget", [7, 512])
+def test_logprobs_are_the_log_softmax_of_the_reference(budget: int) -> None:
+    from transformers import Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+    )
+    prompts = random_prompts([1, 9, 33], 61, 0)
+    params = SamplingParams(
+        temperature=0.7, seed=3, max_tokens=12, logprobs=4, prompt_logprobs=2, ignore_eos=True, detokenize=False, output_kind="final"
+    )
+    with checkpoint(config) as (directory, model):
+        for output in run(directory, prompts, [params] * 3, max_num_batched_tokens=budget, max_model_len=64):
+            check_logprobs(output, model)
+
+
+@torch.inference_mode()
+def check_logprobs(output: Any, model: Any) -> None:
+    sample, prompt = output.outputs[0], list(output.prompt_token_ids)
+    expected = model(torch.tensor([prompt + list(sample.token_ids)])).logits[0].log_softmax(-1)
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(prompt)
+    assert len(sample.logprobs) == len(sample.token_ids)
+    maps = [*output.prompt_logprobs[1:], *sample.logprobs]
+    for position, (token, entries) in enumerate(zip([*prompt[1:], *sample.token_ids], maps, strict=True)):
+        alternatives = 2 if position < len(prompt) - 1 else 4
+        best = expected[position].topk(alternatives).indices.tolist()
+        assert set(entries) == {token, *best}
+        for candidate, entry in entries.items():
+            assert entry.logprob == pytest.approx(expected[position, candidate].item(), abs=1e-4)
+            assert entry.rank == 1 + int((expected[position] > expected[position, candidate]).sum())
+    chosen = [expected[len(prompt) - 1 + i, token].item() for i, token in enumerate(sample.token_ids)]
+    assert sample.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-3)

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Schedulers, the KV manager and the command line run in a venv that has the base dependencies and no torch.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${VENV:-.venv}/bin/python
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+"$python" -m venv "$dir/venv"
+"$dir/venv/bin/pip" install --quiet -c constraints.txt ".[testing]"
+! "$dir/venv/bin/python" -c 'import torch' 2>/dev/null || { echo "this venv was meant to have no torch"; exit 1; }
+"$dir/venv/bin/dovetail" plugins list
+"$dir/venv/bin/python" -m pytest -q -p no:cacheprovider tests/engine tests/schedulers tests/kv_cache tests/registry tests/config
+if message=$("$dir/venv/bin/dovetail" generate demo hello 2>&1); then echo "generated without torch?"; exit 1; fi
+echo "$message" | grep -q 'pip install "dovetail\[torch\]"' || { echo "the missing extra was not named: $message"; exit 1; }
