@@ -1,0 +1,84 @@
+"""The pages of the documentation and the code blocks on them.
+
+What a block's info string means, here and for writers:
+
+    ```python                     runs; the blocks of a page share a namespace and a temporary directory
+    ```python title="a/b.py"      a file, written to that directory; so are blocks of any other language with a title
+    ```yaml                       an engine config, titled or not; one titled "wrong…" must be refused
+    ```console                    lines that begin with "$ dovetail" run; lines that don't begin with "$ " are their output, "..." for any text
+    ```text title="Output"        what the block above printed, "..." for any text
+    <!-- not run: why -->         on the line above a block: it doesn't run, and `test_code_blocks.NOT_RUN` must list it
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+_NOT_RUN = re.compile(r"<!-- not run: .+ -->")
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str  # relative to the repository
+    line: int  # of the fence, from 1
+    language: str
+    title: str | None
+    text: str
+    not_run: bool
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def is_output(self) -> bool:
+        return self.language == "text" and self.title == "Output"
+
+    @property
+    def is_file(self) -> bool:
+        return self.title is not None and not self.is_output
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of a console block, without the "$ ", and what is shown to come of it."""
+
+    line: str
+    output: str
+
+
+def pages() -> list[str]:
+    """README and all pages, relative to the repository."""
+    return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))]
+
+
+@cache
+def blocks_of(page: str) -> tuple[Block, ...]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    lines = text.splitlines()
+    return tuple(_block(page, lines, token) for token in MarkdownIt().parse(text) if token.type == "fence")
+
+
+def commands_of(block: Block) -> Iterator[Command]:
+    first, *others = re.split(r"^\$ ", block.text, flags=re.MULTILINE)
+    assert not first, f"{block.place}: a console block begins with a command, got {first!r}"
+    for part in others:
+        line, _, output = part.partition("\n")
+        yield Command(line, output)
+
+
+def _block(page: str, lines: list[str], token: object) -> Block:
+    language, _, rest = token.info.strip().partition(" ")  # type: ignore[attr-defined]
+    title = re.search(r'title="([^"]+)"', rest)
+    start: int = token.map[0]  # type: ignore[attr-defined]
+    above = lines[start - 1] if start else ""
+    return Block(page, start + 1, language, title[1] if title else None, token.content, bool(_NOT_RUN.fullmatch(above)))  # type: ignore[attr-defined]

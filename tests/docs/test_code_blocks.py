@@ -1,0 +1,173 @@
+"""What the documentation shows is true: its Python runs, its commands print what it says, its configs are configs. See `pages.py`."""
+
+from __future__ import annotations
+
+import doctest
+import io
+import re
+import shlex
+import sys
+import tomllib
+from contextlib import redirect_stdout
+from importlib.metadata import metadata
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner
+
+from dovetail.cli.app import app
+from dovetail.config import COMPONENT_KEYS, EngineConfig
+from dovetail.errors import ConfigError, DovetailError
+from dovetail.registry.registry import Registry
+from tests.docs.pages import ROOT, Block, blocks_of, commands_of, pages
+
+OWN_TEST = {"docs/write-a-scheduler.md"}  # test_write_a_scheduler.py installs what it describes
+NOT_RUN: set[str] = set()  # "page:line" of every block that is marked not to run: none so far
+NOT_INSTALLED = {"dovetail-fair", "dovetail-experimental"}  # distributions that pages make up
+
+LANGUAGES = {"python", "yaml", "console", "text", "toml", "json"}
+
+
+@pytest.fixture
+def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """A module for the page's Python, in a directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("DOVETAIL_PLUGINS", raising=False)
+    module = ModuleType("documentation_page")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return vars(module)
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if blocks_of(page) and page not in OWN_TEST])
+def test_blocks_of_the_page_run(page: str, namespace: dict[str, object]) -> None:
+    printed = ""
+    for block in blocks_of(page):
+        assert block.language in LANGUAGES, f"{block.place}: unknown language {block.language!r}"
+        if block.not_run:
+            continue
+        if block.is_file:
+            write(block)
+        if block.language == "python":
+            code = compile("\n" * block.line + block.text, block.page, "exec")
+            printed = "" if block.is_file else run_python(code, namespace)
+        elif block.language == "yaml":
+            check_config(block)
+        elif block.language == "console":
+            run_console(block)
+        elif block.is_output:
+            check_output(block, block.text, printed)
+
+
+def test_every_exemption_is_listed() -> None:
+    assert {block.place for page in pages() for block in blocks_of(page) if block.not_run} == NOT_RUN
+
+
+def test_fences_are_not_hidden_in_indented_text() -> None:
+    hidden = re.compile(r"^(\t| {4,})[`~]{3}", re.MULTILINE)
+    assert not [page for page in pages() if hidden.search((ROOT / page).read_text())], "such blocks wouldn't be tested"
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_are_configs_of_what_is_built_in(example: Path) -> None:
+    result = CliRunner().invoke(app, ["config", "check", str(example)])
+    assert result.exit_code == 0, result.output
+
+
+def write(block: Block) -> None:
+    path = Path(str(block.title))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(block.text)
+
+
+def run_python(code: object, namespace: dict[str, object]) -> str:
+    with redirect_stdout(io.StringIO()) as out:
+        exec(code, namespace)  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def check_config(block: Block) -> None:
+    """Its keys are right, and so are the options of components that are built in."""
+    path = Path(block.title or "engine.yaml")
+    path.write_text(block.text)
+    if path.name.startswith("wrong"):
+        with pytest.raises(ConfigError):
+            check_components(EngineConfig.load(path))
+    else:
+        check_components(EngineConfig.load(path))
+
+
+def check_components(config: EngineConfig) -> None:
+    for requirement in config.plugins.require:
+        assert any(requirement.startswith(name) for name in NOT_INSTALLED), f"who is {requirement}?"
+    registry = Registry.discover()
+    for key, kind in COMPONENT_KEYS.items():
+        for choice in config.observers if key == "observers" else (getattr(config, key),):
+            if (key, choice.name) != ("attention", "auto"):
+                registry.resolve(kind, choice.name, choice.options, choice.where).validate_options()
+
+
+def run_console(block: Block) -> None:
+    for command in commands_of(block):
+        words = shlex.split(command.line, comments=True)
+        if words[0] == "dovetail":
+            run_dovetail(block, words[1:], command.output)
+        else:
+            check_that_it_could_run(block, words)
+
+
+def run_dovetail(block: Block, args: list[str], expected: str) -> None:
+    """The exit code is 2 if an error is shown, else 0."""
+    if ">" in args:
+        args, expected = args[: args.index(">")], ""
+    args = [str(ROOT / arg) if arg.startswith("examples/") else arg for arg in args]
+    result = CliRunner().invoke(app, args, prog_name="dovetail")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == (2 if "error:" in expected else 0), f"{block.place}: {result.output}"
+    if expected:
+        check_output(block, expected, result.output)
+
+
+def check_that_it_could_run(block: Block, words: list[str]) -> None:
+    """Commands that a test can't run: what they name must exist."""
+    if words[0] == "make":
+        assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), f"{block.place}: the Makefile has no target {words[1]}"
+    elif words[0] == "python":
+        script = ROOT / (f"{words[2].replace('.', '/')}.py" if words[1] == "-m" else words[1])
+        assert script.exists(), f"{block.place}: no file {script}"
+        unknown = [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in script.read_text()]
+        assert not unknown, f"{block.place}: {script.name} has no {unknown}"
+    elif words[:2] == ["pip", "install"]:
+        extras = re.findall(r"dovetail\[(.+?)\]", " ".join(words))
+        known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert all(extra in known for names in extras for extra in names.split(",")), f"{block.place}: unknown extra in {words}"
+    else:
+        pytest.fail(f"{block.place}: {words[0]} is none of dovetail, make, python, pip: nobody could check it")
+
+
+def check_output(block: Block, expected: str, printed: str) -> None:
+    checker, flags = doctest.OutputChecker(), doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert checker.check_output(expected, printed, flags), f"{block.place}: expected\n{expected}\ngot\n{printed}"
+
+
+def test_the_version_that_pages_show_is_this_one() -> None:
+    shown = {version for page in pages() for block in blocks_of(page) for version in re.findall(r"dovetail(?:/\w+)? (\d+\.\d+\.\d+)", block.text)}
+    assert shown == {metadata("dovetail")["Version"]}
+
+
+def test_a_page_that_is_wrong_is_caught(namespace: dict[str, object]) -> None:
+    def block(language: str, text: str, title: str | None = None) -> Block:
+        return Block("page.md", 1, language, title, text, not_run=False)
+
+    with pytest.raises(DovetailError):
+        check_config(block("yaml", "scheduler: {name: priority, agin_s: 5}"))
+    with pytest.raises(AssertionError, match="expected"):
+        run_console(block("console", "$ dovetail config check demo\ndemo: fine\n"))
+    with pytest.raises(AssertionError):
+        run_console(block("console", "$ dovetail config check nowhere/at/all\n"))
+    with pytest.raises(AssertionError, match="no file"):
+        run_console(block("console", "$ python bench/nothing.py\n"))
+    with pytest.raises(pytest.fail.Exception, match="is none of"):
+        run_console(block("console", "$ curl x | sh\n"))

@@ -1,0 +1,96 @@
+"""Two griffe extensions for the API reference, which `mkdocs.yml` names.
+
+In this code base `seed: int = 0  # 64 bits` documents the field. `FieldComments` makes a docstring of such a comment; `FieldTables` then lists the
+fields of a class in one table, instead of giving each a heading.
+"""
+
+from __future__ import annotations
+
+import tokenize
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+
+class FieldComments(griffe.Extension):
+    """Gives attributes without a docstring the comment at the end of their line or, failing that, the comment lines right above."""
+
+    def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        if attr.docstring is None and attr.lineno is not None and isinstance(attr.filepath, Path):
+            text = comment_at(attr.filepath, attr.lineno, attr.endlineno or attr.lineno)
+            if text:
+                attr.docstring = griffe.Docstring(text, parent=attr, lineno=attr.lineno)
+
+
+class FieldTables(griffe.Extension):
+    """Moves the fields of each class to a section of its docstring. They stay in the tree, but the templates skip what isn't public."""
+
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+        hidden = [member for member in cls.members.values() if member.name.startswith("_") or _is_field(member)]
+        fields = [member for member in hidden if isinstance(member, griffe.Attribute) and not member.name.startswith("_")]
+        rows = [f"    {field.name}: {meaning}" for field in fields if (meaning := _meaning(field))]
+        if rows and (any(field.docstring for field in fields) or not _has_signature(cls)):
+            above = [cls.docstring.value, ""] if cls.docstring else []
+            line = cls.docstring.lineno if cls.docstring else cls.lineno
+            cls.docstring = griffe.Docstring("\n".join([*above, "Attributes:", *rows]), parent=cls, lineno=line, parser="google")
+        for member in hidden:
+            member.public = False
+
+
+def _is_field(member: griffe.Object | griffe.Alias) -> bool:
+    return isinstance(member, griffe.Attribute) and "property" not in member.labels
+
+
+def _has_signature(cls: griffe.Class) -> bool:
+    """Whose fields can be seen above anyway."""
+    return any(str(decorator.value).startswith("dataclass") for decorator in cls.decorators)
+
+
+def _meaning(field: griffe.Attribute) -> str:
+    """What a table says of a field; "" for one that nobody has said a word about, not even a type."""
+    typed = field.annotation is not None or _take_type_of_parameter(field)
+    if field.docstring is not None:
+        return " ".join(field.docstring.value.split())
+    if typed:
+        return "–"
+    return f"`{field.value}`" if "class-attribute" in field.labels and field.value is not None else ""
+
+
+def _take_type_of_parameter(field: griffe.Attribute) -> bool:
+    """`self.client = client` has the type of the argument."""
+    init = field.parent.members.get("__init__") if field.parent else None
+    if not isinstance(init, griffe.Function) or str(field.value) != field.name or field.name not in init.parameters:
+        return False
+    field.annotation = init.parameters[field.name].annotation
+    return True
+
+
+def comment_at(path: Path, first: int, last: int) -> str:
+    """The comment that belongs to lines `first` to `last` of a file; "" if there is none."""
+    trailing, whole_lines = _comments(path)
+    if last in trailing:
+        return _sentence(trailing[last])
+    above: list[str] = []
+    while first - 1 in whole_lines:
+        first -= 1
+        above.insert(0, whole_lines[first])
+    return _sentence(" ".join(above)) if above else ""
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] if text[:2].islower() else text
+
+
+@cache
+def _comments(path: Path) -> tuple[dict[int, str], dict[int, str]]:
+    """By line: comments at the end of a line of code, and comments that have a line of their own."""
+    trailing: dict[int, str] = {}
+    whole_lines: dict[int, str] = {}
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type == tokenize.COMMENT:
+                home = whole_lines if token.line.lstrip().startswith("#") else trailing
+                home[token.start[0]] = token.string.lstrip("#").strip()
+    return trailing, whole_lines

@@ -1,0 +1,187 @@
+"""Fills in what the documentation site takes from the code: `mkdocs.yml` names this file as a hook, and `tests/docs/` calls it too.
+
+A page asks for a piece with a comment on a line of its own, `<!-- generated: NAME -->`; `PIECES` lists the names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any
+
+import typer
+import yaml
+from pydantic import BaseModel
+from typer.testing import CliRunner
+
+from dovetail.api.component import API_VERSIONS, KINDS, Kind
+from dovetail.cli.app import app
+from dovetail.config import COMPONENT_KEYS, EngineConfig
+from dovetail.config_schema import json_schema
+from dovetail.registry.registry import Registry
+from dovetail.registry.resolved import ResolvedComponent
+from dovetail.registry.selection import PluginSelection
+
+MARKER = re.compile(r"^<!-- generated: (?P<name>[^>]+?) -->$", re.MULTILINE)
+HELP_WIDTH = "100"
+
+KIND_TITLES: dict[Kind, str] = {
+    "scheduler": "Schedulers",
+    "kv_cache": "KV-cache managers",
+    "attention": "Attention backends",
+    "model": "Model architectures",
+    "sampler": "Samplers",
+    "executor": "Executors",
+    "observer": "Observers",
+}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """mkdocs calls this with each page's text."""
+    return fill_in(markdown)
+
+
+def fill_in(markdown: str) -> str:
+    """The text with each marker replaced by its piece. Raises `KeyError` for a name that there is not."""
+    return MARKER.sub(lambda marker: PIECES[marker["name"]](), markdown)
+
+
+# Configuration
+
+
+def config_keys() -> str:
+    """Every key of `engine.yaml`."""
+    properties = json_schema(built_ins())["properties"]
+    return _table(EngineConfig, properties, "key", types={key: _choice_type(key) for key in COMPONENT_KEYS} | {"plugins": "mapping, see below"})
+
+
+def plugins_keys() -> str:
+    """The keys below `plugins`."""
+    return _table(PluginSelection, PluginSelection.model_json_schema()["properties"], "key", prefix="plugins.")
+
+
+def built_in_components() -> str:
+    """Every built-in component with its options."""
+    return "\n".join(line for kind in KINDS for line in _components_of(kind))
+
+
+def api_versions() -> str:
+    """The version of each kind's interface."""
+    return "\n".join(["| kind | api |", "|---|---|", *(f"| `{kind}` | {API_VERSIONS[kind]} |" for kind in KINDS)])
+
+
+@cache
+def built_ins() -> Registry:
+    """What comes with Dovetail, whatever else is installed here."""
+    return Registry.discover(PluginSelection(allow=()), environ={})
+
+
+def _components_of(kind: Kind) -> Iterator[str]:
+    key = next((key for key, of in COMPONENT_KEYS.items() if of == kind), None)
+    yield f"### {KIND_TITLES[kind]}\n"
+    yield f"Chosen by the key `{key}`.\n" if key else "Chosen by the model's own `config.json`.\n"
+    for component in built_ins().components(kind):
+        yield f"#### `{component.spec.name}` {{ #{kind}-{component.spec.name} }}\n"
+        yield f"{component.spec.summary[:1].upper()}{component.spec.summary[1:].rstrip('.')}.{_facts(component)}\n"
+        model = component.options_model()
+        properties = model.model_json_schema().get("properties", {})
+        yield _table(model, properties, "option", anchor=f"{kind}-{component.spec.name}-") + "\n" if properties else "No options.\n"
+
+
+def _facts(component: ResolvedComponent) -> str:
+    spec = component.spec
+    serves = f" Serves {_code(*spec.architectures)}." if spec.architectures else ""
+    return serves + (f" Needs {_code(*spec.requires)}." if spec.requires else "")
+
+
+def _choice_type(key: str) -> str:
+    one = "a name, or a mapping with `name` and options"
+    return f"list; each item is {one}" if key == "observers" else one
+
+
+def _table(
+    model: type[BaseModel], properties: Mapping[str, Any], noun: str, *, prefix: str = "", anchor: str = "", types: Mapping[str, str] | None = None
+) -> str:
+    """A row for each field; its type in words is that of `types`, or else of its JSON Schema in `properties`.
+
+    Raises `ValueError` for one without a description: undocumented settings don't get into the site."""
+    types = types or {}
+    rows = [f"| {noun} | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        if not field.description:
+            raise ValueError(f"{model.__name__}.{name} has no description")
+        default = "required" if field.is_required() else _code(_yaml(field.get_default(call_default_factory=True, validated_data={})))
+        meaning = " ".join(field.description.split()).replace("|", "\\|")
+        rows.append(f"| `{prefix}{name}`{{ #{anchor}{prefix}{name} }} | {types.get(name) or _type(properties[name])} | {default} | {meaning} |")
+    return "\n".join(rows)
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """A JSON Schema in words."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_type(one) for one in schema["anyOf"]))
+    if "enum" in schema or "const" in schema:
+        return ", ".join(_code(str(value)) for value in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        return f"list, each {_type(schema['items'])}"
+    if schema.get("type") == "object":
+        return f"mapping, each value {_type(schema['additionalProperties'])}"
+    if schema.get("type") == "null":
+        return "`null`"
+    return str(schema.get("type", "any")) + _bounds(schema)
+
+
+def _bounds(schema: Mapping[str, Any]) -> str:
+    signs = {"exclusiveMinimum": "> ", "minimum": "≥ ", "exclusiveMaximum": "< ", "maximum": "≤ "}
+    bounds = [f"{sign}{schema[name]:g}" for name, sign in signs.items() if name in schema]
+    return f" {', '.join(bounds)}" if bounds else ""
+
+
+def _yaml(value: Any) -> str:
+    """A default as `engine.yaml` would say it."""
+    if hasattr(value, "plain"):  # ComponentChoice
+        value = value.plain()
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
+    if isinstance(value, tuple):
+        value = list(value)
+    return yaml.safe_dump([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
+
+
+def _code(*names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+# Command line
+
+
+def commands() -> dict[tuple[str, ...], str]:
+    """Every command of the core, "config show" as `("config", "show")`, with what its `--help` says in its first line."""
+    return dict(_leaves(typer.main.get_command(app), ()))
+
+
+def help_text(*command: str) -> str:
+    """What `dovetail COMMAND --help` prints."""
+    result = CliRunner().invoke(app, [*command, "--help"], prog_name="dovetail", env={"COLUMNS": HELP_WIDTH, "TERMINAL_WIDTH": HELP_WIDTH})
+    if result.exit_code:
+        raise ValueError(f"dovetail {' '.join(command)} --help failed: {result.output}")
+    return f"```text\n{result.stdout.strip()}\n```"
+
+
+def _leaves(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    for name, child in getattr(command, "commands", {}).items():
+        if hasattr(child, "commands"):
+            yield from _leaves(child, (*path, name))
+        else:
+            yield (*path, name), (child.help or "").splitlines()[0]
+
+
+PIECES: dict[str, Callable[[], str]] = {
+    "config keys": config_keys,
+    "plugins keys": plugins_keys,
+    "built-in components": built_in_components,
+    "api versions": api_versions,
+    "help": help_text,
+    **{f"help {' '.join(command)}": partial(help_text, *command) for command in commands()},
+}
