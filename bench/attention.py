@@ -10,6 +10,7 @@ is replayed from a CUDA graph, as an engine does; prefill is launched.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 import time
@@ -28,6 +29,7 @@ DEVICE = torch.device("cuda")
 ROTATED_BYTES = 1 << 30  # of K and V that the layers hold together, at least
 MAX_LEN = 32_768  # of the block table
 REPEATS = 20
+WARM_UP_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,13 @@ DECODE_MODELS = (
 PREFILL_MODELS = (Model(32, 8), Model(32, 8, block_size=256), Model(32, 8, 64), Model(32, 8, 256), Model(16, 16), Model(32, 8, window=1024))
 
 
-def median_seconds(run: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Of one call, on the device."""
-    for _ in range(2):
+def median_seconds(run: Callable[[], object]) -> float:
+    """Of one call, on the device, once it has worked long enough for its clocks to be up."""
+    started = time.perf_counter()
+    while time.perf_counter() - started < WARM_UP_S:
         run()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        torch.cuda.synchronize()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
     for begin, end in events:
         begin.record()
         run()
@@ -207,10 +211,10 @@ class Bench:
 
 def flash_decode_seconds(model: Model, load: Load) -> float | None:
     """flash-attn over pages of 256, or None where it can't."""
-    try:
-        from flash_attn import flash_attn_with_kvcache
-    except ImportError:
+    if not flash_can(model) or load.shared or model.window:
         return None
+    from flash_attn import flash_attn_with_kvcache
+
     blocks = [-(-n // 256) for n in load.lens]
     dtype = getattr(torch, model.dtype)
     copies = max(1, -(-ROTATED_BYTES // (sum(load.lens) * model.bytes_per_token)))
@@ -237,10 +241,10 @@ def flash_decode_seconds(model: Model, load: Load) -> float | None:
 
 def flash_prefill_seconds(model: Model, load: Load) -> float | None:
     """flash-attn over K and V that lie in one piece, or None where it can't."""
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
+    if not flash_can(model):
         return None
+    from flash_attn import flash_attn_varlen_func
+
     dtype = getattr(torch, model.dtype)
     q = torch.randn(sum(load.queries), model.heads, model.head_size, dtype=dtype, device=DEVICE)
     k, v = (torch.randn(sum(load.lens), model.kv_heads, model.head_size, dtype=dtype, device=DEVICE) for _ in range(2))
@@ -253,12 +257,22 @@ def flash_prefill_seconds(model: Model, load: Load) -> float | None:
     return median_seconds(run)
 
 
-def flash(measure: Callable[[Model, Load], float | None], model: Model, load: Load) -> float | None:
-    """`measure`, or None for what this build of flash-attn refuses."""
+@functools.cache
+def flash_can(model: Model) -> bool:
+    """Whether the flash-attn that is installed, if any, serves such a model: a build may lack kernels, and then returns anything."""
     try:
-        return measure(model, load)
-    except (RuntimeError, TypeError):
-        return None
+        from flash_attn import flash_attn_func
+    except ImportError:
+        return False
+    dtype = getattr(torch, model.dtype)
+    q, k, v = (torch.randn(1, 64, heads, model.head_size, dtype=dtype, device=DEVICE) for heads in (model.heads, model.kv_heads, model.kv_heads))
+    try:
+        out = flash_attn_func(q, k, v, causal=True).transpose(1, 2)
+    except RuntimeError:
+        return False
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return bool((out - expected).abs().max() < 0.1)
 
 
 def decode_table(bandwidth: float) -> None:
@@ -269,7 +283,7 @@ def decode_table(bandwidth: float) -> None:
             bench = Bench(model, load)
             seconds, plan = bench.seconds(graph=True), bench.plan_seconds()
             rate = bench.bytes / seconds
-            other = flash(flash_decode_seconds, model, load) if not load.shared and not model.window else None
+            other = flash_decode_seconds(model, load)
             beside = f"{bench.bytes / other / 1e12:11.2f}" if other else f"{'-':>11}"
             row = f"{seconds * 1e6:8.1f} {rate / 1e12:6.2f} {rate / bandwidth:8.0%} {plan * 1e6:8.0f} {beside}"
             print(f"{model!s:52} {load.name:28} {row}", flush=True)
@@ -282,7 +296,7 @@ def prefill_table() -> None:
         for load in PREFILLS:
             bench = Bench(model, load)
             seconds, plan = bench.seconds(graph=False), bench.plan_seconds()
-            other = flash(flash_prefill_seconds, model, load)
+            other = flash_prefill_seconds(model, load)
             beside = f"{bench.operations / other / 1e12:11.0f}" if other else f"{'-':>11}"
             row = f"{seconds * 1e3:8.3f} {bench.operations / seconds / 1e12:8.0f} {plan * 1e6:8.0f} {beside}"
             print(f"{model!s:52} {load.name:28} {row}", flush=True)

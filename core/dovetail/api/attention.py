@@ -83,6 +83,19 @@ class AttentionBatch:
     shared_prefix_blocks: int = 0  # leading blocks that all rows have in common
 
 
+@dataclass(frozen=True, slots=True)
+class FusedCache:
+    """A layer's cache, laid open for a kernel that computes K and V and writes them itself.
+
+    Token i's K goes to `k[slots[i] // block_size, slots[i] % block_size]`, its V likewise; at slot -1 nothing is written. The kernel may run later
+    and again (in a CUDA graph): the tensors must stay where they are, with `slots` those of whatever step is planned then.
+    """
+
+    k: torch.Tensor  # [num_blocks, block_size, kv_heads, head_size], a view with any strides, the last one 1
+    v: torch.Tensor  # like k
+    slots: torch.Tensor  # [tokens or more] int64
+
+
 class AttentionLayer(ABC):
     """One layer's share of a backend: its cache, and how to write to it and read it. It reads the batch of the backend's last `plan`."""
 
@@ -91,6 +104,10 @@ class AttentionLayer(ABC):
     @abstractmethod
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k and v [tokens, kv_heads, head_size] at the batch's slots."""
+
+    def cache_for_fused_write(self) -> FusedCache | None:
+        """The cache, if what computes K and V may store them by itself instead of calling `write`. The default is None: it may not."""
+        return None
 
     @abstractmethod
     def attend(self, q: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,9 @@ class Clock(ABC):
         """Return at `instant` or, on a clock of real time, perhaps a little later; at once if it has passed."""
 
 
+LONGEST_SLEEP_S = 1e6  # at once: the system's own limit is further away, but not by as much as a float can say
+
+
 class WallClock(Clock):
     """Real time."""
 
@@ -25,9 +28,8 @@ class WallClock(Clock):
         return time.perf_counter()
 
     def wait_until(self, instant: float) -> None:
-        remaining = instant - time.perf_counter()
-        if remaining > 0:
-            time.sleep(remaining)
+        while (remaining := instant - time.perf_counter()) > 0:
+            time.sleep(min(remaining, LONGEST_SLEEP_S))
 
 
 class VirtualClock(Clock):

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
+from dovetail.errors import UnsupportedError
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -63,7 +65,7 @@ class SamplerContext:
 
 @dataclass(frozen=True, slots=True)
 class SamplerCapabilities:
-    """`cuda_graph`: `sample` can be captured; without it only the model is."""
+    """`cuda_graph`: it has `sample_captured`; without it no step is replayed as a CUDA graph."""
 
     cuda_graph: bool = False
     logprobs: bool = True
@@ -106,3 +108,16 @@ class Sampler(ABC):
         """One token for each of `rows` [n] int64 (distinct; `host_rows` holds the same numbers) from logits [n, vocab_size] of any float
         dtype, which it may overwrite. The output position is num_tokens - prompt_lens. The history is not yet extended by the result.
         `context.history` tells what a row's request has seen."""
+
+    def capturable(self, host_rows: np.ndarray) -> bool:
+        """Whether `sample_captured` gives each of these rows [n] what `sample` would: its token, and it asks for no more. The default: no."""
+        return False
+
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The token ids [n] int64 of `rows` [n] int64, as work that a CUDA graph can record and replay for other rows: on the device alone, without
+        the host looking at a result. Parameters are read where `update` put them, the history where it is, when it runs.
+
+        Some of `rows` may be `max_rows`, an index beyond all rows: padding, which gets any valid id. Raises `UnsupportedError` unless
+        `capabilities.cuda_graph`.
+        """
+        raise UnsupportedError(f"sampler {type(self).__name__} can't be captured in a CUDA graph")

@@ -384,7 +384,9 @@ class PlannedStep:
         if request not in self.prefilled:
             return []
         certain = self.prefilled[request] // self._books.block_size  # blocks
-        return [r for r in self.admitted if r is not request and r._blocks and self._kv.common_prefix([request, r]) > certain]
+        # Block by block: where each computed a copy of its own two tables differ, and may share what comes after.
+        fresh = request._blocks[certain:]
+        return [r for r in self.admitted if r is not request and any(map(int.__eq__, fresh, r._blocks[certain:]))]
 
     # Checks
 

@@ -24,10 +24,13 @@ class RowState:
     def __init__(self, max_rows: int, max_len: int, block_size: int, device: torch.device) -> None:
         self.max_rows, self.max_len, self.block_size, self.device = max_rows, max_len, block_size, device
         self.max_blocks = -(-max_len // block_size)
-        self.token_ids = torch.zeros((max_rows, max_len), dtype=torch.int32, device=device)
-        self.num_tokens = torch.zeros(max_rows, dtype=torch.int32, device=device)  # known: their ids are in `token_ids`
-        self.prompt_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.block_table = torch.zeros((max_rows, self.max_blocks), dtype=torch.int32, device=device)
+        self.row_width = max_len + 1  # so that a row at its end may sample once more, into a place that is never read
+        # One row more than are given out, which belongs to nobody: the padding of CUDA graphs.
+        self.token_ids = torch.zeros((max_rows + 1, self.row_width), dtype=torch.int32, device=device)
+        self.num_tokens = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)  # known: their ids are in `token_ids`
+        self.num_tokens[max_rows] = 1
+        self.prompt_lens = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros((max_rows + 1, self.max_blocks), dtype=torch.int32, device=device)
         # The host's own counts, int64
         self.known = np.zeros(max_rows, np.int64)  # equals num_tokens
         self.computed = np.zeros(max_rows, np.int64)  # tokens whose K and V are there, or enqueued
@@ -53,13 +56,13 @@ class RowState:
         """Raise `DovetailError` naming a request whose tokens or blocks don't suffice for what the batch wants computed."""
         ends = self.computed[batch.rows] + batch.num_tokens
         wrong = (batch.num_tokens < 1) | (ends > self.known[batch.rows]) | (ends > self.num_blocks[batch.rows] * self.block_size)
-        wrong |= batch.samples & (ends != self.known[batch.rows])
+        wrong |= (ends > self.max_len) | (batch.samples & (ends != self.known[batch.rows]))
         if wrong.any():
             row, count = (int(values[wrong.argmax()]) for values in (batch.rows, batch.num_tokens))
             raise DovetailError(
                 f"step {batch.step}: request {self.request_ids[row]!r} (row {row}) can't compute {count} tokens after {self.computed[row]}: "
-                f"{self.known[row]} are known, {self.num_blocks[row]} blocks hold {self.num_blocks[row] * self.block_size}, and only the last known "
-                "token can sample"
+                f"{self.known[row]} are known, {self.num_blocks[row]} blocks hold {self.num_blocks[row] * self.block_size}, a row holds "
+                f"{self.max_len}, and only the last known token can sample"
             )
 
     def advance(self, rows: NDArray[np.int32], num_tokens: NDArray[np.int32]) -> None:
@@ -67,14 +70,8 @@ class RowState:
         self.computed[rows] += num_tokens
 
     def append(self, token_ids: torch.Tensor, rows: torch.Tensor, host_rows: Int64) -> None:
-        """One sampled token a row, [n] int64 on the device, becomes its next known one. `host_rows` are the same rows. A row that is full
-        (its request ends here) keeps no more."""
-        full = self.known[host_rows] >= self.max_len
-        if full.any():
-            keep = np.flatnonzero(~full)
-            host_rows, kept = host_rows[keep], to_device(keep, self.device)
-            token_ids, rows = token_ids.index_select(0, kept), rows.index_select(0, kept)
-        places = to_device(host_rows * self.max_len + self.known[host_rows], self.device)
+        """One sampled token a row, [n] int64 on the device, becomes its next known one. `host_rows` are the same rows."""
+        places = to_device(host_rows * self.row_width + self.known[host_rows], self.device)
         self.token_ids.view(-1).index_copy_(0, places, token_ids.to(torch.int32))
         self.known[host_rows] += 1
         self.num_tokens.index_copy_(0, rows, to_device(self.known[host_rows].astype(np.int32), self.device))
@@ -100,7 +97,7 @@ class RowState:
         device_rows = to_device(rows, self.device)
         self.num_tokens.index_copy_(0, device_rows, to_device(self.known[rows].astype(np.int32), self.device))
         self.prompt_lens.index_copy_(0, device_rows, to_device(np.array([new.prompt_len for new in added], np.int32), self.device))
-        _put(self.token_ids, rows * self.max_len, [new.token_ids for new in added])
+        _put(self.token_ids, rows * self.row_width, [new.token_ids for new in added])
         _put(self.block_table, rows * self.max_blocks, [new.blocks for new in added])
 
     def _append_blocks(self, rows: Int64, blocks: NDArray[np.int32]) -> None:

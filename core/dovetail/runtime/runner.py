@@ -19,6 +19,7 @@ from dovetail.api.executor import Batch, HostLogprobs, Result
 from dovetail.api.sampler import Sampler, TopLogprobs
 from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
+from dovetail.runtime.decode_graphs import DecodeGraphs
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.transfer import HostCopy, to_device
 
@@ -74,6 +75,7 @@ class Runner:
         self.device = rows.device
         self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions whose logits are made at once
         self._pending: deque[PendingStep] = deque()
+        self.graphs: DecodeGraphs | None = None  # put there once captured
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingStep:
@@ -83,13 +85,11 @@ class Runner:
             pending.events = (_timing_event(), _timing_event())
             pending.events[0].record()
         self._change_rows(batch)
-        inputs = self._inputs(batch)
-        self.backend.plan(inputs.attention)
-        hidden = self.model(inputs.token_ids, inputs.positions)
-        self._ask_prompt_logprobs(batch, inputs, hidden, pending)
+        if self.graphs is not None and self._is_plain_decode(batch):
+            self._replay(self.graphs, batch, pending)
+        else:
+            self._compute(batch, pending)
         self.rows.advance(batch.rows, batch.num_tokens)
-        if batch.samples.any():
-            self._sample(batch, inputs, hidden, pending)
         if pending.events is not None:
             pending.events[1].record()
         else:
@@ -128,6 +128,26 @@ class Runner:
         ended = self.clock.now()
         return ended - begin.elapsed_time(end) / 1000, ended
 
+    def _compute(self, batch: Batch, pending: PendingStep) -> None:
+        """Any step, launched kernel by kernel."""
+        inputs = self._inputs(batch)
+        self.backend.plan(inputs.attention)
+        hidden = self.model(inputs.token_ids, inputs.positions)
+        self._ask_prompt_logprobs(batch, inputs, hidden, pending)
+        if batch.samples.any():
+            self._sample(batch, inputs, hidden, pending)
+
+    def _is_plain_decode(self, batch: Batch) -> bool:
+        """Whether each row computes one token and samples in a way that a graph can: then a graph can replay the step."""
+        rows = batch.rows
+        single = bool((batch.num_tokens == 1).all() and batch.samples.all() and (self.rows.prompt_logprobs[rows] < 0).all())
+        return single and self.sampler.capturable(rows.astype(np.int64))
+
+    def _replay(self, graphs: DecodeGraphs, batch: Batch, pending: PendingStep) -> None:
+        outputs = graphs.replay(batch.rows.astype(np.int64), batch.shared_prefix_blocks)
+        pending.token_ids = HostCopy(outputs.token_ids[: len(batch.rows)])
+        pending.broken = HostCopy(outputs.broken[: len(batch.rows)])
+
     def _change_rows(self, batch: Batch) -> None:
         self.rows.update(batch)
         self.rows.check(batch)
@@ -150,7 +170,7 @@ class Runner:
         blocks = state.block_table.view(-1).index_select(0, to_device(row_of * state.max_blocks + host_positions // size, self.device))
         slots = blocks.long() * size + (positions % size if size > 1 else 0)
         return StepInputs(
-            token_ids=state.token_ids.view(-1).index_select(0, to_device(row_of * state.max_len + host_positions, self.device)).long(),
+            token_ids=state.token_ids.view(-1).index_select(0, to_device(row_of * state.row_width + host_positions, self.device)).long(),
             positions=positions,
             ends=ends,
             attention=AttentionBatch(

@@ -7,7 +7,8 @@ A *piece* is what one scaled dot product computes, over K and V gathered through
   filling lies at the right.
 - *stretches*: up to `STRETCH` queries of one row that has tokens before them or a window. The mask is a part of one band matrix.
 
-Several decodes in float32 on a CPU are no pieces but `bags.Bags`, which gather nothing.
+Decodes in float32 on a CPU are no pieces but `bags.Bags`, which gather nothing; save a row alone whose blocks follow each other, which a piece
+reads in place.
 
 Grouping pays off because a call costs about as much as some 100 KiB of K; filling up to the longest row costs time as well, and a piece that
 outgrows the CPU's cache is read twice from memory. The two constants below balance that (measured on a 2-core Xeon, heads of 32 and of 128).
@@ -158,7 +159,11 @@ class _BatchCutter:
         return parts
 
     def _decodes(self, rows: NDArray[np.int64]) -> list[Piece | Bags]:
-        if len(rows) > 1 and self.planner.use_bags:
+        if len(rows) == 1:
+            piece = self._similar_decodes(rows)
+            if isinstance(piece.keys, slice) or not self.planner.use_bags:
+                return [piece]
+        if len(rows) and self.planner.use_bags:
             return [self._bags(rows)]
         return [self._similar_decodes(group) for group in self._similar(rows, self.shape.window)]
 

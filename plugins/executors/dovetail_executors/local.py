@@ -16,6 +16,7 @@ from dovetail.api.executor import Batch, Capacity, Executor, ExecutorContext, Ne
 from dovetail.api.kv_cache import KVLayout
 from dovetail.api.sampler import RowSampling, SamplerContext
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
+from dovetail.runtime.decode_graphs import DecodeGraphs
 from dovetail.runtime.loading import LoadedModel, load_model
 from dovetail.runtime.memory import readable_bytes
 from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len
@@ -60,6 +61,10 @@ class LocalExecutor(Executor):
         self._runner = self._make_runner(model, chosen.backend, layout, device)
         num_blocks = self._pool_blocks(layout, model.max_model_len, device)
         self._make_pool(chosen.backend, num_blocks, model.max_model_len)
+        if config.cuda_graphs and can_capture(device, self._runner):
+            graphs = DecodeGraphs(model.module, chosen.backend, self._runner.sampler, self._runner.rows)
+            graphs.capture(self.context.progress)
+            self._runner.graphs = graphs
         return Capacity(
             num_blocks=num_blocks,
             max_in_flight=options.max_in_flight or (2 if device.type == "cuda" else 1),
@@ -72,6 +77,7 @@ class LocalExecutor(Executor):
                 "attention": chosen.name,
                 "model": str(hf_config.architectures[0]),
                 "parameters": f"{sum(p.numel() for p in model.module.parameters()) / 1e6:.1f}M",
+                "cuda_graphs": "decode" if self._runner.graphs is not None else "none",
                 "kv_pool": readable_bytes(num_blocks * layout.bytes_per_block),
             },
         )
@@ -162,6 +168,11 @@ def choose_device(name: str) -> torch.device:
     elif device.type != "cpu":
         raise UnsupportedError(f"executor.device: {name} is neither the CPU nor a CUDA device")
     return device
+
+
+def can_capture(device: torch.device, runner: Runner) -> bool:
+    """Whether decode steps can be CUDA graphs: attention and sampler both say so."""
+    return device.type == "cuda" and runner.backend.capabilities.cuda_graph != "none" and runner.sampler.capabilities.cuda_graph
 
 
 def describe_device(device: torch.device) -> str:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from dovetail.api.scheduler import Claims, Context, Scheduler, Step, StepDone
+from dovetail.api.scheduler import Claims, Scheduler, Step
 from dovetail.request import Request
 from dovetail_schedulers.in_order import grant_in_order
 
 
-class EDFOptions(BaseModel):
+class EDFOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `edf`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     assume: Literal["shortest", "longest"] = Field(
         "shortest", description="Length of an answer that nobody predicted: one more token, so that only the surely late are rejected, or max_tokens."
     )
-    warmup_steps: int = Field(20, ge=0, description="Steps to finish before step times are trusted; till then only what is late is rejected.")
+    warmup_steps: int = Field(20, ge=0, description="Steps before their times are trusted; till then only what is late is rejected.")
 
 
 class EDF(Scheduler):
@@ -29,29 +28,27 @@ class EDF(Scheduler):
     claims = Claims(order="deadline", starves=True, rejects=True)
     options: EDFOptions
 
-    def __init__(self, options: EDFOptions, context: Context) -> None:
-        super().__init__(options, context)
-        self._steps = 0
-
     def schedule(self, step: Step) -> None:
         order = sorted((*step.running, *step.waiting), key=lambda request: request.arrival_time)
         order.sort(key=lambda request: math.inf if request.deadline is None else request.deadline)
-        decode_s = step.estimate_s(decodes=1)
-        hopeless = [r for r in order if r.deadline is not None and step.now + self._shortest_s(step, r, decode_s) > r.deadline]
+        hopeless = dict.fromkeys(self._hopeless(step, order))
         for request in hopeless:
             step.reject(request, f"its deadline at {request.deadline:.3f} s can't be met any more at {step.now:.3f} s")
-        gone = set(hopeless)
-        order = [request for request in order if request not in gone]
+        order = [request for request in order if request not in hopeless]
         grant_in_order(step, order, lambda request: reversed(order))
 
-    def on_step(self, done: StepDone) -> None:
-        self._steps += 1
+    def _hopeless(self, step: Step, order: Sequence[Request]) -> list[Request]:
+        """Those that would be late even alone on the device."""
+        trusted = step.index >= self.options.warmup_steps
+        decode_s = step.estimate_s(decodes=1) if trusted else 0.0
+        prefill_s = step.estimate_s(prefill_tokens=self.context.max_tokens) / self.context.max_tokens if trusted else 0.0  # a token
 
-    def _shortest_s(self, step: Step, request: Request, decode_s: float) -> float:
-        """Seconds until its last token, if nothing else ran."""
-        if self._steps < self.options.warmup_steps:
-            return 0.0
-        length = request.predicted_tokens or (request.max_tokens if self.options.assume == "longest" else 0)
-        left = min(request.output_left, max(1, length - (request.max_tokens - request.output_left)))
-        prefill = step.cost(request).tokens if request.prefill_left else 0
-        return step.estimate_s(prefill_tokens=prefill) + (left - 1) * decode_s if prefill else left * decode_s
+        def late(request: Request, deadline: float) -> bool:
+            if deadline > step.now + (request.prompt_tokens + request.max_tokens) * prefill_s + request.max_tokens * decode_s:
+                return False  # quick to ask: most are far from late
+            length = request.predicted_tokens or (request.max_tokens if self.options.assume == "longest" else 0)
+            left = min(request.output_left, max(1, length - (request.max_tokens - request.output_left)))
+            prefill = step.cost(request).tokens if request.prefill_left else 0
+            return step.now + prefill * prefill_s + (left - bool(prefill)) * decode_s > deadline
+
+        return [request for request in order if request.deadline is not None and late(request, request.deadline)]

@@ -15,7 +15,7 @@ def grant_in_order(step: Step, order: Sequence[Request], evict: Callable[[Reques
     Each decode keeps its token, however long the prefills ahead of it are. Once a prefill lacks memory or a seat, nobody behind it is
     admitted, or the small would pass the large for ever.
     """
-    decoding, waiting = set(step.decoding), set(step.waiting)
+    decoding, running = set(step.decoding), set(step.running)
     owed = len(decoding)  # tokens, to decodes further down
     admits = True
     for decodes, group in groupby(order, decoding.__contains__):
@@ -26,8 +26,8 @@ def grant_in_order(step: Step, order: Sequence[Request], evict: Callable[[Reques
                 step.grant(request, evict=evict(request))
             continue
         for request in group:
-            if step.tokens_left <= owed:
-                break
-            if admits or request not in waiting:
+            if admits or request in running:
+                if step.tokens_left <= owed:
+                    break
                 grant = step.grant(request, step.tokens_left - owed, evict=evict(request))
                 admits = admits and grant.refused not in (Refusal.MEMORY, Refusal.SEATS)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from dovetail.api.scheduler import Refusal, Scheduler, Step
 from dovetail.request import Request
 
 
-class LPMOptions(BaseModel):
+class LPMOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `lpm`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     window: int = Field(128, ge=1, description="How many of those waiting, in order of arrival, are looked up in each step.")
     patience_s: float = Field(10.0, ge=0, description="Who waits this long, in seconds, goes first whatever is cached, in order of arrival.")

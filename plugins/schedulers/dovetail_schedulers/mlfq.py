@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from dovetail.api.scheduler import Context, Scheduler, Step, StepDone
 from dovetail.request import Request
 from dovetail_schedulers.in_order import grant_in_order
 
 
-class MLFQOptions(BaseModel):
+class MLFQOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `mlfq`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     levels: int = Field(5, ge=1, le=64, description="How many queues there are.")
     quantum: int = Field(64, ge=1, description="Tokens that a request may generate in the first level before it sinks to the next.")
@@ -37,9 +35,9 @@ class MLFQ(Scheduler):
     def schedule(self, step: Step) -> None:
         waiting, level = set(step.waiting), self._level
         order = sorted((*step.running, *step.waiting), key=lambda request: request.arrival_time)
-        for request in order:
-            if level[request] and step.now - self._last_ran[request] >= self.options.starve_s:
-                level[request], self._used[request], self._last_ran[request] = 0, 0, step.now
+        hungry_since = step.now - self.options.starve_s
+        for request in [r for r in order if level[r] and self._last_ran[r] <= hungry_since]:
+            level[request], self._used[request], self._last_ran[request] = 0, 0, step.now
         order.sort(key=level.__getitem__)
         grant_in_order(step, order, lambda request: (r for r in reversed(order) if request not in waiting or level[r] > level[request]))
 

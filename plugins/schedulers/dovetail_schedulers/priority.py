@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from operator import attrgetter
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from dovetail.api.scheduler import Claims, Context, Scheduler, Step
-from dovetail.request import Request
 from dovetail_schedulers.in_order import grant_in_order
 
 
-class PriorityOptions(BaseModel):
+class PriorityOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `priority`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     aging_s: float | None = Field(
         None,
@@ -37,10 +35,6 @@ class Priority(Scheduler):
 
     def schedule(self, step: Step) -> None:
         order = sorted((*step.running, *step.waiting), key=attrgetter("arrival_time"))
-        order.sort(key=self._rank if self.options.aging_s else attrgetter("priority"))
+        aging_s = self.options.aging_s or math.inf  # all age alike, so only arrivals tell them apart
+        order.sort(key=lambda request: request.priority + request.arrival_time / aging_s)
         grant_in_order(step, order, lambda request: reversed(order))
-
-    def _rank(self, request: Request) -> float:
-        """Its priority at time 0, had it aged since: what it has at any moment, but for a number common to all."""
-        assert self.options.aging_s is not None
-        return request.priority + request.arrival_time / self.options.aging_s

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+from pydantic import BaseModel, Field, PositiveFloat
 
 from dovetail.api.scheduler import Context, Refusal, Scheduler, Step, StepDone
 from dovetail.request import Request
 
 
-class VTCOptions(BaseModel):
-    """Options of the scheduler `vtc`. A request without a client belongs to a client of its own, the same for all such."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class VTCOptions(BaseModel, extra="forbid", frozen=True):
+    """Options of the scheduler `vtc`. Requests that name no client count as those of one more."""
 
     input_weight: float = Field(1.0, ge=0, allow_inf_nan=False, description="What a prompt token costs its client.")
     output_weight: float = Field(2.0, gt=0, allow_inf_nan=False, description="What a generated token costs its client.")
@@ -28,52 +26,33 @@ class VTC(Scheduler):
     def __init__(self, options: VTCOptions, context: Context) -> None:
         super().__init__(options, context)
         self._served: defaultdict[str | None, float] = defaultdict(float)  # the counters
-        self._queued: dict[str | None, set[Request]] = {}  # of each client that has some
-        self._last_client: str | None = None  # whose request left the queue last
+        self._queued: set[str | None] = set()  # clients with requests waiting
+        self._last_admitted: str | None = None  # client
 
     def schedule(self, step: Step) -> None:
         for request in step.grant_each(step.running):
             step.grant(request, evict=reversed(step.running))
-        queues: dict[str | None, deque[Request]] = {}
-        for request in step.waiting if step.tokens_left and step.seqs_left and step.free_blocks else ():
-            queues.setdefault(request.client, deque()).append(request)
-        while queues:
-            client = min(queues, key=self._served.__getitem__)  # of equals, who waits longest
-            request = queues[client].popleft()
-            if not queues[client]:
-                del queues[client]
-            refused = step.grant(request).refused
-            if refused is None:
-                self._leave_queue(request)
-                if not request.preemptions:  # computing a prompt again isn't charged again
-                    self._charge(request, self.options.input_weight * request.prompt_tokens)
-            elif refused is not Refusal.NOT_NOW:
+        waiting = list(step.waiting)
+        while waiting:
+            request = min(waiting, key=lambda r: self._served[r.client])  # of equals, who waits longest
+            waiting.remove(request)
+            grant = step.grant(request)
+            if grant.refused not in (None, Refusal.NOT_NOW):
                 break
+            if grant:
+                self._last_admitted = request.client
+                self._charge(request.client, 0 if request.preemptions else self.options.input_weight * request.prompt_tokens)  # again: free
+        self._queued = {request.client for request in step.waiting}
 
     def on_arrival(self, request: Request) -> None:
-        client = request.client
-        if client not in self._queued:  # time without requests earns no credit
-            others = [self._served[other] for other in self._queued] or [self._served[self._last_client]]
-            self._served[client] = max(self._served[client], min(others))
-        self._queued.setdefault(client, set()).add(request)
+        if request.client not in self._queued:  # time without requests earns no credit
+            others = self._queued or {self._last_admitted}
+            self._served[request.client] = max(self._served[request.client], min(self._served[other] for other in others))
+            self._queued.add(request.client)
 
     def on_step(self, done: StepDone) -> None:
         for request, _, generated in done.ran:
-            self._charge(request, self.options.output_weight * generated)
+            self._charge(request.client, self.options.output_weight * generated)
 
-    def on_preempted(self, request: Request) -> None:
-        self._queued.setdefault(request.client, set()).add(request)
-
-    def on_finished(self, request: Request) -> None:
-        self._leave_queue(request)
-
-    def _charge(self, request: Request, cost: float) -> None:
-        self._served[request.client] += cost / self.options.weights.get(request.client or "", 1.0)
-
-    def _leave_queue(self, request: Request) -> None:
-        queue = self._queued.get(request.client, set())
-        if request in queue:
-            queue.remove(request)
-            self._last_client = request.client
-            if not queue:
-                del self._queued[request.client]
+    def _charge(self, client: str | None, cost: float) -> None:
+        self._served[client] += cost / (self.options.weights.get(client, 1.0) if client is not None else 1.0)

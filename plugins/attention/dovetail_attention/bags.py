@@ -1,0 +1,82 @@
+"""Decodes on a CPU without gathering K and V: each head of each row is a *bag* of cache entries, read where they lie.
+
+The scores are a matrix product sampled at a sparse pattern (row and head x slot and kv head), the output is a weighted sum over the same pattern,
+an embedding bag whose table is the cache. Nothing is filled up or copied, so rows of any lengths go together, and what a row gets doesn't depend
+on the others. Against gathering (`pieces.py`) it was measured 1.4 to 2.6 times as fast for 4 rows and more, in float32, the one dtype that
+torch's sampled product has there besides float64.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from dovetail.api.attention import LayerSpec
+
+Int64 = NDArray[np.int64]
+MAX_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bags:
+    """One query each of `rows` rows; row and head number the bags, row first. `pattern` has the scores as its values, overwritten by each layer."""
+
+    queries: torch.Tensor  # [rows] tokens of the batch
+    pattern: torch.Tensor  # CSR [rows * heads, slots * kv_heads]
+    starts: Int64  # [rows * heads] of each bag, in the values
+    lens: Int64  # [rows * heads] of each bag
+
+    def attend(self, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+        """k, v [slots, kv_heads, head_size]: the caches; q, out [tokens, heads, head_size]: writes `out` at its own queries."""
+        size = spec.head_size
+        flat_q = q.index_select(0, self.queries).view(-1, size)  # [rows * heads, size]
+        weights = self.pattern.values().zero_()  # [values]
+        torch.sparse.sampled_addmm(self.pattern, flat_q, k.view(-1, size).t(), beta=0.0, alpha=spec.scale, out=self.pattern)
+        largest = np.maximum.reduceat(weights.numpy(), self.starts)
+        weights.sub_(torch.from_numpy(np.repeat(largest, self.lens))).exp_()
+        sums = torch.from_numpy(np.add.reduceat(weights.numpy(), self.starts))
+        offsets, entries = self.pattern.crow_indices(), self.pattern.col_indices()
+        mixed = F.embedding_bag(entries, v.view(-1, size), offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
+        out.index_copy_(0, self.queries, mixed.div_(sums[:, None]).view(-1, spec.heads, size))
+
+
+def make_bags(queries: Int64, slots: Int64, lens: Int64, heads: int, kv_heads: int, num_slots: int) -> Bags:
+    """Of rows with tokens `queries` [rows] that see `lens` [rows] slots each: `slots` [sum of lens], row by row. The cache has `num_slots`."""
+    bag_lens = np.repeat(lens, heads)
+    ends = np.cumsum(bag_lens)
+    starts = ends - bag_lens
+    first_slot = np.repeat(np.cumsum(lens) - lens, heads)  # of each bag, in `slots`
+    kv_head = np.tile(np.arange(heads) // (heads // kv_heads), len(lens))
+    index = np.int32 if max(num_slots * kv_heads, int(ends[-1])) <= MAX_INT32 else np.int64
+    places = np.arange(ends[-1], dtype=index) + np.repeat((first_slot - starts).astype(index), bag_lens)  # in `slots`
+    entries = (slots * kv_heads).astype(index)[places] + np.repeat(kv_head.astype(index), bag_lens)
+    pattern = _csr(
+        torch.from_numpy(np.concatenate([[0], ends]).astype(index)),
+        torch.from_numpy(entries),
+        (len(bag_lens), num_slots * kv_heads),
+    )
+    return Bags(torch.from_numpy(queries), pattern, starts, bag_lens)
+
+
+@cache
+def bags_work() -> bool:
+    """Whether this build of torch has the sampled product on the CPU: some platforms' don't."""
+    try:
+        pattern = _csr(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), (1, 1))
+        torch.sparse.sampled_addmm(pattern, torch.ones(1, 2), torch.ones(2, 1), beta=0.0, out=pattern)
+        return pattern.values().tolist() == [2.0]
+    except RuntimeError:
+        return False
+
+
+def _csr(row_starts: torch.Tensor, columns: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta", category=UserWarning)
+        values = torch.zeros(len(columns), dtype=torch.float32)
+        return torch.sparse_csr_tensor(row_starts, columns, values, size=shape, check_invariants=False)

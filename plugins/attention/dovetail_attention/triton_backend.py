@@ -1,0 +1,218 @@
+"""The `triton` attention backend: paged K and V on a GPU, read in place by kernels of our own.
+
+`plan` copies a step's inputs and the host's schedule into buffers whose addresses never change; `attend` launches at most two kinds of kernel:
+rows of one query token go to `triton_decode`, the others to `triton_prefill`.
+
+A CUDA graph may be captured of a step whose rows have one query token each, and replayed after any `plan` of as many (padded) rows of that kind:
+with or without a shared prefix if the captured step had one, without if it had none.
+
+      cache of a layer    [num_blocks, kv_heads, block_size, head_size], K and V apart
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+
+from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, FusedCache, LayerSpec
+from dovetail.errors import DovetailError
+from dovetail_attention import triton_cache, triton_decode, triton_prefill
+from dovetail_attention.triton_step import PREFIX_PARTS, Likeness, Limits, Schedule, StepBuffers
+from dovetail_attention.triton_tuning import HOPPER, INTERPRETED, Tilings
+
+LOG2_E = math.log2(math.e)
+COPY_WIDTH = 2048
+MERGE_WIDTH = 16  # segments at once
+LEAST_M = 16  # queries of a tile for the tensor cores
+INTERPRETED_PROCESSORS = 4
+
+
+class TritonAttention(AttentionBackend):
+    """Makes the layers, owns their memory and the buffers of a step. `tilings` may be replaced before `prepare`."""
+
+    capabilities = AttentionCapabilities(devices=("cuda",), head_sizes=tuple(range(8, 257, 8)), cuda_graph="decode", shared_prefix=True)
+
+    def __init__(self, options: BaseModel, context: AttentionContext) -> None:
+        super().__init__(options, context)
+        self.device = torch.device(context.device)
+        self.dtype: torch.dtype = getattr(torch, context.dtype)
+        on_gpu = self.device.type == "cuda"
+        self.tilings: Tilings = HOPPER if on_gpu else INTERPRETED
+        self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else INTERPRETED_PROCESSORS
+        self.step: StepBuffers | None = None
+        self._layers: list[TritonLayer] = []
+
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        layer = TritonLayer(spec, self)
+        self._layers.append(layer)
+        return layer
+
+    def bytes_per_block(self, spec: LayerSpec) -> int:
+        return 2 * self.context.block_size * spec.kv_heads * spec.head_size * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int) -> None:
+        for layer in self._layers:
+            layer.allocate(num_blocks)
+
+    def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
+        size = self.context.block_size
+        limits = Limits(max_rows, max_tokens, -(-max_len // size), size, self.dtype, self.device, self.processors, self.tilings)
+        self.step = StepBuffers(limits, {Likeness.of(layer.spec) for layer in self._layers})
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self.planned.fill(batch)
+
+    @property
+    def planned(self) -> StepBuffers:
+        if self.step is None:
+            raise DovetailError("attention backend 'triton': plan() was called before allocate() and prepare()")
+        return self.step
+
+    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        for layer in self._layers:
+            layer.copy_blocks(src, dst)
+
+
+class TritonLayer(AttentionLayer):
+    """The cache of one layer, and the kernels over it."""
+
+    def __init__(self, spec: LayerSpec, backend: TritonAttention) -> None:
+        self.spec, self._backend = spec, backend
+        self._likeness = Likeness.of(spec)
+        self._k = self._v = torch.empty(0)
+
+    def allocate(self, num_blocks: int) -> None:
+        self._k = self._v = torch.empty(0)  # lets go of the old before the new is made
+        shape = (num_blocks, self.spec.kv_heads, self._backend.context.block_size, self.spec.head_size)
+        self._k, self._v = (torch.empty(shape, dtype=self._backend.dtype, device=self._backend.device) for _ in range(2))
+        block_stride, head_stride, token_stride, _ = self._k.stride()
+        self._paging: dict[str, Any] = {
+            "BLOCK_SIZE": self._backend.context.block_size,
+            "BLOCK_STRIDE": block_stride,
+            "TOKEN_STRIDE": token_stride,
+            "HEAD_STRIDE": head_stride,
+        }
+
+    def cache_for_fused_write(self) -> FusedCache:
+        return FusedCache(self._k.transpose(1, 2), self._v.transpose(1, 2), self._backend.planned.slots)
+
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        if len(k) == 0:
+            return
+        k, v = _heads_together(k), _heads_together(v)
+        tokens, width = self._backend.tilings.scatter
+        triton_cache.scatter[(-(-len(k) // tokens), -(-self.spec.kv_heads * self.spec.head_size // width))](
+            k,
+            v,
+            self._k,
+            self._v,
+            self._backend.planned.slots,
+            len(k),
+            K_TOKEN_STRIDE=k.stride(0),
+            V_TOKEN_STRIDE=v.stride(0),
+            KV_HEADS=self.spec.kv_heads,
+            D=self.spec.head_size,
+            M=tokens,
+            N=width,
+            **self._paging,
+        )
+
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        step = self._backend.planned
+        schedule = step.schedules[self._likeness]
+        q = _heads_together(q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if schedule.zero_from is not None:
+            out[schedule.zero_from :] = 0
+        if schedule.merge_rows:
+            self._decode(q, out, step, schedule)
+        if schedule.num_tiles:
+            self._prefill(q, out, step, schedule)
+        return out
+
+    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        block = self._paging["BLOCK_STRIDE"]
+        if len(src):
+            triton_cache.copy_in_order[(-(-block // COPY_WIDTH),)](self._k, self._v, src, dst, len(src), BLOCK_STRIDE=block, N=COPY_WIDTH)
+
+    def _constants(self, q: torch.Tensor) -> dict[str, Any]:
+        return {
+            "Q_TOKEN_STRIDE": q.stride(0),
+            "Q_HEAD_STRIDE": self.spec.head_size,
+            "HEADS": self.spec.heads,
+            "GROUP": self._likeness.group,
+            "D": self.spec.head_size,
+            "D_PADDED": self._likeness.padded_size,
+            "PRECISION": "ieee",
+            **self._paging,
+        }
+
+    def _decode(self, q: torch.Tensor, out: torch.Tensor, step: StepBuffers, schedule: Schedule) -> None:
+        tables, tiling, scale = schedule.tables, schedule.decode_tiling, self.spec.scale * LOG2_E
+        constants = self._constants(q)
+        if schedule.prefix.parts or (schedule.may_share and torch.cuda.is_current_stream_capturing()):
+            tiles = -(-schedule.merge_rows * self._likeness.group // schedule.prefix_queries)
+            triton_decode.attend_prefix[(self.spec.kv_heads, tiles, PREFIX_PARTS)](
+                q, self._k, self._v, step.table, schedule.rows, schedule.prefix_bounds, schedule.partial, schedule.partial_lse,
+                tables.slots, tables.max_rows, scale,
+                M=schedule.prefix_queries, N=tiling.keys, num_warps=4, num_stages=tiling.stages, **constants,
+            )  # fmt: skip
+        triton_decode.decode_shares[(self.spec.kv_heads, tables.shares)](
+            q,
+            out,
+            self._k,
+            self._v,
+            step.table,
+            schedule.decode,
+            schedule.segments,
+            schedule.partial,
+            schedule.partial_lse,
+            scale,
+            TABLE_STRIDE=step.limits.blocks,
+            M=max(1 if q.dtype == torch.float32 else LEAST_M, 1 << (self._likeness.group - 1).bit_length()),
+            N=tiling.keys,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+            **constants,
+        )
+        triton_decode.merge_segments[(schedule.merge_rows, self.spec.heads)](
+            out,
+            schedule.rows,
+            schedule.prefix_bounds,
+            schedule.partial,
+            schedule.partial_lse,
+            tables.slots,
+            tables.max_rows,
+            HEADS=self.spec.heads,
+            D=self.spec.head_size,
+            D_PADDED=self._likeness.padded_size,
+            N=MERGE_WIDTH,
+        )
+
+    def _prefill(self, q: torch.Tensor, out: torch.Tensor, step: StepBuffers, schedule: Schedule) -> None:
+        tiling = schedule.prefill_tiling
+        triton_prefill.prefill_tiles[(self.spec.kv_heads, schedule.num_tiles)](
+            q,
+            out,
+            self._k,
+            self._v,
+            step.table,
+            schedule.tiles,
+            self.spec.scale * LOG2_E,
+            TABLE_STRIDE=step.limits.blocks,
+            M=tiling.queries,
+            N=tiling.keys,
+            WINDOW=self.spec.window or 0,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+            **self._constants(q),
+        )
+
+
+def _heads_together(tensor: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, size], each token's numbers in one piece: a part of a wider tensor is taken as it is."""
+    _, _, size = tensor.shape
+    return tensor if tensor.stride(2) == 1 and tensor.stride(1) == size else tensor.contiguous()

@@ -1,0 +1,52 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: N803 (constants are upper case)
+"""Writing to the paged cache of the `triton` backend: a step's K and V to their slots, and copies of whole blocks."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def scatter(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    slots,  # [tokens] int64; -1: nowhere
+    num_tokens,
+    K_TOKEN_STRIDE: tl.constexpr,
+    V_TOKEN_STRIDE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """N numbers of each of M tokens' K and V. The heads of a token follow each other in k and v."""
+    token = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
+    i = tl.program_id(1) * N + tl.arange(0, N)
+    mask = (slot >= 0)[:, None] & (i < KV_HEADS * D)[None, :]
+    place = (slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE)[:, None] + (i // D * HEAD_STRIDE + i % D)[None, :]
+    tl.store(k_cache + place, tl.load(k + token[:, None] * K_TOKEN_STRIDE + i[None, :], mask=mask), mask=mask)
+    tl.store(v_cache + place, tl.load(v + token[:, None] * V_TOKEN_STRIDE + i[None, :], mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def copy_in_order(k_cache, v_cache, src, dst, count, BLOCK_STRIDE: tl.constexpr, N: tl.constexpr):
+    """N numbers of each block, pair after pair: who copies to a place is also who reads it later, so the order holds."""
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    mask = i < BLOCK_STRIDE
+    for pair in range(count):
+        source = tl.load(src + pair) * BLOCK_STRIDE + i
+        target = tl.load(dst + pair) * BLOCK_STRIDE + i
+        k = tl.load(k_cache + source, mask=mask)
+        v = tl.load(v_cache + source, mask=mask)
+        tl.store(k_cache + target, k, mask=mask)
+        tl.store(v_cache + target, v, mask=mask)
+        tl.debug_barrier()  # the threads of a program may share out loads and stores differently

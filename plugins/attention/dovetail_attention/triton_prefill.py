@@ -1,0 +1,90 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: N803 (constants are upper case)
+"""Prefill and chunks of prefills: rows of several query tokens, over paged K and V, the row's own included.
+
+The queries of a row and the heads of a group are one flat list, query by query, so that a tile of M reads each K and V once for a whole group,
+whatever the group's size. The tiles of a step are listed by `triton_schedule.PrefillSchedule`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dovetail_attention.triton_tile import attend_range
+
+
+@triton.jit
+def prefill_tiles(
+    q,
+    out,
+    k_cache,
+    v_cache,
+    table,  # [rows, TABLE_STRIDE] int32
+    tiles,  # [tiles, 5] int32: row, its first token, its queries, its kv_len, first flat query of the tile
+    scale,
+    Q_TOKEN_STRIDE: tl.constexpr,
+    Q_HEAD_STRIDE: tl.constexpr,
+    TABLE_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of one kv head: first the keys at the window's left edge, then those that all its queries see, then the diagonal."""
+    kv_head = tl.program_id(0)
+    record = tiles + tl.program_id(1) * 5
+    row = tl.load(record)
+    first_token = tl.load(record + 1).to(tl.int64)
+    queries = tl.load(record + 2)
+    before = tl.load(record + 3) - queries  # tokens of the row before its first query
+    flat = tl.load(record + 4) + tl.arange(0, M)
+    query = flat // GROUP
+    head = kv_head * GROUP + flat % GROUP
+    d = tl.arange(0, D_PADDED)
+    real = (query < queries)[:, None] & (d < D)[None, :]
+    token = first_token + query
+    q_tile = tl.load(q + token[:, None] * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=real, other=0.0)
+
+    nearest = before + tl.load(record + 4) // GROUP  # positions of the first query of the tile, and of the last
+    farthest = before + tl.minimum((tl.load(record + 4) + M - 1) // GROUP, queries - 1)
+    low = 0
+    all_see = 0  # from here on every query sees, up to the diagonal
+    if WINDOW > 0:
+        low = tl.maximum(nearest - WINDOW + 1, 0)
+        all_see = tl.maximum(farthest - WINDOW + 1, 0)
+    end = farthest + 1
+    edge = tl.minimum(tl.cdiv(all_see, N) * N, end)
+    diagonal = tl.maximum((nearest + 1) // N * N, edge)
+    # edge is a multiple of N, or nothing is left to see after it
+
+    position = before + query
+    k_head = k_cache + kv_head * HEAD_STRIDE
+    v_head = v_cache + kv_head * HEAD_STRIDE
+    table_row = table + row.to(tl.int64) * TABLE_STRIDE
+    acc = tl.zeros([M, D_PADDED], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    if WINDOW > 0:
+        acc, top, total = attend_range(
+            acc, top, total, q_tile, k_head, v_head, table_row, low // N * N, edge, low, position, scale,
+            D, D_PADDED, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, BOUNDED=True, CAUSAL=True, WINDOW=WINDOW, PRECISION=PRECISION,
+        )  # fmt: skip
+    acc, top, total = attend_range(
+        acc, top, total, q_tile, k_head, v_head, table_row, edge, diagonal, 0, position, scale,
+        D, D_PADDED, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, BOUNDED=False, CAUSAL=False, WINDOW=0, PRECISION=PRECISION,
+    )  # fmt: skip
+    acc, top, total = attend_range(
+        acc, top, total, q_tile, k_head, v_head, table_row, diagonal, end, low, position, scale,
+        D, D_PADDED, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, BOUNDED=True, CAUSAL=True, WINDOW=WINDOW, PRECISION=PRECISION,
+    )  # fmt: skip
+    acc = acc / total[:, None]
+    tl.store(out + (token[:, None] * HEADS + head[:, None]) * D + d[None, :], acc.to(out.dtype.element_ty), mask=real)

@@ -1,0 +1,153 @@
+"""Which program of the `triton` kernels computes what, written on the host in numpy once a step and read by the kernels as int32 records.
+
+The cut is made anew for every step, but the sizes of all tables are fixed when they are made: a CUDA graph replays the same grids over them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+NOTHING, MERGE, ZERO = 0, 1, 2  # what is left to do for a decode row after its shares are computed
+DIRECT = -1  # the slot of a segment that needs no merging
+SEGMENT_COST = 1  # steps over the keys: what beginning a segment costs besides
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a batch, padding left out: first query token in the batch, number of queries, and tokens to see. [n] each."""
+
+    index: Int64  # of the row, in the batch
+    tokens: Int64
+    queries: Int64
+    lens: Int64
+
+    @classmethod
+    def of(cls, queries: Int32, lens: Int32) -> StepRows:
+        counts = queries.astype(np.int64)
+        return cls(np.arange(len(counts)), np.cumsum(counts) - counts, counts, lens.astype(np.int64))
+
+    def where(self, chosen: NDArray[np.bool_]) -> StepRows:
+        return StepRows(self.index[chosen], self.tokens[chosen], self.queries[chosen], self.lens[chosen])
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Tokens that all decode rows begin with, attended by all of them together, in `parts` parts. No parts: each row by itself."""
+
+    tokens: int = 0
+    parts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTables:
+    """Views of one int32 buffer, [shares + 1 | 4 | max_rows * 4 | (max_rows + shares) * 5]."""
+
+    shares: int
+    max_rows: int
+
+    @property
+    def size(self) -> int:
+        return self.shares + 1 + 4 + self.max_rows * 4 + (self.max_rows + self.shares) * 5
+
+    @property
+    def slots(self) -> int:
+        """The most that segments can take."""
+        return self.max_rows + self.shares
+
+    @property
+    def prefix_at(self) -> int:
+        return self.shares + 1
+
+    @property
+    def rows_at(self) -> int:
+        return self.shares + 5
+
+    @property
+    def segments_at(self) -> int:
+        return self.rows_at + self.max_rows * 4
+
+    def fill(self, rows: StepRows, window: int | None, step: int, prefix: Prefix, padding_rows: int, padding_token: int) -> Int32:
+        """The used beginning of the buffer, for `rows` of one query each whose keys are visited `step` tokens at a time; then
+        `padding_rows` rows whose tokens, from `padding_token` on, become zeros."""
+        begins = np.full_like(rows.lens, prefix.tokens) if window is None else np.maximum(rows.lens - window, 0)
+        cut = cut_evenly(-(-rows.lens // step) - begins // step, self.shares)
+        parts = np.bincount(cut.row, minlength=len(rows.lens))
+        merged = (parts > 1) | (prefix.parts > 0)
+        segments = len(cut.row)
+        buffer = np.zeros(self.segments_at + segments * 5, np.int32)
+        buffer[: self.shares + 1] = cut.share_starts
+        buffer[self.prefix_at : self.prefix_at + 3] = prefix.parts, prefix.tokens, len(rows.lens)
+        records = buffer[self.rows_at : self.segments_at].reshape(-1, 4)
+        records[: len(rows.lens), 0] = rows.tokens
+        records[: len(rows.lens), 1] = np.where(merged, MERGE, NOTHING)
+        records[: len(rows.lens), 2] = np.cumsum(parts) - parts
+        records[: len(rows.lens), 3] = parts
+        padding = records[len(rows.lens) : len(rows.lens) + padding_rows]
+        padding[:, 0] = padding_token + np.arange(padding_rows)
+        padding[:, 1] = ZERO
+        base = begins // step  # the row's first step
+        table = buffer[self.segments_at :].reshape(-1, 5)
+        table[:, 0] = rows.index[cut.row]
+        table[:, 1] = rows.tokens[cut.row]
+        table[:, 2] = np.maximum((base[cut.row] + cut.first) * step, begins[cut.row])
+        table[:, 3] = np.minimum((base[cut.row] + cut.last) * step, rows.lens[cut.row])
+        table[:, 4] = np.where(merged[cut.row], np.arange(segments), DIRECT)
+        return buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Segments in order: segment i is steps [first, last) of a row; share s is segments [share_starts[s], share_starts[s + 1])."""
+
+    row: Int64
+    first: Int64
+    last: Int64
+    share_starts: Int64
+
+
+def cut_evenly(steps: Int64, shares: int) -> Cut:
+    """Rows of so many steps, laid end to end and cut into shares of equal cost, where a row's beginning costs `SEGMENT_COST` besides."""
+    ends = np.cumsum(steps)
+    total = int(ends[-1]) if len(ends) else 0
+    share_starts = np.zeros(shares + 1, np.int64)
+    if not total:
+        nothing = np.zeros(0, np.int64)
+        return Cut(nothing, nothing, nothing, share_starts)
+    starts = ends - steps
+    cost_ends = np.cumsum(steps + SEGMENT_COST)
+    marks = np.arange(1, shares) * int(cost_ends[-1]) // shares
+    at = cost_ends.searchsorted(marks, side="right")
+    cuts = starts[at] + np.minimum(np.maximum(marks - (cost_ends - steps)[at], 0), steps[at])
+    bounds = np.concatenate([starts, cuts, [total]])
+    bounds.sort()
+    bounds = bounds[np.concatenate([[True], bounds[1:] > bounds[:-1]])]
+    row = ends.searchsorted(bounds[:-1], side="right")
+    share_starts[1:-1] = bounds.searchsorted(cuts)
+    share_starts[-1] = len(row)
+    return Cut(row, bounds[:-1] - starts[row], bounds[1:] - starts[row], share_starts)
+
+
+def prefill_tiles(rows: StepRows, group: int, tile: int) -> Int32:
+    """Records [tiles, 5] of (row, first token, queries, kv_len, first flat query): the rows that take longest first, and of each row the
+    last tile, which sees most, first; so tiles that run together share K and V, and the short ones fill up the end."""
+    order = np.argsort(-(rows.queries * rows.lens), kind="stable")
+    counts = -(-rows.queries[order] * group // tile)
+    which = np.repeat(order, counts)
+    ends = np.cumsum(counts)
+    back = np.repeat(ends, counts) - 1 - np.arange(len(which))  # the place in its row
+    records = np.empty((len(which), 5), np.int32)
+    for column, values in enumerate((rows.index, rows.tokens, rows.queries, rows.lens)):
+        records[:, column] = values[which]
+    records[:, 4] = back * tile
+    return records
+
+
+def most_prefill_tiles(max_rows: int, max_tokens: int, group: int, tile: int) -> int:
+    """No batch has more."""
+    return -(-max_tokens * group // tile) + max_rows

@@ -1,0 +1,150 @@
+"""What the layers of the `triton` backend read of a step: its inputs and its schedules, in buffers whose addresses never change.
+
+All of it is made by `prepare` and filled by `plan`; the kernels find it on the device, the launches know on the host how many programs they need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.api.attention import AttentionBatch, LayerSpec
+from dovetail.errors import DovetailError
+from dovetail_attention.triton_schedule import DecodeTables, Prefix, StepRows, most_prefill_tiles, prefill_tiles
+from dovetail_attention.triton_tuning import Shape, Tilings
+
+PREFIX_PARTS = 8  # of a shared prefix, at most
+PREFIX_WORTH = 4096  # tokens not read: with fewer, reading together costs more than it saves
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """Layers that are alike in this share one schedule and its buffers."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    window: int | None
+
+    @classmethod
+    def of(cls, spec: LayerSpec) -> Likeness:
+        return cls(spec.heads, spec.kv_heads, spec.head_size, spec.window)
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def padded_size(self) -> int:
+        return max(16, 1 << (self.head_size - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of what `prepare` makes room for, and on what."""
+
+    rows: int
+    tokens: int
+    blocks: int  # of a row
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+    processors: int
+    tilings: Tilings
+
+
+class StepBuffers:
+    """A step's inputs, and a schedule for each kind of layer."""
+
+    def __init__(self, limits: Limits, likenesses: set[Likeness]) -> None:
+        self.limits = limits
+        self.table = torch.zeros((limits.rows, limits.blocks), dtype=torch.int32, device=limits.device)
+        self.slots = torch.full((limits.tokens,), -1, dtype=torch.int64, device=limits.device)
+        self.schedules = {likeness: Schedule(limits, likeness) for likeness in likenesses}
+
+    def fill(self, batch: AttentionBatch) -> None:
+        limits, rows, tokens = self.limits, len(batch.kv_lens), len(batch.slots)
+        if rows > limits.rows or tokens > limits.tokens:
+            raise DovetailError(
+                f"attention backend 'triton': a step of {rows} rows and {tokens} tokens, but prepare() made room for "
+                f"{limits.rows} and {limits.tokens}"
+            )
+        width = min(batch.block_table.shape[1], limits.blocks)
+        self.table[:rows, :width].copy_(batch.block_table[:, :width])
+        self.slots[:tokens].copy_(batch.slots)
+        step_rows = StepRows.of(batch.host_query_lens[: batch.num_rows], batch.host_kv_lens[: batch.num_rows])
+        for schedule in self.schedules.values():
+            schedule.fill(step_rows, batch)
+
+
+class Schedule:
+    """Who computes what in the layers that are alike, on the device; and how many programs that takes, on the host."""
+
+    def __init__(self, limits: Limits, likeness: Likeness) -> None:
+        self.limits, self.likeness = limits, likeness
+        shape = Shape(likeness.group, likeness.padded_size, limits.dtype.itemsize, limits.block_size)
+        self.decode_tiling, self.prefill_tiling = limits.tilings.decode(shape), limits.tilings.prefill(shape)
+        self.tables = DecodeTables(max(1, limits.processors * self.decode_tiling.programs // likeness.kv_heads), limits.rows)
+        slots = self.tables.slots + PREFIX_PARTS * limits.rows
+        tiles = most_prefill_tiles(limits.rows, limits.tokens, likeness.group, self.prefill_tiling.queries)
+        device = limits.device
+        self.decode = torch.zeros(self.tables.size, dtype=torch.int32, device=device)
+        self.prefix_bounds = self.decode[self.tables.prefix_at :]
+        self.rows = self.decode[self.tables.rows_at :]
+        self.segments = self.decode[self.tables.segments_at :]
+        self.tiles = torch.zeros(tiles * 5, dtype=torch.int32, device=device)
+        self.partial = torch.empty((slots, likeness.heads, likeness.head_size), dtype=torch.float32, device=device)
+        self.partial_lse = torch.empty((slots, likeness.heads), dtype=torch.float32, device=device)
+        self.merge_rows = 0  # of the step: rows that the merging kernel looks at; 0: there is no decode
+        self.prefix = Prefix()
+        self.may_share = False  # the step, or another replay of its graph, attends to a shared prefix
+        self.num_tiles = 0
+        self.zero_from: int | None = None  # padding tokens that no kernel turns to zeros
+
+    @property
+    def prefix_queries(self) -> int:
+        """Of a tile that attends to a shared prefix."""
+        return 16 if self.limits.dtype == torch.float32 else 64
+
+    def fill(self, rows: StepRows, batch: AttentionBatch) -> None:
+        single = rows.queries == 1
+        decodes, prefills = rows.where(single), rows.where(~single)
+        padding = len(batch.slots) - batch.num_tokens
+        only_decodes = len(prefills.index) == 0
+        padding_rows = min(padding, self.tables.max_rows - len(decodes.index)) if only_decodes else 0
+        self.zero_from = batch.num_tokens + padding_rows if padding > padding_rows else None
+        self.merge_rows = len(decodes.index) + padding_rows
+        self.may_share = batch.shared_prefix_blocks > 0 and self.likeness.window is None
+        self.prefix = self._prefix(decodes, batch)
+        if self.merge_rows:
+            step = self.decode_tiling.keys
+            filled = self.tables.fill(decodes, self.likeness.window, step, self.prefix, padding_rows, batch.num_tokens)
+            _upload(filled, self.decode)
+        self.num_tiles = 0
+        if not only_decodes:
+            tiles = prefill_tiles(prefills, self.likeness.group, self.prefill_tiling.queries)
+            self.num_tiles = len(tiles)
+            _upload(tiles.ravel(), self.tiles)
+
+    def _prefix(self, decodes: StepRows, batch: AttentionBatch) -> Prefix:
+        """The blocks that all rows share, if reading them once for all saves enough."""
+        rows = len(decodes.index)
+        if not self.may_share or rows < 2:
+            return Prefix()
+        step = self.decode_tiling.keys
+        tokens = min(batch.shared_prefix_blocks * self.limits.block_size, int(decodes.lens.min())) // step * step
+        if tokens * (rows - 1) < PREFIX_WORTH:
+            return Prefix()
+        tiles = self.likeness.kv_heads * -(-rows * self.likeness.group // self.prefix_queries)
+        parts = max(1, min(PREFIX_PARTS, self.limits.processors * 2 // tiles, tokens // step))
+        steps = -(-tokens // step // parts)
+        return Prefix(tokens, -(-(tokens // step) // steps))  # so that no part is empty
+
+
+def _upload(array: NDArray[np.int32], buffer: torch.Tensor) -> None:
+    """Put `array` at the beginning of `buffer`, without waiting: torch keeps pinned memory until its copy has run."""
+    host = torch.from_numpy(array)
+    buffer[: len(host)].copy_(host.pin_memory() if buffer.is_cuda else host, non_blocking=True)

@@ -1,0 +1,78 @@
+"""Which tile sizes the `triton` kernels use for which shape: tables, measured with `bench/attention.py --tune`; nothing is tuned at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a choice may depend on."""
+
+    group: int  # query heads that share a kv head
+    head_size: int  # padded to a power of two
+    itemsize: int  # bytes
+    block_size: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiling:
+    """`programs` run on each multiprocessor at once; each goes over its share of the tokens in steps of `keys`."""
+
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiling:
+    """`queries` of a program (each query head of a group counts), which go over the keys in steps of `keys`."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tilings:
+    """The choices for one kind of device."""
+
+    decode: Callable[[Shape], DecodeTiling]
+    prefill: Callable[[Shape], PrefillTiling]
+    scatter: tuple[int, int]  # tokens, and numbers of each token's K, that a program writes
+
+
+# The interpreter pays for a tile, whatever its size, so tiles are large; but not so large that short tests never see two of them.
+INTERPRETED = Tilings(lambda shape: DecodeTiling(16, 1, 1, 1), lambda shape: PrefillTiling(32, 32, 1, 1), (64, 1024))
+
+
+# One H200 (device copy: 4.28 TB/s). Decode: 16 heads over 8 kv heads, 256 rows of 100 to 2,000 tokens; prefill: 32 over 8, 16 rows of 8,192 tokens
+# (head size 256: 64 of 1,024); blocks of 16. Beside each choice the next best ones: (keys, warps, stages, programs).
+#
+# `programs` is how many fit on a multiprocessor (by shared memory: 70 KiB each). One fewer is 1 % quicker with 256 rows, 2 % slower with 64.
+
+
+def _hopper_decode(shape: Shape) -> DecodeTiling:
+    row_bytes = shape.head_size * shape.itemsize
+    if row_bytes <= 128:
+        return DecodeTiling(128, 4, 3, 3)  # 4.08 TB/s; (64, 4, 4, 3) 3.98, (128, 4, 4, 2) 3.83, (256, 8, 3, 2) 2.97
+    if row_bytes <= 256:
+        return DecodeTiling(64, 4, 3, 3)  # 4.24 TB/s; (64, 4, 4, 2) 4.22, (32, 4, 4, 3) 4.20, (128, 4, 2, 3) 4.20, (128, 8, 3, 1) 3.9
+    if row_bytes <= 512:
+        return DecodeTiling(32, 4, 3, 3)  # 4.34 TB/s; (16, 4, 4, 3) 4.38, (64, 8, 3, 1) 4.19; float32 1.66 TB/s, (16, 4, 4, 3) 0.89
+    return DecodeTiling(16, 4, 3, 2)
+
+
+def _hopper_prefill(shape: Shape) -> PrefillTiling:
+    if shape.itemsize == 4:
+        return PrefillTiling(64, 32, 8, 2) if shape.head_size <= 64 else PrefillTiling(32, 16, 8, 2)
+    if shape.head_size <= 128:
+        # 422 TFLOP/s (head size 64: 385); (128, 128, 8, 3) 424 but 254 of 292 with rows of 1,024, (64, 64, 4, 3) 360, (128, 64, 8, 2) 336
+        return PrefillTiling(128, 64, 8, 3)
+    return PrefillTiling(128, 64, 8, 2)  # 316 TFLOP/s; (64, 32, 4, 2) 276, (128, 32, 8, 2) 267
+
+
+HOPPER = Tilings(_hopper_decode, _hopper_prefill, (4, 1024))

@@ -1,0 +1,173 @@
+"""Ragged steps for attention backends: drawn as plain lengths, run through the interface alone, so that any backend can be put to them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, AttentionLayer, LayerSpec
+from dovetail.api.component import NoOptions
+from tests.attention.oracle import attend_row
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows with `history` tokens in the cache, that compute `queries` more in one step."""
+
+    history: tuple[int, ...]
+    queries: tuple[int, ...]
+    block_size: int = 16
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 8
+    windows: tuple[int | None, ...] = (None,)  # of each layer
+    padding: int = 0  # tokens, and as many rows
+    seed: int = 0
+    spare_blocks: int = 3  # that no row owns
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    @property
+    def lens(self) -> tuple[int, ...]:
+        return tuple(h + q for h, q in zip(self.history, self.queries, strict=True))
+
+    @property
+    def specs(self) -> list[LayerSpec]:
+        scale = 1 / math.sqrt(self.head_size)
+        return [LayerSpec(i, self.heads, self.kv_heads, self.head_size, scale, window) for i, window in enumerate(self.windows)]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(-(-length // self.block_size) for length in self.lens) + self.spare_blocks
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_len: int = 80) -> Case:
+    """Mixes of prefills, chunks and decodes."""
+    row = st.tuples(st.sampled_from(["prefill", "chunk", "decode"]), st.integers(1, max_len), st.integers(1, max_len))
+    rows = draw(st.lists(row, min_size=1, max_size=7))
+    history = tuple(0 if kind == "prefill" else past for kind, past, _ in rows)
+    queries = tuple(1 if kind == "decode" else new for kind, _, new in rows)
+    kv_heads = draw(st.sampled_from([1, 2, 3]))
+    return Case(
+        history,
+        queries,
+        block_size=draw(st.sampled_from([1, 3, 8, 16, 64])),
+        heads=kv_heads * draw(st.sampled_from([1, 2, 4])),
+        kv_heads=kv_heads,
+        head_size=draw(st.sampled_from([4, 8, 20, 64])),
+        windows=tuple(draw(st.lists(st.one_of(st.none(), st.integers(1, max_len)), min_size=1, max_size=2))),
+        padding=draw(st.sampled_from([0, 0, 1, 5])),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+class Bench:
+    """A backend with room for a case, whose every slot is NaN, and the true K, V and q of the case's rows."""
+
+    def __init__(self, backend: type[AttentionBackend], case: Case, *, relabel: int = 0) -> None:
+        self.case = case
+        self.backend = backend(NoOptions(), AttentionContext(case.device, case.dtype, case.block_size))
+        self.layers: list[AttentionLayer] = [self.backend.make_layer(spec) for spec in case.specs]
+        self.backend.allocate(case.num_blocks)
+        num_slots = case.num_blocks * case.block_size
+        self.backend.prepare(max_rows=2 * len(case.lens) + 8, max_tokens=max(num_slots, sum(case.lens)) + case.padding, max_len=num_slots)
+        self.table = self._table(np.random.default_rng(relabel).permutation(case.num_blocks))
+        rng = np.random.default_rng(case.seed)
+        kv_shape, q_shape = (case.kv_heads, case.head_size), (case.heads, case.head_size)
+        self.k, self.v = ([[rng.normal(size=(n, *kv_shape)) for n in case.lens] for _ in case.windows] for _ in range(2))  # [layer][row]
+        self.q = [[rng.normal(size=(n, *q_shape)) for n in case.queries] for _ in case.windows]
+        self.poison()
+
+    def _table(self, labels: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Each row's blocks; past them, nonsense."""
+        sizes = [-(-length // self.case.block_size) for length in self.case.lens]
+        table = np.full((len(sizes), max(sizes) + 2), 2**31 - 1, dtype=np.int32)
+        for row, (size, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
+            table[row, :size] = labels[end - size : end]
+        return table
+
+    def poison(self) -> None:
+        """NaN in every slot of the pool."""
+        num_slots = self.case.num_blocks * self.case.block_size
+        table = np.arange(self.case.num_blocks, dtype=np.int32)[None]
+        self._plan(table, np.array([num_slots]), np.array([num_slots]), padding=0)
+        nan = torch.full((num_slots, self.case.kv_heads, self.case.head_size), torch.nan, dtype=self.dtype, device=self.case.device)
+        for layer in self.layers:
+            layer.write(nan, nan)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.case.dtype)
+        return dtype
+
+    def _plan(self, table: NDArray[np.int32], queries: NDArray[np.int64], lens: NDArray[np.int64], padding: int) -> None:
+        size = self.case.block_size
+        positions = [np.arange(n - q, n) for q, n in zip(queries, lens, strict=True)]
+        slots = [table[row, p // size].astype(np.int64) * size + p % size for row, p in enumerate(positions)]
+        starts = np.concatenate([[0], np.cumsum(queries)])
+        padded_rows = np.concatenate([starts, np.full(padding, starts[-1])])
+
+        def tensor(array: NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
+            return torch.as_tensor(np.ascontiguousarray(array), dtype=dtype).to(self.case.device)
+
+        self.backend.plan(
+            AttentionBatch(
+                num_rows=len(queries),
+                num_tokens=int(starts[-1]),
+                query_starts=tensor(padded_rows, torch.int32),
+                kv_lens=tensor(np.concatenate([lens, np.zeros(padding, dtype=np.int64)]), torch.int32),
+                block_table=tensor(np.concatenate([table, np.full((padding, table.shape[1]), -7, dtype=np.int32)]), torch.int32),
+                slots=tensor(np.concatenate([*slots, np.full(padding, -1)]), torch.int64),
+                host_query_lens=queries.astype(np.int32),
+                host_kv_lens=lens.astype(np.int32),
+            )
+        )
+
+    def _tensor(self, rows: list[NDArray[np.float64]], padding: int) -> torch.Tensor:
+        flat = np.concatenate([*rows, np.full((padding, *rows[0].shape[1:]), np.nan)])
+        return torch.from_numpy(flat).to(dtype=self.dtype, device=self.case.device)
+
+    def plan(self, starts: tuple[int, ...], ends: tuple[int, ...], padding: int = 0) -> None:
+        """A step that computes tokens [start, end) of each row."""
+        rows = [row for row, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
+        counts = np.array([ends[row] - starts[row] for row in rows])
+        self._plan(self.table[rows], counts, np.array([ends[row] for row in rows]), padding)
+
+    def write(self, starts: tuple[int, ...], ends: tuple[int, ...], padding: int = 0) -> None:
+        """Plan such a step and write its K and V; padding tokens carry NaN."""
+        self.plan(starts, ends, padding)
+        for index, layer in enumerate(self.layers):
+            k, v = (
+                [row[start:end] for row, start, end in zip(values[index], starts, ends, strict=True) if end > start] for values in (self.k, self.v)
+            )
+            layer.write(self._tensor(k, padding), self._tensor(v, padding))
+
+    def attend(self, padding: int = 0) -> list[NDArray[np.float64]]:
+        """What each layer computes for the case's queries; padding left out."""
+        results = [layer.attend(self._tensor(q, padding)) for layer, q in zip(self.layers, self.q, strict=True)]
+        return [result[: sum(self.case.queries)].double().cpu().numpy() for result in results]
+
+    def run(self) -> list[NDArray[np.float64]]:
+        """The case: the history in a step of its own, then its step."""
+        if any(self.case.history):
+            self.write((0,) * len(self.case.history), self.case.history)
+        self.write(self.case.history, self.case.lens, self.case.padding)
+        return self.attend(self.case.padding)
+
+    def expected(self) -> list[NDArray[np.float64]]:
+        return [
+            np.concatenate([attend_row(q, k, v, spec.scale, spec.window) for q, k, v in zip(self.q[i], self.k[i], self.v[i], strict=True)])
+            for i, spec in enumerate(self.case.specs)
+        ]
+
+
+def assert_close(results: list[NDArray[np.float64]], expected_results: list[NDArray[np.float64]], tolerance: float = 2e-5) -> None:
+    """Each layer's results are those expected."""
+    for got, expected in zip(results, expected_results, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,276 @@
+"""The `triton` backend against the definition of attention: on a GPU as it is, without one in Triton's interpreter (`test_triton_interpreter.py`)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from dovetail.api.attention import AttentionBatch, AttentionContext, LayerSpec
+from dovetail.api.component import NoOptions
+from dovetail.errors import DovetailError
+from dovetail_attention import triton_step
+from dovetail_attention.triton_backend import TritonAttention
+from tests.attention import interpreter
+from tests.attention.cases import Bench, Case, assert_close, cases
+from tests.support import FULL, examples
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+DEVICE = "cuda" if ON_GPU else "cpu"
+TOLERANCE = 2e-5
+HALF = {"float16": 4e-3, "bfloat16": 4e-2} if ON_GPU else {"float16": 4e-3}  # the interpreter rounds bfloat16 wrongly
+
+pytestmark = pytest.mark.skipif(not INTERPRETED and not ON_GPU, reason="needs a GPU or the interpreter: test_triton_interpreter.py starts it")
+gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+if INTERPRETED:
+    interpreter.mend()
+
+# On a GPU every new shape is compiled, in the interpreter every tile takes milliseconds.
+few, enough = examples(quick=6 if ON_GPU else 4, full=400), examples(quick=10 if ON_GPU else 8, full=3000 if ON_GPU else 500)
+
+
+class SharingAttention(TritonAttention):
+    """Is told of a shared prefix in each step, and believes that it is worth it."""
+
+    shared_blocks = 0
+
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(replace(batch, shared_prefix_blocks=self.shared_blocks))
+
+
+def on_device(case: Case) -> Case:
+    return replace(case, device=DEVICE)
+
+
+def triton_bench(case: Case, relabel: int = 0) -> Bench:
+    return Bench(TritonAttention, on_device(case), relabel=relabel)
+
+
+def assert_as_defined(case: Case, tolerance: float = TOLERANCE) -> None:
+    bench = triton_bench(case)
+    assert_close(bench.run(), bench.expected(), tolerance)
+
+
+@given(cases(max_len=80 if ON_GPU or FULL else 40))
+@enough
+def test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined_while_unused_slots_are_nan(case: Case) -> None:
+    assert_as_defined(case)
+
+
+@given(cases(max_len=40), st.integers(1, 2**31))
+@few
+def test_which_physical_blocks_a_row_has_changes_nothing(case: Case, relabel: int) -> None:
+    case = replace(case, windows=case.windows[:1])
+    here, there = triton_bench(case), triton_bench(case, relabel)
+    assert_close(here.run(), there.run(), tolerance=0)
+
+
+@pytest.mark.parametrize("window", [None, 1, 50, 130])
+def test_rows_of_many_tiles_are_attended_as_defined(window: int | None) -> None:
+    assert_as_defined(Case((0, 131, 5), (70, 33, 1), heads=2, kv_heads=1, windows=(window,)))
+
+
+@pytest.mark.parametrize("group", [1, 3, 7])
+def test_any_number_of_heads_may_share_a_kv_head(group: int) -> None:
+    assert_as_defined(Case((0, 20), (30, 1), heads=2 * group, kv_heads=2))
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 256])
+def test_blocks_smaller_and_larger_than_a_tile_are_read_as_defined(block_size: int) -> None:
+    assert_as_defined(Case((70, 40), (1, 30), block_size, heads=2, kv_heads=1))
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+def test_head_sizes_that_are_no_power_of_two_are_attended_as_defined(head_size: int) -> None:
+    assert_as_defined(Case((70, 10), (1, 9), head_size=head_size, heads=2, kv_heads=1))
+
+
+def test_many_decodes_of_very_different_lengths_are_attended_as_defined() -> None:
+    lens = np.random.default_rng(0).integers(1, 900 if ON_GPU else 120, 100 if ON_GPU else 12).tolist()
+    assert_as_defined(Case(tuple(lens), (1,) * len(lens), kv_heads=1, heads=2, windows=(None, 64)))
+
+
+@pytest.mark.parametrize("dtype", list(HALF))
+def test_half_precision_is_as_close_as_its_rounding(dtype: str) -> None:
+    assert_as_defined(Case((0, 30, 77), (40, 9, 1), dtype=dtype, windows=(None, 20)), HALF[dtype])
+
+
+@pytest.mark.parametrize("block_size", [3, 16])
+def test_padding_tokens_change_no_slot(block_size: int) -> None:
+    whole = block_size * 4
+    case = Case((whole - 1, 0), (1, whole), block_size, spare_blocks=0, windows=(None, 5))  # every slot of the pool is somebody's
+    bench = triton_bench(case)
+    bench.run()
+    bench.write((whole - 1, whole), case.lens, padding=9)  # one token once more, and NaN for the padding
+    bench.plan(case.history, case.lens)
+    assert_close(bench.attend(), bench.expected())
+
+
+@pytest.mark.parametrize("queries", [(1, 1), (1, 6)])
+def test_what_is_computed_for_padding_is_zero(queries: tuple[int, int]) -> None:
+    bench = triton_bench(Case((3, 8), queries, padding=5))
+    bench.run()
+    q = torch.full((sum(queries) + 5, 4, 8), torch.nan, device=DEVICE)
+    assert not bench.layers[0].attend(q)[sum(queries) :].any()
+
+
+def test_a_step_of_padding_alone_computes_zeros() -> None:
+    bench = triton_bench(Case((3,), (1,)))
+    bench._plan(bench.table[:0], np.zeros(0, np.int64), np.zeros(0, np.int64), padding=4)
+    assert not bench.layers[0].attend(torch.full((4, 4, 8), torch.nan, device=DEVICE)).any()
+
+
+def test_a_row_sees_what_another_row_writes_in_the_same_step() -> None:
+    bench = triton_bench(Case((0, 16), (20, 4)))
+    for values in (bench.k, bench.v):
+        values[0][1][:16] = values[0][0][:16]  # a shared prefix …
+    bench.table[1, 0] = bench.table[0, 0]  # … of one block, which the first row computes in this very step
+    bench.write(bench.case.history, bench.case.lens)
+    assert_close(bench.attend(), bench.expected())
+
+
+@pytest.mark.parametrize(("lens", "shared"), [((150, 129, 190), 8), ((129, 128), 8), ((200, 170, 161), 10)])
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(
+    lens: tuple[int, ...], shared: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_step, "PREFIX_WORTH", 1)
+    history = (*(n - 1 for n in lens), *([180] if chunk else []))
+    case = on_device(Case(history, (1,) * len(lens) + ((chunk,) if chunk else ()), padding=2, windows=(None, 40)))
+    bench = Bench(SharingAttention, case)
+    for layer in range(2):
+        for values in (bench.k[layer], bench.v[layer]):
+            for row in values[1:]:
+                row[: shared * 16] = values[0][: shared * 16]
+    bench.table[1:, :shared] = bench.table[0, :shared]
+    bench.write((0,) * len(history), case.history)
+    bench.backend.shared_blocks = shared  # type: ignore[attr-defined]
+    bench.write(case.history, case.lens, case.padding)
+    assert any(schedule.prefix.parts for schedule in bench.backend.step.schedules.values())  # type: ignore[attr-defined]
+    assert_close(bench.attend(case.padding), bench.expected())
+
+
+def test_q_k_and_v_may_be_parts_of_one_tensor() -> None:
+    case = Case((0, 9), (12, 1), heads=4, kv_heads=2, head_size=8)
+    apart, together = triton_bench(case), triton_bench(case)
+    apart.run()
+    together.run()
+    together.poison()
+    together.write((0,) * 2, case.history)
+    together.plan(case.history, case.lens)
+    rng = np.random.default_rng(1)
+    qkv = torch.from_numpy(rng.normal(size=(13, 8 * 8))).float().to(DEVICE)
+    q, k, v = (part.unflatten(1, (-1, 8)) for part in qkv.split([32, 16, 16], dim=1))
+    apart.layers[0].write(k.contiguous(), v.contiguous())
+    together.layers[0].write(k, v)
+    assert torch.equal(apart.layers[0].attend(q.contiguous()), together.layers[0].attend(q))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda pair: pair[0] != pair[1]), max_size=8))
+@few
+def test_copies_of_blocks_run_as_if_one_after_the_other(pairs: list[tuple[int, int]]) -> None:
+    backend = TritonAttention(NoOptions(), AttentionContext(DEVICE, "float32", 2))
+    layer = backend.make_layer(LayerSpec(0, 1, 1, 4, 1.0))
+    backend.allocate(6)
+    caches = (layer._k, layer._v)  # type: ignore[attr-defined]
+    for cache in caches:
+        cache[:] = torch.arange(6.0)[:, None, None, None]
+    blocks = list(range(6))
+    for src, dst in pairs:
+        blocks[dst] = blocks[src]
+    src, dst = (torch.tensor([pair[i] for pair in pairs], dtype=torch.int64, device=DEVICE) for i in range(2))
+    backend.copy_blocks(src, dst)
+    for cache in caches:
+        assert cache[:, 0, 1, 3].tolist() == [float(block) for block in blocks]
+
+
+def test_memory_is_what_bytes_per_block_says() -> None:
+    backend = TritonAttention(NoOptions(), AttentionContext(DEVICE, "bfloat16", 16))
+    layer = backend.make_layer(LayerSpec(0, 4, 2, 8, 1.0))
+    backend.allocate(10)
+    assert sum(cache.nbytes for cache in (layer._k, layer._v)) == 10 * backend.bytes_per_block(layer.spec)  # type: ignore[attr-defined]
+
+
+def test_plan_before_prepare_is_an_error_that_says_so() -> None:
+    backend = TritonAttention(NoOptions(), AttentionContext(DEVICE, "float32", 16))
+    with pytest.raises(DovetailError, match=r"before allocate\(\) and prepare\(\)"):
+        backend.plan(None)  # type: ignore[arg-type]
+
+
+def test_a_step_larger_than_prepared_for_is_an_error_that_says_so() -> None:
+    bench = triton_bench(Case((0,), (9,)))
+    bench.backend.prepare(1, 8, 100)
+    with pytest.raises(DovetailError, match=r"1 rows and 9 tokens.*room for 1 and 8"):
+        bench.plan((0,), (9,))
+
+
+def test_what_it_can_not_do_is_refused_in_words() -> None:
+    layers = [LayerSpec(0, 4, 2, 512, 1.0)]
+    reasons = TritonAttention.reasons_against(AttentionContext("cpu", "float32", 16), layers)
+    assert len(reasons) == 2
+    assert "device cpu" in reasons[0]
+    assert "head size 512" in reasons[1]
+
+
+@gpu
+def test_a_graph_of_one_decode_step_replays_any_other_of_as_many_rows() -> None:
+    case = replace(on_device(Case((300, 5, 17, 90), (1,) * 4, heads=16, kv_heads=8, head_size=128, dtype="bfloat16")), padding=0)
+    bench = Bench(TritonAttention, case)
+    bench.run()
+    layer, q = bench.layers[0], bench._tensor(bench.q[0], 0)
+    starts, ends = (0, 1, 2, 16), (1, 2, 3, 17)  # an earlier moment of the same rows
+    bench.plan(starts, ends)
+    layer.attend(q)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer.attend(q)
+    bench.plan(case.history, case.lens)
+    graph.replay()
+    assert_close([out.double().cpu().numpy()], bench.expected(), HALF["bfloat16"])
+
+
+@gpu
+def test_a_graph_captured_with_a_shared_prefix_serves_steps_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_step, "PREFIX_WORTH", 1)
+    case = on_device(Case((299, 299), (1, 1), windows=(None,)))
+    bench = Bench(SharingAttention, case)
+    for values in (bench.k[0], bench.v[0]):
+        values[1][:256] = values[0][:256]
+    bench.table[1, :16] = bench.table[0, :16]
+    bench.backend.shared_blocks = 16  # type: ignore[attr-defined]
+    bench.run()
+    q = bench._tensor(bench.q[0], 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = bench.layers[0].attend(q)
+    for shared in (0, 16, 3):
+        bench.backend.shared_blocks = shared  # type: ignore[attr-defined]
+        bench.plan(case.history, case.lens)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_close([out.double().cpu().numpy()], bench.expected())
+
+
+@gpu
+def test_a_graph_leaves_rows_that_became_padding_alone() -> None:
+    case = on_device(Case((300, 5, 17, 90), (1,) * 4, padding=4))
+    bench = Bench(TritonAttention, case)
+    bench.run()
+    q = bench._tensor(bench.q[0], 4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = bench.layers[0].attend(q)
+    out.fill_(torch.nan)
+    bench.plan(case.history, case.lens, padding=4)
+    graph.replay()
+    assert not out[4:].any()
+    assert_close([out[:4].double().cpu().numpy()], bench.expected())

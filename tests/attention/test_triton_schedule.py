@@ -1,0 +1,74 @@
+"""Who computes what: every key of every row once, in shares of equal cost, whatever the step."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail_attention.triton_schedule import (
+    DIRECT,
+    MERGE,
+    SEGMENT_COST,
+    DecodeTables,
+    Prefix,
+    StepRows,
+    cut_evenly,
+    most_prefill_tiles,
+    prefill_tiles,
+)
+from tests.support import examples
+
+row_steps = st.lists(st.integers(0, 60), max_size=30)
+lengths = st.lists(st.integers(1, 500), min_size=1, max_size=20)
+
+
+@given(row_steps, st.integers(1, 40))
+@examples(quick=200, full=5000)
+def test_every_step_of_every_row_is_in_one_share(steps: list[int], shares: int) -> None:
+    cut = cut_evenly(np.array(steps, np.int64), shares)
+    covered = [(row, step) for row, first, last in zip(cut.row, cut.first, cut.last, strict=True) for step in range(first, last)]
+    assert covered == [(row, step) for row, count in enumerate(steps) for step in range(count)]
+    assert cut.share_starts[0] == 0
+    assert cut.share_starts[-1] == len(cut.row)
+    assert (np.diff(cut.share_starts) >= 0).all()
+
+
+@given(row_steps, st.integers(1, 40))
+@examples(quick=200, full=5000)
+def test_no_share_costs_more_than_its_part_and_one_beginning(steps: list[int], shares: int) -> None:
+    cut = cut_evenly(np.array(steps, np.int64), shares)
+    fair = sum(count + SEGMENT_COST for count in steps) / shares
+    for first, last in zip(cut.share_starts, cut.share_starts[1:], strict=False):
+        begun = sum(1 for i in range(first, last) if cut.first[i] == 0)
+        assert sum(cut.last[first:last] - cut.first[first:last]) + begun * SEGMENT_COST <= fair + 1 + SEGMENT_COST
+
+
+@given(lengths, st.one_of(st.none(), st.integers(1, 300)), st.sampled_from([1, 3, 16, 64]), st.integers(1, 30), st.integers(0, 3))
+@examples(quick=200, full=5000)
+def test_segments_cover_what_each_row_sees_and_fit_their_table(lens: list[int], window: int | None, step: int, shares: int, padding: int) -> None:
+    rows = StepRows.of(np.ones(len(lens), np.int32), np.array(lens, np.int32))
+    tables = DecodeTables(shares, max_rows=len(lens) + padding)
+    buffer = tables.fill(rows, window, step, Prefix(), padding, len(lens))
+    assert len(buffer) <= tables.size
+    records = buffer[tables.rows_at : tables.segments_at].reshape(-1, 4)
+    segments = buffer[tables.segments_at :].reshape(-1, 5)
+    for row, length in enumerate(lens):
+        own = segments[segments[:, 0] == row]
+        assert own[0, 2] == max(0, length - (window or length))
+        assert own[-1, 3] == length
+        assert (own[1:, 2] == own[:-1, 3]).all()
+        assert (own[1:, 2] % step == 0).all()
+        _, action, first, count = records[row]
+        assert count == len(own)
+        assert own[:, 4].tolist() == (list(range(first, first + count)) if action == MERGE else [DIRECT])
+
+
+@given(st.lists(st.tuples(st.integers(2, 90), st.integers(0, 90)), min_size=1, max_size=12), st.integers(1, 9), st.sampled_from([16, 64]))
+@examples(quick=100, full=3000)
+def test_tiles_cover_every_query_of_every_head_once(rows: list[tuple[int, int]], group: int, tile: int) -> None:
+    queries, history = np.array(rows, np.int32).T
+    records = prefill_tiles(StepRows.of(queries, queries + history), group, tile)
+    assert len(records) <= most_prefill_tiles(len(rows), int(queries.sum()), group, tile)
+    firsts = sorted((int(row), int(first)) for row, _, _, _, first in records)
+    assert firsts == [(row, first) for row, count in enumerate(queries) for first in range(0, int(count) * group, tile)]

@@ -1,0 +1,76 @@
+"""A `local` executor of the bundled demo model, and a small core to drive it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import dovetail_attention
+import dovetail_models
+import dovetail_samplers
+from dovetail.api.clock import WallClock
+from dovetail.api.component import ComponentSpec
+from dovetail.api.executor import Batch, Capacity, ExecutorConfig, ExecutorContext, NewRow, Target
+from dovetail.api.sampler import RowSampling
+from dovetail_executors.local import LocalExecutor, empty_batch
+from dovetail_executors.options import LocalOptions
+
+DEMO = str(Path(dovetail_models.__file__).parent / "demo")
+
+CONFIG = ExecutorConfig(
+    model=DEMO,
+    dtype="auto",
+    load_format="auto",
+    max_model_len=64,
+    max_num_seqs=4,
+    max_num_batched_tokens=128,
+    gpu_memory_utilization=0.9,
+    kv_cache_memory=None,
+    block_size=None,
+    cuda_graphs=True,
+    overlap=True,
+    seed=0,
+)
+
+
+def targets(specs: Iterable[ComponentSpec]) -> tuple[Target, ...]:
+    return tuple(Target(spec.kind, f"dovetail:{spec.name}", spec.target, {}, spec.options, spec.architectures) for spec in specs)
+
+
+def context(**changes: Any) -> ExecutorContext:
+    """With fields of `ExecutorConfig` changed, or of the context itself."""
+    of_config = {name: value for name, value in changes.items() if name in ExecutorConfig.__dataclass_fields__}
+    plain = ExecutorContext(
+        config=replace(CONFIG, **of_config),
+        clock=WallClock(),
+        models=targets(dovetail_models.dovetail_components()),
+        attention=targets(dovetail_attention.dovetail_components()),
+        sampler=targets(dovetail_samplers.dovetail_components())[0],
+    )
+    return replace(plain, **{name: value for name, value in changes.items() if name not in of_config})
+
+
+def executor(options: Mapping[str, Any] | None = None, **changes: Any) -> LocalExecutor:
+    return LocalExecutor(LocalOptions(**{"device": "cpu", **(options or {})}), context(**changes))
+
+
+def prefill(capacity: Capacity, prompts: list[list[int]], step: int = 0, **sampling: Any) -> Batch:
+    """All prompts, each in its own row, with blocks for 16 tokens more."""
+    size, added, next_block = capacity.layout.block_size, [], 0
+    for row, prompt in enumerate(prompts):
+        count = -(-(len(prompt) + 16) // size)
+        blocks = np.arange(next_block, next_block + count, dtype=np.int32)
+        next_block += count
+        added.append(NewRow(row, f"request-{row}", np.array(prompt, np.int32), len(prompt), 0, blocks, RowSampling(temperature=0.0, **sampling)))
+    rows = np.arange(len(prompts), dtype=np.int32)
+    lens = np.array([len(prompt) for prompt in prompts], np.int32)
+    return empty_batch(step=step, added=tuple(added), rows=rows, num_tokens=lens, samples=np.ones(len(prompts), np.bool_))
+
+
+def decode(rows: int, step: int) -> Batch:
+    ones = np.ones(rows, np.int32)
+    return empty_batch(step=step, rows=np.arange(rows, dtype=np.int32), num_tokens=ones, samples=ones.astype(np.bool_))

@@ -1,0 +1,36 @@
+"""Requests and managers for the tests of KV-cache managers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
+from dovetail.request import Request, SamplingParams
+from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
+
+_ids = count()
+
+
+def manager(num_blocks: int = 8, block_size: int = 4, *, reuse: bool = True, window: int | None = None) -> PrefixCache:
+    layout = KVLayout((KVGroup((0,), window, 1024),), block_size, "float32")
+    return PrefixCache(PrefixOptions(reuse=reuse), KVContext(layout, num_blocks))
+
+
+def request(tokens: Sequence[int], *, id: str | None = None, keys: tuple[str, ...] = (), prompt_logprobs: int | None = None) -> Request:
+    params = SamplingParams(prompt_logprobs=prompt_logprobs)
+    return Request(id or f"r{next(_ids)}", tokens, params, max_tokens=1000, cache_keys=keys)
+
+
+def generate(request: Request, tokens: Sequence[int]) -> None:
+    """As the engine does when ids arrive."""
+    request._output_ids.extend(tokens)
+
+
+def compute(kv: PrefixCache, request: Request, num_tokens: int | None = None) -> tuple[int, ...]:
+    """Allocate and commit all (or `num_tokens`) of its known tokens; returns the blocks given."""
+    tokens = request.num_tokens if num_tokens is None else num_tokens
+    allocation = kv.allocate(request, tokens)
+    assert allocation is not None
+    kv.commit(request, tokens)
+    return allocation.blocks

@@ -1,0 +1,161 @@
+"""A tiny model, a greedy sampler and a `Bench` that plays the core: enough to run steps by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from dovetail.api.attention import AttentionContext, AttentionLayer, LayerSpec
+from dovetail.api.clock import WallClock
+from dovetail.api.component import NoOptions
+from dovetail.api.executor import Batch, NewRow, Result
+from dovetail.api.kv_cache import BlockCopy
+from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerContext
+from dovetail.nn.logprobs import top_logprobs
+from dovetail.runtime.row_state import RowState
+from dovetail.runtime.runner import PendingStep, Runner
+from dovetail_attention.sdpa import TorchAttention
+
+VOCAB, HIDDEN, HEADS, KV_HEADS, SIZE = 31, 16, 4, 2, 4
+NAN_TOKEN = VOCAB - 1  # its embedding is NaN; never sampled
+
+
+class TinyModel(nn.Module):
+    """Two layers of attention, with positions in the embedding."""
+
+    def __init__(self, backend: TorchAttention) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def weights(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator) / 2
+
+        self.embed = weights(VOCAB, HIDDEN)
+        self.embed[NAN_TOKEN] = torch.nan
+        self.places = weights(256, HIDDEN)
+        self.head = weights(HIDDEN, VOCAB)
+        self.head[:, NAN_TOKEN] = 0
+        self.layers: list[tuple[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        for index in range(2):
+            layer = backend.make_layer(LayerSpec(index, HEADS, KV_HEADS, SIZE, 0.5))
+            kv_width = KV_HEADS * SIZE
+            self.layers.append((layer, weights(HIDDEN, HEADS * SIZE), weights(HIDDEN, kv_width), weights(HIDDEN, kv_width)))
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embed[token_ids] + self.places[positions]
+        for layer, q, k, v in self.layers:
+            layer.write((x @ k).view(-1, KV_HEADS, SIZE), (x @ v).view(-1, KV_HEADS, SIZE))
+            x = torch.tanh(x + layer.attend((x @ q).view(-1, HEADS, SIZE)).reshape(-1, HIDDEN))
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 4 * hidden @ self.head
+
+
+class Greedy(Sampler):
+    """The likeliest token; it remembers what it was told."""
+
+    def prepare(self, max_rows: int) -> None:
+        self.rows: dict[int, RowSampling] = {}
+        self.last_logits = torch.empty(0)
+
+    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+        for row in removed:
+            del self.rows[row]
+        self.rows.update(added)
+
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: NDArray[np.int64]) -> SampledTokens:
+        assert rows.tolist() == host_rows.tolist()
+        self.last_logits = logits.clone()
+        token_ids = logits.argmax(dim=1)
+        asked = [self.rows[row].logprobs for row in host_rows.tolist()]
+        if all(k is None for k in asked):
+            return SampledTokens(token_ids)
+        return SampledTokens(token_ids, top_logprobs(logits, token_ids, max(k for k in asked if k is not None)))
+
+
+@dataclass
+class Bench:
+    """A runner with a tiny model, and the books that the core would keep: which row and blocks each request has."""
+
+    max_rows: int = 4
+    max_len: int = 64
+    block_size: int = 4
+    num_blocks: int = 40
+    step: int = 0
+    free_blocks: list[int] = field(default_factory=list)
+    blocks: dict[int, list[int]] = field(default_factory=dict)  # row -> blocks
+
+    def __post_init__(self) -> None:
+        device = torch.device("cpu")
+        self.backend = TorchAttention(NoOptions(), AttentionContext("cpu", "float32", self.block_size))
+        self.model = TinyModel(self.backend)
+        self.backend.allocate(self.num_blocks)
+        self.backend.prepare(self.max_rows, 256, self.max_len)
+        self.rows = RowState(self.max_rows, self.max_len, self.block_size, device)
+        self.sampler = Greedy(NoOptions(), SamplerContext("cpu", VOCAB, self.rows.history))
+        self.sampler.prepare(self.max_rows)
+        self.runner = Runner(self.model, self.backend, self.sampler, self.rows, WallClock(), VOCAB)
+        self.free_blocks = np.random.default_rng(1).permutation(self.num_blocks).tolist()
+
+    def new(self, row: int, tokens: Sequence[int], sampling: RowSampling | None = None, prompt_len: int | None = None, computed: int = 0) -> NewRow:
+        """A request that begins in `row`, without blocks yet."""
+        self.blocks[row] = self.blocks.get(row, []) if computed else []
+        return NewRow(
+            row,
+            f"request-{row}",
+            np.array(tokens, np.int32),
+            len(tokens) if prompt_len is None else prompt_len,
+            computed,
+            np.array(self.blocks[row], np.int32),
+            sampling or RowSampling(),
+        )
+
+    def batch(self, work: dict[int, int], added: Sequence[NewRow], removed: Sequence[int], copies: Sequence[BlockCopy]) -> Batch:
+        """`work`: row -> tokens to compute. Blocks are handed out as needed. A row samples when its last known token is computed."""
+        computed, known = self.rows.computed.copy(), self.rows.known.copy()
+        for row in removed:
+            self.free_blocks += self.blocks.pop(row) if row not in [new.row for new in added] else []
+        for new in added:
+            computed[new.row], known[new.row] = new.computed, len(new.token_ids)
+        ends = {row: int(computed[row]) + count for row, count in work.items()}
+        appended = []
+        for row, end in ends.items():
+            while len(self.blocks[row]) * self.block_size < end:
+                self.blocks[row].append(self.free_blocks.pop())
+                appended.append((row, self.blocks[row][-1]))
+        self.step += 1
+        return Batch(
+            step=self.step,
+            removed=np.array(removed, np.int32),
+            added=tuple(added),
+            new_block_rows=np.array([row for row, _ in appended], np.int32),
+            new_blocks=np.array([block for _, block in appended], np.int32),
+            copies=tuple(copies),
+            rows=np.array(list(work), np.int32),
+            num_tokens=np.array(list(work.values()), np.int32),
+            samples=np.array([ends[row] == known[row] for row in work], np.bool_),
+        )
+
+    def submit(
+        self, work: dict[int, int], added: Sequence[NewRow] = (), removed: Sequence[int] = (), copies: Sequence[BlockCopy] = ()
+    ) -> PendingStep:
+        return self.runner.submit(self.batch(work, added, removed, copies))
+
+    def run(self, work: dict[int, int], added: Sequence[NewRow] = (), removed: Sequence[int] = (), copies: Sequence[BlockCopy] = ()) -> Result:
+        return self.runner.collect(self.submit(work, added, removed, copies))
+
+
+def generate(prompt: Sequence[int], count: int) -> list[int]:
+    """What the tiny model says after a prompt, run whole and alone, each token from scratch: the oracle of the runner's tests."""
+    tokens = list(prompt)
+    for _ in range(count):
+        bench = Bench(max_rows=1, block_size=64, num_blocks=1)
+        result = bench.run({0: len(tokens)}, [bench.new(0, tokens)])
+        tokens.append(int(result.token_ids[0]))
+    return tokens[len(prompt) :]

@@ -1,0 +1,131 @@
+"""The row state against plain lists: whatever rows come, grow and go, it holds what it was told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.api.executor import Batch, NewRow
+from dovetail.api.sampler import RowSampling
+from dovetail.errors import DovetailError
+from dovetail.runtime.row_state import RowState, counts_within
+from tests.support import examples
+
+MAX_ROWS, MAX_LEN, BLOCK_SIZE = 4, 24, 3
+
+
+@dataclass
+class PlainRow:
+    tokens: list[int]
+    blocks: list[int] = field(default_factory=list)
+
+
+def batch(removed: list[int] | None = None, added: list[NewRow] | None = None, blocks: list[tuple[int, int]] | None = None) -> Batch:
+    nothing = np.zeros(0, np.int32)
+    rows, ids = zip(*blocks, strict=True) if blocks else ((), ())
+    return Batch(
+        0,
+        np.array(removed or [], np.int32),
+        tuple(added or []),
+        np.array(rows, np.int32),
+        np.array(ids, np.int32),
+        (),
+        nothing,
+        nothing,
+        np.zeros(0, np.bool_),
+    )
+
+
+def new(row: int, tokens: list[int], blocks: list[int]) -> NewRow:
+    return NewRow(row, f"r{row}", np.array(tokens, np.int32), len(tokens), 0, np.array(blocks, np.int32), RowSampling())
+
+
+@given(st.data())
+@examples(quick=40, full=1000)
+def test_rows_hold_what_they_were_told(data: st.DataObject) -> None:
+    state = RowState(MAX_ROWS, MAX_LEN, BLOCK_SIZE, torch.device("cpu"))
+    plain: dict[int, PlainRow] = {}
+    ids = st.integers(0, 99)
+    for _ in range(data.draw(st.integers(1, 6), label="steps")):
+        removed = data.draw(st.lists(st.sampled_from(sorted(plain)), unique=True) if plain else st.just([]), label="removed")
+        for row in removed:
+            del plain[row]
+        free = [row for row in range(MAX_ROWS) if row not in plain]
+        added = []
+        for row in data.draw(st.lists(st.sampled_from(free), unique=True) if free else st.just([]), label="added"):
+            plain[row] = PlainRow(data.draw(st.lists(ids, min_size=1, max_size=12)), data.draw(st.lists(ids, max_size=4)))
+            added.append(new(row, plain[row].tokens, plain[row].blocks))
+        appended = []
+        for row in data.draw(st.lists(st.sampled_from(sorted(plain)), max_size=3) if plain else st.just([]), label="appended to"):
+            if len(plain[row].blocks) < MAX_LEN // BLOCK_SIZE:
+                appended.append((row, data.draw(ids)))
+                plain[row].blocks.append(appended[-1][1])
+        state.update(batch(removed, added, appended))
+        sampling = data.draw(st.lists(st.sampled_from(sorted(plain)), unique=True) if plain else st.just([]), label="sampling")
+        sampled = [data.draw(ids) for _ in sampling]
+        for row, token in zip(sampling, sampled, strict=True):
+            plain[row].tokens.append(token)
+        state.append(torch.tensor(sampled, dtype=torch.int64), torch.tensor(sampling, dtype=torch.int64), np.array(sampling, np.int64))
+    for row, expected in plain.items():
+        assert state.token_ids[row, : len(expected.tokens)].tolist() == expected.tokens
+        assert state.num_tokens[row] == state.known[row] == len(expected.tokens)
+        assert state.block_table[row, : len(expected.blocks)].tolist() == expected.blocks
+        assert state.num_blocks[row] == len(expected.blocks)
+
+
+@given(st.lists(st.integers(1, 5), max_size=6))
+@examples(quick=30, full=500)
+def test_counts_within_begin_at_zero_in_each_group(sizes: list[int]) -> None:
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    assert counts_within(groups).tolist() == [place for size in sizes for place in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        (new(MAX_ROWS, [1], [1]), "was given row 4; there are 4"),
+        (new(0, [1] * (MAX_LEN + 1), [1]), "has 25 tokens in 1 blocks; a row holds 24 tokens in 8 blocks"),
+        (new(0, [1], [1] * 9), "has 1 tokens in 9 blocks"),
+    ],
+)
+def test_a_request_that_fits_no_row_is_refused_by_name(added: NewRow, message: str) -> None:
+    with pytest.raises(DovetailError, match=message):
+        RowState(MAX_ROWS, MAX_LEN, BLOCK_SIZE, torch.device("cpu")).update(batch(added=[added]))
+
+
+def test_more_blocks_than_a_row_holds_are_refused() -> None:
+    state = RowState(MAX_ROWS, MAX_LEN, BLOCK_SIZE, torch.device("cpu"))
+    state.update(batch(added=[new(1, [1], [1] * 7)]))
+    with pytest.raises(DovetailError, match="request 'r1' was given more than the 8 blocks"):
+        state.update(batch(blocks=[(1, 5), (1, 6)]))
+
+
+def test_a_full_row_samples_once_more_and_writes_into_no_other_row() -> None:
+    state = RowState(MAX_ROWS, MAX_LEN, BLOCK_SIZE, torch.device("cpu"))
+    state.update(batch(added=[new(0, [5] * MAX_LEN, [1]), new(1, [7], [2])]))
+    state.append(torch.tensor([9, 8]), torch.tensor([0, 1]), np.array([0, 1]))
+    assert state.token_ids[0].tolist() == [5] * MAX_LEN + [9]
+    assert state.token_ids[1, :2].tolist() == [7, 8]
+    assert state.known[:2].tolist() == [MAX_LEN + 1, 2]
+
+
+def test_a_step_beyond_the_end_of_a_row_is_refused() -> None:
+    state = RowState(MAX_ROWS, 2 * BLOCK_SIZE - 1, BLOCK_SIZE, torch.device("cpu"))  # the last block could hold one token more
+    state.update(batch(added=[new(0, [5] * 5, [1, 2])]))
+    state.append(torch.tensor([9]), torch.tensor([0]), np.array([0]))
+    beyond = replace(batch(), rows=np.array([0], np.int32), num_tokens=np.array([6], np.int32), samples=np.array([True]))
+    with pytest.raises(DovetailError, match=r"request 'r0'.*a row holds 5"):
+        state.check(beyond)
+
+
+def test_blocks_of_several_rows_may_come_in_any_order_of_rows() -> None:
+    state = RowState(MAX_ROWS, MAX_LEN, BLOCK_SIZE, torch.device("cpu"))
+    state.update(batch(added=[new(2, [1], [10]), new(0, [1], [20])]))
+    state.update(batch(blocks=[(2, 11), (0, 21), (2, 12), (0, 22), (2, 13)]))
+    assert state.block_table[2, :4].tolist() == [10, 11, 12, 13]
+    assert state.block_table[0, :3].tolist() == [20, 21, 22]

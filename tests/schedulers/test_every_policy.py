@@ -1,0 +1,103 @@
+"""What all built-in policies have in common."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from dovetail.request import Request
+from dovetail.testing import make_request, plan
+from dovetail.testing.planning import Plan
+from dovetail_schedulers import dovetail_components
+from tests.engine.world import Shape, Spec, World
+from tests.schedulers.helpers import POLICIES, Policy
+from tests.support import examples
+
+BLOCK = 4
+
+every_policy = pytest.mark.parametrize("policy", POLICIES, ids=repr)
+
+
+def test_six_policies_are_declared() -> None:
+    specs = dovetail_components()
+    assert [spec.name for spec in specs] == ["fcfs", "priority", "vtc", "mlfq", "lpm", "edf"]
+    assert all(spec.kind == "scheduler" and spec.summary for spec in specs)
+
+
+def test_declaring_imports_no_policy() -> None:
+    code = "import sys, dovetail_schedulers as d; d.dovetail_components(); print([m for m in sys.modules if m.startswith('dovetail_schedulers.')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@every_policy
+def test_options_are_described_checked_and_frozen(policy: Policy) -> None:
+    assert all(field.description for field in policy.options.model_fields.values())
+    assert policy.options.model_config["frozen"]
+    with pytest.raises(ValidationError, match="no_such_option"):
+        policy.options.model_validate({"no_such_option": 1})
+
+
+@every_policy
+def test_decodes_run_beside_a_prompt_longer_than_the_budget(policy: Policy) -> None:
+    decodes = [make_request(f"d{i}", generated=2, arrival_time=i / 10, priority=i, deadline=9.0) for i in range(4)]
+    done = plan(policy.cls, running=decodes, waiting=[make_request("long", 200, priority=-1, deadline=8.0)], options=policy.options(), max_tokens=32)
+    assert [done.granted[f"d{i}"] for i in range(4)] == [1, 1, 1, 1]
+    assert done.granted["long"] == 28
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> dict[str, object]:
+    """Requests in any state, memory nearly used up."""
+
+    def request(id: str, computed: int | None, prompt: int) -> Request:
+        return make_request(
+            id,
+            prompt,
+            generated=0 if computed is not None else draw(st.integers(1, 8)),
+            computed=computed,
+            arrival_time=draw(st.sampled_from([0.0, 0.1, 0.2])),
+            client=draw(st.sampled_from([None, "a", "b"])),
+            priority=draw(st.integers(0, 2)),
+            deadline=draw(st.sampled_from([None, 0.5, 50.0])),
+        )
+
+    prompts = [draw(st.integers(1, 24)) for _ in range(draw(st.integers(1, 8)))]
+    count = draw(st.integers(0, len(prompts)))
+    running = []
+    for i, prompt in enumerate(prompts[:count]):
+        amid_prefill = draw(st.booleans()) and prompt > 1
+        running.append(request(f"r{i}", draw(st.integers(1, prompt - 1)) if amid_prefill else None, prompt))
+    waiting = [make_request(f"w{i}", prompt, arrival_time=0.3, priority=draw(st.integers(0, 2))) for i, prompt in enumerate(prompts[count:])]
+    held = sum(-(-r._computed // BLOCK if r._computed >= 0 else -(-(r.num_tokens - 1) // BLOCK)) for r in running)
+    enough = max(-(-r.num_tokens // BLOCK) for r in running + waiting)  # as the engine sees to: any request fits, alone
+    limits = {"max_tokens": draw(st.integers(1, 40)), "max_seqs": draw(st.integers(1, 5)), "block_size": BLOCK}
+    return {"running": running, "waiting": waiting, "free_blocks": max(draw(st.integers(0, 7)), enough - held), **limits}
+
+
+@every_policy
+@examples(quick=60, full=2000)
+@given(data=st.data())
+def test_somebody_runs_or_makes_room(policy: Policy, data: st.DataObject) -> None:
+    situation = data.draw(situations())
+    done: Plan = plan(policy.cls, options=policy.options(), now=1.0, **situation)  # type: ignore[arg-type]
+    assert done.granted or done.rejected
+    assert not set(done.granted) & set(done.preempted)
+
+
+@every_policy
+@pytest.mark.parametrize("overlap", [True, False])
+def test_everybody_ends_in_scarce_memory_without_much_work_done_twice(policy: Policy, overlap: bool) -> None:
+    world = World(policy.cls, Shape(num_blocks=24, block_size=2, max_tokens=12, max_model_len=32, overlap=overlap), policy.options())
+    for i in range(24):
+        prompt = tuple(range(i % 5, i % 5 + 4 + i % 9))
+        world.add(Spec(f"r{i}", prompt, max_tokens=6 + i % 11, delay=i * 0.01, client="abc"[i % 3], priority=i % 3, deadline=1e6 + i * 5 % 7))
+    world.drain()
+    assert {finish.reason for finish in world.finished.values()} == {"length"}
+    stats = world.core.update_stats()
+    assert stats.preemptions > 0, "memory wasn't scarce"
+    assert stats.recomputed_tokens < stats.prefill_tokens + stats.decode_tokens - stats.recomputed_tokens

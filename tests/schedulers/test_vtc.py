@@ -1,0 +1,70 @@
+"""Fairness among clients by virtual token counters."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from dovetail.testing import make_request, plan
+from dovetail_schedulers.vtc import VTC, VTCOptions
+from tests.engine.world import Shape, Spec, World
+
+PROMPT, ANSWER = 6, 8
+
+
+def backlogged(weights: dict[str, float] | None = None) -> World:
+    """A client that floods the engine at once, and one whose requests come behind all of them."""
+    world = World(VTC, Shape(max_seqs=2, max_tokens=32), VTCOptions(weights=weights or {}))
+    for client in ("flood", "other"):
+        for i in range(20):
+            world.add(Spec(f"{client}{i}", tuple(range(PROMPT)), max_tokens=ANSWER, client=client))
+    return world
+
+
+def served(world: World) -> Counter[str]:
+    """What the clients have got, by the default prices: a prompt when it was admitted, a generated token twice its count."""
+    total: Counter[str] = Counter()
+    for request in world.requests.values():
+        assert request.client is not None
+        total[request.client] += PROMPT * (request._first_scheduled_time is not None) + 2 * request.generated
+    return total
+
+
+def test_clients_that_wait_get_service_within_the_bound_of_the_paper() -> None:
+    world = backlogged()
+    bound = 2 * max(PROMPT, 2 * 2 * (PROMPT + ANSWER))  # 2 max(w_p L_input, w_q M), theorem 4.4; M: tokens in the running batch
+    while all(any(r.client == client for r in world.core.books.waiting) for client in ("flood", "other")) or not world.core.stats.steps:
+        world.step()
+        total = served(world)
+        assert abs(total["flood"] - total["other"]) <= bound
+    assert world.core.stats.finished > 20
+
+
+def test_twice_the_weight_is_twice_the_service() -> None:
+    world = backlogged({"other": 2.0})
+    while world.core.stats.finished < 18:
+        world.step()
+    total = served(world)
+    assert total["other"] / total["flood"] == pytest.approx(2.0, rel=0.35)
+
+
+def test_one_of_each_client_is_admitted_in_turn_and_no_client_is_a_client_too() -> None:
+    waiting = [make_request(id, 8, client=client) for id, client in [("a1", "a"), ("a2", "a"), ("b1", "b"), ("n1", None), ("n2", None)]]
+    done = plan(VTC, options=VTCOptions(), waiting=waiting, max_tokens=28)
+    assert list(done.granted) == ["a1", "b1", "n1", "a2"]
+
+
+def test_a_client_that_was_away_gets_no_credit_for_it() -> None:
+    policy = plan(VTC, options=VTCOptions(), waiting=[make_request(f"a{i}", 8, client="a") for i in range(4)], max_tokens=24).policy
+    waiting = [make_request(id, 8, client=id[0]) for id in ("a4", "b1", "b2", "b3")]  # b comes when a has had three prompts
+    assert list(plan(policy, waiting=waiting, max_tokens=16).granted) == ["a4", "b1"]
+
+
+def test_computing_a_prompt_again_is_free() -> None:
+    world = World(VTC, Shape(num_blocks=8, block_size=2, max_seqs=4, max_model_len=16), VTCOptions())
+    for i in range(4):
+        world.add(Spec(f"r{i}", (i,) * 4, max_tokens=8, client="a"))
+    world.drain()
+    assert world.core.stats.preemptions > 0
+    assert world.policy._served["a"] == 4 * (4 + 2 * 8)  # type: ignore[attr-defined]
