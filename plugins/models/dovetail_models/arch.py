@@ -80,9 +80,9 @@ _HARMLESS = (  # patterns of fields that change no number when a model runs
 class DecoderArch(ModelArch):
     """An architecture that is a `Decoder` of the shape that its config says.
 
-    A config is served only if every field in it is handled by the architecture (`handled`, besides the common ones), known to be harmless, or
-    off (None, False, 0 or empty). Any other field may change the numbers, even one that transformers itself would pass over, and is refused by
-    name: whoever knows better can take it out of config.json.
+    A config is served only if every field in it is handled by the architecture (`handled`, besides the common ones), known to be harmless, as
+    transformers has it by default, or off (None, False, 0 or empty). Any other field may change the numbers, even one that transformers itself
+    would pass over, and is refused by name: whoever knows better can take it out of config.json.
     """
 
     model_type: str  # of transformers' config
@@ -102,11 +102,11 @@ class DecoderArch(ModelArch):
         return [*_wrong_sizes(config), *_wrong_values(config), *rope_reasons_against(config.rope_parameters or {}), *self._unknown(config)]
 
     def _unknown(self, config: Any) -> list[str]:
-        known = _HANDLED | self.handled
+        known, defaults = _HANDLED | self.handled, vars(type(config)())  # what transformers itself puts into every such config
         return [
             f"{name} = {_short(value)}: this field is not implemented and may change the numbers; if it doesn't, take it out of config.json"
             for name, value in vars(config).items()
-            if value and name not in known and not any(fnmatchcase(name, pattern) for pattern in _HARMLESS)
+            if value and name not in known and value != defaults.get(name) and not any(fnmatchcase(name, pattern) for pattern in _HARMLESS)
         ]
 
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
