@@ -43,12 +43,12 @@ class SamplingParams:
     top_p: float | None = None  # keep the smallest set whose probability reaches p, 0 < p <= 1
     min_p: float | None = None  # keep tokens at least min_p times as likely as the likeliest, 0 <= p <= 1
     seed: int | None = None  # same seed, same tokens, whatever else runs
-    max_tokens: int | None = 16  # None: up to the model's length
-    min_tokens: int = 0  # no EOS and no stop token before this many
+    max_tokens: int | None = 16  # None: up to the model's length, which also ends it if that is nearer
+    min_tokens: int = 0  # nothing stops it before this many, as far as there is room for them
     stop: str | Sequence[str] | None = None  # stop strings
     stop_token_ids: Sequence[int] | None = None  # ends when one of these is generated
     include_stop_str_in_output: bool = False  # keep the stop string, or the stop token's text, at the end of the text
-    ignore_eos: bool = False  # go on after the model's EOS
+    ignore_eos: bool = False  # go on after the model's EOS, unless it is in stop_token_ids
     repetition_penalty: float | None = None  # of tokens in prompt and output, 0.01 to 100 (CTRL, arXiv:1909.05858 section 4.1); neutral: 1
     presence_penalty: float = 0.0  # subtracted once from a generated token's logit, -2 to 2
     frequency_penalty: float = 0.0  # subtracted for each time it was generated, -2 to 2
@@ -149,9 +149,18 @@ def _number(name: str, value: Any, low: float, high: float, *, optional: bool = 
 
 def _texts(name: str, values: Any) -> tuple[str, ...]:
     for value in _items(name, values, "non-empty strings"):
-        if not isinstance(value, str) or not value or any("\ud800" <= char <= "\udfff" for char in value):  # half a character
+        if not isinstance(value, str) or not value or not _is_unicode(value):
             raise RequestError(f"{name} must be a list of non-empty strings, got {shown(value)} in it")
     return tuple(values or ())
+
+
+def _is_unicode(text: str) -> bool:
+    """Python allows half a surrogate pair in a string."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _token_ids(name: str, values: Any) -> tuple[int, ...]:
@@ -190,7 +199,7 @@ def _logit_bias(bias: Any) -> Mapping[int, float] | None:
     checked: dict[int, float] = {}
     for token, value in bias.items():
         if not is_integer(token) or token < 0:
-            raise RequestError(f"logit_bias must map token ids >= 0 to numbers, got the id {shown(token)}")
+            raise RequestError(f"logit_bias: token id must be an integer >= 0, got {shown(token)}")
         number = as_number(value)
         if number is None or not -100 <= number <= 100:
             raise RequestError(f"logit_bias[{shown(token)}] must be a finite number >= -100 and <= 100, got {shown(value)}")
@@ -401,7 +410,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[TokenLogprobMap] | None = None  # one map a token of `token_ids`
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop token or string that matched, "kv_capacity", or why it was rejected
+    stop_reason: int | str | None = None  # the stop token or string that matched (None: EOS), "kv_capacity", or why it was rejected or failed
 
     @property
     def finished(self) -> bool:
@@ -418,5 +427,5 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[TokenLogprobMap | None] | None = None  # None for the first token
-    num_cached_tokens: int = 0  # prompt tokens whose K and V were found in the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens whose K and V were found in the prefix cache (of n > 1: by the first sample)
     metrics: RequestMetrics | None = None

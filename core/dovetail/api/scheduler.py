@@ -152,7 +152,8 @@ class Step(Protocol):
 
         `reserve` takes the blocks of its whole prefill now. Refused, with nothing changed, if n < min(min_tokens, cost.tokens) or a seat or
         memory lacks. If only memory lacks, preempts from `evict`, in that order, until it fits; nobody, if all of them would not do.
-        Reads `evict` up to `request` itself, so nobody is evicted for a request that stands behind it; skips those without blocks.
+        Reads `evict` up to `request` itself, so nobody is evicted for a request that stands behind it; skips those without blocks, and those
+        whose tokens of this very step `request` would find in the cache or whose blocks it would fork. `evict` must not act on the step.
         Raises `PolicyError` on misuse (a finished request, one of another engine, nonsense numbers).
         """
 
@@ -160,10 +161,12 @@ class Step(Protocol):
         """grant(r) in order, quickly (the common case: all running decodes). Returns the refused, in order."""
 
     def preempt(self, request: Request) -> None:
-        """Free its blocks and take back its grant. Its tokens stay and are prefilled again later."""
+        """Free its blocks and take back its grant. Its tokens stay and are prefilled again later. With it goes who was admitted in this step
+        on the strength of tokens that it was to compute. Nothing, if it went so already, or if its last token is in flight."""
 
     def reject(self, request: Request, reason: str) -> None:
-        """Waiting or running: finish it as "rejected"; its client sees the reason."""
+        """Waiting or running: finish it as "rejected"; its client sees the reason. Its grant is taken back at once, its blocks come free after
+        this step. Nothing, if its last token is in flight."""
 
     def wake_at(self, time: float) -> None:
         """Plan again by then (finite, > now; the earliest counts). Arrivals and results wake anyway."""

@@ -18,11 +18,11 @@ from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.generation_defaults import GenerationDefaults, resolve_sampling
 from dovetail.engine.observers import ObserverHub
-from dovetail.errors import RequestError, UnsupportedError
+from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError
 from dovetail.parts import Parts, find_parts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
-from dovetail.request import SamplingParams
+from dovetail.request import SamplingParams, shown
 
 if TYPE_CHECKING:
     from dovetail.engine.tokenizer import Tokenizer
@@ -53,12 +53,19 @@ class Assembly:
         return resolve_sampling(params, self.defaults, seed, bad_words)
 
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each text as tokens, as it stands at the start of a line and after a space."""
-        variants = [text for word in params.bad_words or () for text in (word, f" {word.lstrip()}")]
-        return tuple(dict.fromkeys(tuple(self.tokenizer().encode(text, special_tokens=False)) for text in variants))
+        """Each text as tokens, as it stands at the start of a line and after a space. Raises `RequestError` for one that has none."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words or ():
+            variants = [tuple(self.tokenizer().encode(text, special_tokens=False)) for text in (word, f" {word.lstrip()}")]
+            if not any(variants):
+                raise RequestError(f"bad_words: {shown(word)} is no token of this model's tokenizer, so it can't be kept out")
+            sequences |= dict.fromkeys(ids for ids in variants if ids)
+        return tuple(sequences)
 
     def check_extra(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         """What a request carries for components, validated by their own models. Raises `RequestError`."""
+        if extra is not None and not isinstance(extra, Mapping):
+            raise RequestError(f"extra must map distributions to what their components want to know, got {shown(extra)}")
         checked = {}
         for distribution, values in (extra or {}).items():
             model = self.extra_models.get(distribution)
@@ -80,28 +87,52 @@ def assemble(
     clock: Clock | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Assembly:
-    """Raises `ConfigError`, `PluginError`, `UnsupportedError` or `ModelLoadError`; nothing stays behind then."""
+    """Raises `ConfigError`, `PluginError`, `UnsupportedError` or `ModelLoadError`; nothing stays behind then. What can be found wrong without
+    the model's weights is found before they are read."""
     config = EngineConfig.load(config, **overrides)
     registry = registry or Registry.discover(config.plugins)
     parts = find_parts(config, registry)
+    for part in (parts.scheduler, parts.kv_cache, *parts.observers):  # which are made after the model
+        part.validate_options()
+        part.load()
     model_dir = resolve_model(config.model, registry)
+    tokenizer_dir = model_dir if config.tokenizer is None else _find_tokenizer(config.tokenizer, registry)
+    defaults = GenerationDefaults.read(model_dir, sampling=config.generation_config == "auto")
     clock = clock or (VirtualClock() if parts.executor.load().capabilities.virtual_clock else WallClock())
     executor = _make_executor(config, parts, model_dir, clock, progress)
     try:
-        capacity = executor.start()
+        capacity = _start(executor, parts.executor.qualified_name)
         core = _make_core(executor, capacity, config, parts, clock)
         return Assembly(
             config=config,
             core=core,
             capacity=capacity,
-            tokenizer_dir=resolve_model(config.tokenizer, registry) if config.tokenizer else model_dir,
-            defaults=GenerationDefaults.read(model_dir, sampling=config.generation_config == "auto"),
+            tokenizer_dir=tokenizer_dir,
+            defaults=defaults,
             has_logprobs=executor.capabilities.logprobs,
             extra_models={part.distribution: model for part in (parts.scheduler, parts.kv_cache) if (model := part.request_extra()) is not None},
         )
     except BaseException:
         executor.stop()
         raise
+
+
+def _find_tokenizer(name: str, registry: Registry) -> Path:
+    try:
+        return resolve_model(name, registry)
+    except (ConfigError, ModelLoadError) as error:
+        raise type(error)(f"tokenizer: sought where models are: {error}") from error
+
+
+def _start(executor: Executor, name: str) -> Capacity:
+    try:
+        return executor.start()
+    except DovetailError:
+        raise
+    except Exception as error:  # of the device, usually
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        remedy = "if memory is short, lower max_num_seqs, max_model_len, kv_cache_memory or max_num_batched_tokens"
+        raise UnsupportedError(f"executor {name} can't start: {what}; {remedy}") from error
 
 
 def _make_executor(config: EngineConfig, parts: Parts, model_dir: Path, clock: Clock, progress: Callable[[str, int, int], None] | None) -> Executor:

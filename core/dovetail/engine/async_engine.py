@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from dovetail.api.clock import VirtualClock
 from dovetail.engine.llm_engine import LLMEngine, Prompt
-from dovetail.errors import DovetailError, EngineDeadError
+from dovetail.errors import EngineDeadError
 from dovetail.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
 
-Item = RequestOutput | BaseException
+logger = logging.getLogger("dovetail")
+
+Item = RequestOutput | BaseException | None  # None: it was aborted, and nothing more comes
+Send = Callable[[Item], None]
 
 
 class AsyncLLMEngine:
@@ -27,14 +34,17 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, engine: LLMEngine) -> None:
+        """`engine` is this one's from now on, and is closed with it."""
         self.engine = engine
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake = threading.Event()
-        self._streams: dict[str, Callable[[Item], None]] = {}
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the engine's thread
+        self._wake = threading.Event()  # set after each call
+        self._streams: dict[str, Send] = {}
         self._stopping = False
+        self._door = threading.Lock()  # calls come in while there is no failure; none is left behind when it closes
         self._failure: BaseException | None = None
         engine.core.expects_arrivals = True
-        engine.core.wait_until = self._wait_until
+        if not isinstance(engine.core.clock, VirtualClock):  # which moves when it waits
+            engine.core.wait_until = self._wait_until
         self._thread = threading.Thread(target=self._run, name="dovetail-engine", daemon=True)
         self._thread.start()
 
@@ -44,94 +54,126 @@ class AsyncLLMEngine:
         return cls(LLMEngine.from_config(config, **overrides))
 
     async def generate(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> AsyncIterator[RequestOutput]:
-        """Outputs of one request as they come; `fields` as for `LLMEngine.add_request`. Closing the iterator, or cancelling the task, aborts
-        the request. Raises `RequestError`, or `EngineDeadError` when the engine fails."""
+        """Outputs of one request as they come; `fields` as for `LLMEngine.add_request`, which is called, and whose errors are raised, when the
+        first is asked for. Closing the iterator, or cancelling the task that reads it, aborts the request. Raises `EngineDeadError` when the
+        engine fails or is closed before the request has finished."""
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Item]()
 
         def send(item: Item) -> None:
-            loop.call_soon_threadsafe(outputs.put_nowait, item)
+            with suppress(RuntimeError):  # the loop was closed: nobody listens
+                loop.call_soon_threadsafe(outputs.put_nowait, item)
 
         self._call(lambda: self._add(request_id, send, prompt, params, fields))
         done = False
         try:
             while not done:
                 item = await outputs.get()
+                done = not isinstance(item, RequestOutput) or item.finished
                 if isinstance(item, BaseException):
-                    done = True
                     raise item
-                done = item.finished
-                yield item
+                if item is not None:
+                    yield item
         finally:
             if not done:
-                self._call(lambda: self._drop(request_id, send))
+                with suppress(EngineDeadError):  # then there is nothing to abort
+                    self._call(lambda: self._drop(request_id, send))
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its iterator stops after what has been sent."""
-        self._call(lambda: self._abort(request_id))
+        """End a request: its iterator stops after what has been sent. An unknown id is nobody's: nothing happens."""
+        with suppress(EngineDeadError):
+            self._call(lambda: self._abort(request_id))
 
     def close(self) -> None:
-        """Stop the thread and release the model. Requests under way fail with `EngineDeadError`."""
-        self._stopping = True
-        self._wake.set()
+        """Stop the thread, when the step under way is done, and release the model. Requests under way fail with `EngineDeadError`. Twice is as
+        good as once."""
+        with suppress(EngineDeadError):
+            self._call(self._stop)
         self._thread.join()
         self.engine.close()
+
+    async def __aenter__(self) -> AsyncLLMEngine:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await asyncio.to_thread(self.close)
 
     # In the caller's thread
 
     def _call(self, function: Callable[[], None]) -> None:
-        if self._stopping or self._failure is not None:
-            raise EngineDeadError("the engine was closed" if self._failure is None else f"the engine is dead: {self._failure}")
-        self._calls.put(function)
+        """Have it done in the engine's thread. Raises `EngineDeadError` if that has ended."""
+        with self._door:
+            if self._failure is not None:
+                raise self._dead()
+            self._calls.put(function)
         self._wake.set()
+
+    def _dead(self) -> EngineDeadError:
+        """An error of its own for each who must hear of the failure."""
+        failure = self._failure
+        known = isinstance(failure, EngineDeadError)
+        error = EngineDeadError(str(failure) if known else f"the engine is dead and takes no more work: {failure!r}")
+        error.__cause__ = failure.__cause__ if known and failure is not None else failure
+        return error
 
     # In the engine's thread
 
     def _run(self) -> None:
+        failure: BaseException = EngineDeadError("the engine was closed")
         try:
-            while not self._stopping:
+            while True:
                 self._take_calls()
+                if self._stopping:
+                    break
                 if self.engine.has_unfinished_requests():
                     for output in self.engine.step():
                         self._send(output)
+                    self.engine.core.check_alive()
                 else:
                     self._wake.wait()
-                    self._wake.clear()
-            failure: BaseException = EngineDeadError("the engine was closed")
         except BaseException as error:
             failure = error
-        self._failure = failure
+            if not isinstance(error, EngineDeadError):  # of which the core has told
+                logger.exception("the engine's thread ended by an error")
+        with self._door:
+            self._failure = failure
+        self._take_calls()  # the last that came in
         for send in self._streams.values():
-            send(failure)
+            send(self._dead())
         self._streams.clear()
 
     def _take_calls(self) -> None:
-        self._wake.clear()
+        self._wake.clear()  # first: who calls from here on sets it again
         while not self._calls.empty():
             self._calls.get()()
+
+    def _stop(self) -> None:
+        self._stopping = True
 
     def _wait_until(self, instant: float) -> None:
         """The engine's idle wait: until `instant`, or somebody calls."""
         remaining = instant - self.engine.now()
         if remaining > 0 and self._calls.empty():
-            self._wake.wait(remaining)
+            self._wake.wait(min(remaining, threading.TIMEOUT_MAX))
 
-    def _add(self, request_id: str, send: Callable[[Item], None], prompt: Prompt, params: SamplingParams | None, fields: Mapping[str, Any]) -> None:
+    def _add(self, request_id: str, send: Send, prompt: Prompt, params: SamplingParams | None, fields: Mapping[str, Any]) -> None:
         try:
             self.engine.add_request(request_id, prompt, params, **fields)
-        except (DovetailError, TypeError) as error:
+        except Exception as error:  # whatever it is, it is this caller's alone
             send(error)
         else:
             self._streams[request_id] = send
 
     def _send(self, output: RequestOutput) -> None:
+        """To its reader; but who failed because the engine died hears of that, as an error."""
         send = self._streams.get(output.request_id)
-        if send is None:
+        died = self.engine.core.dead is not None and any(sample.finish_reason == "error" for sample in output.outputs)
+        if send is None or died:
             return
         if output.finished:
             del self._streams[output.request_id]
         send(output)
 
-    def _drop(self, request_id: str, send: Callable[[Item], None]) -> None:
+    def _drop(self, request_id: str, send: Send) -> None:
         """Its reader has gone; unless the id is another's by now."""
         if self._streams.get(request_id) is send:
             del self._streams[request_id]
@@ -141,4 +183,4 @@ class AsyncLLMEngine:
         send = self._streams.pop(request_id, None)
         self.engine.abort_request(request_id)
         if send is not None:
-            send(asyncio.CancelledError(f"request {request_id} was aborted"))
+            send(None)

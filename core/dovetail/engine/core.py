@@ -165,7 +165,7 @@ class EngineCore:
         self._last_durations = (0.0, 0.0)  # of the last two steps, seconds on the device
         self._finished: dict[Request, Finish] = {}  # outside of results: rejected, failed
         self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
-        self._plan_s = 0.0  # a running mean of the time that planning takes
+        self._plan_s = 0.0  # a running mean of the time from planning to the end of submitting
         self._storm = _StormWatch(settings.scheduler_name)
 
     # For the front end
@@ -207,6 +207,9 @@ class EngineCore:
                 self._step(delivery)
             except Exception as error:
                 self._die(error)
+            except BaseException as error:  # an interrupt amidst a step: what was booked may not have been computed
+                self._die(DovetailError(f"a step was interrupted by {type(error).__name__}"))
+                raise
         if self._finished:
             delivery.finished |= self._finished
             self._finished = {}
@@ -327,10 +330,10 @@ class EngineCore:
             for request in step.prefilled:
                 if request._family is not None:
                     self._release_family(request)
+            flight.core_s = time.perf_counter() - begun
             flight.handle = self.executor.submit(batch)
             self._flights.append(flight)
-            flight.core_s = time.perf_counter() - begun
-            self._plan_s += 0.1 * (flight.core_s - self._plan_s)
+            self._plan_s += 0.1 * (time.perf_counter() - begun - self._plan_s)
         return step
 
     def _admit_arrivals(self, now: float) -> None:

@@ -129,10 +129,11 @@ class WindowText:
         """`text` is the window's, without its last `held` tokens."""
         new = text[len(self._before) :]
         self._before, self._held = text, held
-        if held == 0 and len(self._ids) - self._mark >= CONTEXT:
-            self._ids = self._ids[self._mark :]
-            self._mark = len(self._ids)
-            self._before = self._decode(self._ids)
+        settled = len(self._ids) - held
+        if settled - self._mark >= CONTEXT:
+            del self._ids[: self._mark]
+            self._mark = settled - self._mark
+            self._before = self._decode(self._ids[: self._mark])
         return new
 
     def _window(self, context: Sequence[int]) -> list[int]:
@@ -152,12 +153,11 @@ class IncrementalText:
     began first. One that ends before `min_tokens` tokens is text like any other.
     """
 
-    __slots__ = ("_held", "_include", "_min_tokens", "_new", "_num_tokens", "_parts", "_prefixes", "_stops", "_tokens", "stopped")
+    __slots__ = ("_held", "_include", "_min_tokens", "_new", "_num_tokens", "_parts", "_stops", "_tokens", "stopped")
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._tokens = token_text(tokenizer, prompt_token_ids, params.skip_special_tokens)
         self._stops = tuple(params.stop or ())
-        self._prefixes = _proper_prefixes(self._stops)
         self._include = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
@@ -205,7 +205,7 @@ class IncrementalText:
                 start, self.stopped = match
                 self._put(window[: start + len(self.stopped) if self._include else start], "")
                 return self.stopped
-        held = _held_suffix(window, self._prefixes)
+        held = _held_suffix(window, self._stops)
         self._put(window[: len(window) - len(held)], held)
         return None
 
@@ -222,16 +222,16 @@ class IncrementalText:
         self._held = held
 
 
-def _proper_prefixes(stops: Sequence[str]) -> tuple[str, ...]:
-    """Of all stop strings, longest first."""
-    return tuple(sorted({stop[:length] for stop in stops for length in range(1, len(stop))}, key=len, reverse=True))
-
-
-def _held_suffix(window: str, prefixes: tuple[str, ...]) -> str:
-    """The longest suffix of `window` that begins a stop string."""
-    if not window.endswith(prefixes):
-        return ""
-    return next(prefix for prefix in prefixes if window.endswith(prefix))
+def _held_suffix(window: str, stops: Sequence[str]) -> str:
+    """The longest suffix of `window` that begins a stop string and isn't all of it."""
+    begin = len(window)
+    for stop in stops:
+        at = window.find(stop[0], max(0, len(window) - len(stop) + 1))
+        while at >= 0 and not stop.startswith(window[at:]):
+            at = window.find(stop[0], at + 1)
+        if at >= 0:
+            begin = min(begin, at)
+    return window[begin:]
 
 
 def _first_match(window: str, stops: Sequence[str], known: int) -> tuple[int, str] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.api.sampler import RowSampling
-from dovetail.errors import ModelLoadError
+from dovetail.errors import ModelLoadError, RequestError
 from dovetail.request import SamplingParams
 
 _NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -32,17 +32,28 @@ class GenerationDefaults:
     def read(cls, model_dir: Path, *, sampling: bool = True) -> GenerationDefaults:
         """Of a model directory. The EOS ids come from `config.json` if `generation_config.json` names none; without `sampling`, nothing but
         `config.json` is read. Raises `ModelLoadError` for a file that isn't JSON or holds nonsense."""
-        generation = _read_json(model_dir / "generation_config.json") if sampling else {}
-        eos = generation.get("eos_token_id")
-        if eos is None:
-            eos = _read_json(model_dir / "config.json").get("eos_token_id")
+        path = model_dir / "generation_config.json"
+        generation = _read_json(path) if sampling else {}
         values: dict[str, Any] = {name: generation.get(name) for name in _NUMBERS}
         try:
             SamplingParams(**values)
-            ids = () if eos is None else tuple(int(token) for token in (eos if isinstance(eos, list) else [eos]))
-        except (TypeError, ValueError) as error:
-            raise ModelLoadError(f"{model_dir / 'generation_config.json'}: {error}; generation_config: none ignores the file") from None
-        return cls(ids, **values)
+        except RequestError as error:
+            raise ModelLoadError(f"{path}: {error}; generation_config: none ignores the file") from None
+        eos_token_ids = _eos(generation, path)
+        if eos_token_ids is None:
+            eos_token_ids = _eos(_read_json(model_dir / "config.json"), model_dir / "config.json")
+        return cls(eos_token_ids or (), **values)
+
+
+def _eos(content: dict[str, Any], path: Path) -> tuple[int, ...] | None:
+    """None: it doesn't say."""
+    eos = content.get("eos_token_id")
+    if eos is None:
+        return None
+    ids: list[Any] = eos if isinstance(eos, list) else [eos]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ModelLoadError(f"{path}: eos_token_id must be a token id or a list of them, got {eos!r}")
+    return tuple(ids)
 
 
 def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults, seed: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> RowSampling:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from tqdm import tqdm
 
 from dovetail.engine.llm_engine import LLMEngine, Prompt
 from dovetail.errors import EngineDeadError, RequestError
-from dovetail.request import OutputKind, RequestOutput, SamplingParams
+from dovetail.request import OutputKind, RequestOutput, SamplingParams, is_integer, shown
 
 Message = Mapping[str, str]  # {"role": "user", "content": "…"}
 
@@ -27,7 +29,7 @@ class LLM:
     def __init__(self, model: str | Path = "demo", **overrides: Any) -> None:
         """`model`: "demo", a local directory or a hub id. `overrides`: any key of `engine.yaml`, e.g. `scheduler="priority"`.
         A whole config goes through `LLM(**config)` or `LLMEngine.from_config`."""
-        self.engine = LLMEngine.from_config({"model": str(model)}, **overrides)
+        self.engine = LLMEngine.from_config({"model": str(model) if isinstance(model, Path) else model}, **overrides)
         self._requests = 0
 
     def generate(
@@ -38,8 +40,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts: one or a list, each text or token ids; with one `SamplingParams`, or one each.
 
-        Returns an output for each prompt, in the order of the prompts. Raises `RequestError` if any is wrong, before anything is computed,
-        and `EngineDeadError` if the engine fails on the way.
+        Returns an output for each prompt, in the order of the prompts, whatever the `output_kind`. Raises `RequestError` if any is wrong, before
+        anything is computed, and `EngineDeadError` if the engine fails on the way. Ctrl-C takes effect when the step under way is done: nothing
+        stays behind, and the engine can be used again; a second one takes effect at once, and may be the engine's end.
         """
         prompts = _as_list(prompts)
         params = _one_each(sampling_params, len(prompts))
@@ -48,7 +51,7 @@ class LLM:
         try:
             for request_id, prompt, one in zip(ids, prompts, params, strict=True):
                 self.engine.add_request(request_id, prompt, replace(one, output_kind=OutputKind.FINAL))
-            outputs = self._run(len(ids), use_tqdm)
+            outputs = self._run(set(ids), use_tqdm)
         except BaseException:  # an interrupt too: leave nothing behind for the next call
             self.engine.abort_request(ids)
             raise
@@ -61,11 +64,11 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, with the model's chat template. Raises `RequestError` if the model has none."""
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts: list[Prompt] = [self.engine.tokenizer.apply_chat_template(conversation) for conversation in conversations]
+        prompts: list[Prompt] = [self.engine.tokenizer.apply_chat_template(conversation) for conversation in _conversations(messages)]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def close(self) -> None:
+        """As `LLMEngine.close`."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -74,22 +77,59 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _run(self, count: int, use_tqdm: bool) -> dict[str, RequestOutput]:
+    def _run(self, waiting: set[str], use_tqdm: bool) -> dict[str, RequestOutput]:
+        """Step until all of these have finished. Outputs of requests that somebody else gave to the engine are dropped."""
         outputs: dict[str, RequestOutput] = {}
-        with tqdm(total=count, desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        bar = tqdm(total=len(waiting), desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True)
+        with bar, _InterruptsBetweenSteps() as interrupts:
             speed = _Speed(self.engine)
-            while len(outputs) < count:
+            while waiting:
                 for output in self.engine.step():
-                    outputs[output.request_id] = output
-                    self._check(output)
-                    bar.update()
+                    if output.request_id in waiting:
+                        waiting.remove(output.request_id)
+                        outputs[output.request_id] = output
+                        bar.update()
                 bar.set_postfix_str(speed.text(), refresh=False)
+                self._check_alive()
+                interrupts.check()
         return outputs
 
-    def _check(self, output: RequestOutput) -> None:
-        for sample in output.outputs:
-            if sample.finish_reason == "error":
-                raise EngineDeadError(f"request {output.request_id} failed: {sample.stop_reason}")
+    def _check_alive(self) -> None:
+        reason = self.engine.core.dead
+        if reason is not None:
+            raise EngineDeadError(f"the engine died while it generated: {reason}") from reason
+
+
+class _InterruptsBetweenSteps:
+    """Holds back Ctrl-C until a step is done, since a step cut in two leaves an engine that can't be trusted. Only where Ctrl-C would raise
+    `KeyboardInterrupt` here: in the main thread, with Python's own handler."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._holds = False
+
+    def check(self) -> None:
+        """Raises `KeyboardInterrupt` if there was one."""
+        if self._asked:
+            self._asked = False
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> _InterruptsBetweenSteps:
+        self._holds = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._holds:
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._holds:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if kind is None:
+            self.check()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
 
 
 class _Speed:
@@ -108,15 +148,31 @@ class _Speed:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
+    """A list of integers is one prompt, and so is an array of them."""
+    if isinstance(prompts, str | bytes | Mapping) or getattr(prompts, "ndim", None) == 1:
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be text, token ids, or a list of these, got {shown(prompts)}")
     prompts = list(prompts)
-    return [prompts] if prompts and all(type(token) is int for token in prompts) else prompts
+    return [prompts] if prompts and all(is_integer(token) for token in prompts) else prompts
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _one_each(params: Any, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError(f"sampling_params must be SamplingParams, or a list with one for each prompt, got {shown(params)}")
     if len(params) != count:
         raise RequestError(f"sampling_params must be one or one for each prompt: got {len(params)} for {count} prompts")
     return list(params)
+
+
+def _conversations(messages: Any) -> Sequence[Any]:
+    """One conversation is a list of messages; of several, each is."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise RequestError(f'messages must be a list like [{{"role": "user", "content": "…"}}], or a list of such lists, got {shown(messages)}')
+    several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+    for conversation in several:
+        if not isinstance(conversation, Sequence) or not conversation or not all(isinstance(message, Mapping) for message in conversation):
+            raise RequestError(f"a conversation must be a list of messages, one or more, got {shown(conversation)}")
+    return several

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,8 +14,8 @@ from dovetail.engine.assembly import Assembly, assemble
 from dovetail.engine.core import EngineStats
 from dovetail.engine.family import Family
 from dovetail.engine.outputs import OutputBuilder, RequestGroup, SampleOutput
-from dovetail.errors import RequestError
-from dovetail.request import Request, RequestOutput, SamplingParams
+from dovetail.errors import EngineDeadError, RequestError
+from dovetail.request import Request, RequestOutput, SamplingParams, as_number, is_integer, shown
 
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
@@ -62,7 +61,7 @@ class LLMEngine:
         """Find the parts that the config names, put them together and load the model.
 
         `overrides` replace keys of the config. `clock` replaces the engine's clock, `progress(what, done, total)` hears of the loading.
-        Raises `ConfigError`, `PluginError`, `UnsupportedError` or `ModelLoadError`, each saying what to change.
+        Raises `ConfigError`, `PluginError`, `UnsupportedError`, `ModelLoadError` or `MissingExtraError`, each saying what to change.
         """
         return cls(assemble(config, overrides, registry=registry, clock=clock, progress=progress))
 
@@ -85,7 +84,8 @@ class LLMEngine:
         cache_salt: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take a request. Raises `RequestError`, having changed nothing, if something is wrong with it.
+        """Take a request. Raises, having changed nothing, `RequestError` if something is wrong with it, `ModelLoadError` if it needs a
+        tokenizer that the model doesn't have, `EngineDeadError` if the engine has failed or was closed.
 
         `arrival_time` and `deadline` are seconds on the engine's clock (`engine.now()`): until its time no policy sees the request. `client`
         is whom policies charge. `cache_salt`: share cached K and V only with requests of the same salt. `extra`: per distribution, what
@@ -94,16 +94,17 @@ class LLMEngine:
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
+        self._check_open()
         self._check_fields(request_id, arrival_time, priority, client, deadline, cache_salt)
-        self.core.check_alive()
         text, token_ids = self._read_prompt(prompt, params)
         self._check_params(params)
         extras = self._assembly.check_extra(extra)
-        now = self.now()
-        arrival = now if arrival_time is None else float(arrival_time)
-        group = RequestGroup(request_id, text, token_ids, params, arrival)
+        arrival = self.now() if arrival_time is None else float(arrival_time)
         room = self.capacity.max_model_len - len(token_ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.min_tokens > limit:  # more than there is room for: all that there is room for
+            params = dataclasses.replace(params, min_tokens=limit)
+        group = RequestGroup(request_id, text, token_ids, params, arrival)
         seed = params.seed if params.seed is not None else self._random.getrandbits(_SEED_BITS)
         bad_words = self._assembly.bad_word_ids(params)
         samples = []
@@ -115,8 +116,8 @@ class LLMEngine:
                 max_tokens=limit,
                 arrival_time=arrival,
                 client=client,
-                priority=priority,
-                deadline=deadline,
+                priority=int(priority),
+                deadline=None if deadline is None else float(deadline),
                 parent=None if params.n == 1 else request_id,
                 cache_keys=() if cache_salt is None else (f"salt:{cache_salt}",),
                 extra=extras,
@@ -129,8 +130,12 @@ class LLMEngine:
         if params.n > 1:
             Family(samples)
         self._groups[request_id] = group
-        for request in samples:
-            self.core.add(request)
+        try:
+            for request in samples:
+                self.core.add(request)
+        except RequestError:  # the id of a sample is somebody else's
+            self.abort_request(request_id)
+            raise
 
     def abort_request(self, request_id: str | Sequence[str]) -> None:
         """End one or several; nothing more is delivered of them. An unknown id is nobody's: nothing happens."""
@@ -144,8 +149,10 @@ class LLMEngine:
         """Compute for a while, and return what is new; perhaps nothing. Waits for the device, or for the next arrival time.
 
         When a component fails, every unfinished request is returned once, finished with "error" and the reason; after that each call raises
-        `EngineDeadError`.
+        `EngineDeadError`. An interrupt (Ctrl-C) amidst a step is such a failure too, since nobody knows what was computed.
         """
+        if self._closed:
+            raise EngineDeadError("the engine was closed")
         delivery = self.core.step()
         if not delivery.requests and not delivery.finished and not delivery.prompt_logprobs:
             return []
@@ -167,6 +174,7 @@ class LLMEngine:
         return self.core.clock.now()
 
     def stats(self) -> EngineStats:
+        """Counts since the engine started, and its present state: a snapshot."""
         return dataclasses.replace(self.core.update_stats())
 
     def reset_prefix_cache(self) -> None:
@@ -174,10 +182,10 @@ class LLMEngine:
         self.core.kv.reset()
 
     def close(self) -> None:
-        """Release the model and its memory. Unfinished requests are dropped. Twice is as good as once."""
+        """Release the model and its memory. Unfinished requests are aborted. Twice is as good as once."""
         if not self._closed:
             self._closed = True
-            self._groups.clear()
+            self.abort_request(list(self._groups))
             self.core.stop()
 
     def __enter__(self) -> LLMEngine:
@@ -188,39 +196,35 @@ class LLMEngine:
 
     # Checks
 
-    def _check_fields(self, request_id: Any, arrival: Any, priority: Any, client: Any, deadline: Any, salt: Any) -> None:
+    def _check_open(self) -> None:
+        self.core.check_alive()
         if self._closed:
-            raise RequestError("the engine is closed")
+            raise EngineDeadError("the engine was closed")
+
+    def _check_fields(self, request_id: Any, arrival: Any, priority: Any, client: Any, deadline: Any, salt: Any) -> None:
         if not isinstance(request_id, str) or not request_id:
-            raise RequestError(f"request_id must be a non-empty string, got {request_id!r}")
+            raise RequestError(f"request_id must be a non-empty string, got {shown(request_id)}")
         if request_id in self._groups:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
         for name, value in (("arrival_time", arrival), ("deadline", deadline)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
-                raise RequestError(f"{name} must be a finite number of seconds or None, got {value!r}")
-        if type(priority) is not int:
-            raise RequestError(f"priority must be an integer, got {priority!r}")
+            if value is not None and as_number(value) is None:
+                raise RequestError(f"{name} must be a finite number of seconds or None, got {shown(value)}")
+        if not is_integer(priority):
+            raise RequestError(f"priority must be an integer, got {shown(priority)}")
         for name, value in (("client", client), ("cache_salt", salt)):
             if value is not None and not isinstance(value, str):
-                raise RequestError(f"{name} must be a string or None, got {value!r}")
+                raise RequestError(f"{name} must be a string or None, got {shown(value)}")
 
     def _read_prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, tuple[int, ...]]:
         """Its text, if it was one, and its token ids."""
-        if isinstance(prompt, Mapping):
-            if len(prompt) != 1 or next(iter(prompt)) not in ("prompt", "prompt_token_ids"):
-                raise RequestError(
-                    f'a prompt given as a mapping must be {{"prompt": …}} or {{"prompt_token_ids": …}}, got keys {sorted(map(str, prompt))}'
-                )
-            prompt = next(iter(prompt.values()))
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _as_ids(prompt)
+        content = _content(prompt)
+        text = content if isinstance(content, str) else None
+        token_ids = self.tokenizer.encode(content) if isinstance(content, str) else _as_ids(content)
         if not token_ids:
             raise RequestError("the prompt is empty: it needs at least one token")
-        highest, lowest = max(token_ids), min(token_ids)
-        if lowest < 0 or highest >= self.capacity.vocab_size:
-            raise RequestError(
-                f"prompt token id {lowest if lowest < 0 else highest} is out of the vocabulary: allowed are 0 to {self.capacity.vocab_size - 1}"
-            )
+        for token in (min(token_ids), max(token_ids)):
+            if not 0 <= token < self.capacity.vocab_size:
+                raise RequestError(f"prompt token id {shown(token)} is out of the vocabulary: allowed are 0 to {self.capacity.vocab_size - 1}")
         if len(token_ids) >= self.capacity.max_model_len:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens; with max_model_len {self.capacity.max_model_len} at most "
@@ -233,7 +237,7 @@ class LLMEngine:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             wrong = [token for token in getattr(params, name) or () if token >= vocab_size]
             if wrong:
-                raise RequestError(f"{name}: token id {wrong[0]} is out of the vocabulary: allowed are 0 to {vocab_size - 1}")
+                raise RequestError(f"{name}: token id {shown(wrong[0])} is out of the vocabulary: allowed are 0 to {vocab_size - 1}")
         if not self._assembly.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise RequestError(f"logprobs: executor {self.config.executor.name} can't return them")
         for name in ("logprobs", "prompt_logprobs"):
@@ -257,12 +261,28 @@ def _params_of_sample(params: SamplingParams, index: int) -> SamplingParams:
     return dataclasses.replace(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
 
 
+def _content(prompt: Any) -> Any:
+    """What a prompt holds: text if it says so, else what should be token ids."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    if len(prompt) != 1 or next(iter(prompt)) not in ("prompt", "prompt_token_ids"):
+        keys = shown(list(prompt))
+        raise RequestError(f'a prompt given as a mapping must be {{"prompt": …}} or {{"prompt_token_ids": …}}, got the keys {keys}')
+    [(key, content)] = prompt.items()
+    if (key == "prompt") != isinstance(content, str):
+        expected = "text" if key == "prompt" else "a list of token ids"
+        raise RequestError(f'the prompt\'s "{key}" must be {expected}, got {shown(content)}')
+    return content
+
+
 def _as_ids(prompt: Any) -> list[int]:
-    try:
-        ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-    except TypeError:
-        raise RequestError(f"the prompt must be text or a list of token ids, got {type(prompt).__name__}") from None
+    """A list, tuple, numpy array or torch tensor of integers, as ints."""
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray | memoryview):
+        raise RequestError(f"the prompt must be text or a list of token ids, got {shown(prompt)}")
+    if set(map(type, ids)) == {int}:  # nearly always, and quickly seen
+        return list(ids)
     for token in ids:
-        if type(token) is not int:
-            raise RequestError(f"the prompt's token ids must be integers, got {token!r}")
-    return ids
+        if not is_integer(token):
+            raise RequestError(f"the prompt's token ids must be integers, got {shown(token)}")
+    return [int(token) for token in ids]

@@ -30,7 +30,9 @@ class SampleOutput:
         self.sent_tokens = 0  # of its tokens, already part of a delta
         self.sent_logprobs = 0
         # Nothing but token ids to report, one by one: the quick way.
-        self.bare = text is None and self.logprobs is None and group.params.n == 1 and group.params.output_kind is OutputKind.DELTA
+        params = group.params
+        only_ids = text is None and params.logprobs is None and params.prompt_logprobs is None
+        self.bare = only_ids and params.n == 1 and params.output_kind is OutputKind.DELTA
 
     def take(self, kind: OutputKind) -> CompletionOutput:
         """What is new (delta), or all there is."""
@@ -101,6 +103,7 @@ class OutputBuilder:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
+        self._texts: dict[int, str] = {}  # of single tokens, for log-probabilities
 
     def build(self, delivery: Delivery, now: float) -> list[RequestOutput]:
         """In the order in which requests first appear in the delivery."""
@@ -156,7 +159,7 @@ class OutputBuilder:
 
     def _add_logprobs(self, sample: SampleOutput, hosts: HostLogprobs, position: int) -> None:
         asked = sample.group.params.logprobs or 0
-        entry = self._map(hosts, position, asked)
+        entry = self._map(hosts, position, asked, sample.group.params.detokenize)
         if sample.logprobs is not None and sample.cumulative is not None:
             sample.logprobs.append(entry)
             sample.cumulative += float(hosts.logprobs[position, 0])
@@ -164,21 +167,31 @@ class OutputBuilder:
     def _add_prompt_logprobs(self, group: RequestGroup, hosts: HostLogprobs) -> None:
         if group.prompt_logprobs is None or len(group.prompt_logprobs) >= len(group.prompt_token_ids):
             return  # a re-prefill after a preemption: they are there already
+        asked, detokenize = group.params.prompt_logprobs or 0, group.params.detokenize
         for position in range(len(hosts.ranks)):
             if len(group.prompt_logprobs) < len(group.prompt_token_ids):
-                group.prompt_logprobs.append(self._map(hosts, position, group.params.prompt_logprobs or 0))
+                group.prompt_logprobs.append(self._map(hosts, position, asked, detokenize))
 
-    def _map(self, hosts: HostLogprobs, position: int, asked: int) -> TokenLogprobMap:
-        """The token itself and the `asked` likeliest, best first; the token's own rank may be anything."""
+    def _map(self, hosts: HostLogprobs, position: int, asked: int, detokenize: bool) -> TokenLogprobMap:
+        """The token itself, whose rank may be anything, then the `asked` likeliest, best first."""
         ids, values = hosts.token_ids[position].tolist(), hosts.logprobs[position].tolist()
-        entries: TokenLogprobMap = {ids[0]: Logprob(values[0], int(hosts.ranks[position]), self._decoded(ids[0]))}
+        decoded = self._decoded if detokenize else _no_text
+        entries: TokenLogprobMap = {ids[0]: Logprob(values[0], int(hosts.ranks[position]), decoded(ids[0]))}
         for rank, (token, value) in enumerate(zip(ids[1 : asked + 1], values[1 : asked + 1], strict=True), start=1):
             if token != ids[0]:
-                entries[token] = Logprob(value, rank, self._decoded(token))
+                entries[token] = Logprob(value, rank, decoded(token))
         return entries
 
     def _decoded(self, token: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token])
+        """Of a token by itself; half a character is U+FFFD."""
+        text = self._texts.get(token)
+        if text is None and self.tokenizer is not None:
+            text = self._texts[token] = self.tokenizer.decode([token])
+        return text
+
+
+def _no_text(token: int) -> None:
+    """A request that wants token ids alone."""
 
 
 def _earliest(times: Iterable[Any]) -> float | None:

@@ -27,15 +27,15 @@ class Tokenizer:
         if not directory.is_dir():
             raise ModelLoadError(f"{directory} isn't a directory: a tokenizer is loaded from a model's local directory")
         try:
-            return cls(_loader(directory).from_pretrained(directory, trust_remote_code=False, local_files_only=True))
+            tokenizer = _loader(directory).from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         except MissingExtraError:
             raise
         except Exception as error:  # transformers raises whatever its parts do
             reason = " ".join(str(error).split())[:300]
-            raise ModelLoadError(
-                f"{directory} has no tokenizer that can be loaded ({type(error).__name__}: {reason}); name another with `tokenizer:`, "
-                "or give token ids with detokenize=False"
-            ) from None
+            raise _no_tokenizer(directory, f"{type(error).__name__}: {reason}") from None
+        if _is_empty(tokenizer):
+            raise _no_tokenizer(directory, "no file with a vocabulary")
+        return cls(tokenizer)
 
     @property
     def vocab_size(self) -> int:
@@ -49,7 +49,11 @@ class Tokenizer:
         return token_id
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """`special_tokens`: with those that the model expects around a text, such as BOS."""
+        """`special_tokens`: with those that the model expects around a text, such as BOS. Raises `RequestError` for text that isn't Unicode."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"half a surrogate pair, {error.object[error.start]!r}, at character {error.start}: that is no text") from None
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens, verbose=False)
         return ids
 
@@ -71,6 +75,17 @@ class Tokenizer:
         except Exception as error:  # templates raise jinja errors of all kinds
             raise RequestError(f"the chat template refuses these messages: {error}") from None
         return list(ids)
+
+
+def _no_tokenizer(directory: Path, reason: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"{directory} has no tokenizer that can be loaded ({reason}); name another with `tokenizer:`, or give token ids with detokenize=False"
+    )
+
+
+def _is_empty(tokenizer: Any) -> bool:
+    """What transformers makes of a directory without tokenizer files, for some models: special tokens and nothing else."""
+    return len(tokenizer) < 100 and not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
 
 
 def _loader(directory: Path) -> Any:

@@ -1,0 +1,131 @@
+"""Any policy, any shape of engine, requests that come and go: nobody is lost, no token is wrong or doubled, no block leaks, replays are equal.
+
+The fake executor remembers which tokens were written where, and fails if a request would read another's; what a request should generate
+is a function of its prompt and seed alone.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.engine.policies import EVERY_POLICY, Named
+from tests.engine.world import Shape, Spec, World
+from tests.support import examples
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    block_size = draw(st.integers(1, 5))
+    max_model_len = draw(st.integers(4, 40))
+    enough = -(-max_model_len // block_size)
+    return Shape(
+        num_blocks=enough + draw(st.sampled_from([0, 0, 1, 2, 5, 10, 60])),
+        block_size=block_size,
+        window=draw(st.sampled_from([None, None, None, 1, 3, 8])),
+        max_in_flight=draw(st.integers(1, 4)),
+        overlap=draw(st.sampled_from([True, True, False])),
+        max_tokens=draw(st.integers(1, 64)),
+        max_seqs=draw(st.integers(1, 6)),
+        max_model_len=max_model_len,
+        vocab_size=draw(st.sampled_from([3, 11, 97])),
+        reuse=draw(st.sampled_from([True, True, True, False])),
+        seed=draw(st.integers(0, 1000)),
+        events=draw(st.booleans()),
+    )
+
+
+@st.composite
+def specs(draw: st.DrawFn, shape: Shape, id: str) -> Spec:
+    """Prompts share beginnings often: they are cut from three sequences, some with a tail of their own."""
+    length = draw(st.integers(1, shape.max_model_len - 1))
+    pattern = draw(st.sampled_from([(0,), (0,), (0, 1), (1, 0, 0)]))
+    prompt = [pattern[position % len(pattern)] for position in range(length)]
+    prompt[length - draw(st.integers(0, min(2, length))) :] = []
+    prompt += [2] * (length - len(prompt))
+    return Spec(
+        id,
+        tuple(prompt),
+        max_tokens=draw(st.integers(1, shape.max_model_len - length)),
+        n=draw(st.sampled_from([1, 1, 1, 2, 3, 4])),
+        delay=draw(st.sampled_from([0.0, 0.0, 0.0, 0.005, 0.1, 3.0])),
+        stop_ids=draw(st.frozensets(st.integers(0, shape.vocab_size - 1), max_size=max(1, shape.vocab_size // 6))),
+        min_tokens=draw(st.sampled_from([0, 0, 0, 2, 5])),
+        client=draw(st.sampled_from([None, "a", "b"])),
+        priority=draw(st.integers(-1, 2)),
+        deadline=draw(st.sampled_from([None, None, 0.01, 0.5, 100.0])),
+        predicted_tokens=draw(st.sampled_from([None, 1, 10])),
+        needs_last_token=draw(st.sampled_from([False, False, False, True])),
+        cache_keys=draw(st.sampled_from([(), (), (), ("salt",)])),
+        prompt_logprobs=draw(st.sampled_from([None] * 7 + [0])),
+    )
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(named=st.sampled_from(EVERY_POLICY), shape=shapes())
+    def start(self, named: Named, shape: Shape) -> None:
+        self.named, self.shape = named, shape
+        self.world = self.make()
+        self.acts: list[tuple[str, object]] = []
+        self.count = 0
+
+    def make(self) -> World:
+        return World(self.named.policy, self.shape, self.named.make_options())
+
+    def act(self, what: str, argument: object = None) -> None:
+        self.acts.append((what, argument))
+        perform(self.world, what, argument)
+
+    @precondition(lambda self: self.count < 12)
+    @rule(data=st.data())
+    def add(self, data: st.DataObject) -> None:
+        self.count += 1
+        self.act("add", data.draw(specs(self.shape, f"r{self.count}")))
+
+    @precondition(lambda self: self.world.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.act("abort", data.draw(st.sampled_from(sorted(self.world.requests))))
+
+    @rule(times=st.integers(1, 6))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.act("step")
+            self.world.check()
+
+    @rule()
+    def forget_the_cache(self) -> None:
+        self.act("reset")
+
+    @invariant()
+    def consistent(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        if self.world.core.dead is None:
+            self.world.drain(5_000)
+            again = self.make()
+            for what, argument in self.acts:
+                perform(again, what, argument)
+            again.drain(5_000)
+            assert again.story() == self.world.story(), "a replay differs"
+
+
+def perform(world: World, what: str, argument: object) -> None:
+    if what == "add":
+        assert isinstance(argument, Spec)
+        world.add(argument)
+    elif what == "abort":
+        world.abort(str(argument))
+    elif what == "reset":
+        world.kv.reset()
+    else:
+        world.step()
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(examples(quick=60, full=3_000), stateful_step_count=30)

@@ -1,0 +1,67 @@
+"""Loading a tokenizer from a model directory, chat templates, and what is said when there is none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dovetail_models
+from dovetail.engine.tokenizer import Tokenizer
+from dovetail.errors import ModelLoadError, RequestError
+
+DEMO = Path(dovetail_models.__file__).parent / "demo"
+ASKED = [{"role": "user", "content": "Who is it?"}]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Tokenizer:
+    return Tokenizer.load(DEMO)
+
+
+def test_text_comes_back(demo: Tokenizer) -> None:
+    text = "O Romeo, Romeo! wherefore art thou — Ünïcode 👍?\n"
+    assert demo.decode(demo.encode(text)) == text
+
+
+def test_it_knows_its_size_and_its_end(demo: Tokenizer) -> None:
+    assert demo.vocab_size == 1024
+    assert demo.eos_token_id == 0
+    assert demo.decode([0, 50], skip_special_tokens=True) == demo.decode([50])
+
+
+def test_a_conversation_becomes_tokens(demo: Tokenizer) -> None:
+    assert demo.decode(demo.apply_chat_template(ASKED)) == "JULIET:\nWho is it?\n\nROMEO:\n"
+    assert demo.decode(demo.apply_chat_template(ASKED, add_generation_prompt=False)) == "JULIET:\nWho is it?\n\n"
+
+
+def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    config = json.loads((DEMO / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "chat_template"}))
+    with pytest.raises(RequestError, match="no chat template"):
+        Tokenizer.load(tmp_path).apply_chat_template(ASKED)
+
+
+def test_messages_that_the_template_refuses_are_the_requests_fault(demo: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="refuses these messages"):
+        demo.apply_chat_template([{"role": "user", "content": {}}])
+
+
+def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=str(tmp_path)):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_name_is_never_looked_up_on_the_network() -> None:
+    with pytest.raises(ModelLoadError, match="local directory"):
+        Tokenizer.load("some-org/some-model")
+
+
+def test_loading_the_demo_does_not_import_torch() -> None:
+    code = f"import sys; from dovetail.engine.tokenizer import Tokenizer; Tokenizer.load({str(DEMO)!r}).encode('x'); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"

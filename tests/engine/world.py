@@ -1,0 +1,375 @@
+"""An engine core over the fakes, a watch kept on all that its policy and its client see, and an oracle for both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from pydantic import BaseModel
+
+from dovetail.api.clock import VirtualClock
+from dovetail.api.component import NoOptions
+from dovetail.api.executor import Batch, ExecutorConfig, ExecutorContext
+from dovetail.api.kv_cache import KVContext
+from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContext, StepFinished
+from dovetail.api.sampler import RowSampling
+from dovetail.api.scheduler import Context, Scheduler, Step, StepDone
+from dovetail.engine.core import CoreSettings, Delivery, EngineCore, Finish
+from dovetail.engine.family import Family
+from dovetail.engine.observers import ObserverHub
+from dovetail.request import Request, SamplingParams, Status
+from dovetail.testing import FakeExecutor, FakeExecutorOptions
+from dovetail.testing.fake_executor import expected_tokens
+from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
+from tests.engine.policies import FCFS
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The engine's constants."""
+
+    num_blocks: int = 64
+    block_size: int = 4
+    window: int | None = None
+    max_in_flight: int = 2
+    overlap: bool = True
+    max_tokens: int = 64  # a step
+    max_seqs: int = 8
+    max_model_len: int = 128
+    vocab_size: int = 97
+    reuse: bool = True
+    seed: int = 0
+    events: bool = True  # an observer is told
+    seconds_per_step: float = 0.01
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A request to be made; `n` samples of one prompt."""
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int = 8
+    n: int = 1
+    delay: float = 0.0  # after now, until it arrives
+    stop_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    client: str | None = None
+    priority: int = 0
+    deadline: float | None = None
+    predicted_tokens: int | None = None
+    needs_last_token: bool = False
+    cache_keys: tuple[str, ...] = ()
+    prompt_logprobs: int | None = None
+
+
+class RecordingExecutor(FakeExecutor):
+    """Keeps the batches."""
+
+    def __init__(self, options: FakeExecutorOptions, context: ExecutorContext) -> None:
+        super().__init__(options, context)
+        self.sent: list[Batch] = []
+
+    def submit(self, batch: Batch) -> int:
+        self.sent.append(batch)
+        assert not {copy.src for copy in batch.copies} & {copy.dst for copy in batch.copies}, "no copy reads what another of its step writes"
+        return super().submit(batch)
+
+
+class RecordingObserver(Observer):
+    """Keeps the events."""
+
+    capabilities = ObserverCapabilities(decisions=False)
+
+    def __init__(self) -> None:
+        super().__init__(NoOptions(), ObserverContext(1, 1))
+        self.events: list[object] = []
+
+    def on_arrived(self, event: object) -> None:
+        self.events.append(event)
+
+    on_started = on_admitted = on_preempted = on_finished = on_step = on_stopped = on_arrived
+
+
+@dataclass
+class Heard:
+    """What a policy was told and shown, checked as it comes."""
+
+    calls: list[tuple[object, ...]] = field(default_factory=list)  # in order, comparable between runs
+    arrived: dict[str, tuple[float, int]] = field(default_factory=dict)
+    finished: list[str] = field(default_factory=list)
+    computed: Counter[str] = field(default_factory=Counter)
+    generated: Counter[str] = field(default_factory=Counter)
+    planning: bool = False
+
+
+def watched(policy: type[Scheduler]) -> type[Scheduler]:
+    """The same policy, which checks what it hears."""
+
+    class Watched(policy):  # type: ignore[misc, valid-type]
+        def __init__(self, options: BaseModel, context: Context) -> None:
+            self.heard = Heard()
+            super().__init__(options, context)
+
+        def schedule(self, step: Step) -> None:
+            heard = self.heard
+            heard.calls.append(("schedule", step.index, step.now, _ids(step.waiting), _ids(step.running)))
+            for group in (step.waiting, step.running):
+                keys = [heard.arrived[r.id] for r in group]
+                assert keys == sorted(keys), "the lists are ordered by arrival"
+                assert all(r.arrival_time <= step.now for r in group), "nobody is seen before their time"
+            assert not {*step.waiting} & {*step.running}
+            assert {*step.decoding} == {r for r in step.running if r.prefill_left == 0}
+            assert not {*heard.finished} & {*_ids(step.waiting), *_ids(step.running)}, "the finished are forgotten"
+            heard.planning = True
+            super().schedule(step)
+            heard.planning = False
+
+        def on_arrival(self, request: Request) -> None:
+            self._hear("arrival", request)
+            key = (request.arrival_time, request._order)
+            assert request.id not in self.heard.arrived, "arrivals are told once"
+            assert all(key > other for other in self.heard.arrived.values()), "arrivals are told in order"
+            self.heard.arrived[request.id] = key
+            super().on_arrival(request)
+
+        def on_preempted(self, request: Request) -> None:
+            self._hear("preempted", request)
+            super().on_preempted(request)
+
+        def on_finished(self, request: Request) -> None:
+            self._hear("finished", request)
+            self.heard.finished.append(request.id)
+            super().on_finished(request)
+
+        def on_step(self, done: StepDone) -> None:
+            assert done.started <= done.ended
+            for ran in done.ran:
+                self._hear("ran", ran.request)
+                assert ran.computed >= 1
+                assert ran.generated in (0, 1)
+                self.heard.computed[ran.request.id] += ran.computed
+                self.heard.generated[ran.request.id] += ran.generated
+            super().on_step(done)
+
+        def _hear(self, what: str, request: Request) -> None:
+            assert not self.heard.planning, "no callback inside schedule()"
+            assert request.id not in self.heard.finished, "nothing is told of the finished"
+            assert what == "arrival" or request.id in self.heard.arrived, "nothing is told before the arrival"
+            self.heard.calls.append((what, request.id))
+
+    Watched.__name__ = policy.__name__
+    return Watched
+
+
+def _ids(requests: Sequence[Request]) -> tuple[str, ...]:
+    return tuple(request.id for request in requests)
+
+
+class World:
+    """An engine core, its client, and what should be true of both."""
+
+    def __init__(
+        self,
+        policy: type[Scheduler] = FCFS,
+        shape: Shape | None = None,
+        options: BaseModel | None = None,
+        observers: Sequence[tuple[str, Observer]] = (),
+        executor: type[RecordingExecutor] = RecordingExecutor,
+    ) -> None:
+        self.shape = shape = shape or Shape()
+        self.clock = VirtualClock()
+        fake = FakeExecutorOptions(
+            num_blocks=shape.num_blocks,
+            block_size=shape.block_size,
+            window=shape.window,
+            max_in_flight=shape.max_in_flight,
+            vocab_size=shape.vocab_size,
+            max_model_len=shape.max_model_len,
+            seconds_per_step=shape.seconds_per_step,
+            seconds_per_token=0.001,
+        )
+        config = ExecutorConfig("", "auto", "dummy", None, shape.max_seqs, shape.max_tokens, 0.9, None, None, False, shape.overlap, 0)
+        self.executor = executor(fake, ExecutorContext(config, self.clock))
+        capacity = self.executor.start()
+        self.kv = PrefixCache(PrefixOptions(reuse=shape.reuse), KVContext(capacity.layout, capacity.num_blocks))
+        context = Context(shape.max_tokens, shape.max_seqs, capacity.num_blocks, shape.block_size, shape.seed)
+        self.policy = watched(policy)(options or NoOptions(), context)
+        self.observer = RecordingObserver()
+        hub = ObserverHub([("recorder", self.observer), *observers] if shape.events else list(observers))
+        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, policy.__name__)
+        self.core = EngineCore(self.policy, self.kv, self.executor, capacity, self.clock, settings, hub)
+        self.requests: dict[str, Request] = {}
+        self.seeds: dict[str, int] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: dict[str, Finish] = {}
+        self.aborted: set[str] = set()
+
+    # A client's acts
+
+    @property
+    def heard(self) -> Heard:
+        heard: Heard = self.policy.heard  # type: ignore[attr-defined]
+        return heard
+
+    def add(self, spec: Spec) -> list[Request]:
+        samples = []
+        for index in range(spec.n):
+            id = spec.id if spec.n == 1 else f"{spec.id}#{index}"
+            request = Request(
+                id,
+                spec.prompt,
+                SamplingParams(max_tokens=spec.max_tokens, min_tokens=min(spec.min_tokens, spec.max_tokens), prompt_logprobs=spec.prompt_logprobs),
+                max_tokens=spec.max_tokens,
+                arrival_time=self.clock.now() + spec.delay,
+                client=spec.client,
+                priority=spec.priority,
+                deadline=spec.deadline,
+                predicted_tokens=spec.predicted_tokens,
+                parent=spec.id if spec.n > 1 else None,
+                cache_keys=spec.cache_keys,
+                needs_last_token=spec.needs_last_token,
+            )
+            request._sampling = RowSampling(seed=index)
+            request._stop_ids = spec.stop_ids
+            self.requests[id], self.seeds[id], self.tokens[id] = request, index, []
+            samples.append(request)
+        if spec.n > 1:
+            Family(samples)
+        for request in samples:
+            self.core.add(request)
+        return samples
+
+    def abort(self, id: str) -> None:
+        if id not in self.finished:
+            self.aborted.add(id)
+        self.core.abort(self.requests[id])
+
+    def step(self) -> Delivery:
+        delivery = self.core.step()
+        for request, token in zip(delivery.requests, delivery.token_ids, strict=True):
+            assert request.id not in self.finished, f"{request.id} got a token after its end"
+            assert request.id not in self.aborted, f"{request.id} got a token after it was aborted"
+            self.tokens[request.id].append(token)
+        for request, finish in delivery.finished.items():
+            assert request.id not in self.finished, f"{request.id} was answered twice"
+            assert request.id not in self.aborted, f"{request.id} was aborted, and answered"
+            self.finished[request.id] = finish
+        return delivery
+
+    def drain(self, limit: int = 2_000, *, check: bool = False) -> None:
+        """Steps until nothing is unfinished."""
+        for _ in range(limit):
+            if not self.core.has_unfinished():
+                break
+            self.step()
+            if check:
+                self.check()
+        else:
+            raise AssertionError(f"unfinished after {limit} steps: {[r for r in self.requests.values() if r._status is not Status.FINISHED]}")
+        if self.core.dead is not None:
+            raise self.core.dead
+        self.check_end()
+
+    # What should be true
+
+    def expected(self, id: str) -> tuple[list[int], str]:
+        """All tokens of a request that nobody ends, and why it ends."""
+        request = self.requests[id]
+        tokens = expected_tokens(list(request.prompt_token_ids), request.max_tokens, self.seeds[id], self.shape.vocab_size)
+        for position, token in enumerate(tokens):
+            if token in request._stop_ids and position >= request.params.min_tokens:
+                return tokens[: position + 1], "stop"
+        return tokens, "length"
+
+    def check(self) -> None:
+        """After any act."""
+        if self.core.dead is not None:
+            raise self.core.dead
+        self.kv.check_integrity()
+        counts = self.kv.counts
+        assert counts.free + counts.held + counts.cached == self.shape.num_blocks
+        self._check_requests()
+        self._check_rows()
+        for id, tokens in self.tokens.items():
+            assert tokens == self.expected(id)[0][: len(tokens)], f"{id} generated what it should not"
+
+    def check_end(self) -> None:
+        """After all requests have ended and everything in flight was dropped or delivered."""
+        self.check()
+        assert self.kv.counts.held == 0, "blocks are held by nobody"
+        assert {*self.finished} | self.aborted == {*self.requests}, "a request was lost"
+        assert sorted(self.heard.finished) == sorted(self.heard.arrived), "once per arrival"
+        for id, finish in self.finished.items():
+            expected, reason = self.expected(id)
+            if finish.reason != "rejected":
+                assert (self.tokens[id], finish.reason) == (expected, reason), id
+        self._check_counts()
+
+    def _check_requests(self) -> None:
+        books, live = self.core.books, [r for r in self.requests.values() if r._status is not Status.FINISHED]
+        assert {r.id for r in live} == {*self.core._requests}, "the core and its requests disagree on who is unfinished"
+        held_back = {sample for r in live if r._family is not None for sample in r._family.held}
+        in_flight = Counter(
+            request
+            for flight in self.core._flights
+            for index, request in enumerate(flight.requests)
+            if flight.samples is None or flight.samples[index]
+        )
+        for request in self.requests.values():
+            assert request._granted == 0
+            assert (request in books.waiting.as_tuple()) == (request._status is Status.WAITING and request not in held_back), request
+            assert (request in books.running.as_tuple()) == (request._status is Status.RUNNING), request
+            assert (request in books.known) == (request._status in (Status.WAITING, Status.RUNNING, Status.DRAINING)), request
+            assert request._capacity == len(request._blocks) * self.shape.block_size
+            assert request._computed <= request._capacity
+            if request._status in (Status.RUNNING, Status.DRAINING):
+                assert request._blocks
+            elif request not in books.lingering:
+                assert not request._blocks
+                assert request._row == -1
+            if request._status is not Status.FINISHED:
+                assert request._in_flight == in_flight[request], request
+                assert 0 <= request.output_left <= request.max_tokens
+                assert self.tokens[request.id] == list(request.output_token_ids)
+
+    def _check_rows(self) -> None:
+        rows = self.core.books.rows
+        for row, holder in enumerate(rows._holders):
+            assert (holder is None) == (row in rows._free)
+            assert holder is None or holder._row == row
+        assert len(rows._free) == len(set(rows._free))
+        for request in self.requests.values():
+            assert request._row < 0 or rows._holders[request._row] is request
+
+    def _check_counts(self) -> None:
+        """Statistics, events and the policy's `on_step` tell the same story; wasted rows are in none."""
+        stats, heard = self.core.update_stats(), self.heard
+        assert stats.waiting == stats.running == 0
+        assert stats.generated_tokens == heard.generated.total() == sum(map(len, self.tokens.values()))
+        assert stats.prefill_tokens + stats.decode_tokens == heard.computed.total()
+        assert 0 <= stats.recomputed_tokens <= stats.prefill_tokens
+        assert stats.arrived == stats.finished == len(heard.arrived)
+        steps = [event for event in self.observer.events if isinstance(event, StepFinished)]
+        if self.shape.events:
+            assert stats.steps == len(steps)
+            for name in ("prefill_tokens", "decode_tokens", "generated_tokens", "recomputed_tokens"):
+                assert getattr(stats, name) == sum(getattr(event, name) for event in steps), name
+        for id, request in self.requests.items():
+            if id in self.finished and not request.preemptions and self.finished[id].reason in ("stop", "length"):
+                assert heard.computed[id] == request.num_tokens - 1 - request._num_cached, id
+                assert heard.generated[id] == len(self.tokens[id])
+
+    def story(self) -> list[object]:
+        """All that a policy saw and all that was sent to the executor: equal in equal runs."""
+        batches = [(b.step, b.rows.tolist(), b.num_tokens.tolist(), b.samples.tolist(), b.new_blocks.tolist(), b.copies) for b in self.executor.sent]
+        return [self.heard.calls, batches, self.tokens, self.finished, self.clock.now()]
+
+
+def rows_of(world: World, request: Request) -> int:
+    """In how many batches a request that never lost its row ran."""
+    rows = {new.row for batch in world.executor.sent for new in batch.added if new.request_id == request.id}
+    assert len(rows) == 1
+    return sum(int(np.isin(batch.rows, list(rows)).sum()) for batch in world.executor.sent)

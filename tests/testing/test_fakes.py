@@ -1,0 +1,130 @@
+"""The fakes catch what they are there to catch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dovetail.api.clock import VirtualClock
+from dovetail.api.component import NoOptions
+from dovetail.api.executor import Batch, ExecutorConfig, ExecutorContext, NewRow
+from dovetail.api.kv_cache import BlockCopy, KVContext, KVGroup, KVLayout
+from dovetail.api.sampler import RowSampling
+from dovetail.errors import DovetailError
+from dovetail.testing import FakeExecutor, FakeExecutorOptions, FakeKVCache, make_request
+from dovetail.testing.fake_executor import expected_tokens
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def executor(**options: Any) -> FakeExecutor:
+    made = FakeExecutor(
+        FakeExecutorOptions(**options),
+        ExecutorContext(ExecutorConfig("", "auto", "dummy", None, 4, 64, 0.9, None, None, False, True, 0), VirtualClock()),
+    )
+    made.start()
+    return made
+
+
+def row(row: int = 0, tokens: list[int] = PROMPT, computed: int = 0, blocks: tuple[int, ...] = (0, 1)) -> NewRow:
+    return NewRow(row, f"r{row}", np.array(tokens, np.int32), len(tokens), computed, np.array(blocks, np.int32), RowSampling())
+
+
+def batch(step: int, rows: list[int], num_tokens: list[int], samples: list[bool] | None = None, **fields: Any) -> Batch:
+    empty = np.array([], np.int32)
+    given = {"removed": empty, "added": (), "new_block_rows": empty, "new_blocks": empty, "copies": (), **fields}
+    return Batch(step, rows=np.array(rows), num_tokens=np.array(num_tokens), samples=np.array(samples or [True] * len(rows)), **given)
+
+
+def test_tokens_are_a_function_of_what_came_before() -> None:
+    fake, tokens = executor(), []
+    fake.submit(batch(0, [0], [5], added=(row(),)))
+    for step in range(3):
+        tokens += fake.collect(step).token_ids.tolist()
+        fake.submit(batch(step + 1, [0], [1]))
+    assert tokens == expected_tokens(PROMPT, 3)
+
+
+def test_time_passes_as_on_a_device() -> None:
+    """The next step begins when the one before has ended, or when it is submitted, if that is later."""
+    fake = executor(seconds_per_step=1.0, seconds_per_token=0.0)
+    fake.submit(batch(0, [0], [5], added=(row(),)))
+    fake.context.clock.wait_until(0.7)
+    fake.submit(batch(1, [0], [1]))
+    results = [fake.collect(0), fake.collect(1)]
+    assert [(result.started, result.ended) for result in results] == [(0.0, 1.0), (1.0, 2.0)]
+    fake.context.clock.wait_until(5.0)
+    fake.submit(batch(2, [0], [1]))
+    assert fake.collect(2).started == 5.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (batch(0, [1], [5], added=(row(1),)), "steps must be submitted in order"),
+        (batch(2, [0, 0], [1, 1]), "a row stands twice"),
+        (batch(2, [0], [2]), "more tokens to compute than are known"),
+        (batch(2, [0], [1], added=(row(),)), "row 0 was added but is in use"),
+        (batch(2, [0], [1], removed=np.array([1])), "row 1 was removed but not in use"),
+        (batch(2, [1], [5], added=(row(1, blocks=(2,)),)), "token 4 of 5 has no block"),
+        (batch(2, [1], [1], added=(row(1, computed=5),)), "no token left to compute"),
+        (batch(2, [1], [3], added=(row(1),)), "samples before its last token"),
+        (batch(2, [1], [1], added=(row(1, [3, 1, 4, 1, 6], computed=4),)), None),
+        (batch(2, [1], [1], added=(row(1, [2, 1, 4, 1, 5], computed=4),)), "would read another sequence's K and V"),
+        (batch(2, [1], [1], added=(row(1, computed=4, blocks=(7, 8)),)), "would read another sequence's K and V"),
+        (batch(2, [1, 0], [5, 1], added=(row(1, [9, 9, 9, 9, 9]),)), "would read another sequence's K and V"),
+        (batch(2, [1], [1], added=(row(1, computed=4, blocks=(7, 8)),), copies=(BlockCopy(0, 7),)), None),
+    ],
+)
+def test_a_breach_of_the_contract_is_caught_at_once(wrong: Batch, words: str | None) -> None:
+    fake = executor(block_size=4)
+    fake.submit(batch(1, [0], [5], added=(row(),)))
+    if words is None:
+        fake.submit(wrong)
+    else:
+        with pytest.raises(DovetailError, match=words):
+            fake.submit(wrong)
+
+
+def test_more_steps_in_flight_than_it_takes_are_refused() -> None:
+    fake = executor(max_in_flight=1)
+    fake.submit(batch(0, [0], [5], added=(row(),)))
+    with pytest.raises(DovetailError, match="max_in_flight"):
+        fake.submit(batch(1, [0], [1]))
+
+
+def test_results_must_be_collected_in_order() -> None:
+    fake = executor()
+    fake.submit(batch(0, [0], [5], added=(row(),)))
+    fake.submit(batch(1, [0], [1]))
+    with pytest.raises(DovetailError, match="order"):
+        fake.collect(1)
+
+
+def test_a_window_is_looked_back_from_each_token_of_a_chunk() -> None:
+    fake = executor(window=2, block_size=1)
+    fake.submit(batch(0, [0], [3], [False], added=(row(blocks=(0, 1, 2, 3, 4)),)))
+    fake.submit(batch(1, [1], [1], [False], removed=np.array([0]), added=(row(1, [9] * 5, blocks=(1, 6, 7, 8, 9)),)))
+    fake.collect(0)
+    fake.submit(batch(2, [2], [2], added=(row(2, computed=3, blocks=(0, 1, 2, 3, 4)),)))  # position 3 looks at 2, position 4 at 3
+    fake.collect(1)
+    with pytest.raises(DovetailError, match="position 1 of 5 would read"):
+        fake.submit(batch(3, [3], [3], added=(row(3, computed=2, blocks=(0, 1, 2, 3, 4)),)))
+
+
+def test_the_fake_manager_loses_no_block() -> None:
+    kv = FakeKVCache(NoOptions(), KVContext(KVLayout((KVGroup((0,), None, 1),), 4, "none"), 6))
+    a, b = make_request("a", 20), make_request("b", 20)
+    assert kv.allocate(a, 17) is not None
+    assert kv.allocate(b, 9) is None
+    assert kv.blocks_needed(b, 4) == 1
+    assert (kv.counts.free, kv.counts.held) == (1, 5)
+    kv.check_integrity()
+    kv.free(a)
+    kv.free(b)
+    assert kv.available_blocks == 6
+    kv._free.append(0)
+    with pytest.raises(DovetailError, match="twice"):
+        kv.check_integrity()
