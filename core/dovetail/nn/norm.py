@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.api.model import BuildContext
+from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.layer import Layer
 from dovetail.nn.parameter import Part, Weight, whole
 
@@ -38,6 +39,10 @@ def _constant(value: float) -> torch.Tensor:
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Adds x to `residual` in place, and returns the norm of the sum. Both [..., size]."""
+    if use_kernels(x, residual):
+        from dovetail.nn.kernels import add_norm
+
+        return add_norm.add_rms_norm(x, residual, weight, eps)
     return rms_norm(residual.add_(x), weight, eps)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -184,12 +185,28 @@ _MAKERS: dict[str, Callable[[Mapping[str, Any], float, int], Rope]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rotation:
-    """What turns the tokens of one step: the same for all layers. [tokens, 1, head_size] float32 each; the first half of `sin` is negated."""
+    """What turns the tokens of one step, the same for all layers: the rows `positions` of `table`. Kernels read them there; spelled out for
+    plain torch they are `cos` and `sin`."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    table: torch.Tensor  # [max_len, head_size] float32: cos of each pair, then sin of each pair
+    positions: torch.Tensor  # [tokens] int64
+
+    @property
+    def cos(self) -> torch.Tensor:
+        """[tokens, 1, head_size] float32."""
+        return self._spelled_out[0]
+
+    @property
+    def sin(self) -> torch.Tensor:
+        """[tokens, 1, head_size] float32; the first half is negated."""
+        return self._spelled_out[1]
+
+    @cached_property
+    def _spelled_out(self) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.table[self.positions].unsqueeze(1).chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
@@ -202,7 +219,7 @@ def apply_rotary(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 class RotaryEmbedding(nn.Module):
     """positions [tokens] int64, each < max_len -> the step's `Rotation`."""
 
-    table: torch.Tensor  # [max_len, head_size] float32: cos of each pair, then sin of each pair
+    table: torch.Tensor  # [max_len, head_size] float32
 
     def __init__(self, rope: Rope, max_len: int, *, device: torch.device) -> None:
         super().__init__()
@@ -211,5 +228,4 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table", table.to(device), persistent=False)
 
     def forward(self, positions: torch.Tensor) -> Rotation:
-        cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
-        return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+        return Rotation(self.table, positions)

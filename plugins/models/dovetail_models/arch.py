@@ -45,6 +45,7 @@ _HARMLESS = (  # patterns of fields that change no number when a model runs
     "*_version",
     "*dropout*",
     "*pdrop",
+    "*_plan",  # how transformers itself would split the model
     "auto_map",  # its code is refused apart, below
     "chunk_size_feed_forward",
     "dtype",

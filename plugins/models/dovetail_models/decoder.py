@@ -19,7 +19,8 @@ from dovetail.nn.layer import Layer
 from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from dovetail.nn.norm import QKNorm, RMSNorm
 from dovetail.nn.parameter import kv_share, share
-from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation, apply_rotary
+from dovetail.nn.qkv import turn_and_write
+from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +63,12 @@ class Attention(Layer):
         self.o_proj = RowParallelLinear(shape.heads * size, hidden, context, bias=shape.output_bias)
         spec = shape.layer_spec(index, context.parallel)
         self.qk_norm = QKNorm(spec.heads, spec.kv_heads, size, shape.norm_eps, context) if shape.qk_norm else None
-        self.heads, self.kv_heads, self.head_size = spec.heads, spec.kv_heads, size
+        self.head_size = size
         self.attn = context.make_attention(spec)
 
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
-        qk, v = qkv.tensor_split((self.heads + self.kv_heads,), dim=1)
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        q, k = apply_rotary(qk, rotation).tensor_split((self.heads,), dim=1)
-        self.attn.write(k, v)
+        q = turn_and_write(qkv, self.qk_norm, rotation, self.attn)
         return self.o_proj(self.attn.attend(q).flatten(1))
 
 

@@ -16,26 +16,28 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerCapabilities
+from dovetail.nn.kernels.available import has_triton, use_kernels
 from dovetail.nn.logprobs import top_logprobs
 from dovetail_samplers import penalties, rules
+from dovetail_samplers.device_rows import DeviceRows
 from dovetail_samplers.filters import cut_top_k, cut_top_p, keep, keep_min_p
 from dovetail_samplers.noise import exponentials, id_hashes, stream_keys
-from dovetail_samplers.order import first_argmax
+from dovetail_samplers.order import first_argmax, on_cpu
 from dovetail_samplers.table import Needs, RowTable
 
 Rows = NDArray[np.int64]  # row numbers, or places in the batch, on the host
 CPU_CHUNK = 2**17  # logits that the CPU draws from at once: what its cache holds
-MANY = 2**31
 
 
 class DefaultSampler(Sampler):
     """All of `RowSampling`, for any mix of rows."""
 
-    capabilities = SamplerCapabilities(cuda_graph=False, logprobs=True)
+    capabilities = SamplerCapabilities(cuda_graph=has_triton(), logprobs=True)
 
     def prepare(self, max_rows: int) -> None:
         self._device = torch.device(self.context.device)
         self._table = RowTable(max_rows, self.context.vocab_size, self._device)
+        self._device_rows = DeviceRows(max_rows, self.context.vocab_size, self._device)
         self._hashes = id_hashes(self.context.vocab_size).to(self._device)
 
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
@@ -43,6 +45,16 @@ class DefaultSampler(Sampler):
             self._table.remove(row)
         for row, sampling in added:
             self._table.add(row, sampling)
+        if added:
+            self._device_rows.send(self._table, np.array(list(dict(added)), np.int64))
+
+    def capturable(self, host_rows: Rows) -> bool:
+        """What needs no more than the device holds: temperature and filters."""
+        return not int(np.bitwise_or.reduce(self._table.needs[host_rows])) & ~int(Needs.RANDOM | Needs.FILTERS)
+
+    @torch.inference_mode()
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self._device_rows.draw(logits, rows, self.context.history)
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows) -> SampledTokens:
@@ -88,13 +100,16 @@ class DefaultSampler(Sampler):
 
     def _draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows, needs: NDArray[np.uint8], union: Needs) -> torch.Tensor:
         """logits [n, vocab] -> token ids [n] int64."""
+        if use_kernels(rows):
+            return self._device_rows.draw(logits, rows, self.context.history)
         if not union & Needs.RANDOM:
             return first_argmax(logits)
         history = self.context.history
         positions = (history.num_tokens[rows] - history.prompt_lens[rows]).to(torch.int64)
         keys = stream_keys(self._table.send(self._table.seed_states, host_rows), positions)  # [n, 2]
         token_ids = torch.empty(len(needs), dtype=torch.int64, device=self._device)
-        for way, places in _alike(needs, self._chunk_rows()):
+        most = max(1, CPU_CHUNK // logits.shape[1]) if on_cpu(logits) else len(needs)
+        for way, places in _alike(needs, most):
             if len(places) == len(needs):
                 return self._draw_alike(way, logits, keys, host_rows)
             at = self._index(places)
@@ -107,9 +122,6 @@ class DefaultSampler(Sampler):
         if last - first + 1 == len(places):
             return slice(first, last + 1)
         return torch.from_numpy(places).to(self._device, non_blocking=True)
-
-    def _chunk_rows(self) -> int:
-        return max(1, CPU_CHUNK // self.context.vocab_size) if self._device.type == "cpu" else MANY
 
     def _draw_alike(self, way: Needs, logits: torch.Tensor, keys: torch.Tensor, host_rows: Rows) -> torch.Tensor:
         """Rows that go the same way: logits [n, vocab], keys [n, 2] -> token ids [n]."""
@@ -147,7 +159,7 @@ class DefaultSampler(Sampler):
 
     def _race_of_few(self, weights: torch.Tensor, kept: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """The same, for weights that are 0 where `kept` is: on the CPU, noise is made for the kept alone."""
-        if self._device.type != "cpu":
+        if not on_cpu(weights):
             return self._race(weights, keys)
         places = np.flatnonzero(kept.numpy())
         if len(places) > weights.numel() // 8:

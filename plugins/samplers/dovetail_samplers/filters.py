@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dovetail_samplers.order import largest
+from dovetail_samplers.order import largest, on_cpu
 
 FEW = 256  # tokens that top-p looks at on the CPU before it sorts all
 LEAST = torch.finfo(torch.float32).min
@@ -40,7 +40,7 @@ def cut_top_p(scores: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor) 
     """For rows with a top-p alone: top_p [n] float32."""
     vocab = scores.shape[1]
     total = weights.sum(-1, keepdim=True)  # [n, 1]
-    if scores.device.type == "cpu" and vocab > 2 * FEW:  # where looking at a result costs no synchronisation
+    if on_cpu(scores) and vocab > 2 * FEW:
         cut = _cut_top_p(largest(scores, FEW), total, top_p)
         if bool((cut.count < FEW).all()):  # every row's p was reached within them
             return cut
@@ -62,7 +62,7 @@ def keep(scores: torch.Tensor, cut: Cut) -> torch.Tensor:
     """[n, vocab] float32: 1 for tokens within the cut, else 0."""
     kept = torch.ge(scores, cut.value, out=torch.empty_like(scores))  # a float result is quicker than bool
     too_many = kept.sum(-1, keepdim=True) > cut.count  # float32 counts exactly to 2**24
-    if scores.device.type == "cpu" and not bool(too_many.any()):
+    if on_cpu(scores) and not bool(too_many.any()):
         return kept
     tied = scores == cut.value
     room = cut.count - (scores > cut.value).sum(-1, keepdim=True)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from dovetail.api.sampler import RowHistory
+from dovetail_samplers.order import on_cpu
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What some rows have seen, cut to the longest of them where that is known without waiting for the device."""
+    """What some rows have seen, on the CPU cut to the longest of them."""
 
     token_ids: torch.Tensor  # [n, len] int64; beyond a row's tokens its first one again, a valid id
     known: torch.Tensor  # [n, len] bool
@@ -21,7 +22,7 @@ class Seen:
 def seen(history: RowHistory, rows: torch.Tensor) -> Seen:
     """rows [n] int64 -> their tokens. Each has one at least."""
     num_tokens = history.num_tokens[rows][:, None]
-    longest = int(num_tokens.max()) if num_tokens.device.type == "cpu" else history.token_ids.shape[1]
+    longest = int(num_tokens.max()) if on_cpu(num_tokens) else history.token_ids.shape[1]
     token_ids = history.token_ids[rows, :longest].to(torch.int64)
     position = torch.arange(longest, device=token_ids.device)
     known = position < num_tokens

@@ -91,9 +91,7 @@ class RowTable:
         self.frequency[row] = sampling.frequency_penalty
         self.seed_states[row] = seed_state(sampling.seed)
         self.logprobs[row] = sampling.logprobs or 0
-        if rules is None:
-            self.rules.pop(row, None)
-        else:
+        if rules is not None:
             self.rules[row] = rules
 
     def send(self, column: NDArray[np.generic], rows: NDArray[np.integer]) -> torch.Tensor:

@@ -1,0 +1,134 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: N803 (constants are upper case)
+"""All that happens to a token's q, k and v between their projection and attention, reading and writing each number once. Twin: `dovetail.nn.qkv`.
+
+A program takes some heads of one token, of whichever of the three sorts:
+
+    qkv   | q head 0 | … | k head 0 | … | v head 0 | …        one token
+            normed, turned, in place
+                           normed, turned, to the cache
+                                          as it is, to the cache
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.api.attention import FusedCache
+
+NUMBERS = 2048  # that a program turns, about
+WARPS = 4
+
+
+@triton.jit
+def _norm_turn_write(
+    qkv,
+    weight,
+    table,
+    positions,
+    k_cache,
+    v_cache,
+    slots,  # [tokens] int64; -1: nowhere
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,  # at least D / 2, a power of 2
+    M: tl.constexpr,  # heads
+    NORMED: tl.constexpr,
+    WRITES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_BLOCK: tl.constexpr,  # strides
+    K_TOKEN: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_BLOCK: tl.constexpr,
+    V_TOKEN: tl.constexpr,
+    V_HEAD: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * M + tl.arange(0, M))[:, None]
+    i = tl.arange(0, HALF)[None, :]
+    exists = (head < HEADS + 2 * KV_HEADS) & (i < D // 2)
+    is_v = head >= HEADS + KV_HEADS
+    place = qkv + token * ((HEADS + 2 * KV_HEADS) * D) + head * D + i
+    low_kept, high_kept = tl.load(place, mask=exists, other=0.0), tl.load(place + D // 2, mask=exists, other=0.0)  # [M, HALF]
+    low, high = low_kept.to(tl.float32), high_kept.to(tl.float32)
+
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(low * low + high * high, 1) / D + eps)[:, None]
+        weighed = exists & (head < HEADS + KV_HEADS)
+        low *= scale * tl.load(weight + head * D + i, mask=weighed, other=0.0).to(tl.float32)
+        high *= scale * tl.load(weight + head * D + D // 2 + i, mask=weighed, other=0.0).to(tl.float32)
+    angles = table + tl.load(positions + token) * D + i
+    cos, sin = tl.load(angles, mask=i < D // 2, other=0.0), tl.load(angles + D // 2, mask=i < D // 2, other=0.0)
+    low, high = low * cos - high * sin, high * cos + low * sin
+    low, high = low.to(qkv.dtype.element_ty), high.to(qkv.dtype.element_ty)
+
+    in_place = exists & (head < HEADS if WRITES else head < HEADS + KV_HEADS)
+    tl.store(place, low, mask=in_place)
+    tl.store(place + D // 2, high, mask=in_place)
+    if WRITES:
+        slot = tl.load(slots + token)
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        to_k = k_cache + block * K_BLOCK + offset * K_TOKEN + (head - HEADS) * K_HEAD + i
+        is_k = exists & (head >= HEADS) & (head < HEADS + KV_HEADS) & (slot >= 0)
+        tl.store(to_k, low, mask=is_k)
+        tl.store(to_k + D // 2, high, mask=is_k)
+        to_v = v_cache + block * V_BLOCK + offset * V_TOKEN + (head - HEADS - KV_HEADS) * V_HEAD + i
+        is_v = exists & is_v & (slot >= 0)
+        tl.store(to_v, low_kept, mask=is_v)
+        tl.store(to_v + D // 2, high_kept, mask=is_v)
+
+
+def norm_turn_write(
+    qkv: torch.Tensor,
+    kv_heads: int,
+    weight: torch.Tensor | None,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    cache: FusedCache | None,
+) -> None:
+    """Of qkv [tokens, heads + 2 * kv_heads, head_size], contiguous: q and k are normed (if `weight` [(heads + kv_heads) * head_size] is given)
+    and turned by `table` [max_len, head_size] float32 at `positions` [tokens] int64. q stays in place. So does k without a `cache`; with one, k
+    and v go to it, and k's place in qkv is undefined. Computes in float32."""
+    tokens, all_heads, size = qkv.shape
+    half = triton.next_power_of_2(size // 2)
+    heads_at_once = min(triton.next_power_of_2(all_heads), max(1, NUMBERS // (2 * half)))
+    if not tokens:
+        return
+    k, v, slots = (qkv, qkv, positions) if cache is None else (cache.k, cache.v, cache.slots)
+    k_strides, v_strides = _strides(cache.k if cache else None), _strides(cache.v if cache else None)
+    _norm_turn_write[(tokens, triton.cdiv(all_heads, heads_at_once))](
+        qkv,
+        qkv if weight is None else weight,
+        table,
+        positions,
+        k,
+        v,
+        slots,
+        eps,
+        HEADS=all_heads - 2 * kv_heads,
+        KV_HEADS=kv_heads,
+        D=size,
+        HALF=half,
+        M=heads_at_once,
+        NORMED=weight is not None,
+        WRITES=cache is not None,
+        BLOCK_SIZE=1 if cache is None else cache.k.shape[1],
+        K_BLOCK=k_strides[0],
+        K_TOKEN=k_strides[1],
+        K_HEAD=k_strides[2],
+        V_BLOCK=v_strides[0],
+        V_TOKEN=v_strides[1],
+        V_HEAD=v_strides[2],
+        num_warps=WARPS,
+    )
+
+
+def _strides(cache: torch.Tensor | None) -> Sequence[int]:
+    return (0, 0, 0) if cache is None else cache.stride()

@@ -1,0 +1,32 @@
+"""What happens to q, k and v between their projection and attention: the norm of heads, the rotation, the writing of K and V."""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.api.attention import AttentionLayer
+from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.norm import QKNorm
+from dovetail.nn.rotary import Rotation, apply_rotary
+
+
+def turn_and_write(qkv: torch.Tensor, norm: QKNorm | None, rotation: Rotation, layer: AttentionLayer) -> torch.Tensor:
+    """Of qkv [tokens, heads + 2 * kv_heads, head_size]: q and k are normed (if there is a norm) and turned, k and v written to the layer's cache.
+    Returns q [tokens, heads, head_size]. May overwrite qkv."""
+    heads, kv_heads = layer.spec.heads, layer.spec.kv_heads
+    if use_kernels(qkv):
+        from dovetail.nn.kernels.qkv import norm_turn_write
+
+        cache = layer.cache_for_fused_write()
+        weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
+        norm_turn_write(qkv, kv_heads, weight, eps, rotation.table, rotation.positions, cache)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        if cache is None:
+            layer.write(k, v)
+        return q
+    qk, v = qkv.tensor_split((heads + kv_heads,), dim=1)
+    if norm is not None:
+        qk = norm(qk)
+    q, k = apply_rotary(qk, rotation).tensor_split((heads,), dim=1)
+    layer.write(k, v)
+    return q

@@ -1,0 +1,92 @@
+"""The parameters of all rows on the device, and drawing tokens from them and the logits alone, without asking the host: `DeviceRows`.
+
+That is what a CUDA graph can hold. On a GPU `fused` draws; `draw_plain` is the same in plain torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.api.sampler import RowHistory
+from dovetail.nn.kernels.available import use_kernels
+from dovetail.runtime.transfer import to_device
+from dovetail_samplers.filters import LEAST, cut_top_k, keep, keep_min_p
+from dovetail_samplers.noise import exponentials, id_hashes, stream_keys
+from dovetail_samplers.order import first_argmax
+from dovetail_samplers.table import NO_TOP_P, Needs, RowTable
+
+RECORD = np.dtype(
+    [
+        ("temperature", np.float32),  # 0: greedy
+        ("top_k", np.int32),  # the vocabulary's size: none
+        ("top_p", np.float32),  # infinite: none
+        ("min_p", np.float32),
+        ("seed_state", np.int64),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Of n rows, on the device: the columns of RECORD, [n] each."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    seed_states: torch.Tensor
+
+
+class DeviceRows:
+    """A record for each of `max_rows` rows, and one for padding. The tensors keep their addresses."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        empty = np.zeros(max_rows + 1, RECORD)
+        empty["top_k"], empty["top_p"] = vocab_size, NO_TOP_P
+        self._records = torch.from_numpy(_words(empty)).to(device)  # [max_rows + 1, 6] int32
+        self._hashes = id_hashes(vocab_size).to(device)
+
+    def send(self, table: RowTable, rows: NDArray[np.int64]) -> None:
+        """Take over these rows' parameters; only enqueues."""
+        records = np.empty(len(rows), RECORD)
+        records["temperature"] = np.where(table.needs[rows] & Needs.RANDOM, table.temperature[rows], 0)
+        for name, column in (("top_k", table.top_k), ("top_p", table.top_p), ("min_p", table.min_p), ("seed_state", table.seed_states)):
+            records[name] = column[rows]
+        device = self._records.device
+        self._records.index_copy_(0, to_device(rows, device), to_device(_words(records), device))
+
+    def draw(self, logits: torch.Tensor, rows: torch.Tensor, history: RowHistory) -> torch.Tensor:
+        """logits [n, vocab] and rows [n] int64, `max_rows` for padding -> token ids [n] int64."""
+        if use_kernels(rows):
+            from dovetail_samplers import fused
+
+            return fused.draw(logits, rows, self._records, history, self._hashes)
+        return draw_plain(logits, rows, self._parameters(rows), history, self._hashes)
+
+    def _parameters(self, rows: torch.Tensor) -> Parameters:
+        words = self._records[rows]  # [n, 6]
+        floats: Any = words.view(torch.float32)
+        return Parameters(floats[:, 0], words[:, 1].to(torch.int64), floats[:, 2], floats[:, 3], words.view(torch.int64)[:, 2])
+
+
+def _words(records: NDArray[Any]) -> NDArray[np.int32]:
+    """[n] of RECORD -> [n, 6]."""
+    return records.view(np.int32).reshape(len(records), -1)
+
+
+def draw_plain(logits: torch.Tensor, rows: torch.Tensor, of: Parameters, history: RowHistory, hashes: torch.Tensor) -> torch.Tensor:
+    """Each row takes every step, and what it doesn't need does nothing: a row without a filter keeps all, a greedy one loses its race."""
+    rows = rows.clamp(max=len(history.num_tokens) - 1)
+    positions = (history.num_tokens[rows] - history.prompt_lens[rows]).to(torch.int64)
+    wide, random = logits.to(torch.float32), of.temperature > 0
+    scores = (wide - wide.amax(-1, keepdim=True).clamp_(min=LEAST)).div_(of.temperature.where(random, 1.0)[:, None])
+    weights = scores.exp()
+    weights *= keep(scores, cut_top_k(scores, of.top_k, of.top_p, scores.shape[1]))
+    weights *= keep_min_p(weights, of.min_p)
+    raced = first_argmax(weights.div_(exponentials(stream_keys(of.seed_states, positions), hashes)))
+    return torch.where(random, raced, first_argmax(logits))

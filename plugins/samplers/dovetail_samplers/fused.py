@@ -1,0 +1,421 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: N803 (constants are upper case)
+"""Drawing a token for each row on a GPU, whatever its parameters: logits are read once, nothing is sorted, nothing waits for the host.
+
+Two kernels. `_survey` goes over tiles of the vocabulary, all at once; `_choose` makes each row's choice of what that left:
+
+    row is        a tile leaves                        the choice
+    greedy        its largest logit                    the largest
+    random        the winner of its race               the winner of the winners' race
+    filtered      the largest of each GROUP of ids,    the groups whose largest may be kept are read again (with top-k k of them, so some
+                  and the sum of its weights           thousand logits); where the row ends is searched there, and the race run there
+
+A filter's end is searched as the largest value whose equals and betters count k (top-k) or weigh p (top-p): floats are turned to integers in the
+same order, and the range of integers is cut to a ninth in each round. The largest of groups are searched first, which bounds it from below. Only
+a filter that keeps most of a flat distribution reads the whole row in each round.
+
+A race is won by the smallest noise / weight; noise and its order of operations are `noise`'s. Weights are of the logits less the largest that the
+program knows, so that they neither overflow nor vanish where it matters. Twin: `device_rows.draw_plain`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.api.sampler import RowHistory
+from dovetail_samplers import noise
+
+WORDS = tl.constexpr(6)  # of 4 bytes in a row's record: see `device_rows.RECORD`
+TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(word) for word in range(4))
+SEED_STATE = tl.constexpr(2)  # the third of 8 bytes
+NONE = tl.constexpr(1e30)  # as large or larger: no top-p
+LEAST = tl.constexpr(torch.finfo(torch.float32).min)
+MANY = tl.constexpr(1 << 30)  # tokens
+HOTTEST = tl.constexpr(1e37)  # a temperature whose inverse is no subnormal number
+PIVOTS = tl.constexpr(8)  # tried in one round of a search
+
+MIX_32_0, MIX_32_1, MIX_32_2 = (tl.constexpr(multiplier) for multiplier in noise.MIX_32)
+MIX_64_0, MIX_64_1 = (tl.constexpr(multiplier) for multiplier in noise.MIX_64)
+GOLDEN = tl.constexpr(noise.GOLDEN)
+HALF_STEP, STEP = tl.constexpr(2.0**-32), tl.constexpr(noise.BELOW_ONE * 2.0**-31)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How the work is cut; powers of two. The result doesn't depend on it."""
+
+    tile: int = 2048  # ids of a program of `_survey`
+    group: int = 32  # ids of which the largest logit is kept
+    chunk: int = 4096  # logits that `_choose` looks at in one go
+    survey_warps: int = 4
+    choose_warps: int = 16
+
+
+SIZES = Sizes()
+SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # of a float32 that is made of such a number: always 0
+
+
+# ---- noise
+
+
+@triton.jit
+def stream_keys(state, position):
+    """`noise.stream_keys` of one row: two uint32."""
+    x = state.to(tl.uint64, bitcast=True) + position.to(tl.uint64) * GOLDEN
+    x = (x ^ (x >> 30)) * MIX_64_0
+    x = (x ^ (x >> 27)) * MIX_64_1
+    x = x ^ (x >> 31)
+    return x.to(tl.uint32), (x >> 32).to(tl.uint32)
+
+
+@triton.jit
+def noise_bits(first, second, hashes):
+    """`noise.noise_bits`: int32 like `hashes`."""
+    x = hashes.to(tl.uint32, bitcast=True) ^ first
+    x = second + x * MIX_32_0
+    x = (x ^ (x >> 11)) * MIX_32_1
+    x = ((x ^ (x >> 15)) * MIX_32_2).to(tl.int32, bitcast=True)
+    return (x ^ (x >> 14)) & 0x7FFFFFFF
+
+
+@triton.jit
+def exponentials(first, second, hashes):
+    """`noise.exponentials`: float32 like `hashes`."""
+    u = HALF_STEP + STEP * noise_bits(first, second, hashes).to(tl.float32)
+    w = 1.0 - u
+    return (u - (1.0 - w)) - tl.log(w)
+
+
+@triton.jit
+def _keys_of(row, longs, num_tokens, prompt_lens):
+    position = tl.load(num_tokens + row) - tl.load(prompt_lens + row)
+    return stream_keys(tl.load(longs + row * (WORDS // 2) + SEED_STATE), position)
+
+
+# ---- all rows: one look at the logits
+
+
+@triton.jit
+def _survey(
+    logits,
+    rows,  # [n] int64
+    floats,  # the records of all rows, three views of the same bytes
+    ints,
+    longs,
+    num_tokens,
+    prompt_lens,
+    hashes,
+    tops,  # [n, tiles]: largest logit
+    won,  # [n, tiles]: the winner's logit
+    extra,  # [n, tiles]: the winner's noise, or the sum of weights
+    ids,  # [n, tiles] int32: the winner, or the first of the largest
+    group_tops,  # [n, groups]
+    max_rows,
+    vocab,
+    stride,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    place, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row = tl.load(rows + place)
+    if row >= max_rows:
+        return
+    token = tile * TILE + tl.arange(0, TILE)
+    x = tl.load(logits + place * stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    temperature = tl.load(floats + row * WORDS + TEMPERATURE)
+    top, first = tl.max(x, 0, return_indices=True)
+    at = place * tiles + tile
+    tl.store(tops + at, top)
+    if temperature == 0:
+        tl.store(ids + at, tile * TILE + first)
+        return
+    behind = (tl.maximum(top, LEAST) - x) * _inverse(temperature)  # [TILE], 0 at the top
+    if _is_filtered(row, floats, ints, vocab):
+        tl.store(extra + at, tl.sum(tl.exp(-behind), 0))
+        groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+        width = (vocab + GROUP - 1) // GROUP
+        tl.store(group_tops + place * width + groups, tl.max(tl.reshape(x, (TILE // GROUP, GROUP)), 1), mask=groups < width)
+        return
+    key_1, key_2 = _keys_of(row, longs, num_tokens, prompt_lens)
+    drawn = exponentials(key_1, key_2, tl.load(hashes + token, mask=token < vocab, other=0))
+    race = tl.where(token < vocab, drawn * tl.exp(behind), float("inf"))
+    winner = tl.argmin(race, 0)
+    is_winner = tl.arange(0, TILE) == winner
+    tl.store(ids + at, tile * TILE + winner)
+    tl.store(won + at, tl.max(tl.where(is_winner, x, float("-inf")), 0))
+    tl.store(extra + at, tl.sum(tl.where(is_winner, drawn, 0.0), 0))
+
+
+@triton.jit
+def _inverse(temperature):
+    return 1.0 / tl.minimum(temperature, HOTTEST)
+
+
+@triton.jit
+def _is_filtered(row, floats, ints, vocab):
+    record = floats + row * WORDS
+    return (tl.load(ints + row * WORDS + TOP_K) < vocab) | (tl.load(record + TOP_P) < NONE) | (tl.load(record + MIN_P) > 0)
+
+
+# ---- each row: the choice
+
+
+@triton.jit
+def _choose(
+    logits,
+    rows,
+    floats,
+    ints,
+    longs,
+    num_tokens,
+    prompt_lens,
+    hashes,
+    tops,
+    won,
+    extra,
+    ids,
+    group_tops,
+    hits,  # [n, groups] int32, for the groups that are read again
+    token_ids,  # [n] int64
+    max_rows,
+    vocab,
+    stride,
+    tiles,
+    TILES_PADDED: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPARE: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + place)
+    if row >= max_rows:
+        tl.store(token_ids + place, 0)
+        return
+    tile = tl.arange(0, TILES_PADDED)
+    at, exists = place * tiles + tile, tile < tiles
+    top_of = tl.load(tops + at, mask=exists, other=float("-inf"))
+    top, first = tl.max(top_of, 0, return_indices=True)
+    top = tl.maximum(top, LEAST)
+    temperature = tl.load(floats + row * WORDS + TEMPERATURE)
+    sharpness = _inverse(temperature)
+    number = tl.load(extra + at, mask=exists, other=0.0)
+    if (temperature > 0) & _is_filtered(row, floats, ints, vocab):
+        total = tl.sum(number * tl.exp((top_of - top) * sharpness), 0)
+        groups = (vocab + GROUP - 1) // GROUP
+        token = _choose_filtered(
+            logits + place * stride, row, floats, ints, longs, num_tokens, prompt_lens, hashes, group_tops + place * groups, hits + place * groups,
+            top, total, sharpness, groups, vocab, GROUP, CHUNK, SPARE,
+        )  # fmt: skip
+    else:
+        behind = (top - tl.load(won + at, mask=exists, other=float("-inf"))) * sharpness
+        race = tl.where(exists, number * tl.exp(behind), float("inf"))
+        winner = tl.where(temperature > 0, tl.argmin(race, 0), first)
+        token = tl.load(ids + place * tiles + winner)
+    tl.store(token_ids + place, tl.minimum(token, vocab - 1).to(tl.int64))  # NaN may win as a place that doesn't exist
+
+
+@triton.jit
+def _choose_filtered(
+    logits,  # of this row, like all that follows
+    row,
+    floats,
+    ints,
+    longs,
+    num_tokens,
+    prompt_lens,
+    hashes,
+    group_tops,
+    hits,
+    top,  # the largest logit, finite
+    total,  # weight of all tokens
+    sharpness,  # 1 / temperature
+    groups,
+    vocab,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPARE: tl.constexpr,
+):
+    """The token of a row that has a filter."""
+    top_k = tl.load(ints + row * WORDS + TOP_K)
+    top_p, min_p = tl.load(floats + row * WORDS + TOP_P), tl.load(floats + row * WORDS + MIN_P)
+    has_k, has_p = top_k < vocab, top_p < NONE
+    lowest, highest = _order(tl.full((), float("-inf"), tl.float32), SPARE), _order(top, SPARE)
+    k = top_k.to(tl.float32)  # exact up to 2^24 tokens
+
+    # Groups that may hold a kept token
+    bound = lowest.to(tl.int64)
+    if has_k:
+        bound = _reaching(group_tops, hits, groups, groups, k, bound, highest, top, sharpness, False, 0, CHUNK, SPARE)
+    elif has_p:
+        bound = _reaching(group_tops, hits, groups, groups, top_p * total, bound, highest, top, sharpness, True, 0, CHUNK, SPARE)
+    least = tl.where(has_k | has_p, 0.0, min_p)
+    count = _list_hits(group_tops, hits, groups, bound, least, top, sharpness, CHUNK, SPARE)
+    tl.debug_barrier()  # the list is read by other threads than wrote it
+
+    # Where the row ends: all above `end` stay, and of its equals as many as `room`
+    end, room = bound, tl.full((), MANY, tl.int32)
+    if has_k:
+        end = _reaching(logits, hits, count, vocab, k, bound, highest, top, sharpness, False, GROUP, CHUNK, SPARE)
+        above, mass, weight = _above(logits, hits, count, vocab, end, top, sharpness, GROUP, CHUNK, SPARE)
+        room = top_k - above
+        total = mass + room.to(tl.float32) * weight
+    if has_p:
+        target, before = top_p * total, end
+        end = _reaching(logits, hits, count, vocab, target, end, highest, top, sharpness, True, GROUP, CHUNK, SPARE)
+        above, mass, weight = _above(logits, hits, count, vocab, end, top, sharpness, GROUP, CHUNK, SPARE)
+        needed = tl.where(weight > 0, tl.ceil((target - mass) / weight), MANY)
+        needed = tl.minimum(tl.maximum(needed, 1.0), MANY).to(tl.int32)
+        room = tl.where(end == before, tl.minimum(room, needed), needed)
+
+    end_key = end.to(tl.int32)
+    key_1, key_2 = _keys_of(row, longs, num_tokens, prompt_lens)
+    best, winner, tied_before = tl.full((), float("inf"), tl.float32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    for start in range(0, count * GROUP, CHUNK):
+        token, x, key, inside = _read(logits, hits, start, count, vocab, GROUP, CHUNK, SPARE)
+        tied = (inside & (key == end_key)).to(tl.int32)
+        rank = tied_before + tl.cumsum(tied, 0) - tied  # chunks, and the ids within, ascend
+        tied_before += tl.sum(tied, 0)
+        behind = (top - x) * sharpness
+        kept = inside & ((key > end_key) | ((key == end_key) & (rank < room))) & (tl.exp(-behind) >= min_p)
+        drawn = exponentials(key_1, key_2, tl.load(hashes + token, mask=kept, other=0))
+        race, first = tl.min(tl.where(kept, drawn * tl.exp(behind), float("inf")), 0, return_indices=True)
+        here = tl.sum(tl.where(tl.arange(0, CHUNK) == first, token, 0), 0)
+        winner = tl.where(race < best, here, winner)
+        best = tl.minimum(race, best)
+    return winner
+
+
+@triton.jit
+def _order(x, SPARE: tl.constexpr):
+    """float32 -> int32 in the same order, without the bits that are the same in all."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0 is 0
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SPARE
+
+
+@triton.jit
+def _read(values, hits, start, count, limit, GROUP: tl.constexpr, CHUNK: tl.constexpr, SPARE: tl.constexpr):
+    """Places start, … of what lies in the first `count` groups of the list `hits` (GROUP 0: of `values` themselves): index, value, the value's
+    place in the order, and whether it exists. An index is below `limit`."""
+    place = start + tl.arange(0, CHUNK)
+    if GROUP == 0:
+        index, inside = place, place < limit
+    else:
+        inside = place < count * GROUP
+        index = tl.load(hits + place // GROUP, mask=inside, other=0) * GROUP + place % GROUP
+        inside &= index < limit
+    x = tl.load(values + index, mask=inside, other=float("-inf")).to(tl.float32)
+    return index, x, _order(x, SPARE), inside
+
+
+@triton.jit
+def _reaching(
+    values,
+    hits,
+    count,
+    limit,
+    target,
+    low,
+    highest,
+    top,
+    sharpness,
+    WEIGHED: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SPARE: tl.constexpr,
+):
+    """The largest place in the order, above `low`, such that those at it or above it reach `target`: their number does, or (WEIGHED) their weight.
+    `low` if there is none. What is searched: see `_read`."""
+    width = highest.to(tl.int64) - low + 1
+    while width > 1:
+        step = (width + PIVOTS) // (PIVOTS + 1)
+        pivots = low + step * (1 + tl.arange(0, PIVOTS))
+        clipped = tl.minimum(pivots, highest).to(tl.int32)
+        sums = tl.zeros((PIVOTS,), tl.float32)
+        for start in range(0, count * (GROUP if GROUP > 0 else 1), CHUNK):
+            _, x, key, inside = _read(values, hits, start, count, limit, GROUP, CHUNK, SPARE)
+            amount = tl.exp((x - top) * sharpness) if WEIGHED else inside.to(tl.float32)
+            sums += tl.sum(tl.where(key[:, None] >= clipped[None, :], amount[:, None], 0.0), 0)
+        passed = tl.sum(((sums >= target) & (pivots <= highest)).to(tl.int64), 0)  # the lowest so many
+        low += passed * step
+        width = tl.minimum(step, width - passed * step)
+    return low
+
+
+@triton.jit
+def _list_hits(group_tops, hits, groups, bound, least, top, sharpness, CHUNK: tl.constexpr, SPARE: tl.constexpr):
+    """Write the groups whose largest is at `bound` or above, and weighs `least` or more, to `hits`, in ascending order; how many they are."""
+    count = tl.full((), 0, tl.int32)
+    for start in range(0, groups, CHUNK):
+        group, x, key, inside = _read(group_tops, hits, start, groups, groups, 0, CHUNK, SPARE)
+        hit = (inside & (key >= bound.to(tl.int32)) & (tl.exp((x - top) * sharpness) >= least)).to(tl.int32)
+        tl.store(hits + count + tl.cumsum(hit, 0) - hit, group, mask=hit > 0)
+        count += tl.sum(hit, 0)
+    return count
+
+
+@triton.jit
+def _above(values, hits, count, limit, end, top, sharpness, GROUP: tl.constexpr, CHUNK: tl.constexpr, SPARE: tl.constexpr):
+    """Of those above `end` in the order: how many, and their weight; and the weight of one at it."""
+    number, mass, weight = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
+    for start in range(0, count * GROUP, CHUNK):
+        _, x, key, inside = _read(values, hits, start, count, limit, GROUP, CHUNK, SPARE)
+        weights = tl.exp((x - top) * sharpness)
+        above = inside & (key > end.to(tl.int32))
+        number += tl.sum(above.to(tl.int32), 0)
+        mass += tl.sum(tl.where(above, weights, 0.0), 0)
+        weight = tl.maximum(weight, tl.max(tl.where(inside & (key == end.to(tl.int32)), weights, 0.0), 0))
+    return number, mass, weight
+
+
+def draw(
+    logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor, history: RowHistory, hashes: torch.Tensor, sizes: Sizes = SIZES
+) -> torch.Tensor:
+    """logits [n, vocab] float32, float16 or bfloat16; rows [n] int64, indices of `records` [max_rows + 1, 6] int32 (`device_rows`) and of the
+    history -> token ids [n] int64. The last record's row is padding: its token is 0. Only enqueues work; the scratch memory is torch's."""
+    n, vocab = logits.shape
+    token_ids = torch.empty(n, dtype=torch.int64, device=logits.device)
+    if n == 0:
+        return token_ids
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    tiles, groups = triton.cdiv(vocab, sizes.tile), triton.cdiv(vocab, sizes.group)
+    tops, won, extra = torch.empty((3, n, tiles), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((n, tiles), dtype=torch.int32, device=logits.device)
+    group_tops = torch.empty((n, groups), dtype=torch.float32, device=logits.device)
+    hits = torch.empty((n, groups), dtype=torch.int32, device=logits.device)
+    floats, longs = records.view(torch.float32), records.view(torch.int64)
+    known: tuple[Any, ...] = (
+        logits,
+        rows,
+        floats,
+        records,
+        longs,
+        history.num_tokens,
+        history.prompt_lens,
+        hashes,
+        tops,
+        won,
+        extra,
+        ids,
+        group_tops,
+    )
+    shape = (len(records) - 1, vocab, logits.stride(0))
+    _survey[(n, tiles)](*known, *shape, TILE=sizes.tile, GROUP=sizes.group, num_warps=sizes.survey_warps)
+    _choose[(n,)](
+        *known,
+        hits,
+        token_ids,
+        *shape,
+        tiles,
+        TILES_PADDED=triton.next_power_of_2(tiles),
+        GROUP=sizes.group,
+        CHUNK=sizes.chunk,
+        SPARE=SPARE_BITS[logits.dtype],
+        num_warps=sizes.choose_warps,
+    )
+    return token_ids

@@ -1,0 +1,40 @@
+"""Where statements about Triton kernels run: on a GPU if there is one, else in Triton's interpreter, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16] if ON_GPU else [torch.float32, torch.float16]  # the interpreter rounds bfloat16 wrongly
+
+runs_kernels = pytest.mark.skipif(not INTERPRETED and not ON_GPU, reason="needs a GPU or Triton's interpreter, which another test starts")
+starts_the_interpreter = pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the statements run by themselves")
+
+
+def assert_holds_when_interpreted(statements: str) -> None:
+    """Run the tests of a file in a new process: a kernel is interpreted or compiled for good when its module, or triton, is first imported."""
+    path = Path(statements)
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=path.parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
+    assert " passed" in run.stdout or "100%" in run.stdout
+
+
+def assert_close(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    """Within a rounding or two of `exact` (float64), relative to its largest number."""
+    tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[ours.dtype]
+    scale = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0
+    torch.testing.assert_close(ours.double(), exact.double(), atol=tolerance * scale, rtol=tolerance)

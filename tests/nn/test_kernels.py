@@ -1,0 +1,214 @@
+"""Each kernel of `dovetail.nn` computes what its twin computes in float64, and the functions that choose between them agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from dovetail.api.attention import AttentionLayer, FusedCache, LayerSpec
+from dovetail.nn import activation, norm, qkv
+from dovetail.nn.activation import silu_mul
+from dovetail.nn.kernels import available
+from dovetail.nn.norm import QKNorm, add_rms_norm
+from dovetail.nn.qkv import turn_and_write
+from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
+from tests.attention import interpreter
+from tests.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_close, assert_holds_when_interpreted, runs_kernels, starts_the_interpreter
+from tests.models.oracle import context
+from tests.support import examples
+
+if INTERPRETED:
+    interpreter.mend()
+
+some = examples(quick=100 if ON_GPU else 25, full=1000 if ON_GPU else 200)
+seeds = st.integers(0, 2**31)
+dtypes = st.sampled_from(DTYPES)
+MAX_LEN = 64
+SLOTS = 32
+
+
+@starts_the_interpreter
+def test_the_kernels_hold_in_tritons_interpreter() -> None:
+    assert_holds_when_interpreted(__file__)
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's kernels take tensors of the CPU."""
+    if INTERPRETED:
+        for module in (activation, norm, qkv):
+            monkeypatch.setattr(module, "use_kernels", lambda *tensors: True)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype).to(DEVICE)
+
+
+def test_a_cpu_tensor_never_meets_a_kernel() -> None:
+    assert not available.use_kernels(torch.zeros(2))
+
+
+# ---- residual and norm
+
+
+@runs_kernels
+@pytest.mark.usefixtures("with_kernels")
+@given(rows=st.integers(0, 5), size=st.sampled_from([1, 2, 48, 64, 1000, 2048]), dtype=dtypes, seed=seeds)
+@some
+def test_adding_norm_is_its_twin(rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, residual, weight = randn(rows, size, dtype=dtype), randn(rows, size, dtype=dtype), randn(size, dtype=dtype)
+    kept, summed = x.clone(), x + residual
+    normed = add_rms_norm(x, residual, weight, 1e-5)
+    wide = summed.double()
+    assert torch.equal(residual, summed)
+    assert torch.equal(x, kept)
+    assert_close(normed, wide / torch.sqrt((wide**2).mean(-1, keepdim=True) + 1e-5) * weight.double())
+
+
+@runs_kernels
+@pytest.mark.usefixtures("with_kernels")
+@pytest.mark.parametrize("size", [5120, 16384])
+def test_wide_rows_are_normed(size: int) -> None:
+    x, residual, weight = randn(2, size), randn(2, size), randn(size)
+    wide = (x + residual).double()
+    assert_close(add_rms_norm(x, residual, weight, 1e-6), wide / torch.sqrt((wide**2).mean(-1, keepdim=True) + 1e-6) * weight.double())
+
+
+# ---- silu and product
+
+
+@runs_kernels
+@pytest.mark.usefixtures("with_kernels")
+@given(rows=st.integers(0, 4), size=st.sampled_from([1, 100, 1024, 1500]), dtype=dtypes, seed=seeds)
+@some
+def test_silu_mul_is_its_twin(rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    gate_up = randn(rows, 2 * size, dtype=dtype) * 4
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_close(silu_mul(gate_up), gate * torch.sigmoid(gate) * up)
+
+
+@runs_kernels
+@pytest.mark.usefixtures("with_kernels")
+def test_silu_mul_of_huge_gates_is_finite() -> None:
+    gate_up = torch.tensor([[-1e30, -200.0, 200.0, 1.0, 1.0, 2.0]], device=DEVICE)
+    assert silu_mul(gate_up).tolist() == [[0.0, 0.0, 400.0]]
+
+
+# ---- q, k and v
+
+
+@dataclass
+class Layer(AttentionLayer):
+    """Keeps what it was told to write; or lays its cache open, with strides of its own, NaN where nothing was written."""
+
+    spec: LayerSpec
+    slots: torch.Tensor
+    fused: bool
+    written: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """SLOTS of them, in blocks of 4."""
+        self.cache = torch.full((2, SLOTS // 4, self.spec.kv_heads, 4, self.spec.head_size), torch.nan, device=DEVICE)
+
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.written.append((k.clone(), v.clone()))
+
+    def cache_for_fused_write(self) -> FusedCache | None:
+        k, v = (part.transpose(1, 2) for part in self.cache)
+        return FusedCache(k, v, self.slots) if self.fused else None
+
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Case:
+    """Heads of a few tokens, and what is done to them."""
+
+    heads: int
+    kv_heads: int
+    size: int
+    tokens: int
+    normed: bool
+    dtype: torch.dtype
+    seed: int
+
+    def make(self) -> tuple[torch.Tensor, QKNorm | None, Rotation]:
+        torch.manual_seed(self.seed)
+        rotary = RotaryEmbedding(Rope(100.0, self.size), MAX_LEN, device=DEVICE)
+        rotation = rotary(torch.randint(MAX_LEN, (self.tokens,), device=DEVICE))
+        head_norm = QKNorm(self.heads, self.kv_heads, self.size, 1e-6, context()) if self.normed else None
+        if head_norm is not None:
+            head_norm.weight.load(torch.randn(self.size), "q")
+            head_norm.weight.load(torch.randn(self.size), "k")
+            head_norm = head_norm.to(DEVICE, self.dtype)
+        return randn(self.tokens, self.heads + 2 * self.kv_heads, self.size, dtype=self.dtype), head_norm, rotation
+
+    def layer(self, slots: torch.Tensor, fused: bool) -> Layer:
+        return Layer(LayerSpec(0, self.heads, self.kv_heads, self.size, 1.0), slots, fused)
+
+
+def exact(qkv: torch.Tensor, case: Case, head_norm: QKNorm | None, rotation: Rotation) -> Any:
+    """q, k and v in float64."""
+    q, k, v = qkv.double().split((case.heads, case.kv_heads, case.kv_heads), dim=1)
+    qk = torch.cat((q, k), dim=1)
+    if head_norm is not None:
+        qk = qk / torch.sqrt((qk**2).mean(-1, keepdim=True) + head_norm.eps) * head_norm.weight.view(-1, case.size).double()
+    turned = qk * rotation.cos.double() + torch.roll(qk, case.size // 2, -1) * rotation.sin.double()
+    return *turned.split((case.heads, case.kv_heads), dim=1), v
+
+
+cases = st.builds(
+    Case,
+    heads=st.sampled_from([1, 3, 8]),
+    kv_heads=st.sampled_from([1, 2]),
+    size=st.sampled_from([2, 8, 24, 64, 128]),
+    tokens=st.integers(0, 5),
+    normed=st.booleans(),
+    dtype=dtypes,
+    seed=seeds,
+)
+
+
+@runs_kernels
+@pytest.mark.usefixtures("with_kernels")
+@given(case=cases)
+@some
+def test_q_and_k_are_normed_and_turned_and_written(case: Case) -> None:
+    qkv, head_norm, rotation = case.make()
+    expected = exact(qkv, case, head_norm, rotation)
+    layer = case.layer(torch.zeros(case.tokens, dtype=torch.int64, device=DEVICE), fused=False)
+    q = turn_and_write(qkv.clone(), head_norm, rotation, layer)
+    for ours, theirs in zip((q, *layer.written[0]), expected, strict=True):
+        assert_close(ours, theirs)
+
+
+@runs_kernels
+@pytest.mark.usefixtures("with_kernels")
+@given(case=cases, data=st.data())
+@some
+def test_a_cache_that_is_laid_open_gets_k_and_v_at_its_slots_and_nothing_elsewhere(case: Case, data: st.DataObject) -> None:
+    qkv, head_norm, rotation = case.make()
+    expected = exact(qkv, case, head_norm, rotation)
+    chosen = data.draw(st.permutations(range(SLOTS)))[: case.tokens]
+    slots = [slot if data.draw(st.booleans()) else -1 for slot in chosen]
+    layer = case.layer(torch.tensor([*slots, SLOTS - 1, SLOTS - 1], dtype=torch.int64, device=DEVICE), fused=True)
+    layer.cache = layer.cache.to(case.dtype)
+    assert_close(turn_and_write(qkv, head_norm, rotation, layer), expected[0])
+    assert not layer.written
+    for cache, values in zip(layer.cache, expected[1:], strict=True):
+        flat = cache.transpose(1, 2).reshape(SLOTS, case.kv_heads, case.size)
+        for slot, value in zip(slots, values, strict=True):
+            if slot >= 0:
+                assert_close(flat[slot], value)
+        untouched = [slot for slot in range(SLOTS) if slot not in slots]
+        assert flat[untouched].isnan().all()

@@ -1,0 +1,93 @@
+"""Rows to sample from: a history, parameters, and a sampler that knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from dovetail.api.component import NoOptions
+from dovetail.api.sampler import RowHistory, RowSampling, SampledTokens, SamplerContext
+from dovetail_samplers.default import DefaultSampler
+
+GARBAGE = 7  # what the history holds behind a row's tokens
+
+
+@dataclass(frozen=True)
+class Row:
+    logits: Sequence[float]
+    sampling: RowSampling
+    prompt: tuple[int, ...] = (0,)
+    output: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A sampler that knows its rows, and what `sample` takes."""
+
+    sampler: DefaultSampler
+    logits: torch.Tensor
+    rows: torch.Tensor
+    host_rows: np.ndarray
+
+    def sample(self) -> SampledTokens:
+        return self.sampler.sample(self.logits, self.rows, self.host_rows)
+
+
+def ready(rows: Sequence[Row], places: Sequence[int] | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Ready:
+    """One batch of all; `places` are their rows in the history (0, 1, … if not given)."""
+    vocab = len(rows[0].logits)
+    places = list(range(len(rows))) if places is None else list(places)
+    max_rows, longest = max(places) + 1, max(len(r.prompt) + len(r.output) for r in rows) + 3
+    history = RowHistory(
+        torch.full((max_rows, longest), GARBAGE, dtype=torch.int32),
+        torch.zeros(max_rows, dtype=torch.int32),
+        torch.zeros(max_rows, dtype=torch.int32),
+    )
+    for place, row in zip(places, rows, strict=True):
+        tokens = row.prompt + row.output
+        history.token_ids[place, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        history.num_tokens[place], history.prompt_lens[place] = len(tokens), len(row.prompt)
+    history = RowHistory(history.token_ids.to(device), history.num_tokens.to(device), history.prompt_lens.to(device))
+    sampler = DefaultSampler(NoOptions(), SamplerContext(device, vocab, history))
+    sampler.prepare(max_rows)
+    sampler.update([], [(place, row.sampling) for place, row in zip(places, rows, strict=True)])
+    logits = torch.tensor(np.array([row.logits for row in rows]), dtype=dtype, device=device)
+    return Ready(sampler, logits, torch.tensor(places, device=device), np.array(places, dtype=np.int32))
+
+
+def sample(rows: Sequence[Row], places: Sequence[int] | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu") -> SampledTokens:
+    return ready(rows, places, dtype, device).sample()
+
+
+def changed(rows: Sequence[Row]) -> np.ndarray:
+    """The logits after rules and penalties, before temperature: [rows, vocab]."""
+    r = ready(rows)
+    r.sampler._change_logits(r.logits, r.rows, r.host_rows, r.sampler._table.needs[r.host_rows])
+    return r.logits.numpy()
+
+
+def tokens(rows: Sequence[Row], places: Sequence[int] | None = None) -> list[int]:
+    return sample(rows, places).token_ids.tolist()
+
+
+def draws(logits: Sequence[float], sampling: RowSampling, count: int, *, prompt: int = 0, seeds: int = 500) -> np.ndarray:
+    """How often each token comes in `count` draws of one distribution: `seeds` seeds, each at count / seeds output positions, after a prompt of
+    one token. The output before a draw is taken to have been that token too."""
+    vocab, positions = len(logits), count // seeds
+    history = RowHistory(
+        torch.full((seeds, 1 + positions), prompt, dtype=torch.int32),
+        torch.zeros(seeds, dtype=torch.int32),
+        torch.ones(seeds, dtype=torch.int32),
+    )
+    sampler = DefaultSampler(NoOptions(), SamplerContext("cpu", vocab, history))
+    sampler.prepare(seeds)
+    sampler.update([], [(row, replace(sampling, seed=row)) for row in range(seeds)])
+    counts = np.zeros(vocab, dtype=np.int64)
+    for position in range(positions):
+        history.num_tokens.fill_(1 + position)
+        token_ids = sampler.sample(torch.tensor(logits).repeat(seeds, 1), torch.arange(seeds), np.arange(seeds)).token_ids
+        counts += np.bincount(token_ids.numpy(), minlength=vocab)
+    return counts

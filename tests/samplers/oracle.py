@@ -1,0 +1,65 @@
+"""What a sampler should do, written down slowly: one row, float64, plain loops. Shares no code with the samplers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from dovetail.api.sampler import RowSampling
+
+NEVER = -math.inf
+
+
+def changed_logits(logits: Sequence[float], sampling: RowSampling, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
+    """Logits after wishes, bans and penalties."""
+    values = [float(x) for x in logits]
+    for token, bias in sampling.logit_bias:
+        values[token] += bias
+    if sampling.allowed_token_ids is not None:
+        values = [x if token in sampling.allowed_token_ids else NEVER for token, x in enumerate(values)]
+    banned = set(sampling.stop_token_ids) if len(output) < sampling.min_tokens else set()
+    history = [*prompt, *output]
+    for word in sampling.bad_words:
+        prefix = list(word[:-1])
+        if len(prefix) <= len(history) and history[len(history) - len(prefix) :] == prefix:
+            banned.add(word[-1])
+    without = [NEVER if token in banned else x for token, x in enumerate(values)]
+    if any(x != NEVER for x in without):
+        values = without
+    for token in set(history):
+        penalty = sampling.repetition_penalty
+        values[token] = values[token] / penalty if values[token] > 0 else values[token] * penalty
+    for token in set(output):
+        values[token] -= sampling.presence_penalty + sampling.frequency_penalty * list(output).count(token)
+    return np.array(values, dtype=np.float64)
+
+
+def distribution(logits: Sequence[float], sampling: RowSampling, prompt: Sequence[int] = (0,), output: Sequence[int] = ()) -> np.ndarray:
+    """The probability of each token."""
+    values = changed_logits(logits, sampling, prompt, output)
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))  # likeliest first, ties by id
+    if sampling.temperature == 0:
+        return _only(len(values), {order[0]: 1.0})
+    weights = {token: math.exp((values[token] - values[order[0]]) / sampling.temperature) for token in order}
+    if sampling.top_k > 0:
+        weights = {token: weights[token] for token in order[: sampling.top_k]}
+    if sampling.top_p < 1:
+        total, reached, kept = sum(weights.values()), 0.0, {}
+        for token, weight in weights.items():
+            if reached >= sampling.top_p * total and kept:
+                break
+            kept[token] = weight
+            reached += weight
+        weights = kept
+    if sampling.min_p > 0:
+        weights = {token: weight for token, weight in weights.items() if weight >= sampling.min_p}
+    return _only(len(values), weights)
+
+
+def _only(size: int, weights: dict[int, float]) -> np.ndarray:
+    result = np.zeros(size)
+    for token, weight in weights.items():
+        result[token] = weight
+    return result / result.sum()
