@@ -40,7 +40,9 @@ def model_dir() -> Path:
 PROMPTS = [[(i * i + j * 7) % 97 for j in range(1 + 9 * i)] for i in range(7)]
 PROMPTS += [PROMPTS[6][:40], PROMPTS[6][:41] + [3, 4], PROMPTS[6][:16]]  # prefixes in common
 PARAMS = [
-    greedy(20) if i % 2 else SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=20, ignore_eos=True, detokenize=False, output_kind="final")
+    greedy(20)
+    if i % 2
+    else SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=20, ignore_eos=True, detokenize=False, output_kind="final")
     for i in range(len(PROMPTS))
 ]
 

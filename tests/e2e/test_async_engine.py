@@ -1,0 +1,360 @@
+"""`AsyncLLMEngine`: many readers, who come, go and break off as they like; nobody is ever left waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from dovetail import LLM, AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
+from dovetail.api.clock import VirtualClock
+from dovetail.errors import DovetailError, EngineDeadError, ModelLoadError, RequestError
+from tests.e2e.test_same_tokens import model_dir
+
+PATIENCE_S = 60  # a hang fails the test; nothing here takes nearly as long
+
+
+def model() -> dict[str, Any]:
+    return {"model": str(model_dir()), "generation_config": "none", "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[AsyncLLMEngine]:
+    engine = AsyncLLMEngine.from_config(model())
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def fresh() -> Iterator[AsyncLLMEngine]:
+    """For those who break it."""
+    engine = AsyncLLMEngine.from_config(model())
+    yield engine
+    engine.close()
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    async def patiently() -> Any:
+        async with asyncio.timeout(PATIENCE_S):
+            return await main
+
+    return asyncio.run(patiently())
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"seed": 1, "max_tokens": 20, "ignore_eos": True, "detokenize": False, "output_kind": "delta", **fields})
+
+
+ENDLESS = params(max_tokens=None)  # 95 tokens: long enough to be broken off
+
+
+async def tokens_of(stream: AsyncIterator[RequestOutput]) -> list[int]:
+    return [token async for output in stream for sample in output.outputs for token in sample.token_ids]
+
+
+async def is_idle(engine: AsyncLLMEngine) -> bool:
+    """Whether nobody else's request is in the engine, once it has done all that was asked of it before."""
+    await tokens_of(engine.generate("last", [1], params(max_tokens=1)))
+    return engine.engine.get_num_unfinished_requests() == 0 and engine.engine.stats().blocks.held == 0 and not engine._streams
+
+
+# Streams
+
+
+def test_concurrent_streams_have_the_tokens_of_requests_that_run_alone(shared: AsyncLLMEngine) -> None:
+    prompts = [[i % 97] * (1 + i % 9) for i in range(30)]
+    each = [params(seed=i) for i in range(30)]
+
+    async def main() -> list[list[int]]:
+        return await asyncio.gather(*(tokens_of(shared.generate(str(i), prompts[i], each[i])) for i in range(30)))
+
+    with LLM(**model()) as llm:
+        expected = [list(llm.generate([prompt], one, use_tqdm=False)[0].outputs[0].token_ids) for prompt, one in zip(prompts, each, strict=True)]
+    assert run(main()) == expected
+
+
+def test_a_stream_gives_every_step_and_ends_with_the_finished_one(shared: AsyncLLMEngine) -> None:
+    async def main() -> list[RequestOutput]:
+        return [output async for output in shared.generate("a", [1, 2], params(max_tokens=7))]
+
+    outputs = run(main())
+    assert [output.finished for output in outputs] == [False] * 6 + [True]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1] * 7
+
+
+def test_fields_of_the_request_are_passed_on(shared: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        async for output in shared.generate("a", [1], params(), arrival_time=0.0, priority=3, client="me", deadline=1.0, cache_salt="s"):
+            assert output.metrics.arrival_time == 0.0
+
+    run(main())
+
+
+def test_readers_in_several_event_loops_share_an_engine(shared: AsyncLLMEngine) -> None:
+    results: dict[str, list[int]] = {}
+
+    def reader(name: str) -> None:
+        results[name] = run(tokens_of(shared.generate(name, [5], params())))
+
+    threads = [threading.Thread(target=reader, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert len(results) == 3
+    assert len({tuple(tokens) for tokens in results.values()}) == 1
+
+
+# Breaking off
+
+
+def test_closing_the_iterator_aborts_the_request(shared: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        other = asyncio.create_task(tokens_of(shared.generate("other", [3], params())))
+        async with aclosing(shared.generate("a", [1], ENDLESS)) as stream:
+            async for _ in stream:
+                break
+        assert len(await other) == 20
+        assert await is_idle(shared)
+
+    run(main())
+
+
+def test_cancelling_the_task_aborts_the_request(shared: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        started = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in shared.generate("a", [1], ENDLESS):
+                started.set()
+
+        task = asyncio.create_task(read())
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await is_idle(shared)
+
+    run(main())
+
+
+def test_a_task_cancelled_before_its_first_output_leaves_nothing(shared: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        tasks = [asyncio.create_task(tokens_of(shared.generate(str(i), [i], ENDLESS))) for i in range(20)]
+        await asyncio.sleep(0)  # each has asked, and none has heard
+        for task in tasks:
+            task.cancel()
+        assert all(isinstance(result, asyncio.CancelledError) for result in await asyncio.gather(*tasks, return_exceptions=True))
+        assert await is_idle(shared)
+
+    run(main())
+
+
+def test_abort_ends_the_iterator_without_an_error_and_frees_the_id(shared: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        seen = 0
+        async for output in shared.generate("a", [1], ENDLESS):
+            assert not output.finished
+            seen += 1
+            if seen == 1:
+                await shared.abort("a")
+        assert 1 <= seen < 95
+        await shared.abort("a")
+        await shared.abort("nobody")
+        assert len(await tokens_of(shared.generate("a", [1], params()))) == 20
+
+    run(main())
+
+
+def test_a_loop_that_ends_without_a_word_harms_nobody(shared: AsyncLLMEngine) -> None:
+    """Its reader can't be told anything any more."""
+    loop = asyncio.new_event_loop()
+    stream = shared.generate("silent", [1], ENDLESS)
+    loop.run_until_complete(asyncio.wait_for(anext(stream), PATIENCE_S))
+    loop.close()
+
+    async def main() -> None:
+        assert len(await tokens_of(shared.generate("a", [1], params()))) == 20
+        await shared.abort("silent")
+        assert await is_idle(shared)
+
+    run(main())
+    run(stream.aclose())
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "error"),
+    [
+        ([], {}, RequestError),
+        ([97], {}, RequestError),
+        ("text", {}, ModelLoadError),
+        ([1], {"priority": "high"}, RequestError),
+        ([1], {"no_such_field": 1}, TypeError),
+        ([1], {"params": {"n": 1}}, RequestError),
+    ],
+    ids=str,
+)
+def test_errors_of_a_request_reach_its_caller_alone(shared: AsyncLLMEngine, prompt: Any, fields: dict[str, Any], error: type[Exception]) -> None:
+    async def main() -> None:
+        other = asyncio.create_task(tokens_of(shared.generate("other", [3], params())))
+        with pytest.raises(error):
+            await tokens_of(shared.generate("bad", prompt, **{"params": params(), **fields}))
+        assert len(await other) == 20
+        assert await is_idle(shared)
+
+    run(main())
+
+
+def test_a_duplicate_id_is_refused_and_the_first_goes_on(shared: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        first = asyncio.create_task(tokens_of(shared.generate("a", [3], ENDLESS)))
+        second = asyncio.create_task(tokens_of(shared.generate("a", [3], ENDLESS)))
+        with pytest.raises(RequestError, match="request_id 'a' is in use"):
+            await second
+        assert len(await first) == 95
+
+    run(main())
+
+
+def test_an_unforeseen_error_in_taking_a_request_is_its_callers_alone(shared: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = shared.engine.add_request
+
+    def fails(request_id: str, *args: Any, **fields: Any) -> None:
+        if request_id == "cursed":
+            raise ArithmeticError("surprise")
+        add(request_id, *args, **fields)
+
+    monkeypatch.setattr(shared.engine, "add_request", fails)
+
+    async def main() -> None:
+        with pytest.raises(ArithmeticError, match="surprise"):
+            await tokens_of(shared.generate("cursed", [1], params()))
+        assert len(await tokens_of(shared.generate("a", [1], params()))) == 20
+
+    run(main())
+
+
+# The engine's end
+
+
+def test_the_engines_death_reaches_every_stream(fresh: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, steps = fresh.engine.core.executor, []
+    submit = executor.submit
+
+    def dies(batch: Any) -> Any:
+        steps.append(batch)
+        if len(steps) == 10:
+            raise DovetailError("the device is gone")
+        return submit(batch)
+
+    monkeypatch.setattr(executor, "submit", dies)
+
+    async def main() -> None:
+        streams = [tokens_of(fresh.generate(str(i), [i], params(max_tokens=None, n=1 + i % 2))) for i in range(12)]
+        results = await asyncio.gather(*streams, return_exceptions=True)
+        assert {(type(result), "the device is gone" in str(result)) for result in results} == {(EngineDeadError, True)}
+        assert len({id(result) for result in results}) == 12, "each has an error of its own"
+        with pytest.raises(EngineDeadError, match="the device is gone"):
+            await tokens_of(fresh.generate("late", [1], params()))
+        await fresh.abort("0")
+
+    run(main())
+
+
+def test_an_error_outside_of_the_core_reaches_every_stream_too(fresh: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh.engine._builder, "build", lambda *_: 1 / 0)
+
+    async def main() -> None:
+        results = await asyncio.gather(*(tokens_of(fresh.generate(str(i), [i], ENDLESS)) for i in range(3)), return_exceptions=True)
+        assert {type(result) for result in results} == {EngineDeadError}
+        assert "ZeroDivisionError" in str(results[0])
+
+    run(main())
+
+
+def test_close_while_running_reaches_every_stream(fresh: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        streams = [fresh.generate(str(i), [i], ENDLESS) for i in range(3)]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        await asyncio.to_thread(fresh.close)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="the engine was closed"):
+                await tokens_of(stream)
+        with pytest.raises(EngineDeadError, match="the engine was closed"):
+            await tokens_of(fresh.generate("late", [1], params()))
+        await fresh.abort("late")
+
+    run(main())
+    fresh.close()
+    assert not fresh.engine.has_unfinished_requests()
+
+
+def test_close_within_the_loop_does_not_wait_for_its_readers(fresh: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        stream = fresh.generate("a", [1], ENDLESS)
+        await anext(stream)
+        fresh.close()
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    run(main())
+
+
+@pytest.mark.parametrize("asked", range(6))
+def test_whoever_comes_as_it_closes_gets_tokens_or_an_error(asked: int) -> None:
+    async def main() -> None:
+        engine = AsyncLLMEngine.from_config(model())
+        tasks = [asyncio.create_task(tokens_of(engine.generate(str(i), [i], params()))) for i in range(asked)]
+        closing = asyncio.create_task(asyncio.to_thread(engine.close))
+        while not closing.done():
+            tasks.append(asyncio.create_task(tokens_of(engine.generate(str(len(tasks)), [1], params()))))
+            await asyncio.sleep(0)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, EngineDeadError) or len(result) == 20  # type: ignore[arg-type]
+
+    run(main())
+
+
+def test_its_context_closes_it() -> None:
+    async def main() -> None:
+        async with AsyncLLMEngine.from_config(model()) as engine:
+            await anext(engine.generate("a", [1], ENDLESS))
+        with pytest.raises(EngineDeadError, match="the engine was closed"):
+            await tokens_of(engine.generate("late", [1], params()))
+
+    run(main())
+
+
+# The future
+
+
+def test_a_request_of_the_far_future_keeps_nobody_waiting(fresh: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        future = asyncio.create_task(tokens_of(fresh.generate("future", [1], params(), arrival_time=1e300)))
+        for i in range(5):
+            assert len(await tokens_of(fresh.generate(str(i), [1], params()))) == 20
+        assert not future.done()
+        future.cancel()
+        assert await is_idle(fresh)
+        waiting = asyncio.create_task(tokens_of(fresh.generate("waiting", [1], params(), arrival_time=1e300)))
+        assert len(await tokens_of(fresh.generate("a", [1], params()))) == 20
+        await asyncio.to_thread(fresh.close)
+        with pytest.raises(EngineDeadError):
+            await waiting
+
+    run(main())
+
+
+def test_a_virtual_clock_passes_over_the_time_until_an_arrival() -> None:
+    async def main() -> None:
+        async with AsyncLLMEngine(LLMEngine.from_config(model(), clock=VirtualClock())) as engine:
+            assert len(await tokens_of(engine.generate("future", [1], params(), arrival_time=1e9))) == 20
+            assert engine.engine.now() >= 1e9
+
+    run(main())
