@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import dovetail_models
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dovetail_models
 from dovetail import LLM, SamplingParams
 from tests.e2e.reference import Comparison, checkpoint, compare_greedy, greedy, run, tokens_of
 from tests.models.configs import configs

@@ -20,7 +20,7 @@ def turn_and_write(qkv: torch.Tensor, norm: QKNorm | None, rotation: Rotation, l
         cache = layer.cache_for_fused_write()
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
         norm_turn_write(qkv, kv_heads, weight, eps, rotation.table, rotation.positions, cache)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         if cache is None:
             layer.write(k, v)
         return q

@@ -56,7 +56,7 @@ class DecodeGraphs:
         for done, size in enumerate(sizes):
             rows = torch.full((size,), self._rows.max_rows, dtype=torch.int64, device=self._rows.device)
             self._backend.plan(self._padding(rows))
-            stream = torch.cuda.Stream(self._rows.device)
+            stream = torch.cuda.Stream(self._rows.device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UPS if done == 0 else 1):
