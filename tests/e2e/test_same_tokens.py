@@ -38,7 +38,7 @@ def model_dir() -> Path:
 
 
 PROMPTS = [[(i * i + j * 7) % 97 for j in range(1 + 9 * i)] for i in range(7)]
-PROMPTS += [PROMPTS[6][:40], PROMPTS[6][:41] + [3, 4], PROMPTS[6][:16]]  # prefixes in common
+PROMPTS += [PROMPTS[6][:40], [*PROMPTS[6][:41], 3, 4], PROMPTS[6][:16]]  # prefixes in common
 PARAMS = [
     greedy(20)
     if i % 2
