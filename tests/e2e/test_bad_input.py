@@ -282,7 +282,7 @@ EXTREME: list[dict[str, Any]] = [
     {"bad_words": [chr(code) for code in range(32, 127)]},
     {"logprobs": 1024, "prompt_logprobs": 1024},
     {"n": 20, "logprobs": 0, "prompt_logprobs": 0},
-    {"stop": ["x" * 10_000, "\n"]},
+    {"stop": ["x" * 10**6, "\n" * 10**6]},
 ]
 
 
@@ -552,6 +552,7 @@ def llm(engine: LLMEngine) -> LLM:
     [
         (None, None, "prompts must be text, token ids, or a list of these, got None"),
         (5, None, "prompts must be text"),
+        (np.array(5), None, "text or a list of token ids"),
         (["a", ""], None, "empty"),
         ([[1], []], None, "empty"),
         ([1, "a"], None, "got 1"),

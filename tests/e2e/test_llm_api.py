@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import os
+import pickle
 import signal
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -163,7 +165,8 @@ def test_deltas_add_up_to_what_is_cumulative_and_final(llm: LLM, params: Samplin
     for output in streams.values():
         assert output[-1].finished
         assert not any(before.finished for before in output[:-1])
-        assert_same_logprobs(output[-1].prompt_logprobs, final.prompt_logprobs)
+        for step in output:
+            assert_same_logprobs(step.prompt_logprobs, final.prompt_logprobs)
     for sample in final.outputs:
         check_cumulative(sample, [output.outputs[sample.index] for output in streams[OutputKind.CUMULATIVE]])
         check_deltas(sample, [delta for output in streams[OutputKind.DELTA] for delta in output.outputs if delta.index == sample.index])
@@ -288,6 +291,12 @@ def test_nothing_stops_it_before_min_tokens(llm: LLM) -> None:
     assert text.text.startswith(early)
     assert len(text.token_ids) >= 9
     assert text.finish_reason == "stop"
+
+
+def test_parameters_can_be_copied_and_pickled() -> None:
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, extra_args={"key": [1]})
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+    assert SamplingParams(**dataclasses.asdict(params)) == params
 
 
 # Which tokens

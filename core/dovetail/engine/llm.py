@@ -148,8 +148,8 @@ class _Speed:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """A list of integers is one prompt, and so is an array of them."""
-    if isinstance(prompts, str | bytes | Mapping) or getattr(prompts, "ndim", None) == 1:
+    """A list of integers is one prompt, and so is an array of one dimension."""
+    if isinstance(prompts, str | bytes | Mapping) or getattr(prompts, "ndim", 2) < 2:
         return [prompts]
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts must be text, token ids, or a list of these, got {shown(prompts)}")

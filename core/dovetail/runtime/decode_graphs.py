@@ -37,8 +37,8 @@ def graph_sizes(max_rows: int) -> list[int]:
     """Padded numbers of rows, largest first: dense where padding would cost most."""
     sizes = {1, 2, 4, max_rows}
     for step, last in ((8, 128), (16, 256), (32, 512), (64, max_rows)):
-        sizes |= {size for size in range(step, last + 1, step) if size <= max_rows}
-    return sorted(sizes, reverse=True)
+        sizes |= set(range(step, last + 1, step))
+    return sorted((size for size in sizes if size <= max_rows), reverse=True)
 
 
 class DecodeGraphs:
