@@ -39,9 +39,8 @@ def profile_rows(shape: str, rows: int, context: int, attention: str) -> None:
     steps = after.steps - before.steps
     events = sorted(trace.key_averages(), key=lambda event: -event.self_device_time_total)
     busy = sum(event.self_device_time_total for event in events) / steps
-    print(
-        f"\n{shape}, {rows} rows of {context}: {1e6 * (after.device_s - before.device_s) / steps:.0f} us a step on the device, {busy:.0f} us in kernels"
-    )
+    device_us = 1e6 * (after.device_s - before.device_s) / steps
+    print(f"\n{shape}, {rows} rows of {context}: {device_us:.0f} us a step on the device, {busy:.0f} us in kernels")
     for event in events[:16]:
         print(f"{event.self_device_time_total / steps:9.1f} us {event.count / steps:7.1f} x  {event.key[:110]}")
 
