@@ -60,7 +60,7 @@ class SamplingParams:
     skip_special_tokens: bool = True  # leave them out of the text
     detokenize: bool = True  # False: token ids only, no text
     output_kind: OutputKind = OutputKind.CUMULATIVE  # or its value as a string: "delta", "final"
-    extra_args: Mapping[str, Any] = field(default_factory=dict)  # for components; unknown keys are theirs to refuse
+    extra_args: Mapping[str, Any] = field(default_factory=dict)  # for the sampler; keys that it doesn't name in its capabilities are refused
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:

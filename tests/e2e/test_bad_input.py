@@ -248,9 +248,10 @@ def test_parameters_that_contradict_each_other_are_refused(fields: dict[str, Any
         ({"stop_token_ids": [1024]}, "stop_token_ids: token id 1024 is out of the vocabulary: allowed are 0 to 1023"),
         ({"allowed_token_ids": [1, HUGE]}, "allowed_token_ids: token id a value of type int is out of the vocabulary"),
         ({"logit_bias": {4096: 1.0}}, "logit_bias: token id 4096"),
+        ({"extra_args": {"beam_width": 4}}, "extra_args: 'beam_width' means nothing to sampler default; it understands: none"),
     ],
 )
-def test_token_ids_out_of_the_vocabulary_are_refused(engine: LLMEngine, alone: Any, fields: dict[str, Any], said: str) -> None:
+def test_what_this_model_and_these_components_do_not_know_is_refused(engine: LLMEngine, alone: Any, fields: dict[str, Any], said: str) -> None:
     with in_company(engine, alone), pytest.raises(RequestError, match=said):
         engine.add_request("bad", "a", SamplingParams(**fields))
 

@@ -15,9 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from tests.e2e.reference import Comparison, compare_greedy, greedy, run, tokens_of
-from tests.support import FULL
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not FULL, reason="slow: runs with DOVETAIL_TEST_PROFILE=full")]
+pytestmark = pytest.mark.slow
 
 QWEN3_06B = Qwen3Config(
     vocab_size=151_936,

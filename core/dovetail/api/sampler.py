@@ -7,9 +7,9 @@ preemption nor rank changes a seeded request's tokens. The history that penaltie
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
@@ -43,6 +43,7 @@ class RowSampling:
     stop_token_ids: tuple[int, ...] = ()  # all that end it (EOS included, unless ignored), kept out before min_tokens
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    extra_args: Mapping[str, Any] = field(default_factory=dict)  # only keys that `SamplerCapabilities.extra_args` names
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class SamplerCapabilities:
 
     cuda_graph: bool = False
     logprobs: bool = True
+    extra_args: tuple[str, ...] = ()  # keys of `SamplingParams.extra_args` that it understands; a request with others is refused
 
 
 @dataclass(frozen=True, slots=True)

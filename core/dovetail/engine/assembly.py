@@ -38,6 +38,7 @@ class Assembly:
     tokenizer_dir: Path
     defaults: GenerationDefaults
     has_logprobs: bool = True
+    extra_args: frozenset[str] = frozenset()  # keys of `SamplingParams.extra_args` that the sampler understands
     extra_models: Mapping[str, Any] = field(default_factory=dict)  # distribution -> pydantic model of what requests carry for it
 
     def tokenizer(self) -> Tokenizer:
@@ -110,6 +111,7 @@ def assemble(
             tokenizer_dir=tokenizer_dir,
             defaults=defaults,
             has_logprobs=executor.capabilities.logprobs,
+            extra_args=frozenset() if executor.capabilities.virtual_clock else frozenset(parts.sampler.load().capabilities.extra_args),
             extra_models={part.distribution: model for part in (parts.scheduler, parts.kv_cache) if (model := part.request_extra()) is not None},
         )
     except BaseException:

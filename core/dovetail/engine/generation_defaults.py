@@ -85,6 +85,7 @@ def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults, seed:
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        extra_args=params.extra_args,
     )
 
 

@@ -243,6 +243,10 @@ class LLMEngine:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocab_size:
                 raise RequestError(f"{name} must be at most the vocabulary's {vocab_size} tokens, got {getattr(params, name)}")
+        unknown = sorted(set(params.extra_args) - self._assembly.extra_args)
+        if unknown:
+            known = ", ".join(sorted(self._assembly.extra_args)) or "none"
+            raise RequestError(f"extra_args: {shown(unknown[0])} means nothing to sampler {self.config.sampler.name}; it understands: {known}")
 
     def _front(self, group: RequestGroup, index: int, request: Request) -> SampleOutput:
         from dovetail.engine.detokenizer import IncrementalText  # the tokenizers package, only if there is text to make
