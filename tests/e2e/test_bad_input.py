@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -416,7 +417,12 @@ CONFIGS: list[tuple[dict[str, Any], type[DovetailError], str]] = [
     ({"executor": {"name": "local", "device": "abacus"}}, ConfigError, "'abacus' is no device"),
     ({"dtype": "int3"}, ConfigError, "dtype: expected 'auto', 'float32'"),
     ({"block_size": 0}, ConfigError, "block_size: expected auto or an integer of 1 or more"),
-    ({"block_size": 7, "attention": "triton"}, UnsupportedError, "(?s)with block_size: 7:.*dovetail:triton"),
+    pytest.param(
+        {"block_size": 7, "attention": "triton"},
+        UnsupportedError,
+        "(?s)with block_size: 7:.*dovetail:triton",
+        marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+    ),
     ({"max_model_len": 2000}, UnsupportedError, "max_model_len: 2000 tokens is more than this model's own length of 1024"),
     ({"max_model_len": True}, ConfigError, "max_model_len"),
     ({"max_num_seqs": 0}, ConfigError, "max_num_seqs: expected greater than 0"),

@@ -9,19 +9,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig, Qwen3Config
 
 pytest.importorskip("triton")
 
 from dovetail.api.attention import AttentionLayer, FusedCache, LayerSpec
-from dovetail.nn import activation, norm, qkv
+from dovetail.nn import activation, logprobs, norm, qkv
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.kernels import available
+from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.norm import QKNorm, add_rms_norm
 from dovetail.nn.qkv import turn_and_write
 from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
+from dovetail.runtime.weights import dummy_weights
 from tests.attention import interpreter
 from tests.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_close, assert_holds_when_interpreted, runs_kernels, starts_the_interpreter
-from tests.models.oracle import context
+from tests.models.oracle import build, context, run
 from tests.support import examples
 
 if INTERPRETED:
@@ -43,7 +46,7 @@ def test_the_kernels_hold_in_tritons_interpreter() -> None:
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's kernels take tensors of the CPU."""
     if INTERPRETED:
-        for module in (activation, norm, qkv):
+        for module in (activation, logprobs, norm, qkv):
             monkeypatch.setattr(module, "use_kernels", lambda *tensors: True)
 
 
@@ -101,6 +104,23 @@ def test_silu_mul_is_its_twin(rows: int, size: int, dtype: torch.dtype, seed: in
 def test_silu_mul_of_huge_gates_is_finite() -> None:
     gate_up = torch.tensor([[-1e30, -200.0, 200.0, 1.0, 1.0, 2.0]], device=DEVICE)
     assert silu_mul(gate_up).tolist() == [[0.0, 0.0, 400.0]]
+
+
+# ---- log-probabilities
+
+
+@runs_kernels
+@pytest.mark.usefixtures("with_kernels")
+@given(rows=st.integers(0, 3), vocab=st.sampled_from([1, 7, 300, 9000]), spread=st.sampled_from([0.0, 1.0, 30.0]), dtype=dtypes, seed=seeds)
+@some
+def test_logprobs_and_ranks_are_their_twins(rows: int, vocab: int, spread: float, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    logits, ids = randn(rows, vocab, dtype=dtype) * spread, torch.randint(vocab, (rows,), device=DEVICE)
+    logits[:, 1::3] = -torch.inf
+    top = top_logprobs(logits, ids, 3)
+    expected = torch.log_softmax(logits.double(), dim=-1)
+    torch.testing.assert_close(top.logprobs.double(), expected.gather(1, top.token_ids), atol=1e-5, rtol=1e-5)
+    assert top.ranks.tolist() == (1 + (logits > logits.gather(1, ids[:, None])).sum(dim=1)).tolist()
 
 
 # ---- q, k and v
@@ -212,3 +232,24 @@ def test_a_cache_that_is_laid_open_gets_k_and_v_at_its_slots_and_nothing_elsewhe
                 assert_close(flat[slot], value)
         untouched = [slot for slot in range(SLOTS) if slot not in slots]
         assert flat[untouched].isnan().all()
+
+
+# ---- a whole model
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the oracle's attention is on the CPU")
+@pytest.mark.parametrize("make", [Qwen3Config, LlamaConfig])
+def test_a_decoder_with_kernels_computes_what_it_does_without(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    config = make(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    plain, fused = build(config), build(config)
+    for model in (plain, fused):
+        dummy_weights(model, 0)
+        for parameter in model.parameters():
+            parameter.mul_(10)  # 0.2, not 0.02: what is lost shows
+    tokens = torch.arange(9)
+    expected = run(plain, tokens)
+    for module in (activation, norm, qkv):
+        monkeypatch.setattr(module, "use_kernels", lambda *tensors: True)
+    for ours, theirs in zip(run(fused, tokens), expected, strict=True):
+        assert not torch.equal(ours, theirs), "both came from the same operations"
+        torch.testing.assert_close(ours, theirs, atol=1e-5 * theirs.abs().max().item(), rtol=1e-5)

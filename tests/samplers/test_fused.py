@@ -79,7 +79,7 @@ def filtered_rows(draw: st.DrawFn, max_vocab: int = 150) -> list[Row]:
 
 def fused_draw(r: Ready, sizes: Sizes = SMALL) -> list[int]:
     device_rows, history = r.sampler._device_rows, r.sampler.context.history
-    return fused.draw(r.logits, r.rows, device_rows._records, history, device_rows._hashes, sizes).tolist()
+    return fused.draw(r.logits, r.rows, device_rows._records, history, device_rows.hashes, sizes).tolist()
 
 
 def plain_draws(r: Ready) -> list[set[int]]:
@@ -89,7 +89,7 @@ def plain_draws(r: Ready) -> list[set[int]]:
     tokens = []
     for moved in (-1e-5, 0.0, 1e-5):
         near = Parameters(of.temperature, of.top_k, of.top_p * (1 + moved), of.min_p * (1 + moved), of.seed_states)
-        tokens.append(draw_plain(r.logits, r.rows, near, history, device_rows._hashes).tolist())
+        tokens.append(draw_plain(r.logits, r.rows, near, history, device_rows.hashes).tolist())
     return [set(choices) for choices in zip(*tokens, strict=True)]
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class SampleOutput:
     """One sample's text and log-probabilities so far. `request._front` refers to it."""
 
-    __slots__ = ("bare", "cumulative", "finish", "group", "index", "logprobs", "request", "sent_logprobs", "sent_tokens", "text")
+    __slots__ = ("cumulative", "finish", "group", "index", "logprobs", "plain", "request", "sent_logprobs", "sent_tokens", "text")
 
     def __init__(self, group: RequestGroup, index: int, request: Request, text: IncrementalText | None) -> None:
         self.group = group
@@ -29,10 +29,9 @@ class SampleOutput:
         self.cumulative: float | None = None if group.params.logprobs is None else 0.0
         self.sent_tokens = 0  # of its tokens, already part of a delta
         self.sent_logprobs = 0
-        # Nothing but token ids to report, one by one: the quick way.
+        # Nothing but tokens to report, one by one or at the end: the quick way.
         params = group.params
-        only_ids = text is None and params.logprobs is None and params.prompt_logprobs is None
-        self.bare = only_ids and params.n == 1 and params.output_kind is OutputKind.DELTA
+        self.plain = params.n == 1 and params.logprobs is None and params.prompt_logprobs is None and params.output_kind is not OutputKind.CUMULATIVE
 
     def take(self, kind: OutputKind) -> CompletionOutput:
         """What is new (delta), or all there is."""
@@ -113,16 +112,11 @@ class OutputBuilder:
             self._add_prompt_logprobs(request._front.group, hosts)
         for request, token in zip(delivery.requests, delivery.token_ids, strict=True):
             sample: SampleOutput = request._front
-            if sample.bare and request not in finished:
-                group = sample.group
-                completion = CompletionOutput(0, "", (token,))
-                sample.sent_tokens += 1
-                metrics = group.metrics
-                if metrics.first_token_time is None:
-                    metrics.first_token_time, metrics.first_scheduled_time = request._first_token_time, request._first_scheduled_time
-                outputs.append(
-                    RequestOutput(group.request_id, group.prompt, group.prompt_token_ids, [completion], False, None, request._num_cached, metrics)
-                )
+            if sample.plain and request not in finished:
+                if sample.text is not None and request._stopper is None:
+                    sample.text.append((token,))
+                if sample.group.params.output_kind is OutputKind.DELTA:
+                    outputs.append(self._plain_delta(sample, request, token))
                 continue
             self._feed(sample, token, finished.get(request))
             if request in delivery.logprobs:
@@ -137,6 +131,15 @@ class OutputBuilder:
             if output is not None:
                 outputs.append(output)
         return outputs
+
+    def _plain_delta(self, sample: SampleOutput, request: Request, token: int) -> RequestOutput:
+        group = sample.group
+        metrics = group.metrics
+        sample.sent_tokens += 1
+        if metrics.first_token_time is None:
+            metrics.first_token_time, metrics.first_scheduled_time = request._first_token_time, request._first_scheduled_time
+        completion = CompletionOutput(0, sample.text.take_delta() if sample.text is not None else "", (token,))
+        return RequestOutput(group.request_id, group.prompt, group.prompt_token_ids, [completion], False, None, request._num_cached, metrics)
 
     def _feed(self, sample: SampleOutput, token: int, finish: Finish | None) -> None:
         """Its text grows by a token; not by one that stopped it, unless asked for."""

@@ -21,7 +21,7 @@ from dovetail.nn.logprobs import top_logprobs
 from dovetail_samplers import penalties, rules
 from dovetail_samplers.device_rows import DeviceRows
 from dovetail_samplers.filters import cut_top_k, cut_top_p, keep, keep_min_p
-from dovetail_samplers.noise import exponentials, id_hashes, stream_keys
+from dovetail_samplers.noise import exponentials, stream_keys
 from dovetail_samplers.order import first_argmax, on_cpu
 from dovetail_samplers.table import Needs, RowTable
 
@@ -38,7 +38,6 @@ class DefaultSampler(Sampler):
         self._device = torch.device(self.context.device)
         self._table = RowTable(max_rows, self.context.vocab_size, self._device)
         self._device_rows = DeviceRows(max_rows, self.context.vocab_size, self._device)
-        self._hashes = id_hashes(self.context.vocab_size).to(self._device)
 
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
         for row in removed:
@@ -155,7 +154,7 @@ class DefaultSampler(Sampler):
 
     def _race(self, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """weights [n, vocab], overwritten -> the winners [n]."""
-        return first_argmax(weights.div_(exponentials(keys, self._hashes)))
+        return first_argmax(weights.div_(exponentials(keys, self._device_rows.hashes)))
 
     def _race_of_few(self, weights: torch.Tensor, kept: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """The same, for weights that are 0 where `kept` is: on the CPU, noise is made for the kept alone."""
@@ -166,7 +165,7 @@ class DefaultSampler(Sampler):
             return self._race(weights, keys)
         row = np.repeat(np.arange(len(kept)), kept.sum(-1).numpy().astype(np.int64))
         token = torch.from_numpy(places - row * kept.shape[1])
-        noise = exponentials(keys[torch.from_numpy(row)], self._hashes[token][:, None]).squeeze(1)
+        noise = exponentials(keys[torch.from_numpy(row)], self._device_rows.hashes[token][:, None]).squeeze(1)
         weights.view(-1)[torch.from_numpy(places)] /= noise
         return first_argmax(weights)
 

@@ -49,7 +49,7 @@ class DeviceRows:
         empty = np.zeros(max_rows + 1, RECORD)
         empty["top_k"], empty["top_p"] = vocab_size, NO_TOP_P
         self._records = torch.from_numpy(_words(empty)).to(device)  # [max_rows + 1, 6] int32
-        self._hashes = id_hashes(vocab_size).to(device)
+        self.hashes = id_hashes(vocab_size).to(device)
 
     def send(self, table: RowTable, rows: NDArray[np.int64]) -> None:
         """Take over these rows' parameters; only enqueues."""
@@ -65,8 +65,8 @@ class DeviceRows:
         if use_kernels(rows):
             from dovetail_samplers import fused
 
-            return fused.draw(logits, rows, self._records, history, self._hashes)
-        return draw_plain(logits, rows, self._parameters(rows), history, self._hashes)
+            return fused.draw(logits, rows, self._records, history, self.hashes)
+        return draw_plain(logits, rows, self._parameters(rows), history, self.hashes)
 
     def _parameters(self, rows: torch.Tensor) -> Parameters:
         words = self._records[rows]  # [n, 6]

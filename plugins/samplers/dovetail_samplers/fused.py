@@ -11,7 +11,7 @@ Two kernels. `_survey` goes over tiles of the vocabulary, all at once; `_choose`
                   and the sum of its weights           thousand logits); where the row ends is searched there, and the race run there
 
 A filter's end is searched as the largest value whose equals and betters count k (top-k) or weigh p (top-p): floats are turned to integers in the
-same order, and the range of integers is cut to a ninth in each round. The largest of groups are searched first, which bounds it from below. Only
+same order, and each round cuts the range of integers to a fifth. The largest of groups are searched first, which bounds it from below. Only
 a filter that keeps most of a flat distribution reads the whole row in each round.
 
 A race is won by the smallest noise / weight; noise and its order of operations are `noise`'s. Weights are of the logits less the largest that the
@@ -37,7 +37,6 @@ NONE = tl.constexpr(1e30)  # as large or larger: no top-p
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 MANY = tl.constexpr(1 << 30)  # tokens
 HOTTEST = tl.constexpr(1e37)  # a temperature whose inverse is no subnormal number
-PIVOTS = tl.constexpr(8)  # tried in one round of a search
 
 MIX_32_0, MIX_32_1, MIX_32_2 = (tl.constexpr(multiplier) for multiplier in noise.MIX_32)
 MIX_64_0, MIX_64_1 = (tl.constexpr(multiplier) for multiplier in noise.MIX_64)
@@ -50,10 +49,11 @@ class Sizes:
     """How the work is cut; powers of two. The result doesn't depend on it."""
 
     tile: int = 2048  # ids of a program of `_survey`
-    group: int = 32  # ids of which the largest logit is kept
-    chunk: int = 4096  # logits that `_choose` looks at in one go
+    group: int = 64  # ids of which the largest logit is kept
+    chunk: int = 2048  # logits that `_choose` looks at in one go
+    pivots: int = 4  # places that one round of a search tries
     survey_warps: int = 4
-    choose_warps: int = 16
+    choose_warps: int = 8
 
 
 SIZES = Sizes()
@@ -110,18 +110,19 @@ def _survey(
     num_tokens,
     prompt_lens,
     hashes,
-    tops,  # [n, tiles]: largest logit
-    won,  # [n, tiles]: the winner's logit
-    extra,  # [n, tiles]: the winner's noise, or the sum of weights
-    ids,  # [n, tiles] int32: the winner, or the first of the largest
+    tops,  # [n, width]: each tile's largest logit
+    won,  # [n, width]: its winner's logit
+    extra,  # [n, width]: that one's noise; or the sum of weights
+    ids,  # [n, width] int32: the winner, or the first of the largest
     group_tops,  # [n, groups]
     max_rows,
     vocab,
     stride,
     TILE: tl.constexpr,
+    WIDTH: tl.constexpr,  # of what the tiles leave, in memory
     GROUP: tl.constexpr,
 ):
-    place, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + place)
     if row >= max_rows:
         return
@@ -129,7 +130,7 @@ def _survey(
     x = tl.load(logits + place * stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     temperature = tl.load(floats + row * WORDS + TEMPERATURE)
     top, first = tl.max(x, 0, return_indices=True)
-    at = place * tiles + tile
+    at = place * WIDTH + tile
     tl.store(tops + at, top)
     if temperature == 0:
         tl.store(ids + at, tile * TILE + first)
@@ -138,8 +139,8 @@ def _survey(
     if _is_filtered(row, floats, ints, vocab):
         tl.store(extra + at, tl.sum(tl.exp(-behind), 0))
         groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
-        width = (vocab + GROUP - 1) // GROUP
-        tl.store(group_tops + place * width + groups, tl.max(tl.reshape(x, (TILE // GROUP, GROUP)), 1), mask=groups < width)
+        count = (vocab + GROUP - 1) // GROUP
+        tl.store(group_tops + place * count + groups, tl.max(tl.reshape(x, (TILE // GROUP, GROUP)), 1), mask=groups < count)
         return
     key_1, key_2 = _keys_of(row, longs, num_tokens, prompt_lens)
     drawn = exponentials(key_1, key_2, tl.load(hashes + token, mask=token < vocab, other=0))
@@ -186,9 +187,10 @@ def _choose(
     vocab,
     stride,
     tiles,
-    TILES_PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
+    PIVOTS: tl.constexpr,
     SPARE: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
@@ -196,8 +198,8 @@ def _choose(
     if row >= max_rows:
         tl.store(token_ids + place, 0)
         return
-    tile = tl.arange(0, TILES_PADDED)
-    at, exists = place * tiles + tile, tile < tiles
+    tile = tl.arange(0, WIDTH)
+    at, exists = place * WIDTH + tile, tile < tiles
     top_of = tl.load(tops + at, mask=exists, other=float("-inf"))
     top, first = tl.max(top_of, 0, return_indices=True)
     top = tl.maximum(top, LEAST)
@@ -209,13 +211,13 @@ def _choose(
         groups = (vocab + GROUP - 1) // GROUP
         token = _choose_filtered(
             logits + place * stride, row, floats, ints, longs, num_tokens, prompt_lens, hashes, group_tops + place * groups, hits + place * groups,
-            top, total, sharpness, groups, vocab, GROUP, CHUNK, SPARE,
+            top, total, sharpness, groups, vocab, GROUP, CHUNK, PIVOTS, SPARE,
         )  # fmt: skip
     else:
         behind = (top - tl.load(won + at, mask=exists, other=float("-inf"))) * sharpness
         race = tl.where(exists, number * tl.exp(behind), float("inf"))
         winner = tl.where(temperature > 0, tl.argmin(race, 0), first)
-        token = tl.load(ids + place * tiles + winner)
+        token = tl.load(ids + place * WIDTH + winner)
     tl.store(token_ids + place, tl.minimum(token, vocab - 1).to(tl.int64))  # NaN may win as a place that doesn't exist
 
 
@@ -238,6 +240,7 @@ def _choose_filtered(
     vocab,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
+    PIVOTS: tl.constexpr,
     SPARE: tl.constexpr,
 ):
     """The token of a row that has a filter."""
@@ -250,9 +253,9 @@ def _choose_filtered(
     # Groups that may hold a kept token
     bound = lowest.to(tl.int64)
     if has_k:
-        bound = _reaching(group_tops, hits, groups, groups, k, bound, highest, top, sharpness, False, 0, CHUNK, SPARE)
+        bound = _reaching(group_tops, hits, groups, groups, k, bound, highest, top, sharpness, False, 0, CHUNK, PIVOTS, SPARE)
     elif has_p:
-        bound = _reaching(group_tops, hits, groups, groups, top_p * total, bound, highest, top, sharpness, True, 0, CHUNK, SPARE)
+        bound = _reaching(group_tops, hits, groups, groups, top_p * total, bound, highest, top, sharpness, True, 0, CHUNK, PIVOTS, SPARE)
     least = tl.where(has_k | has_p, 0.0, min_p)
     count = _list_hits(group_tops, hits, groups, bound, least, top, sharpness, CHUNK, SPARE)
     tl.debug_barrier()  # the list is read by other threads than wrote it
@@ -260,13 +263,13 @@ def _choose_filtered(
     # Where the row ends: all above `end` stay, and of its equals as many as `room`
     end, room = bound, tl.full((), MANY, tl.int32)
     if has_k:
-        end = _reaching(logits, hits, count, vocab, k, bound, highest, top, sharpness, False, GROUP, CHUNK, SPARE)
+        end = _reaching(logits, hits, count, vocab, k, bound, highest, top, sharpness, False, GROUP, CHUNK, PIVOTS, SPARE)
         above, mass, weight = _above(logits, hits, count, vocab, end, top, sharpness, GROUP, CHUNK, SPARE)
         room = top_k - above
         total = mass + room.to(tl.float32) * weight
     if has_p:
         target, before = top_p * total, end
-        end = _reaching(logits, hits, count, vocab, target, end, highest, top, sharpness, True, GROUP, CHUNK, SPARE)
+        end = _reaching(logits, hits, count, vocab, target, end, highest, top, sharpness, True, GROUP, CHUNK, PIVOTS, SPARE)
         above, mass, weight = _above(logits, hits, count, vocab, end, top, sharpness, GROUP, CHUNK, SPARE)
         needed = tl.where(weight > 0, tl.ceil((target - mass) / weight), MANY)
         needed = tl.minimum(tl.maximum(needed, 1.0), MANY).to(tl.int32)
@@ -326,6 +329,7 @@ def _reaching(
     WEIGHED: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
+    PIVOTS: tl.constexpr,
     SPARE: tl.constexpr,
 ):
     """The largest place in the order, above `low`, such that those at it or above it reach `target`: their number does, or (WEIGHED) their weight.
@@ -384,8 +388,9 @@ def draw(
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     tiles, groups = triton.cdiv(vocab, sizes.tile), triton.cdiv(vocab, sizes.group)
-    tops, won, extra = torch.empty((3, n, tiles), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((n, tiles), dtype=torch.int32, device=logits.device)
+    width = max(4, triton.next_power_of_2(tiles))  # 4: each plane is aligned
+    tops, won, extra = torch.empty((3, n, width), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((n, width), dtype=torch.int32, device=logits.device)
     group_tops = torch.empty((n, groups), dtype=torch.float32, device=logits.device)
     hits = torch.empty((n, groups), dtype=torch.int32, device=logits.device)
     floats, longs = records.view(torch.float32), records.view(torch.int64)
@@ -405,16 +410,17 @@ def draw(
         group_tops,
     )
     shape = (len(records) - 1, vocab, logits.stride(0))
-    _survey[(n, tiles)](*known, *shape, TILE=sizes.tile, GROUP=sizes.group, num_warps=sizes.survey_warps)
+    _survey[(n, tiles)](*known, *shape, TILE=sizes.tile, WIDTH=width, GROUP=sizes.group, num_warps=sizes.survey_warps)
     _choose[(n,)](
         *known,
         hits,
         token_ids,
         *shape,
         tiles,
-        TILES_PADDED=triton.next_power_of_2(tiles),
+        WIDTH=width,
         GROUP=sizes.group,
         CHUNK=sizes.chunk,
+        PIVOTS=sizes.pivots,
         SPARE=SPARE_BITS[logits.dtype],
         num_warps=sizes.choose_warps,
     )
