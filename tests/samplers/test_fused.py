@@ -79,13 +79,13 @@ def filtered_rows(draw: st.DrawFn, max_vocab: int = 150) -> list[Row]:
 
 def fused_draw(r: Ready, sizes: Sizes = SMALL) -> list[int]:
     device_rows, history = r.sampler._device_rows, r.sampler.context.history
-    return fused.draw(r.logits, r.rows, device_rows._records, history, device_rows.hashes, sizes).tolist()
+    return fused.draw(r.logits, r.rows, device_rows.records, history, device_rows.hashes, sizes).tolist()
 
 
 def plain_draws(r: Ready) -> list[set[int]]:
     """The twin's tokens in float64, with top-p and min-p as they are and moved by what rounding may move them."""
     device_rows, history = r.sampler._device_rows, r.sampler.context.history
-    of = device_rows._parameters(r.rows)
+    of = device_rows.parameters(r.rows)
     tokens = []
     for moved in (-1e-5, 0.0, 1e-5):
         near = Parameters(of.temperature, of.top_k, of.top_p * (1 + moved), of.min_p * (1 + moved), of.seed_states)
@@ -239,14 +239,14 @@ def test_padding_changes_no_token() -> None:
     assert all(0 <= token < 50 for token in with_padding)
 
 
-def test_parameters_lie_where_they_lay_and_are_those_of_the_latest_request() -> None:
+def testparameters_lie_where_they_lay_and_are_those_of_the_latest_request() -> None:
     r = ready([Row([0.0, 1.0, 2.0], RowSampling(temperature=0.0)), Row([0.0, 1.0, 2.0], RowSampling(temperature=0.0))])
-    records = r.sampler._device_rows._records
+    records = r.sampler._device_rows.records
     before = records.clone()
     r.sampler.update([0], [(0, RowSampling(seed=3)), (0, RowSampling(seed=5, top_p=0.5))])
-    assert r.sampler._device_rows._records.data_ptr() == records.data_ptr()
+    assert r.sampler._device_rows.records.data_ptr() == records.data_ptr()
     assert torch.equal(records[1:], before[1:])
-    of = DeviceRows._parameters(r.sampler._device_rows, torch.tensor([0]))
+    of = DeviceRows.parameters(r.sampler._device_rows, torch.tensor([0]))
     assert (of.temperature.item(), of.top_k.item(), of.top_p.item(), of.seed_states.item()) == (1.0, 3, 0.5, seed_state(5))
 
 

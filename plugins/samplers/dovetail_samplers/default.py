@@ -4,7 +4,8 @@ vocabulary, rows with top-k or top-p one over the tokens left.
 Drawing a token with probability p_i is a race: the token with the largest p_i / e_i wins, with e_i independent exponential noise. As noise
 belongs to the vocabulary id (`noise`), it may be computed for the tokens that take part alone, and the winner is the same.
 
-A row's result is a function of its logits, its parameters and its history: rows share kernels, not numbers.
+A row's result is a function of its logits, its parameters and its history: rows share kernels, not numbers. On a GPU with Triton, all rows are
+drawn by `fused` at once; the steps below, from temperature on, are for all other devices.
 """
 
 from __future__ import annotations

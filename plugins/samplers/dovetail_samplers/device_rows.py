@@ -48,7 +48,7 @@ class DeviceRows:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         empty = np.zeros(max_rows + 1, RECORD)
         empty["top_k"], empty["top_p"] = vocab_size, NO_TOP_P
-        self._records = torch.from_numpy(_words(empty)).to(device)  # [max_rows + 1, 6] int32
+        self.records = torch.from_numpy(_words(empty)).to(device)  # [max_rows + 1, 6] int32
         self.hashes = id_hashes(vocab_size).to(device)
 
     def send(self, table: RowTable, rows: NDArray[np.int64]) -> None:
@@ -57,19 +57,19 @@ class DeviceRows:
         records["temperature"] = np.where(table.needs[rows] & Needs.RANDOM, table.temperature[rows], 0)
         for name, column in (("top_k", table.top_k), ("top_p", table.top_p), ("min_p", table.min_p), ("seed_state", table.seed_states)):
             records[name] = column[rows]
-        device = self._records.device
-        self._records.index_copy_(0, to_device(rows, device), to_device(_words(records), device))
+        device = self.records.device
+        self.records.index_copy_(0, to_device(rows, device), to_device(_words(records), device))
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, history: RowHistory) -> torch.Tensor:
         """logits [n, vocab] and rows [n] int64, `max_rows` for padding -> token ids [n] int64."""
         if use_kernels(rows):
             from dovetail_samplers import fused
 
-            return fused.draw(logits, rows, self._records, history, self.hashes)
-        return draw_plain(logits, rows, self._parameters(rows), history, self.hashes)
+            return fused.draw(logits, rows, self.records, history, self.hashes)
+        return draw_plain(logits, rows, self.parameters(rows), history, self.hashes)
 
-    def _parameters(self, rows: torch.Tensor) -> Parameters:
-        words = self._records[rows]  # [n, 6]
+    def parameters(self, rows: torch.Tensor) -> Parameters:
+        words = self.records[rows]  # [n, 6]
         floats: Any = words.view(torch.float32)
         return Parameters(floats[:, 0], words[:, 1].to(torch.int64), floats[:, 2], floats[:, 3], words.view(torch.int64)[:, 2])
 

@@ -100,7 +100,7 @@ def _keys_of(row, longs, num_tokens, prompt_lens):
 # ---- all rows: one look at the logits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows"])
 def _survey(
     logits,
     rows,  # [n] int64
@@ -166,7 +166,7 @@ def _is_filtered(row, floats, ints, vocab):
 # ---- each row: the choice
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows", "tiles"])
 def _choose(
     logits,
     rows,

@@ -21,7 +21,7 @@ import triton.language as tl
 from dovetail.api.attention import FusedCache
 
 NUMBERS = 2048  # that a program turns, about
-WARPS = 4
+NUMBERS_PER_WARP = 512  # 16 bytes of bfloat16 of each half a thread; never less than one each, or some would be read after they were overwritten
 
 
 @triton.jit
@@ -126,7 +126,7 @@ def norm_turn_write(
         V_BLOCK=v_strides[0],
         V_TOKEN=v_strides[1],
         V_HEAD=v_strides[2],
-        num_warps=WARPS,
+        num_warps=max(1, 2 * heads_at_once * half // NUMBERS_PER_WARP),
     )
 
 
