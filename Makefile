@@ -9,7 +9,7 @@ PACKAGES := core plugins/schedulers plugins/kv_cache plugins/attention plugins/m
 .PHONY: demo test test-full lint types rules docs check clean
 
 demo: $(VENV)/.demo  ## generate text from the bundled model
-	$(BIN)/dovetail generate demo "ROMEO:" --max-tokens 120 --set attention=torch
+	$(BIN)/dovetail generate demo "ROMEO:" --max-tokens 120
 
 test: $(VENV)/.dev  ## the quick test suite
 	$(BIN)/python -m pytest -n 2
