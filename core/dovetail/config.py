@@ -141,7 +141,7 @@ class EngineConfig(BaseModel):
     """Which block of K and V belongs to whom, and which can be shared."""
 
     attention: Choice = ComponentChoice("auto")
-    """auto: the first built-in backend (flash_attn, triton, torch) with no reason against it."""
+    """auto: the first built-in backend with no reason against it: triton on a GPU, else torch."""
 
     sampler: Choice = ComponentChoice("default")
     """How tokens are drawn from the logits."""
