@@ -3,8 +3,8 @@
     python bench/core_overhead.py                   # 256 and 1,024 running decodes, short and long requests, ids only and with text
     python bench/core_overhead.py --json out.json
 
-Each figure is the median over the steps, of the wall time of `LLMEngine.step()`; half of the requests' lengths make no difference, which the
-two columns of contexts show.
+Each figure is the median, over the steps, of the wall time of `LLMEngine.step()`. The work of a step doesn't depend on how long the requests are:
+the two contexts show it.
 """
 
 from __future__ import annotations
