@@ -193,9 +193,6 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         return bool(self._requests or self._finished)
 
-    def num_unfinished(self) -> int:
-        return len(self._requests)
-
     def step(self) -> Delivery:
         """Plan and submit a step, if there is one; collect the oldest, if the device has enough to do. An error of the policy, the executor or
         a component ends the engine: every unfinished request is delivered as finished with "error", and later calls raise `EngineDeadError`."""
