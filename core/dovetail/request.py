@@ -241,6 +241,7 @@ class Request:
         "_output_ids",
         "_preemptions",
         "_prefill_end",
+        "_recomputed",
         "_row",
         "_samples",
         "_sampling",
@@ -310,6 +311,7 @@ class Request:
         self._samples = False  # its grant computes its last known token, so that a new one is sampled; always true of decodes
         self._touched = -1  # the last step that granted, evicted or rejected it
         self._lost = 0  # tokens that were computed once, before a preemption
+        self._recomputed = 0  # tokens computed again
         self._sampling: Any = None  # RowSampling, resolved by the front end
         self._stop_ids: frozenset[int] = frozenset()
         self._stopper: Any = None  # called with each token id; returns the stop string that it completes, or None
@@ -354,6 +356,20 @@ class Request:
     @property
     def preemptions(self) -> int:
         return self._preemptions
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens computed again after preemptions; what is planned counts as computed."""
+        return self._recomputed
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens found in the prefix cache when it was first admitted."""
+        return self._num_cached
+
+    @property
+    def first_scheduled_time(self) -> float | None:
+        return self._first_scheduled_time
 
     @property
     def first_token_time(self) -> float | None:

@@ -67,6 +67,16 @@ def test_a_device_that_changes_is_followed_also_when_all_steps_were_alike() -> N
     assert fit.estimate_s(0, 64, 64_000) == pytest.approx(0.03, rel=0.05)
 
 
+def test_a_long_spell_of_decodes_leaves_prefills_known() -> None:
+    fit, at = StepTimeFit(), points(3)
+    for _ in range(100):
+        point = next(at)
+        fit.update(true_s(*point), *point)
+    for _ in range(20_000):
+        fit.update(true_s(0, 64, 64_000), 0, 64, 64_000)
+    assert fit.estimate_s(2000, 64, 66_000) == pytest.approx(true_s(2000, 64, 66_000), rel=0.02)
+
+
 ODD: dict[str, Callable[[random.Random], tuple[float, int, int, int]]] = {
     "all zeros": lambda dice: (0.0, 0, 0, 0),
     "constant": lambda dice: (0.01, 0, 256, 10**6),

@@ -100,6 +100,7 @@ class Capacity:
     vocab_size: int
     max_model_len: int  # tokens of the longest sequence: prompt and output
     details: Mapping[str, str] = field(default_factory=dict)  # what it chose, for people: device, dtype, attention, why
+    shared_prefix: bool = False  # it can make use of `Batch.shared_prefix_blocks`, which is 0 otherwise
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,18 +114,22 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
-        """Make room for `num_tokens` tokens in all. The first call for a request also pins its prefix hit, in the same act. None, with nothing
-        changed, if the blocks don't suffice."""
+        """Make room for `num_tokens` tokens in all, never fewer than before: exactly as many blocks as they need. The first call for a request
+        also pins its prefix hit, that of `lookup`, in the same act. None, with nothing changed, if the blocks don't suffice."""
 
     @abstractmethod
     def commit(self, request: Request, upto: int) -> None:
-        """The K and V of its first `upto` tokens are written by steps already submitted (readers come later in stream order): full blocks
-        of them may be found by `lookup` from now on. The core calls it for prompt tokens at submit, for generated ones when their ids
-        arrive; a request planned in the same step may share them."""
+        """The K and V of its first `upto` tokens are written by the steps submitted so far and the one being planned (readers come later in
+        stream order, or in the same batch, which writes before it attends): full blocks of them may be found by `lookup` from now on.
+
+        The core calls it when it grants prompt tokens, so that a request planned in the same step can share them; for generated ones when
+        their ids arrive; and at the end of a request. What was committed before may be committed again.
+        """
 
     @abstractmethod
     def uncommit(self, request: Request, upto: int) -> None:
-        """Take back what was committed of it beyond its first `upto` tokens: they will not be written after all."""
+        """Take back what was committed of it beyond its first `upto` tokens: its grant was taken back before the step was submitted, or the
+        request failed, so they will not be written after all. What others computed stays."""
 
     @abstractmethod
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
@@ -139,11 +143,13 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def free(self, request: Request) -> None:
-        """It holds no blocks from now on; what it committed stays to be found until the space is needed. Nothing, if it holds none."""
+        """It holds no blocks from now on; what it committed stays to be found until the space is needed. The core calls it at a preemption and at
+        every end of a request, whether or not it holds blocks (nothing, if it doesn't): what was kept of it, after a `lookup` say, can go too."""
 
     @abstractmethod
     def trim(self, request: Request, first_needed_token: int) -> None:
-        """No layer will look at tokens before `first_needed_token` again: let go of the blocks wholly before it. The table keeps its length."""
+        """No layer will look at tokens before `first_needed_token` again: let go of the blocks wholly before it. The table keeps its length. Called
+        where the layout has a window, of managers without the capability too, which let go of nothing."""
 
     @abstractmethod
     def common_prefix(self, requests: Sequence[Request]) -> int:
@@ -155,7 +161,8 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all cached K and V that nobody holds; those held can't be found by `lookup` either."""
+        """Forget all K and V, because the weights have changed: the cached become free, and those held can't be found by `lookup` any more, nor
+        what their holders commit from now on, which builds on them."""
 
     @property
     @abstractmethod

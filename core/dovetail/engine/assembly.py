@@ -133,7 +133,7 @@ def _start(executor: Executor, name: str) -> Capacity:
         raise
     except Exception as error:  # of the device, usually
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        remedy = "if memory is short, lower max_num_seqs, max_model_len, kv_cache_memory or max_num_batched_tokens"
+        remedy = "if memory is short, lower max_num_seqs, max_model_len, gpu_memory_utilization, kv_cache_memory or max_num_batched_tokens"
         raise UnsupportedError(f"executor {name} can't start: {what}; {remedy}") from error
 
 

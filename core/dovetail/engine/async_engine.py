@@ -86,8 +86,8 @@ class AsyncLLMEngine:
     def close(self) -> None:
         """Stop the thread, when the step under way is done, and release the model. Requests under way fail with `EngineDeadError`. Twice is as
         good as once."""
-        with suppress(EngineDeadError):
-            self._call(self._stop)
+        self._stopping = True
+        self._wake.set()
         self._thread.join()
         self.engine.close()
 
@@ -142,12 +142,12 @@ class AsyncLLMEngine:
         self._streams.clear()
 
     def _take_calls(self) -> None:
+        """Those that are there: who calls without end must not keep the engine from its steps, nor from its end."""
         self._wake.clear()  # first: who calls from here on sets it again
-        while not self._calls.empty():
+        for _ in range(self._calls.qsize()):
+            if self._stopping and self._failure is None:
+                return
             self._calls.get()()
-
-    def _stop(self) -> None:
-        self._stopping = True
 
     def _wait_until(self, instant: float) -> None:
         """The engine's idle wait: until `instant`, or somebody calls."""
@@ -156,6 +156,9 @@ class AsyncLLMEngine:
             self._wake.wait(min(remaining, threading.TIMEOUT_MAX))
 
     def _add(self, request_id: str, send: Send, prompt: Prompt, params: SamplingParams | None, fields: Mapping[str, Any]) -> None:
+        if self._failure is not None:  # it came as the engine ended
+            send(self._dead())
+            return
         try:
             self.engine.add_request(request_id, prompt, params, **fields)
         except Exception as error:  # whatever it is, it is this caller's alone

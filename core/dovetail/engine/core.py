@@ -45,6 +45,8 @@ from dovetail.request import FinishReason, Request, Status
 logger = logging.getLogger("dovetail")
 
 STORM_STEPS = 1_000  # a recompute storm: more tokens recomputed than computed anew over this many steps
+NONE = np.zeros(0, np.int32)
+NONE.flags.writeable = False
 LATE_SHARE = 0.7  # planning late: at this share of the running step's estimated time
 
 
@@ -154,6 +156,8 @@ class EngineCore:
         self.max_in_flight = capacity.max_in_flight if settings.overlap else 1
         self.wait_until: Callable[[float], None] = clock.wait_until  # an asynchronous front end puts one that it can interrupt
         self.expects_arrivals = False  # so that planning late pays, even if none is known of yet
+        self.virtual_plan_s = 0.0  # what planning takes on a virtual clock
+        self.plans_late = True  # off: as soon as there is room for another step in flight, as other engines do
         self.stats = EngineStats()
         self.dead: BaseException | None = None
         self._requests: dict[str, Request] = {}  # unfinished, by id
@@ -165,6 +169,8 @@ class EngineCore:
         self._last_durations = (0.0, 0.0)  # of the last two steps, seconds on the device
         self._finished: dict[Request, Finish] = {}  # outside of results: rejected, failed
         self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
+        self._may_share = capacity.shared_prefix
+        self._sharing: tuple[list[Request], int] = [], 0  # of the last step: who ran, and the blocks that all of them begin with
         self._plan_s = 0.0  # a running mean of the time from planning to the end of submitting
         self._storm = _StormWatch(settings.scheduler_name)
 
@@ -282,7 +288,7 @@ class EngineCore:
 
     def _wait_until_due(self) -> None:
         """Plan as late as the device allows while more requests may come, so that one that arrives during a step isn't a whole step late."""
-        if not self._flights:
+        if not self._flights or not self.plans_late:
             return
         arrival = self._next_arrival()
         if arrival == math.inf and not self.expects_arrivals:
@@ -291,10 +297,8 @@ class EngineCore:
         estimate_s = self.books.fit.estimate_s(flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
         duration = min(estimate_s, *self._last_durations)  # an estimate spoilt by one slow step must not keep the device idle
         started = max(self._last_ended, flight.planned)
-        if isinstance(self.clock, VirtualClock):
-            due = started + LATE_SHARE * duration
-        else:
-            due = started + min(LATE_SHARE * duration, duration - 3 * self._plan_s)
+        plan_s = self.virtual_plan_s if isinstance(self.clock, VirtualClock) else self._plan_s
+        due = started + min(LATE_SHARE * duration, duration - 3 * plan_s)
         if arrival > due and not self.expects_arrivals:
             return
         if due > self.clock.now():
@@ -370,14 +374,15 @@ class EngineCore:
         samples = None if not step.prefill_tokens else [r._samples for r in requests]
         batch = Batch(
             step=step.index,
-            removed=np.array(removed, np.int32),
+            removed=np.array(removed, np.int32) if removed else NONE,
             added=tuple(_new_row(r, step.granted[r]) for r in newcomers),
-            new_block_rows=np.array([row for row, _ in appended], np.int32),
-            new_blocks=np.array([block for _, block in appended], np.int32),
+            new_block_rows=np.array([row for row, _ in appended], np.int32) if appended else NONE,
+            new_blocks=np.array([block for _, block in appended], np.int32) if appended else NONE,
             copies=tuple(self.kv.take_copies()),
             rows=np.array([r._row for r in requests], np.int32),
             num_tokens=np.array(tokens, np.int32),
             samples=np.ones(len(requests), np.bool_) if samples is None else np.array(samples, np.bool_),
+            shared_prefix_blocks=self._shared_prefix(requests, new=bool(step.admitted)),
         )
         flight = Flight(
             index=step.index,
@@ -402,6 +407,15 @@ class EngineCore:
             self.books.running.remove(request)
         return batch, flight
 
+    def _shared_prefix(self, requests: list[Request], new: bool) -> int:
+        """Leading blocks that all of a step's requests have in common, if the executor cares. Looked for anew only when a table is `new`, or others
+        run than did in the step before: tables grow at their end."""
+        if not self._may_share or len(requests) < 2:
+            return 0
+        if new or requests != self._sharing[0]:
+            self._sharing = requests, self.kv.common_prefix(requests)
+        return self._sharing[1]
+
     # Results
 
     def _collect(self, delivery: Delivery) -> None:
@@ -423,6 +437,7 @@ class EngineCore:
         now = self.clock.now()
         finished_status, next_logprob = Status.FINISHED, 0
         requests, token_ids, finished = delivery.requests, delivery.token_ids, delivery.finished
+        failed, prompt_logprobs, logprobs = result.failed, result.prompt_logprobs, result.logprobs  # nearly always empty
         for index, (request, token) in enumerate(zip(flight.requests, result.token_ids.tolist(), strict=True)):
             sampled = flight.samples is None or flight.samples[index]
             if sampled:
@@ -430,11 +445,11 @@ class EngineCore:
             if request._status is finished_status:
                 flight.forget(index)
                 continue
-            if index in result.failed:
-                finished[request] = Finish("error", result.failed[index])
+            if failed and index in failed:
+                finished[request] = Finish("error", failed[index])
                 continue
-            if index in result.prompt_logprobs:
-                fresh = flight.fresh_prompt_logprobs(request, result.prompt_logprobs[index])
+            if prompt_logprobs and index in prompt_logprobs:
+                fresh = flight.fresh_prompt_logprobs(request, prompt_logprobs[index])
                 if fresh is not None:
                     delivery.prompt_logprobs.append((request, fresh))
             if not sampled:
@@ -445,8 +460,8 @@ class EngineCore:
             requests.append(request)
             token_ids.append(token)
             request._last_token_time = now
-            if result.logprobs is not None and request.params.logprobs is not None:
-                delivery.logprobs[request] = (result.logprobs, next_logprob - 1)
+            if logprobs is not None and request.params.logprobs is not None:
+                delivery.logprobs[request] = (logprobs, next_logprob - 1)
             if request._first_token_time is None:
                 request._first_token_time = now
             if token in request._stop_ids and len(output) > request.params.min_tokens:

@@ -5,27 +5,31 @@ from __future__ import annotations
 import math
 
 FORGETTING = 0.995  # weight of the past: about the last 200 steps count
+KEPT = 16  # steps with prefills, and as many without, that others don't make forgotten
 MIN_SECONDS = 1e-6
 SOLVE_EVERY = 16  # steps: later than that, one more of them changes little
 _TERMS = 4
 _PAIRS = [(i, j) for i in range(_TERMS) for j in range(i + 1)]
+_KINDS = [False, True]  # of steps: with prefills or without
 
 
 class StepTimeFit:
     """Least squares of seconds on (1, prefill tokens, decodes, context tokens) with weights that are not negative, forgetting slowly.
 
     What is made small is the relative error, so that a decode of 10 ms counts as much as a prefill of 1 s, and a step that took a hundred times
-    too long (a compilation, a hiccup) hardly at all. The sums of the normal equations are kept, rather than an inverse that is updated: they
-    stay positive whatever comes. Terms that no step tells apart share their effect (ridge). Pure Python, since numpy would cost more than it
-    saves at four weights.
+    too long (a compilation, a hiccup) hardly at all. The last `KEPT` steps with prefills, and those without, are forgotten by their own kind
+    alone: or a long spell of decodes would leave nothing known of prefills. The sums of the normal equations are kept, rather than an inverse
+    that is updated: they stay positive whatever comes. Terms that no step tells apart share their effect (ridge). Pure Python, since numpy would
+    cost more than it saves at four weights.
     """
 
     SCALE = (1.0, 1e-3, 1e-2, 1e-5)  # makes the terms about one
     RIDGE = 1e-6
 
     def __init__(self) -> None:
-        self._products = [0.0] * len(_PAIRS)  # sums of x[i] x[j] / seconds^2, over `_PAIRS`
-        self._targets = [0.0] * _TERMS  # sums of x[i] / seconds
+        self._products = [[0.0] * len(_PAIRS) for _ in _KINDS]  # sums of x[i] x[j] / seconds^2, over `_PAIRS`
+        self._targets = [[0.0] * _TERMS for _ in _KINDS]  # sums of x[i] / seconds
+        self._counts = [0.0] * len(_KINDS)  # steps in these sums
         self._mean_s = 0.0
         self._weights = [0.0] * _TERMS
         self._stale_from = 0  # steps seen, at which the weights are to be solved for again
@@ -39,9 +43,14 @@ class StepTimeFit:
         self._mean_s += max(1.0 - FORGETTING, 1.0 / self.steps) * (seconds - self._mean_s)
         unit = 1.0 / max(seconds, 0.1 * self._mean_s, MIN_SECONDS)  # a step that took no time must not count for all
         x = [value * unit for value in self._terms(prefill_tokens, decodes, context_tokens)]
-        relative = seconds * unit
-        self._products = [FORGETTING * p + x[i] * x[j] for p, (i, j) in zip(self._products, _PAIRS, strict=True)]
-        self._targets = [FORGETTING * t + value * relative for t, value in zip(self._targets, x, strict=True)]
+        relative, seen = seconds * unit, _KINDS.index(prefill_tokens > 0)
+        for kind in {seen} | {kind for kind, count in enumerate(self._counts) if count > KEPT}:
+            self._counts[kind] *= FORGETTING
+            self._products[kind] = [FORGETTING * p for p in self._products[kind]]
+            self._targets[kind] = [FORGETTING * t for t in self._targets[kind]]
+        self._counts[seen] += 1.0
+        self._products[seen] = [p + x[i] * x[j] for p, (i, j) in zip(self._products[seen], _PAIRS, strict=True)]
+        self._targets[seen] = [t + value * relative for t, value in zip(self._targets[seen], x, strict=True)]
 
     def estimate_s(self, prefill_tokens: int, decodes: int, context_tokens: int) -> float:
         """Seconds that such a step takes, `MIN_SECONDS` at least; 0.0 before the first was seen."""
@@ -70,7 +79,8 @@ class StepTimeFit:
 
     def _solve_for(self, active: list[int]) -> list[float]:
         """Cholesky's decomposition of the normal equations of the `active` terms; the others weigh 0."""
-        matrix = dict(zip(_PAIRS, self._products, strict=True))
+        matrix = dict(zip(_PAIRS, map(sum, zip(*self._products, strict=True)), strict=True))
+        targets = [sum(of_kinds) for of_kinds in zip(*self._targets, strict=True)]
         ridge = self.RIDGE * max(matrix[i, i] for i in active)
         lower: dict[tuple[int, int], float] = {}
         halfway: dict[int, float] = {}
@@ -78,7 +88,7 @@ class StepTimeFit:
             for j in active[:row]:
                 lower[i, j] = (matrix[i, j] - sum(lower[i, k] * lower[j, k] for k in active[: active.index(j)])) / lower[j, j]
             lower[i, i] = math.sqrt(max(matrix[i, i] + ridge - sum(lower[i, k] ** 2 for k in active[:row]), 0.5 * ridge))
-            halfway[i] = (self._targets[i] - sum(lower[i, k] * halfway[k] for k in active[:row])) / lower[i, i]
+            halfway[i] = (targets[i] - sum(lower[i, k] * halfway[k] for k in active[:row])) / lower[i, i]
         weights = [0.0] * _TERMS
         for row in range(len(active) - 1, -1, -1):
             i = active[row]

@@ -83,19 +83,20 @@ class LLMEngine:
         deadline: float | None = None,
         cache_salt: str | None = None,
         extra: Mapping[str, Any] | None = None,
+        predicted_tokens: int | None = None,
     ) -> None:
         """Take a request. Raises, having changed nothing, `RequestError` if something is wrong with it, `ModelLoadError` if it needs a
         tokenizer that the model doesn't have, `EngineDeadError` if the engine has failed or was closed.
 
         `arrival_time` and `deadline` are seconds on the engine's clock (`engine.now()`): until its time no policy sees the request. `client`
         is whom policies charge. `cache_salt`: share cached K and V only with requests of the same salt. `extra`: per distribution, what
-        its components want to know of the request.
+        its components want to know of the request. `predicted_tokens`: a guess of how many it will generate, for policies that use one.
         """
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
         self._check_open()
-        self._check_fields(request_id, arrival_time, priority, client, deadline, cache_salt)
+        self._check_fields(request_id, arrival_time, priority, client, deadline, cache_salt, predicted_tokens)
         text, token_ids = self._read_prompt(prompt, params)
         self._check_params(params)
         extras = self._assembly.check_extra(extra)
@@ -118,6 +119,7 @@ class LLMEngine:
                 client=client,
                 priority=int(priority),
                 deadline=None if deadline is None else float(deadline),
+                predicted_tokens=None if predicted_tokens is None else int(predicted_tokens),
                 parent=None if params.n == 1 else request_id,
                 cache_keys=() if cache_salt is None else (f"salt:{cache_salt}",),
                 extra=extras,
@@ -201,7 +203,7 @@ class LLMEngine:
         if self._closed:
             raise EngineDeadError("the engine was closed")
 
-    def _check_fields(self, request_id: Any, arrival: Any, priority: Any, client: Any, deadline: Any, salt: Any) -> None:
+    def _check_fields(self, request_id: Any, arrival: Any, priority: Any, client: Any, deadline: Any, salt: Any, predicted: Any) -> None:
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id must be a non-empty string, got {shown(request_id)}")
         if request_id in self._groups:
@@ -211,6 +213,8 @@ class LLMEngine:
                 raise RequestError(f"{name} must be a finite number of seconds or None, got {shown(value)}")
         if not is_integer(priority):
             raise RequestError(f"priority must be an integer, got {shown(priority)}")
+        if predicted is not None and not (is_integer(predicted) and predicted >= 0):
+            raise RequestError(f"predicted_tokens must be an integer >= 0 or None, got {shown(predicted)}")
         for name, value in (("client", client), ("cache_salt", salt)):
             if value is not None and not isinstance(value, str):
                 raise RequestError(f"{name} must be a string or None, got {shown(value)}")

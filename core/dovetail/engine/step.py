@@ -77,7 +77,7 @@ class PlannedStep:
 
     @property
     def decoding(self) -> tuple[Request, ...]:
-        return tuple(r for r in self.running if r._computed >= r._prefill_end)
+        return tuple([r for r in self.running if r._computed >= r._prefill_end])  # of a list: twice as fast
 
     def cost(self, request: Request) -> Cost:
         self._check_known(request)
@@ -133,12 +133,12 @@ class PlannedStep:
                 request._status is running
                 and request._computed + 1 == end  # one token to compute: a decode, or the last of a prefill
                 and request._computed >= request._prefill_end  # a decode
-                and end <= request._capacity
                 and request._touched != index
                 and self._tokens_left > 0
                 and self._seqs_left > 0
                 and not (in_flight and (request.needs_last_token or request._row < 0))
                 and not log
+                and (end <= request._capacity or self._extend(request, end))  # last, since it takes a block
             ):
                 request._computed = end
                 request._in_flight = in_flight + 1
@@ -342,6 +342,7 @@ class PlannedStep:
             if request._lost > before:
                 self.recomputed[request] = again = min(request._computed, request._lost) - before
                 self.recomputed_tokens += again
+                request._recomputed += again
             # Others planned in this very step may share what it computes: a backend writes the whole batch's K and V before it attends.
             self.prefilled[request] = before
             self._books.commit(request)
@@ -376,7 +377,9 @@ class PlannedStep:
         if request in self.prefilled:
             before = self.prefilled.pop(request)
             self.prefill_tokens -= tokens
-            self.recomputed_tokens -= self.recomputed.pop(request, 0)
+            again = self.recomputed.pop(request, 0)
+            self.recomputed_tokens -= again
+            request._recomputed -= again
             self._kv.uncommit(request, before)
 
     def _dependents(self, request: Request) -> list[Request]:

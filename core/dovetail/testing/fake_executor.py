@@ -79,7 +79,9 @@ class FakeExecutor(Executor):
 
     def start(self) -> Capacity:
         layout = KVLayout((KVGroup((0,), self.options.window, 1),), self.options.block_size, "none")
-        return Capacity(self.options.num_blocks, self.options.max_in_flight, layout, self.options.vocab_size, self.options.max_model_len)
+        return Capacity(
+            self.options.num_blocks, self.options.max_in_flight, layout, self.options.vocab_size, self.options.max_model_len, shared_prefix=True
+        )
 
     def submit(self, batch: Batch) -> int:
         self._require(len(self._pending) < self.options.max_in_flight, "more steps in flight than max_in_flight")
@@ -92,6 +94,8 @@ class FakeExecutor(Executor):
                 if (copy.src, offset) in self._memory:
                     self._memory[copy.dst, offset] = self._memory[copy.src, offset]
         rows = [self._rows[row] for row in batch.rows.tolist()]
+        shared = {tuple(row.blocks[: batch.shared_prefix_blocks]) for row in rows}
+        self._require(len(shared) == 1 and len(shared.pop()) == batch.shared_prefix_blocks, "shared_prefix_blocks aren't shared by all rows")
         for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
             self._write(row, count)
         given = zip(rows, batch.num_tokens.tolist(), batch.samples.tolist(), strict=True)

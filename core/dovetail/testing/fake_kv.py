@@ -20,6 +20,7 @@ class FakeKVCache(KVCacheManager):
         super().__init__(options, context)
         self._free = list(range(context.num_blocks - 1, -1, -1))
         self._tables: dict[str, list[int]] = {}
+        self._tokens: dict[str, int] = {}  # asked for
         self._hits = hits or {}
 
     def lookup(self, request: Request) -> int:
@@ -29,16 +30,20 @@ class FakeKVCache(KVCacheManager):
         return max(0, -(-num_tokens // self.context.layout.block_size) - len(self._tables.get(request.id, ())))
 
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        if num_tokens < self._tokens.get(request.id, 1):
+            raise DovetailError(f"allocate({num_tokens} tokens) of {request!r}, which had {self._tokens.get(request.id, 0)}")
         needed = self.blocks_needed(request, num_tokens)
         if needed > len(self._free):
             return None
         first = request.id not in self._tables
         blocks = tuple(self._free.pop() for _ in range(needed))
         self._tables.setdefault(request.id, []).extend(blocks)
+        self._tokens[request.id] = num_tokens
         return Allocation(blocks, self.lookup(request) if first else 0)
 
     def free(self, request: Request) -> None:
         self._free.extend(self._tables.pop(request.id, ()))
+        self._tokens.pop(request.id, None)
 
     def held_only_by(self, requests: Sequence[Request]) -> int:
         return sum(len(self._tables.get(request.id, ())) for request in requests)
@@ -55,7 +60,9 @@ class FakeKVCache(KVCacheManager):
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
         raise DovetailError("this manager can't fork, and says so")
 
-    def commit(self, request: Request, upto: int) -> None: ...
+    def commit(self, request: Request, upto: int) -> None:
+        if request.id not in self._tables:
+            raise DovetailError(f"commit of {request!r}, which holds no blocks")
 
     def uncommit(self, request: Request, upto: int) -> None: ...
 
@@ -65,6 +72,6 @@ class FakeKVCache(KVCacheManager):
     def trim(self, request: Request, first_needed_token: int) -> None: ...
 
     def common_prefix(self, requests: Sequence[Request]) -> int:
-        return 0
+        return len(self._tables[requests[0].id]) if len(requests) == 1 else 0
 
     def reset(self) -> None: ...

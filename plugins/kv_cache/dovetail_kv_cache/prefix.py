@@ -161,11 +161,15 @@ class PrefixCache(KVCacheManager):
     def common_prefix(self, requests: Sequence[Request]) -> int:
         if not requests:
             return 0
-        tables = [self._table(request, "common_prefix").blocks for request in requests]
-        common, first = min(map(len, tables)), tables[0]
-        for table in tables[1:]:
+        first = self._table(requests[0], "common_prefix").blocks
+        common = len(first)
+        for request in requests[1:]:
+            table = self._table(request, "common_prefix").blocks
+            common = min(common, len(table))
             if table[:common] != first[:common]:
                 common = next(index for index, (one, other) in enumerate(zip(first, table, strict=False)) if one != other)
+            if not common:
+                break
         return common
 
     def held_only_by(self, requests: Sequence[Request]) -> int:
