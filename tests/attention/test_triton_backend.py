@@ -16,7 +16,6 @@ pytest.importorskip("triton")
 from dovetail.api.attention import AttentionBatch, AttentionContext, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
-from dovetail_attention import triton_step
 from dovetail_attention.triton_backend import TritonAttention
 from tests.attention import interpreter
 from tests.attention.cases import Bench, Case, assert_close, cases
@@ -137,13 +136,10 @@ def test_a_row_sees_what_another_row_writes_in_the_same_step() -> None:
     assert_close(bench.attend(), bench.expected())
 
 
-@pytest.mark.parametrize(("lens", "shared"), [((150, 129, 190), 8), ((129, 128), 8), ((200, 170, 161), 10)])
+@pytest.mark.parametrize(("lens", "shared"), [((150, 129, 190), 8), ((257, 256), 16), ((200, 170, 161), 10)])
 @pytest.mark.parametrize("chunk", [0, 5])
-def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(
-    lens: tuple[int, ...], shared: int, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_step, "PREFIX_WORTH", 1)
-    history = (*(n - 1 for n in lens), *([180] if chunk else []))
+def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(lens: tuple[int, ...], shared: int, chunk: int) -> None:
+    history = (*(n - 1 for n in lens), *([300] if chunk else []))
     case = on_device(Case(history, (1,) * len(lens) + ((chunk,) if chunk else ()), padding=2, windows=(None, 40)))
     bench = Bench(SharingAttention, case)
     for layer in range(2):
@@ -239,8 +235,7 @@ def test_a_graph_of_one_decode_step_replays_any_other_of_as_many_rows() -> None:
 
 
 @gpu
-def test_a_graph_captured_with_a_shared_prefix_serves_steps_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_step, "PREFIX_WORTH", 1)
+def test_a_graph_captured_with_a_shared_prefix_serves_steps_without() -> None:
     case = on_device(Case((299, 299), (1, 1), windows=(None,)))
     bench = Bench(SharingAttention, case)
     for values in (bench.k[0], bench.v[0]):

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from dovetail_attention.triton_schedule import (
     DIRECT,
-    MERGE,
     SEGMENT_COST,
     DecodeTables,
     Prefix,
@@ -51,7 +50,7 @@ def test_segments_cover_what_each_row_sees_and_fit_their_table(lens: list[int], 
     tables = DecodeTables(shares, max_rows=len(lens) + padding)
     buffer = tables.fill(rows, window, step, Prefix(), padding, len(lens))
     assert len(buffer) <= tables.size
-    records = buffer[tables.rows_at : tables.segments_at].reshape(-1, 4)
+    records = buffer[tables.rows_at : tables.segments_at].reshape(-1, 3)
     segments = buffer[tables.segments_at :].reshape(-1, 5)
     for row, length in enumerate(lens):
         own = segments[segments[:, 0] == row]
@@ -59,9 +58,9 @@ def test_segments_cover_what_each_row_sees_and_fit_their_table(lens: list[int], 
         assert own[-1, 3] == length
         assert (own[1:, 2] == own[:-1, 3]).all()
         assert (own[1:, 2] % step == 0).all()
-        _, action, first, count = records[row]
-        assert count == len(own)
-        assert own[:, 4].tolist() == (list(range(first, first + count)) if action == MERGE else [DIRECT])
+        _, first, count = records[row]
+        assert np.array_equal(segments[first : first + count], own)
+        assert own[:, 4].tolist() == ([row] * count if count > 1 else [DIRECT])
 
 
 @given(st.lists(st.tuples(st.integers(2, 90), st.integers(0, 90)), min_size=1, max_size=12), st.integers(1, 9), st.sampled_from([16, 64]))

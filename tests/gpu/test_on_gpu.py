@@ -13,17 +13,15 @@ from transformers import Qwen3Config
 from dovetail import SamplingParams
 from tests.e2e.reference import Comparison, checkpoint, compare_greedy, greedy, run, tokens_of
 from tests.e2e.test_equal_to_transformers import MAX_LEN, random_prompts
-from tests.models.configs import configs
+from tests.gpu.device import SHAPES, configs, on_a_gpu, settings_for
 from tests.support import examples
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = on_a_gpu
 
 COUNTS = Comparison()
-MEMORY = "64MiB"
+WAYS = [("triton", True), ("triton", False), ("torch", False)]  # attention, CUDA graphs
 
-
-def on_gpu(attention: str, **config: Any) -> dict[str, Any]:
-    return {"attention": attention, "kv_cache_memory": MEMORY, "max_num_seqs": 8, **config}
+prompt_lens = st.lists(st.one_of(st.integers(1, 20), st.integers(1, 700)), min_size=1, max_size=6)
 
 
 @pytest.fixture(autouse=True)
@@ -31,29 +29,28 @@ def exact_products() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("attention", ["torch", "triton"])
-@examples(quick=10, full=60)
-@given(config=configs(), lens=st.lists(st.one_of(st.integers(1, 20), st.integers(1, 700)), min_size=1, max_size=6), seed=st.integers(0, 1000))
-def test_greedy_tokens_in_float32_are_those_of_transformers(attention: str, graphs: bool, config: Any, lens: list[int], seed: int) -> None:
+@examples(quick=24, full=200)
+@given(config=configs(), lens=prompt_lens, seed=st.integers(0, 1000))
+def test_greedy_tokens_in_float32_are_those_of_transformers(config: Any, lens: list[int], seed: int) -> None:
     config.max_position_embeddings = MAX_LEN
-    if attention == "triton" and config.to_dict().get("head_dim", 8) % 8:
-        config.head_dim = 8
     prompts = random_prompts(lens, config.vocab_size, seed)
+    compared = set()
     with checkpoint(config, seed) as (directory, model):
-        try:
-            outputs = run(directory, prompts, [greedy(16)] * len(prompts), **on_gpu(attention, max_num_batched_tokens=300, cuda_graphs=graphs))
-        except Exception as error:
-            if "head size" in str(error):
-                return
-            raise
-        for prompt, tokens in zip(prompts, tokens_of(outputs), strict=True):
-            compare_greedy(model, prompt, tokens, COUNTS)
+        for attention, graphs in WAYS:
+            settings = settings_for(attention, max_num_batched_tokens=300, cuda_graphs=graphs)
+            for prompt, tokens in zip(prompts, tokens_of(run(directory, prompts, [greedy(16)] * len(prompts), **settings)), strict=True):
+                if (pair := (*prompt, -1, *tokens)) not in compared:
+                    compare_greedy(model, prompt, tokens, COUNTS)
+                    compared.add(pair)
 
 
-SMALL = Qwen3Config(
-    vocab_size=997, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=64
-)
+def test_ties_are_at_most_one_in_ten_thousand() -> None:
+    """Of the tokens compared above; a handful of ties in a short run is already too many."""
+    print(f"\n{COUNTS.tokens} tokens compared, {COUNTS.ties} ties")
+    assert COUNTS.ties <= max(1, COUNTS.tokens // 10_000)
+
+
+SMALL = Qwen3Config(**{**SHAPES[0].fields, "vocab_size": 997}, num_hidden_layers=3, head_dim=SHAPES[0].head_size)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -63,9 +60,9 @@ def test_tokens_are_the_same_with_and_without_graphs_overlap_chunks_and_preempti
         SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True, detokenize=False, output_kind="final") for i in range(6)
     ]
     with checkpoint(SMALL) as (directory, _):
-        plain = on_gpu("triton", overlap=False, cuda_graphs=False, max_model_len=256)
+        plain = settings_for("triton", overlap=False, cuda_graphs=False, max_model_len=256)
         expected = tokens_of(run(directory, prompts, params, **plain))
-        changed = [{"cuda_graphs": True, "overlap": True}, {"max_num_batched_tokens": 33}, {"executor": {"name": "local", "num_blocks": 20}}]
-        changed += [{"attention": "torch"}, {"block_size": 64}]
+        changed = [{"cuda_graphs": True, "overlap": True}, {"max_num_batched_tokens": 33}]
+        changed += [{"executor": {"name": "local", "device": "cuda", "num_blocks": 20}}, {"attention": "torch"}, {"block_size": 64}]
         for change in changed:
             assert tokens_of(run(directory, prompts, params, **{**plain, "cuda_graphs": True, "overlap": True, **change})) == expected, change

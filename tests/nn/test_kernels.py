@@ -14,11 +14,12 @@ from transformers import LlamaConfig, Qwen3Config
 pytest.importorskip("triton")
 
 from dovetail.api.attention import AttentionLayer, FusedCache, LayerSpec
-from dovetail.nn import activation, logprobs, norm, qkv
+from dovetail.nn import activation, linear, logprobs, norm, qkv
 from dovetail.nn.activation import silu_mul
-from dovetail.nn.kernels import available
+from dovetail.nn.kernels import available, one_row
+from dovetail.nn.kernels import rms_norm as norm_kernel
 from dovetail.nn.logprobs import top_logprobs
-from dovetail.nn.norm import QKNorm, add_rms_norm
+from dovetail.nn.norm import QKNorm
 from dovetail.nn.qkv import turn_and_write
 from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
 from dovetail.runtime.weights import dummy_weights
@@ -46,7 +47,7 @@ def test_the_kernels_hold_in_tritons_interpreter() -> None:
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's kernels take tensors of the CPU."""
     if INTERPRETED:
-        for module in (activation, logprobs, norm, qkv):
+        for module in (activation, linear, logprobs, norm, qkv):
             monkeypatch.setattr(module, "use_kernels", lambda *tensors: True)
 
 
@@ -58,31 +59,55 @@ def test_a_cpu_tensor_never_meets_a_kernel() -> None:
     assert not available.use_kernels(torch.zeros(2))
 
 
-# ---- residual and norm
+# ---- norm
 
 
 @runs_kernels
-@pytest.mark.usefixtures("with_kernels")
-@given(rows=st.integers(0, 5), size=st.sampled_from([1, 2, 48, 64, 1000, 2048]), dtype=dtypes, seed=seeds)
+@given(rows=st.integers(0, 5), size=st.sampled_from([1, 2, 48, 64, 1000, 5120, 16384]), dtype=dtypes, seed=seeds)
 @some
-def test_adding_norm_is_its_twin(rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
+def test_rms_norm_is_its_twin(rows: int, size: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
-    x, residual, weight = randn(rows, size, dtype=dtype), randn(rows, size, dtype=dtype), randn(size, dtype=dtype)
-    kept, summed = x.clone(), x + residual
-    normed = add_rms_norm(x, residual, weight, 1e-5)
-    wide = summed.double()
-    assert torch.equal(residual, summed)
-    assert torch.equal(x, kept)
-    assert_close(normed, wide / torch.sqrt((wide**2).mean(-1, keepdim=True) + 1e-5) * weight.double())
+    x, weight = randn(rows, size, dtype=dtype), randn(size, dtype=dtype)
+    assert_close(norm_kernel.rms_norm(x, weight, 1e-5), exact_norm(x, weight, 1e-5))
+
+
+def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.double()
+    return wide / torch.sqrt((wide**2).mean(-1, keepdim=True) + eps) * weight.double()
+
+
+# ---- a linear layer of one row
 
 
 @runs_kernels
-@pytest.mark.usefixtures("with_kernels")
-@pytest.mark.parametrize("size", [5120, 16384])
-def test_wide_rows_are_normed(size: int) -> None:
-    x, residual, weight = randn(2, size), randn(2, size), randn(size)
-    wide = (x + residual).double()
-    assert_close(add_rms_norm(x, residual, weight, 1e-6), wide / torch.sqrt((wide**2).mean(-1, keepdim=True) + 1e-6) * weight.double())
+@given(
+    inputs=st.sampled_from([1, 40, 64, 1000, 3072, 9000]),
+    outputs=st.sampled_from([1, 7, 16, 50]),
+    normed=st.booleans(),
+    biased=st.booleans(),
+    after=st.sampled_from(["nothing", "gate", "add"]),
+    dtype=dtypes,
+    seed=seeds,
+)
+@some
+def test_a_row_goes_through_a_linear_layer_as_many_do(
+    inputs: int, outputs: int, normed: bool, biased: bool, after: str, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    x, norm_weight, residual = randn(1, inputs, dtype=dtype), randn(inputs, dtype=dtype), randn(1, outputs, dtype=dtype)
+    weight, bias = randn(outputs * (2 if after == "gate" else 1), inputs, dtype=dtype) / inputs**0.5, randn(outputs * 2, dtype=dtype)
+    bias = bias[: len(weight)] if biased else None
+    values = exact_norm(x, norm_weight, 1e-5) if normed else x.double()
+    expected = values @ weight.double().T + (0 if bias is None else bias.double())
+    if after == "gate":
+        gate, up = expected.chunk(2, dim=-1)
+        expected = gate * torch.sigmoid(gate) * up
+    if after == "add":
+        expected = expected + residual.double()
+    out = residual if after == "add" else None
+    result = one_row.linear(x, weight, bias, norm=(norm_weight, 1e-5) if normed else None, gated=after == "gate", out=out)
+    assert_close(result, expected)
+    assert out is None or result is out
 
 
 # ---- silu and product

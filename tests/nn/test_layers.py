@@ -11,7 +11,7 @@ from scipy.special import log_softmax
 
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.logprobs import top_logprobs
-from dovetail.nn.norm import QKNorm, RMSNorm, add_rms_norm, rms_norm
+from dovetail.nn.norm import QKNorm, RMSNorm, rms_norm
 from tests.models.oracle import context
 from tests.support import examples
 
@@ -42,15 +42,6 @@ def test_rms_norm_is_its_definition(rows: int, size: int, magnitude: float, eps:
     torch.testing.assert_close(half.double(), plain_rms_norm(rounded, weight.bfloat16(), eps), atol=1e-2, rtol=1e-2)
 
 
-def test_adding_norm_changes_the_residual_and_leaves_x() -> None:
-    x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
-    kept, summed = x.clone(), x + residual
-    normed = add_rms_norm(x, residual, weight, 1e-6)
-    assert torch.equal(residual, summed)
-    assert torch.equal(x, kept)
-    assert torch.equal(normed, rms_norm(summed, weight, 1e-6))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_qk_norm_is_two_norms(dtype: torch.dtype) -> None:
     both = QKNorm(4, 2, 8, 1e-6, context())
@@ -66,7 +57,6 @@ def test_a_norm_layer_holds_its_weight_and_eps() -> None:
     layer, x = RMSNorm(8, 0.5, context()), torch.randn(2, 8)
     layer.weight.load(torch.arange(8.0))
     assert torch.equal(layer(x), rms_norm(x, torch.arange(8.0), 0.5))
-    assert torch.equal(layer.add(x, torch.zeros(2, 8)), layer(x))
 
 
 def test_silu_mul_gates_by_the_first_half() -> None:

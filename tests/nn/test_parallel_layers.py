@@ -48,9 +48,20 @@ def test_row_shares_add_up_with_the_bias_once(size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_gate_and_up_of_a_rank_belong_together(size: int) -> None:
     x, gate, up = torch.randn(3, 5), torch.randn(8, 5), torch.randn(8, 5)
-    shares = [load(GateUpParallelLinear(5, 8, own, bias=False), {"gate": gate, "up": up})(x).chunk(2, dim=1) for own in ranks(size)]
-    for index, whole in enumerate((gate, up)):
-        torch.testing.assert_close(torch.cat([share[index] for share in shares], dim=1), F.linear(x, whole))
+    shares = [load(GateUpParallelLinear(5, 8, own, bias=False), {"gate": gate, "up": up})(x) for own in ranks(size)]
+    torch.testing.assert_close(torch.cat(shares, dim=1), F.silu(F.linear(x, gate)) * F.linear(x, up))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_what_a_row_parallel_layer_adds_is_what_it_gives(size: int, bias: bool) -> None:
+    x, weight, residual = torch.randn(3, 8), torch.randn(5, 8), torch.randn(3, 5)
+    for own in ranks(size):
+        layer = load(RowParallelLinear(8, 5, own, bias=bias), {None: weight}, {None: torch.randn(5)} if bias else {})
+        part = x.chunk(size, dim=1)[own.parallel.rank]
+        summed = residual.clone()
+        layer.add_to(summed, part)
+        torch.testing.assert_close(summed, residual + layer(part))
 
 
 @pytest.mark.parametrize(("size", "heads", "kv_heads"), [(1, 4, 2), (2, 4, 2), (4, 8, 4), (4, 4, 2), (4, 4, 1), (2, 6, 1)])

@@ -25,8 +25,8 @@ def names(*args: object) -> list[str]:
 
 def test_built_ins_in_order_of_preference() -> None:
     assert names(registry(backend("torch"), backend("triton"), backend("odd"), backend("flash_attn"))) == [
-        "dovetail:flash_attn",
         "dovetail:triton",
+        "dovetail:flash_attn",
         "dovetail:torch",
     ]
 

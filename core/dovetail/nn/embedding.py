@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from dovetail.api.model import BuildContext
 from dovetail.nn.layer import Layer
+from dovetail.nn.linear import linear
 from dovetail.nn.parameter import Part, Weight
 
 
@@ -49,7 +50,7 @@ class LMHead(Layer):
         self.weight = tied.weight if tied is not None else vocab_weight(vocab_size, hidden_size, context)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(hidden, self.weight)
+        logits = linear(hidden, self.weight)
         if self.group.size == 1:
             return logits
         return self.group.all_gather(logits, dim=-1)[:, : self.vocab_size]

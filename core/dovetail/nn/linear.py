@@ -2,6 +2,9 @@
 
 Column-parallel layers give each rank a share of the outputs; a row-parallel layer takes such shares as its input and sums over the ranks.
 A column-parallel layer and then a row-parallel one need one all-reduce together (Megatron-LM, arXiv:1909.08053).
+
+What surrounds a layer in a decoder is told to the layer, so that a kernel can do it on the way: the norm of its input, the gate of its outputs, the
+residual stream that it adds to.
 """
 
 from __future__ import annotations
@@ -13,8 +16,25 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.api.model import BuildContext
+from dovetail.nn.activation import silu_mul
+from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.layer import Layer
+from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import Part, Weight, kv_share, share, whole
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, norm: RMSNorm | None = None) -> torch.Tensor:
+    """x [tokens, in], normed first if there is a norm -> [tokens, out]."""
+    if _is_one_row(x, weight):
+        from dovetail.nn.kernels import one_row
+
+        return one_row.linear(x, weight, bias, norm=None if norm is None else (norm.weight, norm.eps))
+    return F.linear(x if norm is None else norm(x), weight, bias)
+
+
+def _is_one_row(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernel for one row is the one to take: it computes as the tensor cores do, so not float32."""
+    return x.shape[0] == 1 and x.dtype in (torch.bfloat16, torch.float16) and use_kernels(x, weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +49,7 @@ class Columns:
 class MergedColumnParallelLinear(Layer):
     """Several linear layers of one input, computed as one: their outputs lie beside each other, in the order of `parts` (shard id -> columns).
 
-    x [tokens, in] -> [tokens, sum of this rank's sizes].
+    x [tokens, in], normed first if there is a norm -> [tokens, sum of this rank's sizes].
     """
 
     def __init__(self, in_features: int, parts: Mapping[str | None, Columns], context: BuildContext, *, bias: bool) -> None:
@@ -44,8 +64,8 @@ class MergedColumnParallelLinear(Layer):
         self.weight = Weight((at, in_features), weights, context)
         self.bias = Weight((at,), biases, context) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        return linear(x, self.weight, self.bias, norm)
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
@@ -71,12 +91,19 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
-    """x [tokens, hidden] -> [tokens, 2 * intermediate / size]: this rank's gate, then its up. Shard ids: "gate", "up"."""
+    """x [tokens, hidden], normed first if there is a norm -> silu(gate(x)) * up(x) [tokens, intermediate / size]. Shard ids: "gate", "up"."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, context: BuildContext, *, bias: bool) -> None:
         size = share(intermediate_size, context.parallel, "intermediate_size")
         part = Columns(intermediate_size, context.parallel.rank * size, size)
         super().__init__(hidden_size, {"gate": part, "up": part}, context, bias=bias)
+
+    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+        if _is_one_row(x, self.weight):
+            from dovetail.nn.kernels import one_row
+
+            return one_row.linear(x, self.weight, self.bias, norm=None if norm is None else (norm.weight, norm.eps), gated=True)
+        return silu_mul(super().forward(x, norm))
 
 
 class RowParallelLinear(Layer):
@@ -91,4 +118,15 @@ class RowParallelLinear(Layer):
         self.bias = whole((out_features,), context) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.group.all_reduce(F.linear(x, self.weight, self.bias if self.group.rank == 0 else None))
+        return self.group.all_reduce(linear(x, self.weight, self.bias if self.group.rank == 0 else None))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """residual [tokens, out] += self(x)."""
+        if self.group.size > 1 or self.bias is not None:
+            residual.add_(self(x))
+        elif _is_one_row(x, self.weight):
+            from dovetail.nn.kernels import one_row
+
+            one_row.linear(x, self.weight, out=residual)
+        else:
+            residual.addmm_(x, self.weight.t())

@@ -1,4 +1,4 @@
-"""RMSNorm (arXiv:1910.07467): alone, after adding to the residual stream, and of the heads of q and k."""
+"""RMSNorm (arXiv:1910.07467): of a token, and of the heads of q and k."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.device.type == "cpu" and x.dtype == torch.float32:
         return _rms_norm_in_few_ops(x, weight, eps)
     if weight.ndim == 1:
+        if use_kernels(x, weight):
+            from dovetail.nn.kernels import rms_norm as kernels
+
+            return kernels.rms_norm(x, weight, eps)
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
 
@@ -37,15 +41,6 @@ def _constant(value: float) -> torch.Tensor:
     return torch.tensor(value)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Adds x to `residual` in place, and returns the norm of the sum. Both [..., size]."""
-    if use_kernels(x, residual):
-        from dovetail.nn.kernels import add_norm
-
-        return add_norm.add_rms_norm(x, residual, weight, eps)
-    return rms_norm(residual.add_(x), weight, eps)
-
-
 class RMSNorm(Layer):
     """x [..., size] -> the same shape."""
 
@@ -56,10 +51,6 @@ class RMSNorm(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Adds x to `residual` in place, and returns the norm of the sum."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class QKNorm(Layer):

@@ -13,7 +13,7 @@ from dovetail.registry.resolved import ResolvedComponent
 from dovetail.where import Where
 
 AUTO = "auto"
-PREFERENCE = ("flash_attn", "triton", "torch")  # best first
+PREFERENCE = ("triton", "flash_attn", "torch")  # best first, as measured in docs/performance.md
 
 
 def attention_candidates(

@@ -18,19 +18,40 @@ from numpy.typing import NDArray
 from dovetail.api.attention import AttentionBackend, AttentionBatch
 from dovetail.api.sampler import Sampler
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.transfer import to_device
+
+Int64 = NDArray[np.int64]
 
 WARM_UPS = 2  # runs before a capture: kernels are compiled, workspaces made
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """One size. `rows` is its input, the others are its outputs; all are overwritten by the next replay."""
+    """One size. What `inputs` holds is read by a replay, and `outputs` written."""
 
     graph: torch.cuda.CUDAGraph
-    rows: torch.Tensor  # [size] int64
-    token_ids: torch.Tensor  # [size] int64
-    broken: torch.Tensor  # [size] bool: the hidden state holds NaN
+    inputs: Inputs
+    outputs: torch.Tensor  # [2, size] int64: the sampled ids, and whether the hidden state holds NaN
+
+
+class Inputs:
+    """What the host tells of a step's rows, in one piece of device memory, so that it comes in one copy."""
+
+    def __init__(self, size: int, nobody: int, device: torch.device) -> None:
+        self.size, self._nobody = size, nobody
+        self._all = torch.zeros(5 * size, dtype=torch.int32, device=device)
+        self.rows, self.slots = self._all[: 4 * size].view(torch.int64).view(2, size)
+        self.kv_lens = self._all[4 * size :]  # int32
+        self.query_starts = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self.fill(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+    def fill(self, rows: Int64, slots: Int64, kv_lens: Int64) -> None:
+        """Enqueue the copy. [n] each, n <= size; the rest stands for nobody's row, whose token goes nowhere."""
+        host, count = np.zeros(5 * self.size, np.int32), len(rows)
+        numbers = host[: 4 * self.size].view(np.int64).reshape(2, self.size)
+        numbers[0, :count], numbers[0, count:] = rows, self._nobody
+        numbers[1, :count], numbers[1, count:] = slots, -1
+        host[4 * self.size : 4 * self.size + count] = kv_lens
+        self._all.copy_(torch.from_numpy(host).pin_memory(), non_blocking=True)
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -41,70 +62,80 @@ def graph_sizes(max_rows: int) -> list[int]:
     return sorted((size for size in sizes if size <= max_rows), reverse=True)
 
 
+def sharing_sizes(max_rows: int) -> list[int]:
+    """The same, for steps that read a shared prefix once: few, for each costs start-up time."""
+    return sorted({min(1 << power, max_rows) for power in range(2, max_rows.bit_length() + 1)}, reverse=True)
+
+
 class DecodeGraphs:
-    """All sizes, sharing one memory pool: one replay at a time uses it."""
+    """All sizes, sharing one memory pool: one replay at a time uses it. A backend that can read a shared prefix once gets graphs of their own for
+    that, so that all other steps don't pay for looking."""
 
     def __init__(self, model: Any, backend: AttentionBackend, sampler: Sampler, rows: RowState) -> None:
         self._model, self._backend, self._sampler, self._rows = model, backend, sampler, rows
-        self._graphs: dict[int, DecodeGraph] = {}
-        self._size_for = np.zeros(rows.max_rows + 1, np.int64)  # number of rows -> padded size
+        self._graphs: dict[tuple[bool, int], DecodeGraph] = {}  # (shares a prefix, size)
+        self._size_for = np.zeros((2, rows.max_rows + 1), np.int64)  # the same, number of rows -> size
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Record every size. The KV pool must be there."""
-        sizes, pool = graph_sizes(self._rows.max_rows), None
-        for done, size in enumerate(sizes):
-            rows = torch.full((size,), self._rows.max_rows, dtype=torch.int64, device=self._rows.device)
-            self._backend.plan(self._padding(rows))
-            stream = torch.cuda.Stream(self._rows.device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UPS if done == 0 else 1):
-                    self._decode(rows)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                token_ids, broken = self._decode(rows)
-            pool = pool or graph.pool()
-            self._graphs[size] = DecodeGraph(graph, rows, token_ids, broken)
-            self._size_for[: size + 1] = size
+        wanted = [(False, size) for size in graph_sizes(self._rows.max_rows)]
+        if self._backend.capabilities.shared_prefix:
+            wanted += [(True, size) for size in sharing_sizes(self._rows.max_rows)]
+        pool = None
+        for done, (shares, size) in enumerate(wanted):
+            captured = self._capture(shares, size, pool, WARM_UPS if done == 0 else 1)
+            pool = pool or captured.graph.pool()
+            self._graphs[shares, size] = captured
+            self._size_for[int(shares), : size + 1] = size
             if progress is not None:
-                progress("capturing CUDA graphs", done + 1, len(sizes))
+                progress("capturing CUDA graphs", done + 1, len(wanted))
 
-    def replay(self, host_rows: NDArray[np.int64], shared_prefix_blocks: int) -> DecodeGraph:
-        """Enqueue a step in which each of `host_rows` computes its last known token and samples the next. The outputs' first entries are theirs."""
+    def replay(self, host_rows: Int64, shared_prefix_blocks: int) -> torch.Tensor:
+        """Enqueue a step in which each of `host_rows` computes its last known token and samples the next. Returns `DecodeGraph.outputs`, whose
+        first entries are theirs, and which the next replay overwrites."""
         state, count = self._rows, len(host_rows)
-        graph = self._graphs[int(self._size_for[count])]
-        size = len(graph.rows)
-        numbers = np.zeros((2, size), np.int64)  # rows; tokens that each can see
-        numbers[0, :count], numbers[0, count:] = host_rows, state.max_rows
-        numbers[1, :count] = state.known[host_rows]
-        rows, lens = to_device(numbers, state.device)
-        graph.rows.copy_(rows)
-        places = (lens - 1).clamp_(min=0)
-        blocks = state.block_table.view(-1).take(rows * state.max_blocks + places // state.block_size)
-        slots = torch.where(lens > 0, blocks.long() * state.block_size + places % state.block_size, -1)
-        kv_lens = numbers[1, :count].astype(np.int32)
-        widest = -(-int(kv_lens.max()) // state.block_size)
-        self._backend.plan(
-            AttentionBatch(
-                num_rows=count,
-                num_tokens=count,
-                query_starts=self._starts(size),
-                kv_lens=lens.to(torch.int32),
-                block_table=state.block_table[:, :widest].index_select(0, rows),
-                slots=slots,
-                host_query_lens=np.ones(count, np.int32),
-                host_kv_lens=kv_lens,
-                shared_prefix_blocks=shared_prefix_blocks,
-            )
-        )
-        graph.graph.replay()
+        shares = shared_prefix_blocks > 0 and self._backend.capabilities.shared_prefix
+        captured = self._graphs[shares, int(self._size_for[int(shares), count])]
+        kv_lens, inputs = state.known[host_rows], captured.inputs
+        inputs.fill(host_rows, state.slots(host_rows, kv_lens - 1), kv_lens)
+        self._backend.plan(self._batch(inputs, kv_lens, shared_prefix_blocks))
+        captured.graph.replay()
         state.known[host_rows] += 1
-        return graph
+        return captured.outputs
 
-    def _decode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is recorded: device work only, at fixed addresses. rows [size] int64 -> sampled ids [size] int64, whether NaN [size] bool."""
+    def _batch(self, inputs: Inputs, kv_lens: Int64, shared_prefix_blocks: int) -> AttentionBatch:
+        state, count = self._rows, len(kv_lens)
+        widest = -(-int(kv_lens.max()) // state.block_size)
+        return AttentionBatch(
+            num_rows=count,
+            num_tokens=count,
+            query_starts=inputs.query_starts,
+            kv_lens=inputs.kv_lens,
+            block_table=state.block_table[:, :widest].index_select(0, inputs.rows),
+            slots=inputs.slots,
+            host_query_lens=np.ones(count, np.int32),
+            host_kv_lens=kv_lens.astype(np.int32),
+            shared_prefix_blocks=shared_prefix_blocks,
+        )
+
+    def _capture(self, shares: bool, size: int, pool: Any, warm_ups: int) -> DecodeGraph:
+        """Of a step of nobody's row alone, which reads one token of block 0 and writes nothing."""
+        inputs = Inputs(size, self._rows.max_rows, self._rows.device)
+        self._backend.plan(self._batch(inputs, np.ones(1, np.int64), int(shares)))
+        stream = torch.cuda.Stream(self._rows.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(warm_ups):
+                self._decode(inputs.rows)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            outputs = self._decode(inputs.rows)
+        return DecodeGraph(graph, inputs, outputs)
+
+    def _decode(self, rows: torch.Tensor) -> torch.Tensor:
+        """What is recorded: device work only, at fixed addresses. rows [size] int64 -> `DecodeGraph.outputs`."""
         state = self._rows
         positions = state.num_tokens[rows].long() - 1
         places = rows * state.row_width + positions
@@ -113,23 +144,4 @@ class DecodeGraphs:
         state.token_ids.view(-1)[places + 1] = token_ids.to(torch.int32)
         state.num_tokens[rows] = (positions + 2).to(torch.int32)
         state.num_tokens[state.max_rows :].fill_(1)  # the row of nobody stays as it was
-        return token_ids, hidden.isnan().any(dim=1)
-
-    def _padding(self, rows: torch.Tensor) -> AttentionBatch:
-        """A step of nobody's row alone, which reads one token of block 0 and writes nothing."""
-        size = len(rows)
-        lens = torch.zeros(size, dtype=torch.int32, device=rows.device)
-        lens[0] = 1
-        return AttentionBatch(
-            num_rows=1,
-            num_tokens=1,
-            query_starts=self._starts(size),
-            kv_lens=lens,
-            block_table=self._rows.block_table[:, :1].index_select(0, rows),
-            slots=torch.full((size,), -1, dtype=torch.int64, device=rows.device),
-            host_query_lens=np.ones(1, np.int32),
-            host_kv_lens=np.ones(1, np.int32),
-        )
-
-    def _starts(self, size: int) -> torch.Tensor:
-        return torch.arange(size + 1, dtype=torch.int32, device=self._rows.device)
+        return torch.stack((token_ids, hidden.isnan().any(dim=1).long()))

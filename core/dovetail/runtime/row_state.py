@@ -31,7 +31,8 @@ class RowState:
         self.num_tokens[max_rows] = 1
         self.prompt_lens = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self.block_table = torch.zeros((max_rows + 1, self.max_blocks), dtype=torch.int32, device=device)
-        # The host's own counts, int64
+        # The host's own copies: of the tables, and counts in int64
+        self.host_blocks = np.zeros((max_rows, self.max_blocks), np.int32)  # equals block_table
         self.known = np.zeros(max_rows, np.int64)  # equals num_tokens
         self.computed = np.zeros(max_rows, np.int64)  # tokens whose K and V are there, or enqueued
         self.num_blocks = np.zeros(max_rows, np.int64)
@@ -65,6 +66,11 @@ class RowState:
                 f"{self.max_len}, and only the last known token can sample"
             )
 
+    def slots(self, rows: Int64, positions: Int64) -> Int64:
+        """Where in the paged cache the K and V of these tokens of these rows lie: block id * block size + offset. [n] each."""
+        blocks = self.host_blocks[rows, positions // self.block_size].astype(np.int64)
+        return blocks * self.block_size + positions % self.block_size
+
     def advance(self, rows: NDArray[np.int32], num_tokens: NDArray[np.int32]) -> None:
         """So many tokens more of each row are computed."""
         self.computed[rows] += num_tokens
@@ -93,6 +99,7 @@ class RowState:
         self.num_blocks[rows] = [len(new.blocks) for new in added]
         for new in added:
             self.request_ids[new.row] = new.request_id
+            self.host_blocks[new.row, : len(new.blocks)] = new.blocks
             self.prompt_logprobs[new.row] = -1 if new.sampling.prompt_logprobs is None else new.sampling.prompt_logprobs
         device_rows = to_device(rows, self.device)
         self.num_tokens.index_copy_(0, device_rows, to_device(self.known[rows].astype(np.int32), self.device))
@@ -108,6 +115,7 @@ class RowState:
             row = int(rows[(places >= self.max_blocks).argmax()])
             raise DovetailError(f"request {self.request_ids[row]!r} was given more than the {self.max_blocks} blocks that a row holds")
         np.add.at(self.num_blocks, rows, 1)
+        self.host_blocks[rows, places] = blocks[order]
         flat = to_device(rows * self.max_blocks + places, self.device)
         self.block_table.view(-1).index_copy_(0, flat, to_device(blocks[order], self.device))
 

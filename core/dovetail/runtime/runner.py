@@ -20,10 +20,12 @@ from dovetail.api.sampler import Sampler, TopLogprobs
 from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.runtime.decode_graphs import DecodeGraphs
+from dovetail.runtime.mixed_graphs import MixedGraphs
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.transfer import HostCopy, to_device
 
 LOGITS_AT_ONCE = 1 << 24  # numbers: prompt logprobs are computed in slices of so many
+SHARING_WORTH = 4096  # tokens of K and V not read: with fewer, reading together costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,20 @@ class PendingStep:
     started: float  # when submitted, in seconds on the engine's clock
     token_ids: HostCopy | None = None  # [n] of the rows that sample
     broken: HostCopy | None = None  # [n] bool: their hidden states hold NaN
+    replayed: HostCopy | None = None  # [2, n or more]: both, of a step that was replayed
     logprobs: LogprobsCopy | None = None
     prompt_logprobs: dict[int, LogprobsCopy] = field(default_factory=dict)
     ended: float | None = None  # when it had been computed, where `submit` knows
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # on a GPU: begin and end
+
+    def outcome(self, n: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Of the n rows that sample: token ids, and whether they are broken."""
+        if self.replayed is not None:
+            token_ids, broken = self.replayed.value[:, :n]
+            return token_ids, broken
+        if self.token_ids is None or self.broken is None:
+            return np.zeros(0, np.int64), np.zeros(0, np.bool_)
+        return self.token_ids.value, self.broken.value
 
 
 class Runner:
@@ -75,7 +87,8 @@ class Runner:
         self.device = rows.device
         self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions whose logits are made at once
         self._pending: deque[PendingStep] = deque()
-        self.graphs: DecodeGraphs | None = None  # put there once captured
+        self.graphs: DecodeGraphs | None = None  # put there once captured, as is the next
+        self.mixed_graphs: MixedGraphs | None = None
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingStep:
@@ -104,11 +117,10 @@ class Runner:
             raise DovetailError(f"step {pending.step} was collected, but {oldest}")
         started, ended = self._wait(self._pending.popleft())
         token_ids = np.full(len(pending.samples), -1, np.int64)
-        failed: dict[int, str] = {}
-        if pending.token_ids is not None and pending.broken is not None:
-            token_ids[pending.samples] = pending.token_ids.value
-            sampling = np.flatnonzero(pending.samples)
-            failed = {int(sampling[place]): "the model's hidden state holds NaN" for place in np.flatnonzero(pending.broken.value)}
+        sampling = np.flatnonzero(pending.samples)
+        sampled, broken = pending.outcome(len(sampling))
+        token_ids[sampling] = sampled
+        failed = {int(sampling[place]): "the model's hidden state holds NaN" for place in np.flatnonzero(broken)}
         return Result(
             step=pending.step,
             token_ids=token_ids,
@@ -129,10 +141,13 @@ class Runner:
         return ended - begin.elapsed_time(end) / 1000, ended
 
     def _compute(self, batch: Batch, pending: PendingStep) -> None:
-        """Any step, launched kernel by kernel."""
-        inputs = self._inputs(batch)
+        """Any step: if it is large, launched kernel by kernel."""
+        graphs = self.mixed_graphs
+        size = graphs.size_for(int(batch.num_tokens.sum())) if graphs is not None else None
+        inputs = self._inputs(batch, size)
         self.backend.plan(inputs.attention)
-        hidden = self.model(inputs.token_ids, inputs.positions)
+        run = self.model if graphs is None or size is None else graphs.run
+        hidden = run(inputs.token_ids, inputs.positions)
         self._ask_prompt_logprobs(batch, inputs, hidden, pending)
         if batch.samples.any():
             self._sample(batch, inputs, hidden, pending)
@@ -144,9 +159,12 @@ class Runner:
         return single and self.sampler.capturable(rows.astype(np.int64))
 
     def _replay(self, graphs: DecodeGraphs, batch: Batch, pending: PendingStep) -> None:
-        outputs = graphs.replay(batch.rows.astype(np.int64), batch.shared_prefix_blocks)
-        pending.token_ids = HostCopy(outputs.token_ids[: len(batch.rows)])
-        pending.broken = HostCopy(outputs.broken[: len(batch.rows)])
+        pending.replayed = HostCopy(graphs.replay(batch.rows.astype(np.int64), self._worth_sharing(batch)))
+
+    def _worth_sharing(self, batch: Batch) -> int:
+        """The leading blocks that attention is told to read once for all rows; 0 if that would save too little."""
+        tokens = batch.shared_prefix_blocks * self.rows.block_size
+        return batch.shared_prefix_blocks if tokens * (len(batch.rows) - 1) >= SHARING_WORTH else 0
 
     def _change_rows(self, batch: Batch) -> None:
         self.rows.update(batch)
@@ -157,21 +175,20 @@ class Runner:
             src, dst = (np.array(ids, np.int64) for ids in zip(*((copy.src, copy.dst) for copy in batch.copies), strict=True))
             self.backend.copy_blocks(to_device(src, self.device), to_device(dst, self.device))
 
-    def _inputs(self, batch: Batch) -> StepInputs:
+    def _inputs(self, batch: Batch, size: int | None = None) -> StepInputs:
+        """`size`: tokens that attention is told of, padding included."""
         rows, counts, state = batch.rows.astype(np.int64), batch.num_tokens.astype(np.int64), self.rows
         computed, ends = state.computed[rows], np.cumsum(counts)
         num_tokens = int(ends[-1])
         row_of = np.repeat(rows, counts)  # [tokens]
         host_positions = np.arange(num_tokens) + np.repeat(computed - (ends - counts), counts)
-        positions = to_device(host_positions, self.device)
+        slots = np.full(size or num_tokens, -1)
+        slots[:num_tokens] = state.slots(row_of, host_positions)
         kv_lens = (computed + counts).astype(np.int32)
         max_blocks = -(-int(kv_lens.max()) // state.block_size)
-        size = state.block_size
-        blocks = state.block_table.view(-1).index_select(0, to_device(row_of * state.max_blocks + host_positions // size, self.device))
-        slots = blocks.long() * size + (positions % size if size > 1 else 0)
         return StepInputs(
             token_ids=state.token_ids.view(-1).index_select(0, to_device(row_of * state.row_width + host_positions, self.device)).long(),
-            positions=positions,
+            positions=to_device(host_positions, self.device),
             ends=ends,
             attention=AttentionBatch(
                 num_rows=len(rows),
@@ -179,10 +196,10 @@ class Runner:
                 query_starts=to_device(np.concatenate([[0], ends]).astype(np.int32), self.device),
                 kv_lens=to_device(kv_lens, self.device),
                 block_table=state.block_table[:, :max_blocks].index_select(0, to_device(rows, self.device)),
-                slots=slots,
+                slots=to_device(slots, self.device),
                 host_query_lens=batch.num_tokens,
                 host_kv_lens=kv_lens,
-                shared_prefix_blocks=batch.shared_prefix_blocks,
+                shared_prefix_blocks=self._worth_sharing(batch),
             ),
         )
 

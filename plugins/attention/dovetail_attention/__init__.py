@@ -22,4 +22,11 @@ def dovetail_components() -> list[ComponentSpec]:
             summary="our own paged kernels for NVIDIA GPUs: split decode, ragged prefill, shared prefixes, any block size",
             requires=("triton>=3.5", "torch>=2.11"),
         ),
+        ComponentSpec(
+            kind="attention",
+            name="flash_attn",
+            target="dovetail_attention.flash:FlashAttention",
+            summary="FlashAttention 2 or 3, whichever is installed: NVIDIA GPUs, float16 and bfloat16, blocks of 256",
+            requires=("torch>=2.11",),  # the package itself has several names: the backend looks for them, and says what to install
+        ),
     ]

@@ -107,7 +107,8 @@ class BandMask:
             back = query + self._reach - torch.arange(self._reach + STRETCH, device=self._device)  # how far before the query a key stands
             seen = back >= 0 if self.window is None else (back >= 0) & (back < self.window)
             self._matrix = self.hide(~seen)
-        return self._matrix[:queries, self._reach + queries - keys : self._reach + queries]
+        part = self._matrix[:queries, self._reach + queries - keys : self._reach + queries]
+        return part.clone() if part.is_cuda else part  # torch's kernels there read 16 bytes at once, from where such numbers may begin
 
 
 @dataclass(slots=True)

@@ -19,13 +19,14 @@ from pydantic import BaseModel
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, FusedCache, LayerSpec
 from dovetail.errors import DovetailError
+from dovetail.nn.kernels.chain import chained
 from dovetail_attention import triton_cache, triton_decode, triton_prefill
 from dovetail_attention.triton_step import PREFIX_PARTS, Likeness, Limits, Schedule, StepBuffers
 from dovetail_attention.triton_tuning import HOPPER, INTERPRETED, Tilings
 
 LOG2_E = math.log2(math.e)
 COPY_WIDTH = 2048
-MERGE_WIDTH = 16  # segments at once
+MERGE_NUMBERS = 4096  # that a program merges at once
 LEAST_M = 16  # queries of a tile for the tensor cores
 INTERPRETED_PROCESSORS = 4
 
@@ -127,7 +128,7 @@ class TritonLayer(AttentionLayer):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if schedule.zero_from is not None:
             out[schedule.zero_from :] = 0
-        if schedule.merge_rows:
+        if schedule.decodes:
             self._decode(q, out, step, schedule)
         if schedule.num_tiles:
             self._prefill(q, out, step, schedule)
@@ -151,15 +152,24 @@ class TritonLayer(AttentionLayer):
         }
 
     def _decode(self, q: torch.Tensor, out: torch.Tensor, step: StepBuffers, schedule: Schedule) -> None:
-        tables, tiling, scale = schedule.tables, schedule.decode_tiling, self.spec.scale * LOG2_E
-        constants = self._constants(q)
-        if schedule.prefix.parts or (schedule.may_share and torch.cuda.is_current_stream_capturing()):
-            tiles = -(-schedule.merge_rows * self._likeness.group // schedule.prefix_queries)
+        tables, tiling = schedule.tables, schedule.decode_tiling
+        known = {
+            "bounds": schedule.bounds,
+            "rows": schedule.rows,
+            "partial": schedule.partial,
+            "partial_lse": schedule.partial_lse,
+            "prefix_slot": tables.slots,
+            "prefix_stride": tables.max_rows,
+            "scale": self.spec.scale * LOG2_E,
+            "N": tiling.keys,
+            **self._constants(q),
+            **chained(q.device),
+        }
+        if schedule.prefix.parts or (schedule.may_share and q.is_cuda and torch.cuda.is_current_stream_capturing()):
+            tiles = -(-schedule.decodes * self._likeness.group // schedule.prefix_queries)
             triton_decode.attend_prefix[(self.spec.kv_heads, tiles, PREFIX_PARTS)](
-                q, self._k, self._v, step.table, schedule.rows, schedule.prefix_bounds, schedule.partial, schedule.partial_lse,
-                tables.slots, tables.max_rows, scale,
-                M=schedule.prefix_queries, N=tiling.keys, num_warps=4, num_stages=tiling.stages, **constants,
-            )  # fmt: skip
+                q, self._k, self._v, step.table, M=schedule.prefix_queries, num_warps=4, num_stages=tiling.stages, **known
+            )
         triton_decode.decode_shares[(self.spec.kv_heads, tables.shares)](
             q,
             out,
@@ -167,29 +177,14 @@ class TritonLayer(AttentionLayer):
             self._v,
             step.table,
             schedule.decode,
-            schedule.segments,
-            schedule.partial,
-            schedule.partial_lse,
-            scale,
+            segments=schedule.segments,
+            arrived=schedule.arrived,
             TABLE_STRIDE=step.limits.blocks,
             M=max(1 if q.dtype == torch.float32 else LEAST_M, 1 << (self._likeness.group - 1).bit_length()),
-            N=tiling.keys,
+            MERGED=max(1, MERGE_NUMBERS // (self._likeness.padded_size << (self._likeness.group - 1).bit_length())),
             num_warps=tiling.warps,
             num_stages=tiling.stages,
-            **constants,
-        )
-        triton_decode.merge_segments[(schedule.merge_rows, self.spec.heads)](
-            out,
-            schedule.rows,
-            schedule.prefix_bounds,
-            schedule.partial,
-            schedule.partial_lse,
-            tables.slots,
-            tables.max_rows,
-            HEADS=self.spec.heads,
-            D=self.spec.head_size,
-            D_PADDED=self._likeness.padded_size,
-            N=MERGE_WIDTH,
+            **known,
         )
 
     def _prefill(self, q: torch.Tensor, out: torch.Tensor, step: StepBuffers, schedule: Schedule) -> None:

@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""Decode: rows of one query token each. All tokens of all rows, laid end to end, are cut into equal shares, one a program and kv head; a row that
-was cut is put together again by a second, small kernel (split KV, as in Flash-Decoding; equal shares as in Stream-K, Osama et al., 2023).
+"""Decode: rows of one query token each. All tokens of all rows, laid end to end, are cut into equal shares, one a program and kv head (split KV, as
+in Flash-Decoding; equal shares as in Stream-K, Osama et al., 2023). A row that was cut is put together again by whichever program ends last of those
+that have a part of it.
 
-How the shares are cut is written down by `triton_schedule.DecodeSchedule`; the grids never depend on it, so a CUDA graph may replay them.
+How the shares are cut is written down by `triton_schedule.DecodeTables`; the grids never depend on it, so a CUDA graph may replay them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dovetail_attention.triton_tile import attend_range
+from dovetail.nn.kernels.chain import fetch, let_next_begin, wait
+from dovetail_attention.triton_tile import HIDDEN, attend_range, block_ids
+
+LINE = tl.constexpr(64)  # numbers of 2 bytes that lie in a line of memory
 
 
 @triton.jit
@@ -22,9 +26,14 @@ def decode_shares(
     v_cache,
     table,  # [rows, TABLE_STRIDE] int32
     share_starts,  # [shares + 1] int32: each one's first segment
-    segments,  # [segments, 5] int32: row, token, begin, end, slot
-    partial,  # [slots, HEADS, D] float32
+    bounds,  # [5] int32: parts of the shared prefix, its tokens, rows, padding's first token, padding tokens
+    rows,  # [rows, 3] int32: token, first slot, slots
+    segments,  # [segments, 5] int32: row, token, begin, end, place among `rows`
+    partial,  # [slots, HEADS, D] float32: of each segment; then of the prefix's parts, each `prefix_stride` after the last, from prefix_slot on
     partial_lse,  # [slots, HEADS] float32, base 2
+    arrived,  # [rows, kv heads] int32: segments done; 0 before and after
+    prefix_slot,
+    prefix_stride,
     scale,
     Q_TOKEN_STRIDE: tl.constexpr,
     Q_HEAD_STRIDE: tl.constexpr,
@@ -40,20 +49,28 @@ def decode_shares(
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    MERGED: tl.constexpr,  # slots that are merged at once
+    CHAINED: tl.constexpr,
 ):
-    """Attend over one share of one kv head. A segment is a stretch [begin, end) of a row's tokens; slot -1: it is all that the row sees."""
+    """Attend over one share of one kv head. A segment is a stretch [begin, end) of a row's tokens; place -1: it is all that the row sees."""
+    let_next_begin(CHAINED)
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
     member = tl.arange(0, M)
     d = tl.arange(0, D_PADDED)
     head = kv_head * GROUP + member
     real = (member < GROUP)[:, None] & (d < D)[None, :]
-    for segment in range(tl.load(share_starts + share), tl.load(share_starts + share + 1)):
-        row = tl.load(segments + segment * 5)
-        token = tl.load(segments + segment * 5 + 1).to(tl.int64)
-        begin = tl.load(segments + segment * 5 + 2)
-        end = tl.load(segments + segment * 5 + 3)
-        slot = tl.load(segments + segment * 5 + 4)
+    first_segment, last_segment = tl.load(share_starts + share), tl.load(share_starts + share + 1)
+    row, token, begin, end, place = _segment(segments, first_segment, last_segment)  # written before the step's first kernel
+    if CHAINED:  # so are the tables; and K and V of all tokens but the newest lie there
+        start = begin // N * N
+        blocks = block_ids(table + row.to(tl.int64) * TABLE_STRIDE, start, end, begin, N, BLOCK_SIZE)
+        first_tile = blocks.to(tl.int64) * BLOCK_STRIDE + (start + tl.arange(0, N)) % BLOCK_SIZE * TOKEN_STRIDE + kv_head * HEAD_STRIDE
+        lines = first_tile[:, None] + tl.minimum(tl.arange(0, (D_PADDED + LINE - 1) // LINE) * LINE, D - 1)[None, :]
+        fetch(k_cache + lines)
+        fetch(v_cache + lines)
+    wait(CHAINED)
+    for segment in range(first_segment, last_segment):
         query = tl.load(q + token * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=real, other=0.0)
         acc, top, total = attend_range(
             tl.zeros([M, D_PADDED], tl.float32),
@@ -80,57 +97,76 @@ def decode_shares(
             PRECISION=PRECISION,
         )
         acc = acc / total[:, None]
-        if slot < 0:
+        if place < 0:
             tl.store(out + (token * HEADS + head[:, None]) * D + d[None, :], acc.to(out.dtype.element_ty), mask=real)
         else:
-            place = slot * HEADS + head
-            tl.store(partial + place[:, None] * D + d[None, :], acc, mask=real)
-            tl.store(partial_lse + place, top + tl.log2(total), mask=member < GROUP)
+            at = segment * HEADS + head
+            tl.store(partial + at[:, None] * D + d[None, :], acc, mask=real)
+            tl.store(partial_lse + at, top + tl.log2(total), mask=member < GROUP)
+            tl.debug_barrier()  # all threads have stored, before one of them tells so
+            first, count = tl.load(rows + place * 3 + 1), tl.load(rows + place * 3 + 2)
+            counter = arrived + place * (HEADS // GROUP) + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
+                tl.store(counter, 0)
+                _merge(
+                    out + token * HEADS * D, partial, partial_lse, kv_head * GROUP, first, count, tl.load(bounds), prefix_slot + place, prefix_stride,
+                    HEADS, GROUP, D, D_PADDED, MERGED,
+                )  # fmt: skip
+        row, token, begin, end, place = _segment(segments, segment + 1, last_segment)
+    first_padding = tl.load(bounds + 3).to(tl.int64)
+    for i in range(share, tl.load(bounds + 4), tl.num_programs(1)):
+        tl.store(out + ((first_padding + i) * HEADS + head[:, None]) * D + d[None, :], tl.zeros([M, D_PADDED], out.dtype.element_ty), mask=real)
 
 
 @triton.jit
-def merge_segments(
-    out,
-    rows,  # [rows, 4] int32: token, action, first slot, slots
-    prefix,  # [1] int32: slots of the shared prefix, each prefix_stride after the last, from prefix_slot on
+def _segment(segments, index, last):
+    """What is written of a segment."""
+    record, exists = segments + index * 5, index < last
+    row = tl.load(record, mask=exists, other=0)
+    token = tl.load(record + 1, mask=exists, other=0).to(tl.int64)
+    begin, end = tl.load(record + 2, mask=exists, other=0), tl.load(record + 3, mask=exists, other=0)
+    return row, token, begin, end, tl.load(record + 4, mask=exists, other=0)
+
+
+@triton.jit
+def _merge(
+    out,  # of the token
     partial,
     partial_lse,
+    first_head,
+    first,
+    count,
+    parts,
     prefix_slot,
     prefix_stride,
     HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One head of one row: nothing to do (action 0), merge what its segments found (1), or zeros, for padding (2)."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    token = tl.load(rows + row * 4).to(tl.int64)
-    action = tl.load(rows + row * 4 + 1)
-    if action == 0:
-        return
-    d = tl.arange(0, D_PADDED)
-    acc = tl.zeros([D_PADDED], tl.float32)
-    if action == 1:
-        first = tl.load(rows + row * 4 + 2)
-        own = tl.load(rows + row * 4 + 3)
-        count = own + tl.load(prefix)
-        top = float("-inf")
-        total = 0.0
-        for start in range(0, count, N):
-            i = start + tl.arange(0, N)
-            slot = tl.where(i < own, first + i, prefix_slot + (i - own) * prefix_stride + row)
-            place = slot * HEADS + head
-            lse = tl.load(partial_lse + place, mask=i < count, other=float("-inf"))
-            values = tl.load(partial + place[:, None] * D + d[None, :], mask=(i < count)[:, None] & (d < D)[None, :], other=0.0)
-            new_top = tl.maximum(top, tl.max(lse, 0))
-            weights = tl.exp2(lse - new_top)
-            shrink = tl.exp2(top - new_top)
-            total = total * shrink + tl.sum(weights, 0)
-            acc = acc * shrink + tl.sum(values * weights[:, None], 0)
-            top = new_top
-        acc = acc / total
-    tl.store(out + (token * HEADS + head) * D + d, acc.to(out.dtype.element_ty), mask=d < D)
+    """What the heads of a group see in slots [first, first + count), and in `parts` slots of the prefix, becomes one."""
+    padded: tl.constexpr = triton.next_power_of_2(GROUP)
+    member, d = tl.arange(0, padded), tl.arange(0, D_PADDED)
+    real = (member < GROUP)[:, None] & (d < D)[None, :]
+    inside = (first_head + member)[:, None] * D + d[None, :]
+    acc = tl.zeros([padded, D_PADDED], tl.float32)
+    top, total = tl.full([padded], float("-inf"), tl.float32), tl.zeros([padded], tl.float32)
+    for start in range(0, count + parts, N):
+        i = start + tl.arange(0, N)
+        exists = i < count + parts
+        slot = tl.where(i < count, first + i, prefix_slot + (i - count) * prefix_stride)
+        lse_mask = exists[:, None] & (member < GROUP)[None, :]
+        lse = tl.load(partial_lse + slot[:, None] * HEADS + (first_head + member)[None, :], mask=lse_mask, other=float("-inf"))  # [N, padded]
+        values = tl.load(partial + slot[:, None, None] * (HEADS * D) + inside[None, :, :], mask=exists[:, None, None] & real[None, :, :], other=0.0)
+        new_top = tl.maximum(tl.maximum(top, tl.max(lse, 0)), HIDDEN)
+        weights = tl.exp2(lse - new_top[None, :])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 0)
+        acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 0)
+        top = new_top
+    merged = acc / tl.where(member < GROUP, total, 1.0)[:, None]
+    tl.store(out + inside, merged.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -139,8 +175,8 @@ def attend_prefix(
     k_cache,
     v_cache,
     table,
-    rows,  # [rows, 4] int32, as above
-    prefix_bounds,  # [3] int32: slots, tokens, rows
+    bounds,
+    rows,
     partial,
     partial_lse,
     prefix_slot,
@@ -159,14 +195,17 @@ def attend_prefix(
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
-    """The queries of many rows go over one part of the blocks that all of them begin with: read once, for M queries at once."""
+    """The queries of many rows go over one part of the blocks that all of them begin with: read once, for M queries at once. Arguments as above."""
+    let_next_begin(CHAINED)
+    wait(CHAINED)
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
     part = tl.program_id(2)
-    parts = tl.load(prefix_bounds)
-    tokens = tl.load(prefix_bounds + 1)
-    num_rows = tl.load(prefix_bounds + 2)
+    parts = tl.load(bounds)
+    tokens = tl.load(bounds + 1)
+    num_rows = tl.load(bounds + 2)
     flat = tile * M + tl.arange(0, M)
     row = flat // GROUP
     head = kv_head * GROUP + flat % GROUP
@@ -174,7 +213,7 @@ def attend_prefix(
         return
     d = tl.arange(0, D_PADDED)
     real = row < num_rows
-    token = tl.load(rows + row * 4, mask=real, other=0).to(tl.int64)
+    token = tl.load(rows + row * 3, mask=real, other=0).to(tl.int64)
     mask = real[:, None] & (d < D)[None, :]
     query = tl.load(q + token[:, None] * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=mask, other=0.0)
     steps = tl.cdiv(tl.cdiv(tokens, N), parts)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-NOTHING, MERGE, ZERO = 0, 1, 2  # what is left to do for a decode row after its shares are computed
-DIRECT = -1  # the slot of a segment that needs no merging
+DIRECT = -1  # the place of a segment that needs no merging
+BOUNDS = 5  # numbers
 SEGMENT_COST = 1  # steps over the keys: what beginning a segment costs besides
 
 
@@ -46,58 +46,54 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTables:
-    """Views of one int32 buffer, [shares + 1 | 4 | max_rows * 4 | (max_rows + shares) * 5]."""
+    """Views of one int32 buffer, [shares + 1 | BOUNDS | max_rows * 3 | (max_rows + shares) * 5]: `triton_decode` says what they hold."""
 
     shares: int
     max_rows: int
 
     @property
     def size(self) -> int:
-        return self.shares + 1 + 4 + self.max_rows * 4 + (self.max_rows + self.shares) * 5
+        return self.segments_at + self.slots * 5
 
     @property
     def slots(self) -> int:
-        """The most that segments can take."""
+        """The most that there can be: one a segment."""
         return self.max_rows + self.shares
 
     @property
-    def prefix_at(self) -> int:
+    def bounds_at(self) -> int:
         return self.shares + 1
 
     @property
     def rows_at(self) -> int:
-        return self.shares + 5
+        return self.bounds_at + BOUNDS
 
     @property
     def segments_at(self) -> int:
-        return self.rows_at + self.max_rows * 4
+        return self.rows_at + self.max_rows * 3
 
-    def fill(self, rows: StepRows, window: int | None, step: int, prefix: Prefix, padding_rows: int, padding_token: int) -> Int32:
-        """The used beginning of the buffer, for `rows` of one query each whose keys are visited `step` tokens at a time; then
-        `padding_rows` rows whose tokens, from `padding_token` on, become zeros."""
+    def fill(self, rows: StepRows, window: int | None, step: int, prefix: Prefix, padding: int, first_padding: int) -> Int32:
+        """The used beginning of the buffer, for `rows` of one query each whose keys are visited `step` tokens at a time; then `padding` tokens,
+        from `first_padding` on, become zeros."""
         begins = np.full_like(rows.lens, prefix.tokens) if window is None else np.maximum(rows.lens - window, 0)
-        cut = cut_evenly(-(-rows.lens // step) - begins // step, self.shares)
-        parts = np.bincount(cut.row, minlength=len(rows.lens))
-        merged = (parts > 1) | (prefix.parts > 0)
-        segments = len(cut.row)
-        buffer = np.zeros(self.segments_at + segments * 5, np.int32)
-        buffer[: self.shares + 1] = cut.share_starts
-        buffer[self.prefix_at : self.prefix_at + 3] = prefix.parts, prefix.tokens, len(rows.lens)
-        records = buffer[self.rows_at : self.segments_at].reshape(-1, 4)
-        records[: len(rows.lens), 0] = rows.tokens
-        records[: len(rows.lens), 1] = np.where(merged, MERGE, NOTHING)
-        records[: len(rows.lens), 2] = np.cumsum(parts) - parts
-        records[: len(rows.lens), 3] = parts
-        padding = records[len(rows.lens) : len(rows.lens) + padding_rows]
-        padding[:, 0] = padding_token + np.arange(padding_rows)
-        padding[:, 1] = ZERO
         base = begins // step  # the row's first step
+        cut = cut_evenly(-(-rows.lens // step) - base, self.shares)
+        count = len(rows.lens)
+        parts = np.bincount(cut.row, minlength=count)
+        merged = (parts > 1) | (prefix.parts > 0)
+        buffer = np.zeros(self.segments_at + len(cut.row) * 5, np.int32)
+        buffer[: self.shares + 1] = cut.share_starts
+        buffer[self.bounds_at : self.rows_at] = prefix.parts, prefix.tokens, count, first_padding, padding
+        records = buffer[self.rows_at : self.rows_at + count * 3].reshape(-1, 3)
+        records[:, 0] = rows.tokens
+        records[:, 1] = np.cumsum(parts) - parts
+        records[:, 2] = parts
         table = buffer[self.segments_at :].reshape(-1, 5)
         table[:, 0] = rows.index[cut.row]
         table[:, 1] = rows.tokens[cut.row]
         table[:, 2] = np.maximum((base[cut.row] + cut.first) * step, begins[cut.row])
         table[:, 3] = np.minimum((base[cut.row] + cut.last) * step, rows.lens[cut.row])
-        table[:, 4] = np.where(merged[cut.row], np.arange(segments), DIRECT)
+        table[:, 4] = np.where(merged[cut.row], cut.row, DIRECT)
         return buffer
 
 

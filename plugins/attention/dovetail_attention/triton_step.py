@@ -17,7 +17,6 @@ from dovetail_attention.triton_schedule import DecodeTables, Prefix, StepRows, m
 from dovetail_attention.triton_tuning import Shape, Tilings
 
 PREFIX_PARTS = 8  # of a shared prefix, at most
-PREFIX_WORTH = 4096  # tokens not read: with fewer, reading together costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +91,14 @@ class Schedule:
         tiles = most_prefill_tiles(limits.rows, limits.tokens, likeness.group, self.prefill_tiling.queries)
         device = limits.device
         self.decode = torch.zeros(self.tables.size, dtype=torch.int32, device=device)
-        self.prefix_bounds = self.decode[self.tables.prefix_at :]
+        self.bounds = self.decode[self.tables.bounds_at :]
         self.rows = self.decode[self.tables.rows_at :]
         self.segments = self.decode[self.tables.segments_at :]
         self.tiles = torch.zeros(tiles * 5, dtype=torch.int32, device=device)
         self.partial = torch.empty((slots, likeness.heads, likeness.head_size), dtype=torch.float32, device=device)
         self.partial_lse = torch.empty((slots, likeness.heads), dtype=torch.float32, device=device)
-        self.merge_rows = 0  # of the step: rows that the merging kernel looks at; 0: there is no decode
+        self.arrived = torch.zeros((limits.rows, likeness.kv_heads), dtype=torch.int32, device=device)
+        self.decodes = 0  # rows of one query, padding included
         self.prefix = Prefix()
         self.may_share = False  # the step, or another replay of its graph, attends to a shared prefix
         self.num_tiles = 0
@@ -114,14 +114,13 @@ class Schedule:
         decodes, prefills = rows.where(single), rows.where(~single)
         padding = len(batch.slots) - batch.num_tokens
         only_decodes = len(prefills.index) == 0
-        padding_rows = min(padding, self.tables.max_rows - len(decodes.index)) if only_decodes else 0
-        self.zero_from = batch.num_tokens + padding_rows if padding > padding_rows else None
-        self.merge_rows = len(decodes.index) + padding_rows
+        self.decodes = len(decodes.index) + (padding if only_decodes else 0)
+        self.zero_from = batch.num_tokens if padding and not only_decodes else None
         self.may_share = batch.shared_prefix_blocks > 0 and self.likeness.window is None
         self.prefix = self._prefix(decodes, batch)
-        if self.merge_rows:
+        if self.decodes:
             step = self.decode_tiling.keys
-            filled = self.tables.fill(decodes, self.likeness.window, step, self.prefix, padding_rows, batch.num_tokens)
+            filled = self.tables.fill(decodes, self.likeness.window, step, self.prefix, padding if only_decodes else 0, batch.num_tokens)
             _upload(filled, self.decode)
         self.num_tiles = 0
         if not only_decodes:
@@ -130,13 +129,13 @@ class Schedule:
             _upload(tiles.ravel(), self.tiles)
 
     def _prefix(self, decodes: StepRows, batch: AttentionBatch) -> Prefix:
-        """The blocks that all rows share, if reading them once for all saves enough."""
+        """The blocks that all rows share; of each row something is left to read by itself."""
         rows = len(decodes.index)
         if not self.may_share or rows < 2:
             return Prefix()
         step = self.decode_tiling.keys
-        tokens = min(batch.shared_prefix_blocks * self.limits.block_size, int(decodes.lens.min())) // step * step
-        if tokens * (rows - 1) < PREFIX_WORTH:
+        tokens = min(batch.shared_prefix_blocks * self.limits.block_size, int(decodes.lens.min()) - 1) // step * step
+        if not tokens:
             return Prefix()
         tiles = self.likeness.kv_heads * -(-rows * self.likeness.group // self.prefix_queries)
         parts = max(1, min(PREFIX_PARTS, self.limits.processors * 2 // tiles, tokens // step))

@@ -19,6 +19,7 @@ from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.runtime.decode_graphs import DecodeGraphs
 from dovetail.runtime.loading import LoadedModel, load_model
 from dovetail.runtime.memory import readable_bytes
+from dovetail.runtime.mixed_graphs import Cuts, MixedGraphs
 from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.row_state import RowState
@@ -57,27 +58,30 @@ class LocalExecutor(Executor):
         layout = kv_layout(chosen.backend, specs, chosen.backend.context.block_size, dtype)
         if device.type == "cpu":  # before the weights are read: what is too big is told at once
             self._pool_blocks(layout, resolve_max_model_len(config.max_model_len, hf_config), device)
-        model = load_model(config.model, config, self.context.models, chosen.backend.make_layer, SINGLE, device, self.context.progress)
+        cuts = Cuts()
+        make_layer = cuts.wrap(chosen.backend.make_layer)
+        model = load_model(config.model, config, self.context.models, make_layer, SINGLE, device, self.context.progress)
         self._runner = self._make_runner(model, chosen.backend, layout, device)
         num_blocks = self._pool_blocks(layout, model.max_model_len, device)
         self._make_pool(chosen.backend, num_blocks, model.max_model_len)
-        if config.cuda_graphs and can_capture(device, self._runner):
-            graphs = DecodeGraphs(model.module, chosen.backend, self._runner.sampler, self._runner.rows)
-            graphs.capture(self.context.progress)
-            self._runner.graphs = graphs
+        if device.type == "cuda":
+            gc.collect()
+            gc.freeze()  # what stands now stays: looking through it again and again would stall steps for some 20 ms
+        graphs = self._capture(model, chosen.backend, cuts, device) if config.cuda_graphs and device.type == "cuda" else "none"
         return Capacity(
             num_blocks=num_blocks,
             max_in_flight=options.max_in_flight or (2 if device.type == "cuda" else 1),
             layout=layout,
             vocab_size=model.vocab_size,
             max_model_len=model.max_model_len,
+            shared_prefix=chosen.backend.capabilities.shared_prefix,
             details={
                 "device": describe_device(device),
                 "dtype": dtype,
                 "attention": chosen.name,
                 "model": str(hf_config.architectures[0]),
                 "parameters": f"{sum(p.numel() for p in model.module.parameters()) / 1e6:.1f}M",
-                "cuda_graphs": "decode" if self._runner.graphs is not None else "none",
+                "cuda_graphs": graphs,
                 "kv_pool": readable_bytes(num_blocks * layout.bytes_per_block),
             },
         )
@@ -103,6 +107,8 @@ class LocalExecutor(Executor):
     def stop(self) -> None:
         had_cuda = self._runner is not None and self._runner.device.type == "cuda"
         self._runner = None
+        if had_cuda:
+            gc.unfreeze()
         gc.collect()  # module and layers refer to each other
         if had_cuda:
             torch.cuda.empty_cache()
@@ -130,6 +136,20 @@ class LocalExecutor(Executor):
         config = self.context.config
         backend.allocate(num_blocks)
         backend.prepare(config.max_num_seqs, config.max_num_batched_tokens, max_model_len)
+
+    def _capture(self, model: LoadedModel, backend: AttentionBackend, cuts: Cuts, device: torch.device) -> str:
+        """Record what can be: told in words."""
+        runner = self._running()
+        if backend.capabilities.cuda_graph == "none":
+            return "none"
+        runner.mixed_graphs = MixedGraphs(model.module, cuts, backend, self.context.config.max_num_batched_tokens, device)
+        runner.mixed_graphs.capture(self.context.progress)
+        if not runner.sampler.capabilities.cuda_graph:
+            return "mixed"
+        graphs = DecodeGraphs(model.module, backend, runner.sampler, runner.rows)
+        graphs.capture(self.context.progress)
+        runner.graphs = graphs
+        return "decode, mixed"
 
     def _pool_blocks(self, layout: KVLayout, max_model_len: int, device: torch.device) -> int:
         return pool_blocks(self.context.config, layout, max_model_len, self.options.num_blocks, device, lambda: self._profile(device))
@@ -168,11 +188,6 @@ def choose_device(name: str) -> torch.device:
     elif device.type != "cpu":
         raise UnsupportedError(f"executor.device: {name} is neither the CPU nor a CUDA device")
     return device
-
-
-def can_capture(device: torch.device, runner: Runner) -> bool:
-    """Whether decode steps can be CUDA graphs: attention and sampler both say so."""
-    return device.type == "cuda" and runner.backend.capabilities.cuda_graph != "none" and runner.sampler.capabilities.cuda_graph
 
 
 def describe_device(device: torch.device) -> str:

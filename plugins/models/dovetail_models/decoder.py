@@ -13,7 +13,6 @@ from torch import nn
 
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
-from dovetail.nn.activation import silu_mul
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.layer import Layer
 from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -53,7 +52,7 @@ class DecoderShape:
         return LayerSpec(index, heads, kv_heads, self.head_size, self.head_size**-0.5, self.windows[index])
 
 
-class Attention(Layer):
+class Attention(nn.Module):
     """Attention over all earlier tokens of the same row, or over those of a window."""
 
     def __init__(self, index: int, shape: DecoderShape, context: BuildContext) -> None:
@@ -66,13 +65,13 @@ class Attention(Layer):
         self.head_size = size
         self.attn = context.make_attention(spec)
 
-    def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        qkv = self.qkv_proj(x).view(len(x), -1, self.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
+    def add_to(self, residual: torch.Tensor, norm: RMSNorm, rotation: Rotation) -> None:
+        qkv = self.qkv_proj(residual, norm).view(len(residual), -1, self.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
         q = turn_and_write(qkv, self.qk_norm, rotation, self.attn)
-        return self.o_proj(self.attn.attend(q).flatten(1))
+        self.o_proj.add_to(residual, self.attn.attend(q).flatten(1))
 
 
-class FeedForward(Layer):
+class FeedForward(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, shape: DecoderShape, context: BuildContext) -> None:
@@ -81,12 +80,12 @@ class FeedForward(Layer):
         self.gate_up_proj = GateUpParallelLinear(hidden, inner, context, bias=shape.mlp_bias)
         self.down_proj = RowParallelLinear(inner, hidden, context, bias=shape.mlp_bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+    def add_to(self, residual: torch.Tensor, norm: RMSNorm) -> None:
+        self.down_proj.add_to(residual, self.gate_up_proj(residual, norm))
 
 
-class Block(Layer):
-    """One layer. `residual` [tokens, hidden] is the stream that all layers add to; `x` is what the one before still has to add to it."""
+class Block(nn.Module):
+    """One layer: attention, then feed-forward. Each reads the residual stream [tokens, hidden] through a norm, and adds to it."""
 
     def __init__(self, index: int, shape: DecoderShape, context: BuildContext) -> None:
         super().__init__()
@@ -95,9 +94,9 @@ class Block(Layer):
         self.mlp_norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
         self.mlp = FeedForward(shape, context)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        x = self.attention(self.input_norm.add(x, residual), rotation)
-        return self.mlp(self.mlp_norm.add(x, residual))
+    def add_to(self, residual: torch.Tensor, rotation: Rotation) -> None:
+        self.attention.add_to(residual, self.input_norm, rotation)
+        self.mlp.add_to(residual, self.mlp_norm)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
         """Where the tensors go whose names begin with `prefix`."""
@@ -133,11 +132,10 @@ class Decoder(nn.Module):
         self.head = LMHead(shape.vocab_size, shape.hidden_size, context, tied=self.embedding if shape.tied else None)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(token_ids)  # [tokens, hidden]
-        residual, rotation = torch.zeros_like(x), self.rotary(positions)
+        residual, rotation = self.embedding(token_ids), self.rotary(positions)  # [tokens, hidden]
         for block in self.blocks:
-            x = block(x, residual, rotation)
-        return self.norm.add(x, residual)
+            block.add_to(residual, rotation)
+        return self.norm(residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)

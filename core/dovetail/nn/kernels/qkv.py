@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from dovetail.api.attention import FusedCache
+from dovetail.nn.kernels.chain import chained, let_next_begin, wait
 
 NUMBERS = 2048  # that a program turns, about
 NUMBERS_PER_WARP = 512  # 16 bytes of bfloat16 of each half a thread; never less than one each, or some would be read after they were overwritten
@@ -48,7 +49,10 @@ def _norm_turn_write(
     V_BLOCK: tl.constexpr,
     V_TOKEN: tl.constexpr,
     V_HEAD: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    let_next_begin(CHAINED)
+    wait(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * M + tl.arange(0, M))[:, None]
     i = tl.arange(0, HALF)[None, :]
@@ -127,6 +131,7 @@ def norm_turn_write(
         V_TOKEN=v_strides[1],
         V_HEAD=v_strides[2],
         num_warps=max(1, 2 * heads_at_once * half // NUMBERS_PER_WARP),
+        **chained(qkv.device),
     )
 
 

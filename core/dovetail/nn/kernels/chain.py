@@ -1,0 +1,47 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: N803 (constants are upper case)
+"""Programmatic dependent launch: a kernel is brought onto the GPU while the one before it still runs, so that a launch costs nothing.
+
+Such a kernel may read what nobody writes, its weights say, at once; all else, and whatever it writes, only after `wait`. A kernel that calls `wait`
+must be launched with `chained`'s arguments. Needs Hopper; elsewhere, and in Triton's interpreter, nothing of this happens.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def let_next_begin(CHAINED: tl.constexpr):
+    """The next kernel may be brought onto the GPU from now on."""
+    if CHAINED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait(CHAINED: tl.constexpr):
+    """Until the kernel before has ended, and what it wrote can be read."""
+    if CHAINED:
+        gdc_wait()
+
+
+@triton.jit
+def fetch(pointers):
+    """Ask for the lines of memory that these lie in, and don't wait. Only where a launch is chained."""
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
+
+
+def chained(device: torch.device) -> dict[str, Any]:
+    """Arguments of a launch on `device`."""
+    return {"CHAINED": True, "launch_pdl": True} if _can_chain(device) else {"CHAINED": False}
+
+
+@cache
+def _can_chain(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

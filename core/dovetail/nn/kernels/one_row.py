@@ -1,0 +1,106 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: N803 (constants are upper case)
+"""A linear layer of one row, at the speed at which memory gives the weights: what decoding a single request consists of.
+
+A program asks for all weights of some outputs at once, before its input is there: so all of a small layer is under way at the same time, and while
+the kernel before still runs (`chain`). What stands around a layer, and would cost a launch and a way through memory, is done in it: the norm of its
+input, the gate of its output, its addition to the residual stream. Twin: `dovetail.nn.linear`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+
+WIDE = 8192  # inputs from which on a program has more warps
+
+
+@triton.jit
+def _linear(
+    x,  # [INPUTS]
+    weight,  # [outputs, INPUTS]; GATED: gates, then ups
+    bias,  # [outputs]; GATED: likewise
+    norm,  # [INPUTS]
+    out,  # [outputs]; ADDS: it is added to
+    outputs,  # GATED: pairs
+    eps,
+    INPUTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    N: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDS: tl.constexpr,
+    BIASED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """N outputs."""
+    n, i = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, PADDED)
+    real, inside = n < outputs, i < INPUTS
+    mask = real[:, None] & inside[None, :]
+    place = weight + n.to(tl.int64)[:, None] * INPUTS + i[None, :]
+    let_next_begin(CHAINED)
+    weights = tl.load(place, mask=mask, other=0.0)
+    if GATED:
+        up_weights = tl.load(place + outputs.to(tl.int64) * INPUTS, mask=mask, other=0.0)
+    wait(CHAINED)
+    values = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt(tl.sum(values * values, 0) / INPUTS + eps)
+        values = values * scale * tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
+        values = values.to(x.dtype.element_ty).to(tl.float32)  # rounded as the twin does it
+    sums = tl.sum(weights.to(tl.float32) * values[None, :], 1)
+    if BIASED:
+        sums += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)
+    if GATED:
+        ups = tl.sum(up_weights.to(tl.float32) * values[None, :], 1)
+        if BIASED:
+            ups += tl.load(bias + outputs + n, mask=real, other=0.0).to(tl.float32)
+        sums = sums / (1.0 + tl.exp(-sums)) * ups
+    if ADDS:
+        sums += tl.load(out + n, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + n, sums.to(out.dtype.element_ty), mask=real)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: tuple[torch.Tensor, float] | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [1, inputs] and weight [outputs, inputs], contiguous -> [1, outputs]; computes in float32.
+
+    `norm`: (weight [inputs], eps) of an RMS norm that x goes through first. `gated`: silu of the first half of the outputs, times the second half.
+    `out` [1, outputs]: the result is added to it.
+    """
+    inputs, outputs = x.shape[1], weight.shape[0] // (2 if gated else 1)
+    adds = out is not None
+    if out is None:
+        out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+    norm_weight, eps = norm or (weight, 0.0)
+    padded = triton.next_power_of_2(inputs)
+    at_once = max(2, min(8, 2 * WIDE // padded))  # measured with `bench/products.py`, as are the warps
+    _linear[(triton.cdiv(outputs, at_once),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        norm_weight,
+        out,
+        outputs,
+        eps,
+        INPUTS=inputs,
+        PADDED=padded,
+        N=at_once,
+        NORMED=norm is not None,
+        GATED=gated,
+        ADDS=adds,
+        BIASED=bias is not None,
+        num_warps=8 if padded >= WIDE else 4,
+        **chained(x.device),
+    )
+    return out

@@ -1,0 +1,38 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: N803 (constants are upper case)
+"""RMSNorm in one look at its input. Twin: `dovetail.nn.norm`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+
+NUMBERS_PER_WARP = 256  # 16 bytes of bfloat16 a thread
+MAX_WARPS = 16
+
+
+@triton.jit
+def _rms_norm(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    """One row: a token."""
+    let_next_begin(CHAINED)
+    i = tl.arange(0, BLOCK)
+    mask = i < SIZE
+    weights = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    at = tl.program_id(0).to(tl.int64) * SIZE + i
+    wait(CHAINED)
+    values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
+    tl.store(out + at, values * scale * weights, mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., size], weight [size], contiguous -> like x; computes in float32."""
+    size = x.shape[-1]
+    out, block = torch.empty_like(x), triton.next_power_of_2(size)
+    warps = min(MAX_WARPS, max(1, block // NUMBERS_PER_WARP))
+    if rows := x.numel() // size:
+        _rms_norm[(rows,)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=warps, **chained(x.device))
+    return out

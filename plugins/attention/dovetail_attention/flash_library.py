@@ -1,0 +1,165 @@
+"""FlashAttention's packages, behind the two calls that the backend `flash_attn` makes: decodes, and ragged rows of more tokens.
+
+Which is installed is found by importing: builds come under several distribution names, and some without metadata.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+INSTALL = "pip install flash-attn --no-build-isolation"
+PAGE = 256  # tokens: FlashAttention 2 wants pages of this many, or a multiple
+CLOSE = 1e-2
+TRIED_PAGES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """A layer's cache, and some rows of a step."""
+
+    k: torch.Tensor  # [num_blocks, block_size, kv_heads, head_size]
+    v: torch.Tensor  # like k
+    table: torch.Tensor  # [rows, max_blocks] int32
+    lens: torch.Tensor  # [rows] int32: tokens of K and V
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Where the rows of a call begin and end. Starts are exclusive sums from 0."""
+
+    query_starts: torch.Tensor  # [rows + 1] int32
+    kv_starts: torch.Tensor  # [rows + 1] int32
+    longest_query: int
+    longest_kv: int
+
+
+class FlashLibrary(ABC):
+    """`window` in both calls: how many tokens a query sees, itself included; None: all before it."""
+
+    module: str
+
+    def __init__(self, functions: Any) -> None:
+        self._functions = functions
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        """Whether the package is made for such a device."""
+        return True
+
+    @abstractmethod
+    def decode(self, q: torch.Tensor, cache: Paged, scale: float, window: int | None) -> torch.Tensor:
+        """q [rows, heads, head_size] -> the same; a row without tokens may come out as anything. No synchronisation: a graph may record it."""
+
+    @abstractmethod
+    def prefill(self, q: torch.Tensor, cache: Paged, rows: Ragged, scale: float, window: int | None) -> torch.Tensor:
+        """q [tokens, heads, head_size] of ragged rows, each its row's last tokens -> the same."""
+
+
+class FlashAttention2(FlashLibrary):
+    """Tri Dao, FlashAttention-2 (arXiv:2307.08691); from 2.5 on its kernels read paged K and V."""
+
+    module = "flash_attn"
+
+    def decode(self, q: torch.Tensor, cache: Paged, scale: float, window: int | None) -> torch.Tensor:
+        out: torch.Tensor = self._functions.flash_attn_with_kvcache(
+            q[:, None],
+            cache.k,
+            cache.v,
+            cache_seqlens=cache.lens,
+            block_table=cache.table,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_window_size(window),
+        )
+        return out[:, 0]
+
+    def prefill(self, q: torch.Tensor, cache: Paged, rows: Ragged, scale: float, window: int | None) -> torch.Tensor:
+        out: torch.Tensor = self._functions.flash_attn_varlen_func(
+            q,
+            cache.k,
+            cache.v,
+            rows.query_starts,
+            rows.kv_starts,
+            rows.longest_query,
+            rows.longest_kv,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_window_size(window),
+            block_table=cache.table,
+        )
+        return out
+
+
+class FlashAttention3(FlashLibrary):
+    """Shah et al., FlashAttention-3 (arXiv:2407.08608), for Hopper: one call serves both."""
+
+    module = "flash_attn_interface"
+
+    @classmethod
+    def runs_on(cls, device: torch.device) -> bool:
+        return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+    def decode(self, q: torch.Tensor, cache: Paged, scale: float, window: int | None) -> torch.Tensor:
+        return self._call(q[:, None], cache, scale, window)[:, 0]
+
+    def prefill(self, q: torch.Tensor, cache: Paged, rows: Ragged, scale: float, window: int | None) -> torch.Tensor:
+        return self._call(q, cache, scale, window, cu_seqlens_q=rows.query_starts, max_seqlen_q=rows.longest_query)
+
+    def _call(self, q: torch.Tensor, cache: Paged, scale: float, window: int | None, **ragged: Any) -> torch.Tensor:
+        out: torch.Tensor = self._functions.flash_attn_with_kvcache(
+            q,
+            cache.k,
+            cache.v,
+            cache_seqlens=cache.lens,
+            page_table=cache.table,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_window_size(window),
+            **ragged,
+        )
+        return out
+
+
+def find_library(device: torch.device) -> FlashLibrary:
+    """The newest that is installed and made for the device. Raises `ImportError` that says what to install, or why importing one failed."""
+    failures = []
+    for library in (FlashAttention3, FlashAttention2):
+        try:
+            functions = import_module(library.module)
+            if library.runs_on(device):
+                return library(functions)
+        except ModuleNotFoundError as error:
+            if error.name != library.module:
+                failures.append(f"{library.module}: {error}")
+        except (ImportError, OSError) as error:  # built for another torch
+            failures.append(f"{library.module}: {error}")
+    why = f"importing it failed ({'; '.join(failures)})" if failures else "it isn't installed"
+    raise ImportError(f"it needs FlashAttention, and {why}; install it with: {INSTALL}")
+
+
+def reason_against(library: FlashLibrary, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+    """Why it can't serve such heads, by trying: a build may leave out kernels, and then returns whatever lies in memory."""
+    generator, tokens = torch.Generator().manual_seed(0), TRIED_PAGES * PAGE  # long enough that decodes are split
+    q = torch.randn((2, 1, head_size), generator=generator).to(device, dtype)  # two queries, the row's last
+    k, v = (torch.randn((TRIED_PAGES, PAGE, 1, head_size), generator=generator).to(device, dtype) for _ in range(2))
+    pages = torch.arange(TRIED_PAGES, dtype=torch.int32, device=device)[None]
+    last, starts, kv_starts = (torch.tensor(ids, dtype=torch.int32, device=device) for ids in ([tokens], [0, 2], [0, tokens]))
+    cache, scale = Paged(k, v, pages, last), head_size**-0.5
+    try:
+        outs = library.decode(q[1:], cache, scale, None), library.prefill(q, cache, Ragged(starts, kv_starts, 2, tokens), scale, None)[1:]
+    except RuntimeError as error:
+        return f"{library.module} can't attend with heads of {head_size} in {dtype}: {error}"
+    weights = torch.softmax(q[1:].float().view(1, -1) @ k.float().view(tokens, -1).T * scale, dim=-1)
+    expected = (weights @ v.float().view(tokens, -1)).view(1, 1, head_size)
+    if all(torch.allclose(out.float(), expected, atol=CLOSE) for out in outs):
+        return None
+    return f"this build of {library.module} computes nonsense with heads of {head_size} in {dtype}: its kernels were left out"
+
+
+def _window_size(window: int | None) -> tuple[int, int]:
+    return (-1, -1) if window is None else (window - 1, 0)
