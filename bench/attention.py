@@ -82,6 +82,8 @@ DECODES = (
     Load.decode("64 x 100-2,000", 64, 100, 2000),
     Load.decode("8 x 8k", 8, 7800, 8400),
     Load.decode("1 x 32k", 1, 32_000, 32_000),
+    Load.decode("8 x 1k", 8, 900, 1100),
+    Load.decode("1 x 600", 1, 600, 600),
     Load.decode("64 x (4k shared + 100-500)", 64, 100, 500, shared=4096),
 )
 PREFILLS = (

@@ -1,7 +1,7 @@
 """Tokens per second of whole workloads on one GPU, as a share of what the memory and the matrix units allow.
 
     python -m bench.throughput --workload nano --attention triton
-    python -m bench.throughput --workload nano one eight --engine dovetail nano-vllm --json out.json
+    python -m bench.throughput --workload nano one eight --engine dovetail nano-vllm vllm transformers --json out.json
 
 Random weights in the model's true shape, bfloat16; one warm-up call, then three timed runs with fresh token ids each; detokenization on. The floor
 (`bench/limits.py`) is computed from the shapes, and the copy bandwidth and product rate measured in the same run.
@@ -14,81 +14,15 @@ import gc
 import json
 import statistics
 import tempfile
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.engines import ENGINES, Measured, run_engine, settings_of
 from bench.limits import Limits, floor_seconds, measure_limits
 from bench.shapes import SHAPES, write_checkpoint
 from bench.workloads import WORKLOADS, Workload
-
-RUNS = 3
-
-
-@dataclass
-class Measured:
-    seconds: list[float]
-    start_s: float  # until the engine was ready
-    details: dict[str, Any] = field(default_factory=dict)
-
-
-def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
-    from dovetail import LLM, SamplingParams
-
-    begun = time.perf_counter()
-    settings: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": work.max_num_seqs or len(work.lens)}
-    settings["max_model_len"] = max(prompt + out for prompt, out in work.lens)
-    with LLM(directory, **{**settings, **overrides}) as llm:
-        started = time.perf_counter() - begun
-        params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out) for _, out in work.lens]
-        llm.generate(work.prompts(seed=100), params, use_tqdm=False)
-        times, before = [], llm.engine.stats()
-        for run in range(RUNS):
-            prompts = work.prompts(seed=run)
-            torch.cuda.synchronize()
-            begun = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            times.append(time.perf_counter() - begun)
-            produced = sum(len(output.outputs[0].token_ids) for output in outputs)
-            if produced != work.output_tokens:
-                raise SystemExit(f"{produced} tokens were generated, not {work.output_tokens}")
-        stats = llm.engine.stats()
-        steps = stats.steps - before.steps
-        details = {
-            **llm.engine.capacity.details,
-            "steps": steps // RUNS,
-            "device_ms_a_step": 1e3 * (stats.device_s - before.device_s) / steps,
-            "core_ms_a_step": 1e3 * (stats.core_s - before.core_s) / steps,
-            "wall_ms_a_step": 1e3 * sum(times) / steps,
-            "preemptions": stats.preemptions - before.preemptions,
-        }
-    return Measured(times, started, details)
-
-
-def run_nano_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
-    from nanovllm import LLM, SamplingParams
-
-    begun = time.perf_counter()
-    longest = max(prompt + out for prompt, out in work.lens)
-    llm = LLM(str(directory), enforce_eager=False, max_model_len=longest, max_num_seqs=work.max_num_seqs or len(work.lens))
-    started = time.perf_counter() - begun
-    params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out) for _, out in work.lens]
-    llm.generate(work.prompts(seed=100), params, use_tqdm=False)
-    times = []
-    for run in range(RUNS):
-        prompts = work.prompts(seed=run)
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        times.append(time.perf_counter() - begun)
-    llm.exit()
-    return Measured(times, started)
-
-
-ENGINES = {"dovetail": run_dovetail, "nano-vllm": run_nano_vllm}
 
 
 def report(name: str, engine: str, work: Workload, measured: Measured, limits: Limits) -> dict[str, Any]:
@@ -124,8 +58,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    overrides: dict[str, Any] = {"attention": args.attention}
-    overrides |= {key: json.loads(value) if value[:1] in "0123456789tfn{[" else value for key, value in (item.split("=", 1) for item in args.set)}
+    overrides: dict[str, Any] = {"attention": args.attention, **settings_of(args.set)}
     rows, limits = [], {}
     for name in args.workload:
         work = WORKLOADS[name]
@@ -134,7 +67,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             write_checkpoint(SHAPES[work.shape], Path(directory))
             for engine in args.engine:
-                rows.append(report(name, engine, work, ENGINES[engine](work, Path(directory), overrides), limits[work.shape]))
+                measured = run_engine(engine, work, Path(directory), overrides)
+                if measured is not None:
+                    rows.append(report(name, engine, work, measured, limits[work.shape]))
                 gc.collect()
                 torch.cuda.empty_cache()
         if args.json:

@@ -25,6 +25,16 @@ class Workload:
         return sum(out for _, out in self.lens)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        return max(prompt + out for prompt, out in self.lens)
+
+    @property
+    def seqs(self) -> int:
+        """Requests at once."""
+        return self.max_num_seqs or len(self.lens)
+
+    @property
     def prompt_tokens(self) -> int:
         return sum(prompt for prompt, _ in self.lens)
 

@@ -1,0 +1,121 @@
+"""An engine under a load that doesn't wait for it: requests come at their own times, and each token is stamped when the engine hands it over."""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from dovetail import LLMEngine, SamplingParams
+
+AHEAD_S = 0.05  # a request is handed to the engine so long before it arrives, so that handing it over delays nobody
+QUANTILES = {"p50": 50, "p90": 90, "p99": 99, "p99.9": 99.9, "max": 100}
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One request. Times are seconds on the engine's clock; the arrival is the intended one, however busy the engine was."""
+
+    kind: str
+    prompt_tokens: int
+    output_tokens: int
+    arrival: float
+    stamps: list[float] = field(default_factory=list)  # of each token
+
+    @property
+    def ttft(self) -> float:
+        return self.stamps[0] - self.arrival
+
+    @property
+    def tpot(self) -> float:
+        return (self.stamps[-1] - self.stamps[0]) / (len(self.stamps) - 1)
+
+    def gaps(self, since: float = -np.inf, until: float = np.inf) -> list[float]:
+        """Seconds between tokens of which the later came in [since, until)."""
+        return [later - earlier for earlier, later in pairwise(self.stamps) if since <= later < until]
+
+
+@dataclass(order=True, slots=True)
+class Due:
+    arrival: float
+    order: int
+    kind: str = field(compare=False)
+    prompt: list[int] = field(compare=False)
+    output_tokens: int = field(compare=False)
+    then: Callable[[float], None] | None = field(compare=False)
+
+
+class Driver:
+    """Runs an engine's steps, as `AsyncLLMEngine`'s thread does, without threads between a token and its stamp."""
+
+    def __init__(self, engine: LLMEngine, temperature: float = 0.6) -> None:
+        self.engine = engine
+        engine.core.expects_arrivals = True  # as in a server: planning late pays
+        self.timelines: list[Timeline] = []
+        self.decodes: list[int] = []  # rows that decoded, of each step
+        self._temperature = temperature
+        self._due: list[Due] = []
+        self._running: dict[str, tuple[Timeline, Callable[[float], None] | None]] = {}
+        self._count = 0
+
+    def schedule(self, kind: str, arrival: float, prompt: list[int], output_tokens: int, then: Callable[[float], None] | None = None) -> None:
+        """`then` is called with the time when the request has finished."""
+        heapq.heappush(self._due, Due(arrival, self._count, kind, prompt, output_tokens, then))
+        self._count += 1
+
+    def run(self, until: float = np.inf) -> None:
+        """Until all is done, or the clock says so; what is under way then goes on at the next call."""
+        while (self._due or self._running) and self.engine.now() < until:
+            self._hand_over()
+            if self._running:
+                self._step()
+            else:
+                time.sleep(max(0.0, self._due[0].arrival - AHEAD_S - self.engine.now()))
+
+    def of(self, kind: str) -> list[Timeline]:
+        return [timeline for timeline in self.timelines if timeline.kind == kind]
+
+    def _hand_over(self) -> None:
+        while self._due and self._due[0].arrival <= self.engine.now() + AHEAD_S:
+            due = heapq.heappop(self._due)
+            timeline = Timeline(due.kind, len(due.prompt), due.output_tokens, due.arrival)
+            params = SamplingParams(temperature=self._temperature, ignore_eos=True, max_tokens=due.output_tokens, output_kind="delta")
+            name = str(due.order)
+            self.engine.add_request(name, due.prompt, params, arrival_time=due.arrival)
+            self.timelines.append(timeline)
+            self._running[name] = (timeline, due.then)
+
+    def _step(self) -> None:
+        outputs = self.engine.step()
+        now, decodes = self.engine.now(), 0
+        for output in outputs:
+            timeline, then = self._running[output.request_id]
+            decodes += bool(timeline.stamps)
+            timeline.stamps += [now] * len(output.outputs[0].token_ids)
+            if output.finished:
+                del self._running[output.request_id]
+                if len(timeline.stamps) != timeline.output_tokens:
+                    raise RuntimeError(f"{output.outputs[0].finish_reason}: {len(timeline.stamps)} of {timeline.output_tokens} tokens")
+                if then is not None:
+                    then(now)
+        if decodes:
+            self.decodes.append(decodes)
+
+
+def quantiles(seconds: Iterable[float]) -> dict[str, float]:
+    """In milliseconds."""
+    values = 1e3 * np.fromiter(seconds, float)
+    return {name: float(np.percentile(values, share)) for name, share in QUANTILES.items()} if len(values) else {}
+
+
+def poisson(rate: float, seconds: float, seed: int) -> list[float]:
+    """Times of arrivals in [0, seconds), of `rate` a second on average."""
+    rng, times, at = random.Random(seed), [], 0.0
+    while (at := at + rng.expovariate(rate)) < seconds:
+        times.append(at)
+    return times

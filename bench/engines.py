@@ -1,0 +1,167 @@
+"""The engines that `bench/throughput.py` can run a workload through, in one run: ours, and others that are importable.
+
+Each adapter says its engine's own words for the same work: random weights in the model's true shape, bfloat16, the workload's lengths whatever the
+tokens, and as many requests at once as the workload asks for; everything else is the engine's default.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.workloads import Workload
+from dovetail.yaml_source import parse_value
+
+RUNS = 3
+Generate = Callable[[list[list[int]]], int]  # prompts -> how many tokens were generated
+
+
+@dataclass
+class Measured:
+    seconds: list[float]
+    start_s: float  # until the engine was ready
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def settings_of(texts: list[str]) -> dict[str, Any]:
+    """`KEY=VALUE`s, as of the command line's `--set`."""
+    return {key: parse_value(value) for key, _, value in (text.partition("=") for text in texts)}
+
+
+def warm_up(work: Workload, generate: Generate) -> None:
+    generate(work.prompts(seed=100))
+
+
+def timed(work: Workload, generate: Generate) -> list[float]:
+    """Seconds of each run; fresh prompts for each, or a prefix cache would help."""
+    times = []
+    for run in range(RUNS):
+        prompts = work.prompts(seed=run)
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        produced = generate(prompts)
+        times.append(time.perf_counter() - begun)
+        if produced != work.output_tokens:
+            raise SystemExit(f"{produced} tokens were generated, not {work.output_tokens}")
+    return times
+
+
+def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
+    from dovetail import LLM, SamplingParams
+
+    begun = time.perf_counter()
+    settings: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": work.seqs, "max_model_len": work.longest}
+    with LLM(directory, **{**settings, **overrides}) as llm:
+        started = time.perf_counter() - begun
+        params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out) for _, out in work.lens]
+
+        def generate(prompts: list[list[int]]) -> int:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+        warm_up(work, generate)
+        before = llm.engine.stats()
+        times = timed(work, generate)
+        stats = llm.engine.stats()
+        steps = stats.steps - before.steps
+        details = {
+            **llm.engine.capacity.details,
+            "steps": steps // RUNS,
+            "device_ms_a_step": 1e3 * (stats.device_s - before.device_s) / steps,
+            "core_ms_a_step": 1e3 * (stats.core_s - before.core_s) / steps,
+            "wall_ms_a_step": 1e3 * sum(times) / steps,
+            "preemptions": stats.preemptions - before.preemptions,
+        }
+    return Measured(times, started, details)
+
+
+def run_nano_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
+    from nanovllm import LLM, SamplingParams
+
+    begun = time.perf_counter()
+    llm = LLM(str(directory), enforce_eager=False, max_model_len=work.longest, max_num_seqs=work.seqs)
+    started = time.perf_counter() - begun
+    params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out) for _, out in work.lens]
+
+    def generate(prompts: list[list[int]]) -> int:
+        return sum(len(output["token_ids"]) for output in llm.generate(prompts, params, use_tqdm=False))
+
+    warm_up(work, generate)
+    times = timed(work, generate)
+    llm.exit()
+    return Measured(times, started, {"version": version_of("nano-vllm")})
+
+
+def run_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
+    from vllm import LLM, SamplingParams
+
+    begun = time.perf_counter()
+    llm = LLM(str(directory), load_format="dummy", dtype="bfloat16", max_model_len=work.longest, max_num_seqs=work.seqs)
+    started = time.perf_counter() - begun
+    params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out) for _, out in work.lens]
+
+    def generate(prompts: list[list[int]]) -> int:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    warm_up(work, generate)
+    return Measured(timed(work, generate), started, {"version": version_of("vllm")})
+
+
+def run_transformers(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
+    """Its continuous batching, with the attention that it chooses; text is made of the tokens at the end."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    begun = time.perf_counter()
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": work.temperature, "top_k": 0} if work.temperature else {"do_sample": False}
+    config = GenerationConfig(max_new_tokens=work.longest, eos_token_id=-1, pad_token_id=0, **sampling)
+    with torch.inference_mode(), model.continuous_batching_context_manager(generation_config=config) as manager:
+        started = time.perf_counter() - begun
+
+        def generate(prompts: list[list[int]]) -> int:
+            for prompt, (_, out) in zip(prompts, work.lens, strict=True):
+                manager.add_request(prompt, max_new_tokens=out)
+            outputs: list[list[int]] = []
+            while len(outputs) < len(prompts):
+                result = manager.get_result(timeout=60)
+                if result is None or result.error is not None:
+                    raise SystemExit(f"transformers: {'nothing came for a minute' if result is None else result.error}")
+                if result.is_finished():
+                    outputs.append(result.generated_tokens)
+            tokenizer.batch_decode(outputs)
+            return sum(map(len, outputs))
+
+        warm_up(work, generate)
+        times = timed(work, generate)
+    return Measured(times, started, {"version": version_of("transformers")})
+
+
+def version_of(distribution: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+ENGINES = {"dovetail": run_dovetail, "nano-vllm": run_nano_vllm, "vllm": run_vllm, "transformers": run_transformers}
+
+
+def run_engine(name: str, work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured | None:
+    """None, having said so, if the engine isn't importable here."""
+    try:
+        return ENGINES[name](work, directory, overrides)
+    except ImportError as error:
+        if name == "dovetail":
+            raise
+        print(f"{name}: left out, since it can't be imported: {error}", flush=True)
+        return None

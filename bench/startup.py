@@ -1,0 +1,85 @@
+"""From the start of a process to its first token, with the weights on disk.
+
+    python -m bench.startup --json out.json
+
+A random checkpoint of the model's true shape is written first, in safetensors; so the files lie in the page cache when they are read. Runs are made
+with the compiled kernels of earlier runs on disk, as on a machine that has served before, and, the first, without any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.engines import settings_of
+from bench.shapes import SHAPES, write_checkpoint
+
+CHILD = """
+import json, sys, time
+from dovetail import LLMEngine, SamplingParams
+stages = {"importing dovetail": time.monotonic()}
+def progress(what, done, total):
+    stages[what] = time.monotonic()
+with LLMEngine.from_config(json.loads(sys.argv[1]), progress=progress) as engine:
+    stages["ready"] = time.monotonic()
+    engine.add_request("first", list(range(1, 17)), SamplingParams(max_tokens=4, ignore_eos=True))
+    while not engine.step():
+        pass
+    stages["first token"] = time.monotonic()
+    print(json.dumps(stages), flush=True)
+"""
+
+
+def write_weights(directory: Path) -> float:
+    """Random weights beside the config that lies there, made on the GPU if there is one. Returns their GB."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.bfloat16)  # which draws them
+    model.save_pretrained(directory)
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors")) / 1e9
+
+
+def first_token(directory: Path, settings: dict[str, Any], kernels: Path) -> dict[str, float]:
+    """Seconds since the process was started, by stage: when each was over."""
+    config = json.dumps({"model": str(directory), **settings})
+    begun = time.monotonic()  # one clock for all processes of a machine
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, config], env={**os.environ, "TRITON_CACHE_DIR": str(kernels)}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return {stage: at - begun for stage, at in json.loads(child.stdout.splitlines()[-1]).items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-0.6b", choices=SHAPES)
+    parser.add_argument("--runs", type=int, default=3, help="after the first")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of engine.yaml")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as kernels:
+        write_checkpoint(SHAPES[args.shape], Path(name))
+        print(f"{write_weights(Path(name)):.2f} GB of weights, in the page cache")
+        runs = []
+        for run in range(1 + args.runs):
+            stages = first_token(Path(name), settings_of(args.set), Path(kernels))
+            runs.append(stages)
+            print("no kernels compiled" if run == 0 else "kernels compiled   ", "  ".join(f"{stage} {at:.2f} s" for stage, at in stages.items()))
+    median = statistics.median(stages["first token"] for stages in runs[1:]) if args.runs else None
+    print(f"first token after {runs[0]['first token']:.1f} s, later {median:.1f} s" if median else "")
+    if args.json:
+        Path(args.json).write_text(json.dumps({"shape": args.shape, "first": runs[0], "later": runs[1:], "median_s": median}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
