@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -23,9 +24,10 @@ BLOCK = 4
 every_policy = pytest.mark.parametrize("policy", POLICIES, ids=repr)
 
 
-def test_six_policies_are_declared() -> None:
+def test_fourteen_policies_are_declared() -> None:
     specs = dovetail_components()
-    assert [spec.name for spec in specs] == ["fcfs", "priority", "vtc", "mlfq", "lpm", "edf"]
+    names = "fcfs priority vtc mlfq lpm edf prefill_first sarathi sjf srpt lcf lightllm rpm andes"
+    assert [spec.name for spec in specs] == names.split()
     assert all(spec.kind == "scheduler" and spec.summary for spec in specs)
 
 
@@ -43,6 +45,11 @@ def test_options_are_described_checked_and_frozen(policy: Policy) -> None:
 
 
 @every_policy
+def test_a_policy_fits_on_two_screens(policy: Policy) -> None:
+    assert len(inspect.getsource(inspect.getmodule(policy.cls) or policy.cls).splitlines()) <= 80
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if not policy.cls.claims.idles], ids=repr)
 def test_decodes_run_beside_a_prompt_longer_than_the_budget(policy: Policy) -> None:
     decodes = [make_request(f"d{i}", generated=2, arrival_time=i / 10, priority=i, deadline=9.0) for i in range(4)]
     done = plan(policy.cls, running=decodes, waiting=[make_request("long", 200, priority=-1, deadline=8.0)], options=policy.options(), max_tokens=32)
@@ -99,5 +106,44 @@ def test_everybody_ends_in_scarce_memory_without_much_work_done_twice(policy: Po
     world.drain()
     assert {finish.reason for finish in world.finished.values()} == {"length"}
     stats = world.core.update_stats()
-    assert stats.preemptions > 0, "memory wasn't scarce"
+    assert stats.preemptions > 0 or policy.name == "lightllm", "memory wasn't scarce"
     assert stats.recomputed_tokens < stats.prefill_tokens + stats.decode_tokens - stats.recomputed_tokens
+
+
+@st.composite
+def specs(draw: st.DrawFn, index: int) -> Spec:
+    return Spec(
+        f"r{index}",
+        tuple(draw(st.integers(0, 2)) for _ in range(draw(st.integers(1, 20)))),  # prefixes are shared often
+        max_tokens=draw(st.integers(1, 12)),
+        n=draw(st.sampled_from([1, 1, 1, 2])),
+        delay=draw(st.sampled_from([0.0, 0.0, 0.005, 0.3, 5.0])),
+        stop_ids=frozenset({draw(st.integers(0, 96))}),
+        client=draw(st.sampled_from([None, "a", "b"])),
+        priority=draw(st.integers(0, 2)),
+        predicted_tokens=draw(st.sampled_from([None, 1, 5, 100])),
+        needs_last_token=draw(st.integers(0, 9)) == 0,
+    )
+
+
+@every_policy
+@examples(quick=15, full=500)
+@given(data=st.data())
+def test_whoever_comes_and_goes_all_are_answered_rightly(policy: Policy, data: st.DataObject) -> None:
+    block_size = data.draw(st.sampled_from([1, 2, 4]))
+    shape = Shape(
+        num_blocks=-(-32 // block_size) + data.draw(st.integers(0, 8)),
+        block_size=block_size,
+        max_tokens=data.draw(st.sampled_from([3, 8, 40])),
+        max_seqs=data.draw(st.integers(1, 5)),
+        max_model_len=32,
+        overlap=data.draw(st.booleans()),
+    )
+    world = World(policy.cls, shape, policy.options())
+    for index in range(data.draw(st.integers(1, 8))):
+        world.add(data.draw(specs(index)))
+        for _ in range(data.draw(st.integers(0, 3))):
+            world.step()
+    if data.draw(st.booleans()):
+        world.abort(data.draw(st.sampled_from(sorted(world.requests))))
+    world.drain(check=True)

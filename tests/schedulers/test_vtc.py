@@ -67,4 +67,4 @@ def test_computing_a_prompt_again_is_free() -> None:
         world.add(Spec(f"r{i}", (i,) * 4, max_tokens=8, client="a"))
     world.drain()
     assert world.core.stats.preemptions > 0
-    assert world.policy._served["a"] == 4 * (4 + 2 * 8)  # type: ignore[attr-defined]
+    assert world.policy.counters.served["a"] == 4 * (4 + 2 * 8)  # type: ignore[attr-defined]

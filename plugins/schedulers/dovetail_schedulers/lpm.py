@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 
 from dovetail.api.scheduler import Refusal, Scheduler, Step
 from dovetail.request import Request
+from dovetail_schedulers.in_order import run_on
 
 
 class LPMOptions(BaseModel, extra="forbid", frozen=True):
@@ -24,8 +25,7 @@ class LPM(Scheduler):
     options: LPMOptions
 
     def schedule(self, step: Step) -> None:
-        for request in step.grant_each(step.running):
-            step.grant(request, evict=reversed(step.running))
+        run_on(step, step.running)
         if not (step.tokens_left and step.seqs_left and step.free_blocks):
             return
 

@@ -1,0 +1,79 @@
+"""Admission as LightLLM and S-LoRA do it (Sheng et al., S-LoRA, MLSys '24, arXiv:2311.03285), on which the VTC paper (OSDI '24) was measured."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from dovetail.api.scheduler import Claims, Context, Scheduler, Step, StepDone
+from dovetail.request import Request
+from dovetail_schedulers.counters import CounterOptions, Counters
+from dovetail_schedulers.in_order import run_on
+from dovetail_schedulers.lengths import expected_tokens, generated_tokens
+from dovetail_schedulers.peak_memory import Size, peak_tokens
+
+_CLAIMS = {"arrival": Claims(order="arrival", idles=True), "vtc": Claims(idles=True), "lcf": Claims(idles=True, starves=True)}
+
+
+class LightLLMOptions(CounterOptions, frozen=True):
+    """Options of the scheduler `lightllm`; the weights matter to the orders `vtc` and `lcf`."""
+
+    every: int = Field(10, ge=1, description="Decode steps between two admissions.")
+    batch_max_tokens: int | None = Field(None, ge=1, description="Prompt tokens admitted at once; null: the budget of a step.")
+    reserve: Literal["max_tokens", "predicted"] = Field("max_tokens", description="Length of an answer for which memory must be there.")
+    order: Literal["arrival", "vtc", "lcf"] = Field("arrival", description="Who is admitted first: as in `fcfs`, `vtc` or `lcf`.")
+    client_tokens: int = Field(0, ge=0, description="Pool tokens set aside for each client of the batch, as S-LoRA does for its adapter.")
+
+
+class LightLLM(Scheduler):
+    """Answers run alone for `every` steps; then whole prompts are admitted, as many as fit, and computed alone. A prompt fits if the pool is larger
+    than the batch will ever be; the first always does. Under overlap blocks come free a step later than this knows, so that at times memory lacks
+    nevertheless; then the youngest make room."""
+
+    claims = _CLAIMS["arrival"]
+    options: LightLLMOptions
+
+    def __init__(self, options: LightLLMOptions, context: Context) -> None:
+        super().__init__(options, context)
+        self.claims = _CLAIMS[options.order]
+        self.counters = Counters(options, lift=options.order == "vtc")
+        self._decoded = 0  # steps since the last admission
+
+    def schedule(self, step: Step) -> None:
+        budget = step.tokens_left
+        run_on(step, [request for request in step.running if request.prefill_left])  # a prompt longer than a step's budget
+        if step.tokens_left == budget and (self._decoded >= self.options.every or not step.running):
+            self._admit(step)
+        if step.tokens_left < budget:
+            self._decoded = 0
+        else:
+            run_on(step, step.decoding)
+            self._decoded += 1
+
+    def _admit(self, step: Step) -> None:
+        pool, prompt_tokens = self.context.total_blocks * self.context.block_size, 0
+        sizes, clients = list(map(self._size, step.running)), {request.client for request in step.running}
+        for request in step.waiting if self.options.order == "arrival" else self.counters.in_turn(step.waiting):
+            prompt_tokens += request.num_tokens
+            sizes.append(self._size(request))
+            clients.add(request.client)
+            fits = peak_tokens(sizes) < pool - self.options.client_tokens * len(clients) and len(sizes) <= self.context.max_seqs
+            if len(sizes) > 1 and not (fits and prompt_tokens <= (self.options.batch_max_tokens or self.context.max_tokens)):
+                break
+            if not step.grant(request, min_tokens=self.context.max_tokens, reserve=True):
+                break
+            self.counters.admitted(request)
+        self.counters.still_wait(step.waiting)
+
+    def _size(self, request: Request) -> Size:
+        """Who has not begun holds its first token too. The last block, which isn't full, counts as a full one."""
+        length = request.max_tokens if self.options.reserve == "max_tokens" else expected_tokens(request)
+        generated = generated_tokens(request)
+        return Size(request.prompt_tokens + max(1, generated) + self.context.block_size - 1, length - generated - 1)
+
+    def on_arrival(self, request: Request) -> None:
+        self.counters.arrived(request)
+
+    def on_step(self, done: StepDone) -> None:
+        self.counters.generated(done)

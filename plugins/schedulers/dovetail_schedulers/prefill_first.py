@@ -1,0 +1,38 @@
+"""Prompts before answers: the scheduler that vLLM began with (Kwon et al., PagedAttention, SOSP '23, arXiv:2309.06180, section 4.5; written down as
+algorithm 2 of Sarathi-Serve, OSDI '24, arXiv:2403.02310)."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+from dovetail.api.scheduler import Claims, Scheduler, Step
+from dovetail_schedulers.in_order import run_on
+
+
+class PrefillFirstOptions(BaseModel, extra="forbid", frozen=True):
+    """Options of the scheduler `prefill_first`."""
+
+    watermark: float = Field(0.01, ge=0, lt=1, description="Share of all blocks that an admission leaves free while others run, for their answers.")
+
+
+class PrefillFirst(Scheduler):
+    """A step computes whole prompts, first come, first served, or, if none can begin, one token of each answer: never both. When memory lacks,
+    the youngest make room, to be computed again. A prompt longer than the budget of a step fills several of its own."""
+
+    claims = Claims(order="arrival", idles=True)
+    options: PrefillFirstOptions
+
+    def schedule(self, step: Step) -> None:
+        if not self._prefill(step):
+            run_on(step, step.decoding)
+
+    def _prefill(self, step: Step) -> bool:
+        """Whether any prompt was granted."""
+        budget = step.tokens_left
+        spare = self.options.watermark * self.context.total_blocks if step.running else 0
+        seats = self.context.max_seqs - len(step.running)  # who decodes in another step holds one too
+        run_on(step, [request for request in step.running if request.prefill_left])
+        for request in step.waiting[: max(0, seats)]:
+            if step.free_blocks - step.cost(request).blocks < spare or not step.grant(request, min_tokens=self.context.max_tokens, reserve=True):
+                break
+        return step.tokens_left < budget

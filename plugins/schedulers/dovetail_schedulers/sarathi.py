@@ -1,0 +1,31 @@
+"""Stall-free batches: Agrawal et al., Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve (OSDI '24, arXiv:2403.02310)."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+from dovetail.api.scheduler import Claims, Scheduler, Step
+from dovetail_schedulers.in_order import run_on
+
+
+class SarathiOptions(BaseModel, extra="forbid", frozen=True):
+    """Options of the scheduler `sarathi`."""
+
+    chunk_tokens: int = Field(512, ge=1, description="Tokens of a step, decodes included: few keep answers smooth, many finish prompts sooner.")
+
+
+class Sarathi(Scheduler):
+    """Algorithm 3 of the paper: all decodes, then prompts that have begun, then new ones, cut where the step's own budget ends, which may be below
+    the engine's. A prompt takes the blocks for all of it when it begins. When memory lacks, the youngest make room."""
+
+    claims = Claims(order="arrival", idles=True)
+    options: SarathiOptions
+
+    def schedule(self, step: Step) -> None:
+        unused = max(0, step.tokens_left - self.options.chunk_tokens)  # of the engine's budget
+        run_on(step, step.decoding)
+        begun = [request for request in step.running if request.prefill_left]
+        for request in (*begun, *step.waiting):
+            left = step.tokens_left - unused  # below 0 if the decodes alone went beyond
+            if left <= 0 or not step.grant(request, left, reserve=True, evict=reversed(step.running) if request in begun else ()):
+                break

@@ -1,0 +1,24 @@
+"""Shortest job first, by predicted length: Qiu et al., Efficient Interactive LLM Serving with Proxy Model-based Sequence Length Prediction
+(arXiv:2404.08509), whose SSJF this is; the rule itself is Smith's (Naval Research Logistics Quarterly, 1956)."""
+
+from __future__ import annotations
+
+from dovetail.api.scheduler import Claims, Refusal, Scheduler, Step
+from dovetail_schedulers.lengths import expected_tokens
+
+
+class SJF(Scheduler):
+    """Admits the shortest answer first, of equals who came first. Those admitted run on; when memory lacks, the longest make room.
+
+    The length is `Request.predicted_tokens`, or `max_tokens` where nobody predicted.
+    """
+
+    claims = Claims(starves=True)
+
+    def schedule(self, step: Step) -> None:
+        by_length = sorted(step.running, key=expected_tokens)
+        for request in step.grant_each(by_length):
+            step.grant(request, evict=reversed(by_length))
+        for request in sorted(step.waiting, key=expected_tokens):
+            if step.grant(request).refused not in (None, Refusal.NOT_NOW):
+                break

@@ -1,0 +1,42 @@
+"""Shortest remaining time first (Schrage, Operations Research, 1968) by predicted length, with the limited preemption of Shahout et al., Don't Stop
+Me Now: Embedding Based Scheduling for LLMs (TRAIL, ICLR '25, arXiv:2410.01035)."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+from dovetail.api.scheduler import Claims, Scheduler, Step
+from dovetail.request import Request
+from dovetail_schedulers.in_order import grant_in_order
+from dovetail_schedulers.lengths import expected_tokens, generated_tokens
+
+
+class SRPTOptions(BaseModel, extra="forbid", frozen=True):
+    """Options of the scheduler `srpt`."""
+
+    preempt_until: float = Field(
+        0.8, ge=0, le=1, description="Share of its expected answer after which a request is finished before all others: its blocks are many by then."
+    )
+
+
+class SRPT(Scheduler):
+    """Who has the fewest tokens left to generate goes first, of equals who came first; the last make room when memory lacks.
+
+    The length is `Request.predicted_tokens`, or `max_tokens` where nobody predicted. What waits keeps its rank and what runs only rises, so no
+    two evict each other in turns.
+    """
+
+    claims = Claims(starves=True)
+    options: SRPTOptions
+
+    def schedule(self, step: Step) -> None:
+        running = set(step.running)
+
+        def rank(request: Request) -> int:
+            expected, generated = expected_tokens(request), generated_tokens(request)
+            finishing = request in running and generated >= max(1, self.options.preempt_until * expected)
+            return 0 if finishing else expected - generated
+
+        order = sorted((*step.running, *step.waiting), key=lambda request: request.arrival_time)
+        order.sort(key=rank)
+        grant_in_order(step, order, lambda request: reversed(order))

@@ -1,0 +1,26 @@
+"""How many prompt tokens fit beside the decodes of a step, if nobody who reads along is to wait long for the next token.
+
+Sarathi-Serve (Agrawal et al., OSDI '24, arXiv:2403.02310) bounds a step by a fixed number of tokens, profiled for model and device. Here the bound
+follows from the engine's own running fit to the steps that it has seen.
+"""
+
+from __future__ import annotations
+
+from dovetail.api.scheduler import Step
+from dovetail.request import OutputKind
+
+LEAST = 256  # tokens: with fewer, reading the weights costs more than it is worth
+
+
+def prefill_within(step: Step, max_stretch: float, budget: int) -> int:
+    """Prompt tokens, at most `budget`, that make the step last at most `max_stretch` times as long as its decodes alone: but `LEAST` in any case,
+    so that prompts get on, and all of `budget` while nobody streams, or nothing is known of the device yet."""
+    decoding = step.decoding
+    if all(request.params.output_kind is OutputKind.FINAL for request in decoding):
+        return budget
+    context = sum(request.num_tokens for request in decoding)
+    alone_s = step.estimate_s(0, len(decoding), context)
+    token_s = (step.estimate_s(budget, len(decoding), context + budget) - alone_s) / budget
+    if token_s <= 0:
+        return budget
+    return min(budget, max(LEAST, int((max_stretch - 1) * alone_s / token_s)))

@@ -1,0 +1,100 @@
+"""Admission every few steps, for as many as memory will hold to the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.request import Request
+from dovetail.testing import make_request, plan
+from dovetail.testing.planning import Plan
+from dovetail_schedulers.lightllm import LightLLM, LightLLMOptions
+from dovetail_schedulers.peak_memory import Size, peak_tokens
+from tests.engine.world import Shape, Spec, World
+from tests.support import examples
+
+
+def admits(waiting: list[Request], pool_tokens: int, **options: Any) -> Plan:
+    """What is admitted on an idle engine with blocks of one token."""
+    return plan(LightLLM, options=LightLLMOptions(**options), waiting=waiting, free_blocks=pool_tokens, block_size=1)
+
+
+def peak_by_running(sizes: list[Size]) -> int:
+    """Run them all, and look."""
+    moments = range(max(size.left for size in sizes) + 1)
+    return max(sum(size.held + moment for size in sizes if moment <= size.left) for moment in moments)
+
+
+@examples(quick=100, full=2000)
+@given(sizes=st.lists(st.builds(Size, st.integers(1, 50), st.integers(0, 30)), min_size=1, max_size=8))
+def test_the_peak_is_that_of_a_run(sizes: list[Size]) -> None:
+    assert peak_tokens(sizes) == peak_by_running(sizes)
+
+
+def test_an_empty_batch_holds_nothing() -> None:
+    assert peak_tokens([]) == 0
+
+
+def test_prompts_are_admitted_while_the_pool_is_larger_than_the_batch_will_ever_be() -> None:
+    waiting = [make_request(f"r{i}", 10, max_tokens=10) for i in range(4)]
+    assert len(admits(waiting, 61).granted) == 3  # each will hold 20
+    waiting = [make_request(f"r{i}", 10, max_tokens=10) for i in range(4)]
+    assert len(admits(waiting, 60).granted) == 2
+
+
+def test_requests_that_end_at_different_times_share_what_they_never_hold_together() -> None:
+    def waiting() -> list[Request]:
+        return [make_request("short", 40, max_tokens=2), make_request("long", 5, max_tokens=40)]
+
+    assert len(admits(waiting(), 51).granted) == 2  # 42 + 7, then 45 alone: not 42 + 45
+    assert len(admits(waiting(), 49).granted) == 1
+
+
+def test_the_reservation_may_read_predictions() -> None:
+    def waiting() -> list[Request]:
+        return [make_request(f"r{i}", 10, max_tokens=100, predicted_tokens=10) for i in range(3)]
+
+    assert len(admits(waiting(), 120, reserve="predicted").granted) == 3
+    assert len(admits(waiting(), 120, reserve="max_tokens").granted) == 1
+
+
+def test_the_cap_on_a_batch_s_prompt_tokens_holds_but_not_for_one_alone() -> None:
+    assert list(admits([make_request("a", 20), make_request("b", 20)], 999, batch_max_tokens=39).granted) == ["a"]
+    assert list(admits([make_request("a", 60), make_request("b", 1)], 999, batch_max_tokens=39).granted) == ["a"]
+
+
+def test_each_client_of_the_batch_takes_its_share_of_the_pool() -> None:
+    def waiting(*clients: str) -> list[Request]:
+        return [make_request(f"r{i}", 10, max_tokens=10, client=client) for i, client in enumerate(clients)]
+
+    assert len(admits(waiting("a", "a", "a"), 66, client_tokens=5).granted) == 3
+    assert len(admits(waiting("a", "a", "b"), 66, client_tokens=5).granted) == 2
+
+
+def test_prompts_are_admitted_every_few_decode_steps_and_never_beside_answers() -> None:
+    policy = plan(LightLLM, options=LightLLMOptions(every=3), waiting=[make_request("first", 4)]).policy
+    granted = []
+    for step in range(5):
+        running, waiting = [make_request(f"answer{step}", generated=2)], [make_request(f"prompt{step}", 4)]
+        granted.append([id.rstrip("0123456789") for id in plan(policy, running=running, waiting=waiting).granted])
+    assert granted == [["answer"], ["answer"], ["answer"], ["prompt"], ["answer"]]
+
+
+@pytest.mark.parametrize(("order", "admitted"), [("arrival", "a2 a3 b1"), ("vtc", "a2 b1 a3"), ("lcf", "b1 a2 a3")])
+def test_who_is_admitted_first_is_the_order_s_to_say(order: str, admitted: str) -> None:
+    policy = plan(LightLLM, options=LightLLMOptions(order=order), waiting=[make_request("a1", 8, client="a")]).policy
+    waiting = [make_request(id, 8, client=id[0]) for id in ("a2", "a3", "b1")]
+    assert list(plan(policy, waiting=waiting, free_blocks=100).granted) == admitted.split()
+
+
+@pytest.mark.parametrize("order", ["arrival", "vtc", "lcf"])
+def test_nobody_is_ever_preempted_since_memory_was_there_to_the_end(order: str) -> None:
+    shape = Shape(num_blocks=60, block_size=1, max_tokens=12, max_model_len=32, overlap=False)
+    world = World(LightLLM, shape, LightLLMOptions(every=2, order=order))
+    for i in range(20):
+        world.add(Spec(f"r{i}", tuple(range(i, i + 3 + i % 9)), max_tokens=4 + i % 13, delay=i * 0.02, client="abc"[i % 3]))
+    world.drain()
+    assert world.core.update_stats().preemptions == 0
