@@ -71,6 +71,19 @@ def api_versions() -> str:
     return "\n".join(["| kind | api |", "|---|---|", *(f"| `{kind}` | {API_VERSIONS[kind]} |" for kind in KINDS)])
 
 
+def check_table(group: str) -> str:
+    """What a component of a kind must keep, as its suite checks it; "hygiene": what those of all kinds must."""
+    from dovetail.testing.checks import checks_of  # suites of some kinds import torch
+    from dovetail.testing.suites import suite_for
+
+    suite = suite_for(next((kind for kind in KINDS if kind == group), "scheduler"))
+    rows = ["| check | wanted | since | what it tells an author |", "|---|---|---|---|"]
+    for check in checks_of(suite).values():
+        if check.id.startswith(f"{group}."):
+            rows.append(f"| `{check.id}`{{ #{check.id} }} | {check.level} | {check.since} | {check.help.replace('|', chr(92) + '|')} |")
+    return "\n".join(rows)
+
+
 @cache
 def built_ins() -> Registry:
     """What comes with Dovetail, whatever else is installed here."""
@@ -126,7 +139,8 @@ def _type(schema: Mapping[str, Any]) -> str:
     if schema.get("type") == "array":
         return f"list, each {_type(schema['items'])}"
     if schema.get("type") == "object":
-        return f"mapping, each value {_type(schema['additionalProperties'])}"
+        values = schema["additionalProperties"]
+        return "mapping" if isinstance(values, bool) else f"mapping, each value {_type(values)}"
     if schema.get("type") == "null":
         return "`null`"
     return str(schema.get("type", "any")) + _bounds(schema)
@@ -182,6 +196,7 @@ PIECES: dict[str, Callable[[], str]] = {
     "plugins keys": plugins_keys,
     "built-in components": built_in_components,
     "api versions": api_versions,
+    **{f"checks {group}": partial(check_table, group) for group in ("hygiene", *KINDS)},
     "help": help_text,
     **{f"help {' '.join(command)}": partial(help_text, *command) for command in commands()},
 }

@@ -41,13 +41,6 @@ def test_what_a_row_gets_in_a_bag_does_not_depend_on_the_other_rows() -> None:
     np.testing.assert_array_equal(apart.double().numpy(), together[1:3])
 
 
-@given(cases(max_len=40), st.integers(1, 2**31))
-@examples(quick=15, full=500)
-def test_which_physical_blocks_a_row_has_changes_nothing(case: Case, relabel: int) -> None:
-    here, there = Bench(TorchAttention, case), Bench(TorchAttention, case, relabel=relabel)
-    assert_close(here.run(), there.run(), tolerance=1e-6)
-
-
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_rows_longer_than_a_stretch_are_attended_as_defined(window: int | None, block_size: int) -> None:
@@ -62,50 +55,10 @@ def test_fresh_rows_about_as_long_as_the_window_are_attended_as_defined(length: 
     assert_close(bench.run(), bench.expected())
 
 
-def test_huge_scores_overflow_nothing() -> None:
-    bench = Bench(TorchAttention, Case((0, 20, 30), (25, 1, 1)))
-    for q in bench.q[0]:
-        q *= 300
-    assert_close(bench.run(), bench.expected(), tolerance=2e-3)
-
-
-def test_nan_in_one_call_is_not_there_in_the_next() -> None:
-    bench = Bench(TorchAttention, Case((20, 30), (1, 1)))
-    bench.run()
-    bench.layers[0].attend(torch.full((2, 4, 8), torch.nan))
-    assert_close(bench.attend(), bench.expected())
-
-
 def test_many_decodes_of_very_different_lengths_are_attended_as_defined() -> None:
     lens = np.random.default_rng(0).integers(1, 900, 40).tolist()
     bench = Bench(TorchAttention, Case(tuple(lens), (1,) * len(lens), kv_heads=1, heads=2, windows=(None, 64)))
     assert_close(bench.run(), bench.expected())
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_is_as_close_as_its_rounding(dtype: str) -> None:
-    bench = Bench(TorchAttention, Case((0, 30, 77), (40, 9, 1), dtype=dtype, windows=(None, 20)))
-    assert_close(bench.run(), bench.expected(), tolerance=4e-2)
-
-
-@pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_padding_tokens_change_no_slot(block_size: int) -> None:
-    whole = block_size * 4
-    case = Case((whole - 1, 0), (1, whole), block_size, spare_blocks=0, windows=(None, 5))  # every slot of the pool is somebody's
-    bench = Bench(TorchAttention, case)
-    bench.run()
-    bench.write((whole - 1, whole), case.lens, padding=9)  # one token once more, and NaN for the padding
-    bench.plan(case.history, case.lens)
-    assert_close(bench.attend(), bench.expected())
-
-
-def test_a_row_sees_what_another_row_writes_in_the_same_step() -> None:
-    bench = Bench(TorchAttention, Case((0, 16), (20, 4)))
-    for values in (bench.k, bench.v):
-        values[0][1][:16] = values[0][0][:16]  # a shared prefix …
-    bench.table[1, 0] = bench.table[0, 0]  # … of one block, which the first row computes in this very step
-    bench.write(bench.case.history, bench.case.lens)
-    assert_close(bench.attend(), bench.expected())
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda pair: pair[0] != pair[1]), max_size=8))
@@ -122,15 +75,6 @@ def test_copies_of_blocks_run_as_if_one_after_the_other(pairs: list[tuple[int, i
     backend.copy_blocks(sources, targets)
     for cache in (layer._k, layer._v):  # type: ignore[attr-defined]
         assert cache[:12:2, 0, 0].tolist() == [2.0 * block for block in blocks]
-
-
-def test_memory_is_what_bytes_per_block_says() -> None:
-    backend = TorchAttention(NoOptions(), AttentionContext("cpu", "bfloat16", 16))
-    layer = backend.make_layer(LayerSpec(0, 4, 2, 8, 1.0))
-    backend.allocate(10)
-    allocated = sum(cache.nbytes for cache in (layer._k, layer._v))  # type: ignore[attr-defined]
-    two_more_slots = 2 * 2 * 2 * 8 * 2
-    assert allocated == 10 * backend.bytes_per_block(layer.spec) + two_more_slots
 
 
 def test_plan_before_prepare_is_an_error_that_says_so() -> None:

@@ -1,4 +1,4 @@
-"""Runs the statements about the `triton` backend on a machine without a GPU."""
+"""Runs the `triton` backend's conformance suite, and the statements about it alone, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -12,17 +12,28 @@ import torch
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU they run by themselves")
+HERE = Path(__file__).parent
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU test_triton_backend.py runs by itself")
-def test_the_triton_backend_holds_in_tritons_interpreter() -> None:
-    """In a process of its own: a kernel is interpreted or compiled for good when its module, or triton, is first imported."""
-    statements = Path(__file__).with_name("test_triton_backend.py")
+
+def interpreted(statements: str) -> str:
+    """What pytest prints about a file, in a new process: a kernel is interpreted or compiled for good when it, or triton, is first imported."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", str(statements)],
+        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", str(HERE / statements)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=statements.parents[2],
+        cwd=HERE.parents[1],
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
-    assert " passed" in run.stdout
+    return run.stdout
+
+
+def test_the_triton_backend_holds_in_tritons_interpreter() -> None:
+    assert " passed" in interpreted("test_triton_backend.py")
+
+
+def test_the_triton_backend_conforms_in_tritons_interpreter() -> None:
+    verdict = next(line for line in interpreted("triton_suite.py").splitlines() if "CONFORMANT attention" in line)
+    assert verdict.startswith("CONFORMANT")
+    assert verdict.endswith("1 not tried here (cuda_graph)")

@@ -1,4 +1,4 @@
-"""What the KV-cache manager `prefix` promises, claim by claim; `test_prefix_stateful.py` tries their combinations."""
+"""What the KV-cache manager `prefix` promises beyond the contract of its kind, which `KVCacheSuite` holds it to."""
 
 from __future__ import annotations
 
@@ -32,76 +32,6 @@ def test_an_unknown_option_is_an_error() -> None:
 
 def test_a_fresh_pool_hands_out_blocks_from_the_first() -> None:
     assert manager(block_size=4).allocate(request([1] * 9), 9) == Allocation((0, 1, 2), cached=0)
-
-
-@examples(quick=60, full=500)
-@given(block_size=block_sizes, length=st.integers(1, 60))
-def test_a_computed_prompt_is_found_up_to_the_last_full_block_before_its_last_token(block_size: int, length: int) -> None:
-    kv, tokens = manager(64, block_size), tuple(range(length))
-    compute(kv, request(tokens))
-    assert kv.lookup(request(tokens)) == (length - 1) // block_size * block_size
-    assert kv.lookup(request((*tokens, 7))) == length // block_size * block_size
-
-
-@examples(quick=60, full=500)
-@given(block_size=block_sizes, length=st.integers(1, 60), differs_at=st.integers(0, 59))
-def test_a_prefix_is_found_up_to_the_block_in_which_it_differs(block_size: int, length: int, differs_at: int) -> None:
-    kv, tokens = manager(64, block_size), list(range(length))
-    compute(kv, request(tokens))
-    other = [-1 if position == differs_at else token for position, token in enumerate(tokens)]
-    assert kv.lookup(request([*other, 7])) == min(length, differs_at) // block_size * block_size
-
-
-def test_generated_tokens_are_found_after_a_preemption() -> None:
-    kv, preempted = manager(block_size=4), request(range(6))
-    compute(kv, preempted)
-    generate(preempted, [6, 7, 8])
-    compute(kv, preempted, 8)
-    kv.free(preempted)
-    assert kv.lookup(preempted) == 8
-    assert kv.lookup(request(range(9))) == 8
-
-
-def test_a_hit_holds_the_very_blocks_that_were_computed() -> None:
-    kv, first = manager(block_size=4), request(range(8))
-    blocks = compute(kv, first)
-    assert kv.allocate(request([*range(8), 99]), 9) == Allocation((*blocks, 2), cached=8)
-
-
-def test_a_shared_block_costs_nothing_and_a_cached_one_leaves_the_available() -> None:
-    kv, first, second = manager(block_size=4), request(range(8)), request([*range(8), 99])
-    compute(kv, first)
-    assert kv.blocks_needed(second, 9) == 1
-    kv.free(first)
-    assert kv.blocks_needed(second, 9) == 3
-    before = kv.available_blocks
-    kv.allocate(second, 9)
-    assert kv.available_blocks == before - 3
-
-
-def test_blocks_needed_counts_as_if_others_had_been_freed() -> None:
-    kv, first, second, third = manager(block_size=4), request(range(8)), request([*range(8), 8]), request([*range(8), 9])
-    compute(kv, first)
-    compute(kv, second)
-    assert kv.blocks_needed(third, 9, without=[first]) == 1
-    assert kv.blocks_needed(third, 9, without=[first, second]) == 3
-    assert kv.held_only_by([first]) == 0
-    assert kv.held_only_by([first, second]) == 3
-
-
-@pytest.mark.parametrize("keys", [("salt",), ("a", "b"), ("ab",), ("a", "", "b")])
-def test_requests_with_different_keys_share_nothing(keys: tuple[str, ...]) -> None:
-    kv = manager(block_size=4)
-    compute(kv, request(range(8), keys=keys))
-    for others in [(), ("salt", ""), ("b", "a"), ("a, b",), ("a", "b", "")]:
-        assert kv.lookup(request(range(9), keys=others)) == 0
-    assert kv.lookup(request(range(9), keys=keys)) == 8
-
-
-def test_prompt_logprobs_need_every_token_computed() -> None:
-    kv = manager(block_size=4)
-    compute(kv, request(range(8)))
-    assert kv.lookup(request(range(9), prompt_logprobs=0)) == 0
 
 
 def test_without_reuse_nothing_is_found_and_nothing_stays() -> None:
@@ -148,18 +78,6 @@ def test_a_block_computed_twice_is_found_once_and_its_copy_becomes_empty() -> No
     assert found.blocks[0] == one[0]
 
 
-def test_an_allocation_that_does_not_fit_changes_nothing() -> None:
-    kv, first, second = manager(3, 4), request(range(8)), request([*range(8), *range(90, 100)])
-    compute(kv, first)
-    kv.free(first)
-    before = kv.counts, kv.lookup(second)
-    assert kv.allocate(second, 18) is None
-    assert (kv.counts, kv.lookup(second)) == before
-    compute(kv, first)
-    assert kv.allocate(first, 13) is None
-    assert kv.allocate(first, 12) is not None
-
-
 def test_a_request_may_get_room_before_its_tokens_are_known() -> None:
     kv, first = manager(8, 4), request(range(3))
     allocation = kv.allocate(first, 16)
@@ -168,49 +86,12 @@ def test_a_request_may_get_room_before_its_tokens_are_known() -> None:
     assert kv.allocate(first, 16) == Allocation(())
 
 
-def test_what_is_uncommitted_is_not_found() -> None:
-    kv, first = manager(block_size=4), request(range(12))
-    compute(kv, first)
-    kv.uncommit(first, 6)
-    assert kv.lookup(request(range(13))) == 4
-    kv.free(first)
-    assert kv.counts == BlockCounts(free=7, held=0, cached=1)
-
-
 def test_uncommitting_a_duplicate_leaves_the_one_that_is_found() -> None:
     kv, first, second = manager(block_size=4), request(range(4)), request(range(4))
     compute(kv, first)
     compute(kv, second)
     kv.uncommit(second, 0)
     assert kv.lookup(request(range(5))) == 4
-
-
-def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
-    kv, parent, child = manager(block_size=4), request(range(10)), request(range(10))
-    compute(kv, parent)
-    assert kv.fork(parent, child, 9) == Allocation((0, 1, 3), cached=9)
-    assert list(kv.take_copies()) == [BlockCopy(2, 3)]
-    assert list(kv.take_copies()) == []
-    assert kv.common_prefix([parent, child]) == 2
-    assert kv.allocate(child, 10) == Allocation(())
-
-
-def test_a_fork_at_a_block_boundary_needs_no_block() -> None:
-    kv, parent, child = manager(2, 4), request(range(8)), request(range(8))
-    compute(kv, parent)
-    assert kv.fork(parent, child, 8) == Allocation((0, 1), cached=8)
-    assert list(kv.take_copies()) == []
-
-
-def test_a_fork_that_does_not_fit_changes_nothing() -> None:
-    kv, parent, child = manager(3, 4), request(range(10)), request(range(10))
-    compute(kv, parent)
-    before = kv.counts
-    assert kv.fork(parent, child, 9) is None
-    assert kv.counts == before
-    assert list(kv.take_copies()) == []
-    kv.free(child)  # it holds nothing
-    assert kv.counts == before
 
 
 def test_copies_come_in_the_order_of_the_forks() -> None:
@@ -243,40 +124,6 @@ def test_a_fork_may_begin_where_the_window_hides_what_was_trimmed() -> None:
     kv.check_integrity()
     with pytest.raises(DovetailError, match="needs token 6"):
         kv.fork(parent, request(range(12)), 9)
-
-
-def test_after_a_reset_nothing_is_found_nor_what_builds_on_it() -> None:
-    kv, held, gone = manager(8, 4), request(range(8)), request([5] * 4)
-    compute(kv, held)
-    compute(kv, gone)
-    kv.free(gone)
-    kv.reset()
-    assert kv.counts == BlockCounts(free=6, held=2, cached=0)
-    assert kv.lookup(request(range(9))) == 0
-    generate(held, range(8, 13))
-    compute(kv, held, 12)  # its third block attends to blocks from before the reset
-    compute(kv, request(range(8)))
-    assert kv.lookup(request(range(13))) == 8
-
-
-def test_an_id_used_again_by_another_request_finds_its_own_tokens() -> None:
-    kv, never_ran = manager(block_size=4), request([1] * 9, id="same")
-    compute(kv, request([1] * 8))
-    assert kv.lookup(never_ran) == 8
-    assert kv.lookup(request([2] * 9, id="same")) == 0
-
-
-def test_common_prefix_of_one_is_its_table_and_of_none_is_nothing() -> None:
-    kv, first = manager(block_size=4), request(range(8))
-    compute(kv, first)
-    assert kv.common_prefix([first]) == 2
-    assert kv.common_prefix([]) == 0
-
-
-def test_freeing_what_holds_nothing_does_nothing() -> None:
-    kv = manager()
-    kv.free(request([1]))
-    assert kv.counts == BlockCounts(free=8, held=0, cached=0)
 
 
 def test_misuse_names_the_request_and_what_it_holds() -> None:
@@ -312,11 +159,3 @@ def test_what_is_uncommitted_after_it_was_let_go_is_empty() -> None:
     kv.uncommit(first, 0)
     assert kv.counts == BlockCounts(free=3, held=1, cached=0)
     kv.check_integrity()
-
-
-def test_uncommitting_spares_what_others_computed() -> None:
-    kv, first, second = manager(block_size=4), request(range(8)), request(range(12))
-    compute(kv, first)
-    compute(kv, second)
-    kv.uncommit(second, 0)
-    assert kv.lookup(request(range(13))) == 8

@@ -35,14 +35,3 @@ def test_hidden_states_and_logits_equal_transformers(config: Any, length: int, s
     tokens = some_tokens(config, length, seed)
     for mine, expected in zip(run(ours, tokens), run_reference(theirs, tokens), strict=True):
         assert_close(mine, expected)
-
-
-@given(config=configs(), chunks=st.lists(st.integers(1, 9), min_size=2, max_size=6), seed=st.integers(0, 99))
-@examples(quick=40, full=500)
-def test_chunks_compute_what_the_whole_computes(config: Any, chunks: list[int], seed: int) -> None:
-    theirs = checkpoint_tensors(reference(config, seed))
-    whole, chunked = build(config), build(config)
-    fill(whole, theirs)
-    fill(chunked, theirs)
-    tokens = some_tokens(config, sum(chunks), seed)
-    assert_close(run(chunked, tokens, tuple(chunks))[1], run(whole, tokens)[1])

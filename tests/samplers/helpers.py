@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from dovetail.api.component import NoOptions
-from dovetail.api.sampler import RowHistory, RowSampling, SampledTokens, SamplerContext
+from dovetail.api.sampler import RowHistory, SampledTokens, SamplerContext
+from dovetail.testing.suites.sampler_bench import STALE, Row
 from dovetail_samplers.default import DefaultSampler
-
-GARBAGE = 7  # what the history holds behind a row's tokens
-
-
-@dataclass(frozen=True)
-class Row:
-    logits: Sequence[float]
-    sampling: RowSampling
-    prompt: tuple[int, ...] = (0,)
-    output: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,7 +33,7 @@ def ready(rows: Sequence[Row], places: Sequence[int] | None = None, dtype: torch
     places = list(range(len(rows))) if places is None else list(places)
     max_rows, longest = max(places) + 1, max(len(r.prompt) + len(r.output) for r in rows) + 3
     history = RowHistory(
-        torch.full((max_rows, longest), GARBAGE, dtype=torch.int32),
+        torch.full((max_rows, longest), STALE, dtype=torch.int32),
         torch.zeros(max_rows, dtype=torch.int32),
         torch.zeros(max_rows, dtype=torch.int32),
     )
@@ -71,23 +62,3 @@ def changed(rows: Sequence[Row]) -> np.ndarray:
 
 def tokens(rows: Sequence[Row], places: Sequence[int] | None = None) -> list[int]:
     return sample(rows, places).token_ids.tolist()
-
-
-def draws(logits: Sequence[float], sampling: RowSampling, count: int, *, prompt: int = 0, seeds: int = 500) -> np.ndarray:
-    """How often each token comes in `count` draws of one distribution: `seeds` seeds, each at count / seeds output positions, after a prompt of
-    one token. The output before a draw is taken to have been that token too."""
-    vocab, positions = len(logits), count // seeds
-    history = RowHistory(
-        torch.full((seeds, 1 + positions), prompt, dtype=torch.int32),
-        torch.zeros(seeds, dtype=torch.int32),
-        torch.ones(seeds, dtype=torch.int32),
-    )
-    sampler = DefaultSampler(NoOptions(), SamplerContext("cpu", vocab, history))
-    sampler.prepare(seeds)
-    sampler.update([], [(row, replace(sampling, seed=row)) for row in range(seeds)])
-    counts = np.zeros(vocab, dtype=np.int64)
-    for position in range(positions):
-        history.num_tokens.fill_(1 + position)
-        token_ids = sampler.sample(torch.tensor(logits).repeat(seeds, 1), torch.arange(seeds), np.arange(seeds)).token_ids
-        counts += np.bincount(token_ids.numpy(), minlength=vocab)
-    return counts

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.sampler import RowSampling
+from dovetail.testing.suites.sampler_oracle import distribution
 from dovetail_samplers.filters import FEW, cut_top_k, cut_top_p, keep, keep_min_p
-from tests.samplers.oracle import distribution
 from tests.support import examples
 
 VOCAB = st.integers(1, 40)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.sampler import RowSampling
+from dovetail.testing.suites.sampler_oracle import changed_logits
 from tests.samplers.helpers import Row, changed, tokens
-from tests.samplers.oracle import changed_logits
 from tests.support import examples
 
 VOCAB = 12
@@ -40,48 +40,8 @@ def test_changed_logits_are_those_of_the_oracle(rows: list[Row]) -> None:
     np.testing.assert_allclose(changed(rows), [changed_logits(r.logits, r.sampling, r.prompt, r.output) for r in rows], rtol=1e-5, atol=1e-5)
 
 
-@examples(quick=100, full=3000)
-@given(st.lists(rule_rows(), min_size=1, max_size=5))
-def test_greedy_takes_the_best_changed_logit_lowest_id_on_ties(rows: list[Row]) -> None:
-    best = [changed_logits(r.logits, r.sampling, r.prompt, r.output) for r in rows]
-    assert tokens(rows) == [int(values.argmax()) for values in best]
-
-
 def greedy(**fields: object) -> RowSampling:
     return RowSampling(temperature=0.0, **fields)  # type: ignore[arg-type]
-
-
-def test_a_stop_token_waits_for_min_tokens() -> None:
-    wants_3 = [0.0, 1.0, 0.0, 9.0]
-    sampling = greedy(min_tokens=2, stop_token_ids=(3,))
-    assert [tokens([Row(wants_3, sampling, output=(0,) * n)]) for n in range(4)] == [[1], [1], [3], [3]]
-
-
-def test_a_bad_word_of_one_token_never_comes() -> None:
-    assert tokens([Row([0.0, 1.0, 9.0], greedy(bad_words=((2,),)))]) == [1]
-
-
-def test_a_bad_word_is_stopped_at_its_last_token() -> None:
-    """Wherever it began: in the prompt, in the output, or across."""
-    wants_3, sampling = [0.0, 1.0, 0.0, 9.0], greedy(bad_words=((1, 2, 3),))
-    rows = [Row(wants_3, sampling, p, o) for p, o in (((0, 1, 2), ()), ((0, 1), (2,)), ((0,), (1, 2)))]
-    assert tokens(rows) == [1, 1, 1]
-
-
-def test_a_bad_word_half_said_is_no_matter() -> None:
-    wants_3, sampling = [0.0, 1.0, 0.0, 9.0], greedy(bad_words=((1, 2, 3),))
-    rows = [Row(wants_3, sampling, p, o) for p, o in (((2,), ()), ((1, 2, 0), ()), ((0,), (2, 1)), ((0,), (2, 2)))]
-    assert tokens(rows) == [3, 3, 3, 3]
-
-
-def test_a_bad_word_longer_than_the_history_does_not_match() -> None:
-    assert tokens([Row([0.0, 1.0, 0.0, 9.0], greedy(bad_words=((1, 1, 3),)), prompt=(1,))]) == [3]
-
-
-def test_bans_that_leave_nothing_are_lifted() -> None:
-    only_2 = greedy(allowed_token_ids=(2,), bad_words=((2,),))
-    all_gone = greedy(bad_words=((0,), (1,), (2,)))
-    assert tokens([Row([5.0, 1.0, 0.0], only_2), Row([5.0, 6.0, 0.0], all_gone)]) == [2, 1]
 
 
 def test_allowed_tokens_that_the_model_excludes_are_still_the_only_ones() -> None:
@@ -89,11 +49,6 @@ def test_allowed_tokens_that_the_model_excludes_are_still_the_only_ones() -> Non
     fields = {"allowed_token_ids": (1, 2), "repetition_penalty": 2.0}
     rows = [Row(excluded, RowSampling(seed=s, **fields), prompt=(1, 2)) for s in range(64)]  # type: ignore[arg-type]
     assert set(tokens(rows)) == {1, 2}
-
-
-def test_a_row_of_nothing_but_minus_infinity_gives_a_token() -> None:
-    samplings = [RowSampling(), RowSampling(temperature=0.0), RowSampling(top_k=2), RowSampling(top_p=0.5), RowSampling(min_p=0.5)]
-    assert tokens([Row([-np.inf] * 4, s) for s in samplings]) == [0] * len(samplings)
 
 
 def test_what_lies_behind_a_rows_tokens_is_never_read() -> None:

@@ -1,4 +1,5 @@
-"""For authors of components and their tests: fakes that keep books of their own, and `plan` to run one step of a policy.
+"""For authors of components and their tests: the conformance suites and `run`, fakes that keep books of their own, and `plan` to run one step of
+a policy.
 
 The names are loaded when first used.
 """
@@ -9,20 +10,57 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dovetail.testing.checks import Waiver
     from dovetail.testing.fake_executor import FakeExecutor, FakeExecutorOptions
     from dovetail.testing.fake_kv import FakeKVCache
+    from dovetail.testing.ledger import Verdict
     from dovetail.testing.planning import Plan, make_request, plan
+    from dovetail.testing.runner import run
+    from dovetail.testing.suites.attention import AttentionSuite
+    from dovetail.testing.suites.executor import ExecutorSuite
+    from dovetail.testing.suites.kv_cache import KVCacheSuite
+    from dovetail.testing.suites.model import ModelSuite
+    from dovetail.testing.suites.observer import ObserverSuite
+    from dovetail.testing.suites.sampler import SamplerSuite
+    from dovetail.testing.suites.scheduler import SchedulerSuite
 
 _HOMES = {
+    "AttentionSuite": "suites.attention",
+    "ExecutorSuite": "suites.executor",
     "FakeExecutor": "fake_executor",
     "FakeExecutorOptions": "fake_executor",
     "FakeKVCache": "fake_kv",
+    "KVCacheSuite": "suites.kv_cache",
+    "ModelSuite": "suites.model",
+    "ObserverSuite": "suites.observer",
     "Plan": "planning",
+    "SamplerSuite": "suites.sampler",
+    "SchedulerSuite": "suites.scheduler",
+    "Verdict": "ledger",
+    "Waiver": "checks",
     "make_request": "planning",
     "plan": "planning",
+    "run": "runner",
 }
 
-__all__ = ["FakeExecutor", "FakeExecutorOptions", "FakeKVCache", "Plan", "make_request", "plan"]
+__all__ = [
+    "AttentionSuite",
+    "ExecutorSuite",
+    "FakeExecutor",
+    "FakeExecutorOptions",
+    "FakeKVCache",
+    "KVCacheSuite",
+    "ModelSuite",
+    "ObserverSuite",
+    "Plan",
+    "SamplerSuite",
+    "SchedulerSuite",
+    "Verdict",
+    "Waiver",
+    "make_request",
+    "plan",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,7 @@
-"""What a sampler should do, written down slowly: one row, float64, plain loops. Shares no code with the samplers."""
+"""What a sampler should do, written down slowly: one row, float64, plain loops. And the test of counts against probabilities.
+
+Shares no code with any sampler.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,18 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from dovetail.api.sampler import RowSampling
 
+Float64 = NDArray[np.float64]
+Int64 = NDArray[np.int64]
 NEVER = -math.inf
+RARE = 5  # counts expected below this are taken together: the test's approximation needs as many (Cochran, Biometrics 10, 1954)
 
 
-def changed_logits(logits: Sequence[float], sampling: RowSampling, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
+def changed_logits(logits: Sequence[float], sampling: RowSampling, prompt: Sequence[int], output: Sequence[int]) -> Float64:
     """Logits after wishes, bans and penalties."""
     values = [float(x) for x in logits]
     for token, bias in sampling.logit_bias:
@@ -36,17 +44,18 @@ def changed_logits(logits: Sequence[float], sampling: RowSampling, prompt: Seque
     return np.array(values, dtype=np.float64)
 
 
-def distribution(logits: Sequence[float], sampling: RowSampling, prompt: Sequence[int] = (0,), output: Sequence[int] = ()) -> np.ndarray:
-    """The probability of each token."""
+def distribution(logits: Sequence[float], sampling: RowSampling, prompt: Sequence[int] = (0,), output: Sequence[int] = ()) -> Float64:
+    """The probability of each token. Where logits are equal, lower ids come first."""
     values = changed_logits(logits, sampling, prompt, output)
-    order = sorted(range(len(values)), key=lambda token: (-values[token], token))  # likeliest first, ties by id
+    order = sorted(range(len(values)), key=lambda token: (-values[token], token))  # likeliest first
     if sampling.temperature == 0:
-        return _only(len(values), {order[0]: 1.0})
+        return _normalised(len(values), {order[0]: 1.0})
     weights = {token: math.exp((values[token] - values[order[0]]) / sampling.temperature) for token in order}
     if sampling.top_k > 0:
         weights = {token: weights[token] for token in order[: sampling.top_k]}
     if sampling.top_p < 1:
-        total, reached, kept = sum(weights.values()), 0.0, {}
+        total, reached = sum(weights.values()), 0.0
+        kept: dict[int, float] = {}
         for token, weight in weights.items():
             if reached >= sampling.top_p * total and kept:
                 break
@@ -55,11 +64,25 @@ def distribution(logits: Sequence[float], sampling: RowSampling, prompt: Sequenc
         weights = kept
     if sampling.min_p > 0:
         weights = {token: weight for token, weight in weights.items() if weight >= sampling.min_p}
-    return _only(len(values), weights)
+    return _normalised(len(values), weights)
 
 
-def _only(size: int, weights: dict[int, float]) -> np.ndarray:
+def _normalised(size: int, weights: dict[int, float]) -> Float64:
     result = np.zeros(size)
     for token, weight in weights.items():
         result[token] = weight
-    return result / result.sum()
+    return np.asarray(result / result.sum())
+
+
+def p_value(counts: Int64, probabilities: Float64) -> float:
+    """How likely counts as far from `probabilities` are by chance (Pearson's chi-square test); 0 if a token came that can't."""
+    possible = probabilities > 0
+    if counts[~possible].any():
+        return 0.0
+    observed, expected = counts[possible].astype(np.float64), probabilities[possible] * counts.sum()
+    rare = expected < RARE
+    if rare.any():
+        observed, expected = np.append(observed[~rare], observed[rare].sum()), np.append(expected[~rare], expected[rare].sum())
+    distance = ((observed - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((len(observed) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, torch.tensor(distance / 2, dtype=torch.float64)))

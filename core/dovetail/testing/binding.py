@@ -1,0 +1,91 @@
+"""Which component a suite tests: a name that a plugin declares, or a bare class, and the options that it is made with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+
+from pydantic import BaseModel
+
+from dovetail.api.component import Kind, NoOptions
+from dovetail.errors import DovetailError
+from dovetail.testing.checks import Waiver
+
+if TYPE_CHECKING:
+    from dovetail.registry.registry import Registry
+    from dovetail.registry.resolved import ResolvedComponent
+
+
+class Binding:
+    """The component that a suite is about, and the ways to make it."""
+
+    kind: ClassVar[Kind]
+    settings: ClassVar[frozenset[str]] = frozenset({"component", "options", "waivers"})  # what a subclass may set; a kind may add to it
+
+    component: ClassVar[str | type[Any] | None] = None  # a name, "mine" or "distribution:mine", or a class; None: a base of other suites
+    options: ClassVar[Mapping[str, Any]] = {}
+    waivers: ClassVar[Mapping[str, Waiver]] = {}  # by the check's id
+
+    @cached_property
+    def resolved(self) -> ResolvedComponent:
+        """What the name stands for. Raises `PluginError`; `DovetailError` if the component is a bare class, which no plugin declares."""
+        if not isinstance(self.component, str):
+            raise DovetailError(f"{self.component!r} isn't the name of an installed component")
+        return installed(tuple(sys.path)).resolve(self.kind, self.component, self.options)
+
+    @cached_property
+    def component_class(self) -> type[Any]:
+        """Raises `PluginError` or `MissingExtraError` if it can't be loaded."""
+        return self.component if isinstance(self.component, type) else self.resolved.load()
+
+    @property
+    def target(self) -> str:
+        """ "package.module:Class", by which worker processes import it."""
+        if isinstance(self.component, type):
+            return f"{self.component.__module__}:{self.component.__qualname__}"
+        return self.resolved.spec.target
+
+    @cached_property
+    def options_model(self) -> type[BaseModel]:
+        """Of a bare class: the type that it gives its attribute `options`, if that is narrower than its base's."""
+        if not isinstance(self.component, type):
+            return self.resolved.options_model()
+        declared = get_type_hints(self.component).get("options", BaseModel)
+        return declared if isinstance(declared, type) and declared is not BaseModel and issubclass(declared, BaseModel) else NoOptions
+
+    def make_options(self) -> BaseModel:
+        """`options`, as the component's own model. Raises `ConfigError`, or pydantic's `ValidationError` for a bare class."""
+        return self.resolved.validate_options() if isinstance(self.component, str) else self.options_model.model_validate(dict(self.options))
+
+    def make(self, context: Any) -> Any:
+        """A new component, with `options`."""
+        return self.component_class(self.make_options(), context)
+
+    @property
+    def capabilities(self) -> Any:
+        """What the component declares: its class's `capabilities`. A kind whose options can change them makes one and asks it."""
+        return self.component_class.capabilities
+
+    def declares(self, capability: str) -> bool:
+        """Whether the checks tied to `capability` are wanted: "declared" is a component with a name, others are fields of `capabilities`."""
+        if capability == "declared":
+            return isinstance(self.component, str)
+        return bool(getattr(self.capabilities, capability))
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What checks measured and don't judge: lines for the report."""
+        return []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@cache
+def installed(path: tuple[str, ...]) -> Registry:
+    """What is installed on this `sys.path`: loaded once."""
+    from dovetail.registry.registry import Registry
+
+    return Registry.discover(enforce_require=False)

@@ -1,0 +1,114 @@
+"""What a check is: one statement that every component of a kind must keep, with a stable id, under which it is reported, waived and documented.
+
+    class SchedulerSuite(Suite):
+        @check("scheduler.budget", since="0.1")
+        def test_budget(self) -> None:
+            "A step computed more tokens than `Context.max_tokens`. Grant through the step, and don't touch its fields."
+
+The docstring is what the author of a failing component reads: what went wrong, and how to mend it. Needs neither torch nor pytest.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from dovetail.testing.suite import Suite
+
+ID = re.compile(r"[a-z_]+\.[a-z0-9_]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`capability`: the check is wanted only of a component whose suite `declares` it; None: of all."""
+
+    id: str  # "scheduler.budget"
+    attribute: str  # "test_budget", of the suite
+    since: str  # the version of the kind's api in which it began to be wanted
+    capability: str | None
+    help: str  # the docstring, on one line
+
+    @property
+    def level(self) -> str:
+        return "required" if self.capability is None else f"if {self.capability}"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiver:
+    """Leave for one check to fail, for a stated reason. It is strict: a waived check that passes is a failure. Raises `ValueError`."""
+
+    reason: str
+    url: str  # of the issue that tracks it
+
+    def __post_init__(self) -> None:
+        if not self.reason.strip():
+            raise ValueError("a waiver needs a reason")
+        if not re.fullmatch(r"https?://\S+", self.url):
+            raise ValueError(f"a waiver needs the url of the issue that tracks it, got {self.url!r}")
+
+
+class CheckFailed(AssertionError):
+    """A component broke the statement of a check."""
+
+
+class Absent(Exception):
+    """A check isn't wanted of this component: it doesn't declare `capability`."""
+
+    def __init__(self, capability: str) -> None:
+        super().__init__(f"{capability} isn't declared")
+        self.capability = capability
+
+
+class Untried(Exception):
+    """The component declares `capability`, but this machine can't try it: no such device. The verdict says so."""
+
+    def __init__(self, capability: str, why: str) -> None:
+        super().__init__(f"{capability} is declared, and was not tried: {why}")
+        self.capability = capability
+
+
+def check(id: str, *, since: str, capability: str | None = None) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Make a method of a suite a check. It takes `self` alone (no fixtures: a check must run without pytest too), is named `test_…`, and has a
+    docstring. Raises `TypeError` otherwise."""
+
+    def decorate(method: Callable[[Any], None]) -> Callable[[Any], None]:
+        name = method.__name__
+        if not ID.fullmatch(id) or not name.startswith("test_") or list(inspect.signature(method).parameters) != ["self"] or not method.__doc__:
+            raise TypeError(f'check {id!r} must be "kind.name", on a method {name!r} = "test_…(self)" that has a docstring')
+
+        @wraps(method)
+        def run(self: Suite) -> None:
+            if capability is not None and not self.declares(capability):
+                raise Absent(capability)
+            method(self)
+
+        run.check = Check(id, name, since, capability, " ".join(method.__doc__.split()))  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def checks_of(suite: type[Suite]) -> dict[str, Check]:
+    """The checks of a suite by id: those of the kind first, then those of all kinds, each in the order they are written."""
+    found: dict[str, Check] = {}
+    for cls in suite.__mro__:
+        for value in vars(cls).values():
+            known = getattr(value, "check", None)
+            if isinstance(known, Check) and getattr(suite, known.attribute, None) is value:
+                found.setdefault(known.id, known)
+    return found
+
+
+def require(condition: object, what: str) -> None:
+    """Raises `CheckFailed` unless it holds; unlike `assert`, also under `python -O`."""
+    if not condition:
+        fail(what)
+
+
+def fail(what: str) -> NoReturn:
+    raise CheckFailed(what)

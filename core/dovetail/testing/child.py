@@ -1,0 +1,162 @@
+"""The process in which `dovetail.testing.runner` runs a suite: pytest over a generated class, telling a ledger file how far it is.
+
+Lines of the ledger, JSON: {"event": "expected", "expected"} first; for each check {"event": "started", "id"} and {"event": "outcome", "id",
+"outcome"}; last {"event": "ended"}. Instead {"event": "misused", "error", "message"} if there is no such component, or it has no such options,
+or {"event": "broken", "message"} if it can't be loaded. What outlasts the time limit ends the process, with a traceback in the trace file.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+from collections.abc import Generator, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from dovetail.api.component import Kind
+from dovetail.errors import ConfigError, DovetailError, PluginError
+
+COMMAND = "import sys; from dovetail.testing.child import main; main(sys.argv[1])"
+MODULE = "from dovetail.testing.child import generated_suite\n\nTestComponent = generated_suite({job!r})\n"
+PYTEST = ["-q", "-p", "dovetail.testing.pytest_plugin", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--noconftest", "--tb=no", "-c"]
+REGULAR = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to run. `component` is a name, or "package.module:Class" if `is_class`. `done`: checks that need not run (again)."""
+
+    kind: Kind
+    component: str
+    is_class: bool
+    options: Mapping[str, Any]
+    waivers: Mapping[str, Mapping[str, str]]
+    time_limit_s: float
+    folder: str  # of the files below
+    path: list[str]  # sys.path
+    done: list[str] = field(default_factory=list)
+
+    @property
+    def ledger(self) -> Path:
+        return Path(self.folder, "ledger.jsonl")
+
+    @property
+    def trace(self) -> Path:
+        return Path(self.folder, "trace.txt")
+
+    @property
+    def module(self) -> Path:
+        return Path(self.folder, "test_component.py")
+
+    def write(self) -> Path:
+        """Raises `TypeError` if the options aren't JSON."""
+        path = Path(self.folder, "job.json")
+        path.write_text(json.dumps(asdict(self)))
+        self.module.write_text(MODULE.format(job=str(path)))
+        return path
+
+    @classmethod
+    def read(cls, path: str) -> Job:
+        return cls(**json.loads(Path(path).read_text()))
+
+
+def main(job_path: str) -> None:
+    """Run the checks of a job that aren't done."""
+    job = Job.read(job_path)
+    sys.path[:] = job.path
+    with job.trace.open("w") as trace, job.ledger.open("a", buffering=1) as file:
+        ledger = Ledger(job, file, trace)
+        ledger.limit()
+        if not ledger.load(job_path):
+            return
+        config = Path(job.folder, "pytest.ini")
+        config.write_text("[pytest]\n")
+        code = pytest.main([*PYTEST, str(config), str(job.module)], plugins=[ledger])
+        faulthandler.cancel_dump_traceback_later()
+        if code not in REGULAR:  # interrupted, perhaps by the component
+            sys.exit(f"pytest was ended: {code!r}")
+        ledger.tell("ended")
+
+
+def generated_suite(job_path: str) -> Any:
+    """The class that pytest collects."""
+    from dovetail.testing.checks import Waiver
+    from dovetail.testing.suites import suite_for
+
+    job = Job.read(job_path)
+    component: Any = _load(job.component) if job.is_class else job.component
+    waivers = {id: Waiver(**values) for id, values in job.waivers.items()}
+    body = {"component": component, "options": dict(job.options), "waivers": waivers, "__module__": job.module.stem}
+    return type("TestComponent", (suite_for(job.kind),), body)
+
+
+def _load(target: str) -> Any:
+    module, _, path = target.partition(":")
+    value: Any = import_module(module)
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+class Ledger:
+    """The pytest plugin that writes the ledger, leaves out what is done, and sees to the time limit."""
+
+    def __init__(self, job: Job, file: IO[str], trace: IO[str]) -> None:
+        self.job, self.file, self.trace = job, file, trace
+
+    def tell(self, event: str, **values: Any) -> None:
+        self.file.write(json.dumps({"event": event, **values}) + "\n")
+
+    def limit(self) -> None:
+        """The process ends unless this is called again in time. It needs nothing of Python, so that a loop in C is ended too."""
+        faulthandler.dump_traceback_later(self.job.time_limit_s, exit=True, file=self.trace)
+
+    def load(self, job_path: str) -> bool:
+        """Load the component, so that one that can't be loaded is told once, and not by every check."""
+        try:
+            suite = generated_suite(job_path)()
+            misuse = None if self.job.is_class else _misuse(suite)
+            if misuse is None:
+                _ = suite.component_class
+        except BaseException as error:  # SystemExit too
+            self.tell("broken", message=f"{type(error).__name__}: {error}")
+            return False
+        if misuse is not None:
+            self.tell("misused", error=type(misuse).__name__, message=str(misuse))
+        return misuse is None
+
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        watch = config.pluginmanager.get_plugin("dovetail-suites")
+        for expected in watch.expected.values():
+            self.tell("expected", expected=expected.to_json())
+        items[:] = [item for item in items if item.function.check.id not in self.job.done]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: Any) -> Generator[None, Any, Any]:
+        id = item.function.check.id
+        self.limit()
+        self.tell("started", id=id)
+        result = yield
+        outcome = item.config.pluginmanager.get_plugin("dovetail-suites").outcomes[item.parent.nodeid][id]
+        self.tell("outcome", id=id, outcome=asdict(outcome))
+        return result
+
+
+def _misuse(suite: Any) -> DovetailError | None:
+    """Why nobody could test that: there is no such component, or it has no such options. That its options are broken, a check will say."""
+    try:
+        resolved = suite.resolved
+    except PluginError as error:
+        return error
+    try:
+        resolved.validate_options()
+    except ConfigError as error:
+        return error
+    except PluginError:
+        pass
+    return None

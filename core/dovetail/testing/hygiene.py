@@ -1,0 +1,138 @@
+"""Checks for components of all kinds: how they are declared, made, and sent to worker processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import pickle
+
+from pydantic import ValidationError
+
+from dovetail import api
+from dovetail.registry.resolved import BASE_CLASSES
+from dovetail.testing.binding import Binding
+from dovetail.testing.checks import check, fail, require
+from dovetail.testing.processes import run_python
+
+UNKNOWN_KEY = "no_component_has_this_option"
+
+# Loads a plugin's entry point and its hook where torch can't be imported; fails if anybody tries. argv: distribution, entry point.
+_DECLARE = """
+import importlib.abc, importlib.metadata, sys
+tried = []
+class Watch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "transformers"):
+            tried.append(name)
+            raise ImportError(name + " must not be imported while a plugin declares what it offers")
+sys.meta_path.insert(0, Watch())
+points = importlib.metadata.distribution(sys.argv[1]).entry_points.select(group="dovetail.plugins", name=sys.argv[2])
+list(next(iter(points)).load().dovetail_components())
+sys.exit("it imported " + ", ".join(tried) if tried else 0)
+"""
+
+# What a spawned worker begins with: imports the class, and has its options from a pickle.
+_SPAWN = """
+import importlib, pickle, sys
+module, path, options = pickle.load(sys.stdin.buffer)
+value = importlib.import_module(module)
+for name in path.split("."):
+    value = getattr(value, name)
+pickle.loads(options)
+"""
+
+
+class Hygiene(Binding):
+    """What any component needs so that others can find it, configure it and start it elsewhere."""
+
+    @check("hygiene.declaration", since="0.1", capability="declared")
+    def test_declaration(self) -> None:
+        """Declaring components raised, or imported torch or transformers. The entry point's module holds strings and small values alone: move
+        what imports torch to the modules that `target` and `options` name."""
+        origin = self.resolved.origin
+        run_python(_DECLARE, b"", f"declaring what plugin {origin.id} offers failed", origin.distribution, origin.entry_point)
+
+    @check("hygiene.capabilities", since="0.1")
+    def test_capabilities(self) -> None:
+        """The component doesn't say what it can do in its kind's own terms. Give the class `capabilities` (a scheduler: `claims`), made of the
+        dataclass in `dovetail.api` for its kind."""
+        base = getattr(api, BASE_CLASSES[self.kind])
+        name = "claims" if self.kind == "scheduler" else "capabilities"
+        wanted = type(getattr(base, name))
+        value = getattr(self.component_class, name, None)
+        require(isinstance(value, wanted), f"{self.component_class.__name__}.{name} is {value!r}, expected {wanted.__name__}(…)")
+        declared = (f"{field.name}={getattr(self.capabilities, field.name)!r}" for field in dataclasses.fields(wanted))
+        self.note(f"{name}: {', '.join(declared)}")
+
+    @check("hygiene.options", since="0.1")
+    def test_options(self) -> None:
+        """The options took a key that they don't know, so a misspelt one would pass unseen. Give the model
+        `model_config = ConfigDict(extra="forbid")`."""
+        self.make_options()
+        try:
+            self.options_model.model_validate({**self.options, UNKNOWN_KEY: 1})
+        except ValidationError as error:
+            refused = any(UNKNOWN_KEY in problem["loc"] for problem in error.errors())
+            require(refused, f"{self.options_model.__name__} refuses an unknown key without naming it: {error}")
+        else:
+            fail(f"{self.options_model.__name__} took the unknown key {UNKNOWN_KEY!r}")
+
+    @check("hygiene.options_pickle", since="0.1")
+    def test_options_pickle(self) -> None:
+        """The options changed, or failed, on the way through pickle, by which worker processes get them. Use plain values and importable types."""
+        options = self.make_options()
+        try:
+            again = pickle.loads(pickle.dumps(options))
+        except Exception as error:
+            fail(f"{options!r} can't be pickled: {type(error).__name__}: {error}")
+        require(type(again) is type(options) and again == options, f"pickling turned {options!r} into {again!r}")
+
+    @check("hygiene.spawn", since="0.1")
+    def test_spawn(self) -> None:
+        """A new process couldn't import the class or read its options. Define both at the top level of a module that can be imported anywhere,
+        without asking for what only this process has."""
+        module, _, path = self.target.partition(":")
+        require("<" not in path, f"{self.target} is defined inside a function: no other process can import it")
+        payload = pickle.dumps((module, path, pickle.dumps(self.make_options())))
+        run_python(_SPAWN, payload, f"a new process can't import {self.target}")
+
+    @check("hygiene.signatures", since="0.1")
+    def test_signatures(self) -> None:
+        """A method can't be called as its kind's api calls it. Keep the names and the order of the parameters in `dovetail.api`; more of them
+        need defaults."""
+        base = getattr(api, BASE_CLASSES[self.kind])
+        for name, method in inspect.getmembers(base, inspect.isfunction):
+            if name.startswith("_") and name != "__init__":
+                continue
+            mine = getattr(self.component_class, name)
+            require(callable(mine), f"{self.component_class.__name__}.{name} is {mine!r}, and should be a method")
+            if mine is not method and (problem := _mismatch(inspect.signature(method), inspect.signature(mine))):
+                fail(f"{self.component_class.__name__}.{name}{inspect.signature(mine)}: {problem}; the api has {inspect.signature(method)}")
+
+    @check("hygiene.callbacks", since="0.1")
+    def test_callbacks(self) -> None:
+        """A method is named like a callback, `on_…`, but the kind has none of that name, so nobody will ever call it. Mend the spelling; a helper
+        of your own begins with `_`."""
+        base = getattr(api, BASE_CLASSES[self.kind])
+        for name in dir(self.component_class):
+            if name.startswith("on_") and not hasattr(base, name):
+                near = difflib.get_close_matches(name, [known for known in dir(base) if known.startswith("on_")], 1)
+                fail(f"{self.component_class.__name__}.{name} is never called{f': did you mean {near[0]}?' if near else ''}")
+
+
+def _mismatch(wanted: inspect.Signature, mine: inspect.Signature) -> str | None:
+    """Why a method with the signature `mine` can't be called as one with `wanted`; None if it can."""
+    positional = [p for p in wanted.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    keywords = [p for p in wanted.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for optional in (False, True):
+        args = [p.name for p in positional if optional or p.default is p.empty]
+        kwargs = {p.name: p.name for p in keywords if optional or p.default is p.empty}
+        try:
+            bound = mine.bind(*args, **kwargs)
+        except TypeError as error:
+            return str(error)
+        moved = [f"{name!r} stands where {value!r} should" for name, value in bound.arguments.items() if isinstance(value, str) and name != value]
+        if moved:
+            return moved[0]
+    return None

@@ -1,0 +1,204 @@
+"""What was expected of a suite against what was observed: nothing passes in silence.
+
+`Expected` is read from the suite's class alone, before anything of the component runs; an `Outcome` comes from each check that did run; `judge`
+lays one beside the other. A check that was overridden, deleted, marked, skipped, deselected or never collected has no outcome that counts, so the
+verdict is NOT CONFORMANT and names it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal
+
+from dovetail.api.component import API_VERSIONS, Kind
+from dovetail.testing.checks import Check, Waiver, checks_of
+
+if TYPE_CHECKING:
+    from dovetail.testing.suite import Suite
+
+# Of a class body, whatever the class is about.
+_ALLOWED = {"__annotations__", "__dict__", "__doc__", "__firstlineno__", "__module__", "__qualname__", "__static_attributes__", "__weakref__"}
+
+Status = Literal["passed", "failed", "absent", "untried", "skipped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one check. `absent`: it isn't wanted, `capability` isn't declared. `untried`: declared, but not to be tried on this machine.
+    `skipped`: somebody kept it from counting."""
+
+    status: Status
+    message: str = ""
+    capability: str | None = None
+    output: str = ""  # what the component printed meanwhile
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Outcome:
+        return cls(**{**values, "notes": tuple(values["notes"])})
+
+    def worse(self, other: Outcome) -> Outcome:
+        """Of two phases of one check, the one that counts."""
+        order: tuple[Status, ...] = ("passed", "absent", "untried", "skipped", "failed")
+        return self if order.index(self.status) >= order.index(other.status) else other
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a suite's class says should run. `tampering`: in words, by the check's id or, of what concerns all checks, by the attribute's name."""
+
+    kind: Kind
+    component: str
+    checks: Mapping[str, str]  # id -> how to mend it
+    waivers: Mapping[str, str] = field(default_factory=dict)  # id -> reason and url
+    tampering: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Expected:
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Why a component doesn't conform. `id`: of a check, or what was tampered with."""
+
+    id: str
+    message: str
+    help: str = ""
+    output: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a suite says of a component."""
+
+    kind: Kind
+    component: str
+    api: str
+    passed: int
+    expected: int
+    absent: tuple[str, ...]  # capabilities that aren't declared
+    waived: tuple[str, ...]  # ids
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    untried: tuple[str, ...] = ()  # capabilities that are declared, but can't be tried on this machine
+
+    @property
+    def conformant(self) -> bool:
+        return not self.findings and self.passed + len(self.waived) == self.expected > 0
+
+    @property
+    def line(self) -> str:
+        """The verdict: "CONFORMANT scheduler api=0.1, 41/41, 3 capabilities absent, 0 waived"."""
+        word = "CONFORMANT" if self.conformant else "NOT CONFORMANT"
+        counts = f"{self.passed}/{self.expected}, {len(self.absent)} capabilities absent, {len(self.waived)} waived"
+        if self.untried:
+            counts += f", {len(self.untried)} not tried here ({', '.join(self.untried)})"
+        broken = ", ".join(dict.fromkeys(finding.id for finding in self.findings))
+        return f"{word} {self.kind} api={self.api}, {counts}" + (f": {broken}" if broken else "")
+
+    def report(self) -> Iterator[str]:
+        """For people, line by line; the verdict is the last."""
+        for (message, help, output), same in groupby(self.findings, key=lambda finding: (finding.message, finding.help, finding.output)):
+            yield f"{', '.join(finding.id for finding in same)}: {self.component}: {message}"
+            if help:
+                yield f"  {help}"
+            if output:
+                yield from ("  its output:", *(f"    {line}" for line in output.splitlines()))
+        yield from (f"  {note}" for note in self.notes)
+        yield self.line
+
+    def to_json(self) -> dict[str, Any]:
+        return {"conformant": self.conformant, "line": self.line, **asdict(self)}
+
+
+def expected_of(suite: type[Suite]) -> Expected:
+    """What running the class should bring, and all that was changed in it which may not be."""
+    official = next(cls for cls in suite.__mro__ if _is_ours(cls))
+    checks = checks_of(official)
+    component = suite.component if isinstance(suite.component, str) else getattr(suite.component, "__qualname__", repr(suite.component))
+    waivers = suite.waivers if isinstance(suite.waivers, Mapping) else {}
+    return Expected(
+        suite.kind,
+        component,
+        {id: check.help for id, check in checks.items()},
+        {id: f"{waiver.reason} ({waiver.url})" for id, waiver in waivers.items() if isinstance(waiver, Waiver)},
+        dict((*_tampering(suite, official, checks), *_wrong_waivers(suite, checks))),
+    )
+
+
+def judge(expected: Expected, outcomes: Mapping[str, Outcome]) -> Verdict:
+    """The verdict; `outcomes` by the checks' ids."""
+    findings = [Finding(id, message) for id, message in expected.tampering.items()]
+    passed, wanted, waived = 0, 0, []
+    unwanted: dict[Status, set[str]] = {"absent": set(), "untried": set()}
+    for id, help in expected.checks.items():
+        outcome = outcomes.get(id, Outcome("skipped", "it didn't run: deleted, deselected, or its class can't be collected"))
+        if outcome.status in unwanted:
+            unwanted[outcome.status].add(str(outcome.capability))
+            if id in expected.waivers:
+                findings.append(Finding(id, "it is waived, but not wanted of this component: remove the waiver"))
+            continue
+        wanted += 1
+        if outcome.status == "passed" and id in expected.waivers:
+            findings.append(Finding(id, "it is waived, but passes: remove the waiver"))
+        elif outcome.status == "passed":
+            passed += id not in expected.tampering
+        elif outcome.status == "failed" and id in expected.waivers:
+            waived.append(id)
+        elif id not in expected.tampering:
+            findings.append(Finding(id, outcome.message, help if outcome.status == "failed" else "", outcome.output))
+    notes = dict.fromkeys(note for outcome in outcomes.values() for note in outcome.notes)
+    api = API_VERSIONS[expected.kind]
+    return Verdict(
+        expected.kind,
+        expected.component,
+        api,
+        passed,
+        wanted,
+        tuple(sorted(unwanted["absent"])),
+        tuple(waived),
+        tuple(findings),
+        (*notes, *(f"waived: {id}: {why}" for id, why in expected.waivers.items())),
+        tuple(sorted(unwanted["untried"])),
+    )
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.startswith("dovetail.testing.")
+
+
+def _tampering(suite: type[Suite], official: type[Suite], checks: Mapping[str, Check]) -> Iterator[tuple[str, str]]:
+    by_attribute = {check.attribute: check for check in checks.values()}
+    for cls in suite.__mro__:
+        if _is_ours(cls) or cls is object:
+            continue
+        for name, value in vars(cls).items():
+            alias = getattr(value, "check", None)
+            if name in by_attribute:
+                how = "deleted" if value is None else f"overridden by {cls.__qualname__}.{name}"
+                yield by_attribute[name].id, f"it was {how}: a check counts only as the suite has it"
+            elif isinstance(alias, Check):
+                yield alias.id, f"it was given the other name {cls.__qualname__}.{name}: a check counts only as the suite has it"
+            elif name not in official.settings and name not in _ALLOWED and (hasattr(official, name) or name.startswith("__")):
+                yield name, f"{cls.__qualname__}.{name} replaces a part of the suite; set only {', '.join(sorted(official.settings))}"
+    for name, check in by_attribute.items():
+        if inspect.getattr_static(suite, name) is not inspect.getattr_static(official, name):
+            yield check.id, "it isn't the suite's own"
+
+
+def _wrong_waivers(suite: type[Suite], checks: Mapping[str, Check]) -> Iterator[tuple[str, str]]:
+    if not isinstance(suite.waivers, Mapping):
+        yield "waivers", f"expected {{id: Waiver(reason, url)}}, got {suite.waivers!r}"
+        return
+    for id, waiver in suite.waivers.items():
+        if id not in checks:
+            yield str(id), "it is waived, but there is no such check"
+        elif not isinstance(waiver, Waiver):
+            yield id, f"expected Waiver(reason, url), got {waiver!r}"

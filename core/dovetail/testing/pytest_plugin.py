@@ -1,0 +1,138 @@
+"""The pytest plugin (entry point `dovetail`): lays what suites should run beside what did, and prints their verdicts.
+
+It sits in every pytest run of an environment that has Dovetail, so it imports nothing of the rest of Dovetail until it meets a suite. Under
+pytest-xdist workers tell the controller what they expect and observe, and the controller judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from dovetail.testing.ledger import Expected, Outcome, Verdict
+
+_EXPECTED = "dovetail_expected"  # of a pytest-xdist worker's output
+_OUTPUT_LIMIT = 4_000  # characters of what a component printed that are kept
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SuiteWatch(config), SuiteWatch.name)
+
+
+class SuiteWatch:
+    """All suites of a session, by the node id of their class: what they expect, and what was observed."""
+
+    name = "dovetail-suites"
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.expected: dict[str, Expected] = {}
+        self.outcomes: dict[str, dict[str, Outcome]] = {}  # node id -> check's id -> outcome
+
+    def verdicts(self) -> dict[str, Verdict]:
+        if not self.expected or self.config.option.collectonly:
+            return {}
+        from dovetail.testing.ledger import judge
+
+        return {node: judge(expected, self.outcomes.get(node, {})) for node, expected in self.expected.items()}
+
+    # Collecting
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pycollect_makeitem(self, collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
+        """A class that is a suite of some component is expected to run, whatever pytest makes of it."""
+        if isinstance(obj, type) and getattr(obj, "__dovetail_suite__", False) and getattr(obj, "component", None) is not None:
+            from dovetail.testing.ledger import expected_of
+
+            self.expected[f"{collector.nodeid}::{name}"] = expected_of(obj)
+        return (yield)
+
+    # Running
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
+        """Say in the report of which check it is and what became of it; show the absent as skipped and the waived as expected failures."""
+        report = yield
+        check, node = getattr(getattr(item, "function", None), "check", None), getattr(item.parent, "nodeid", "")
+        uneventful = call.when != "call" and report.passed
+        if check is None or uneventful or node not in self.expected or item.name != check.attribute:
+            return report
+        outcome = _outcome(report, call, tuple(getattr(item.instance, "notes", ())))
+        report.dovetail = {"node": node, "id": check.id, "outcome": asdict(outcome)}
+        if outcome.status in ("absent", "untried"):
+            report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {outcome.message}")
+        elif outcome.status == "failed" and check.id in self.expected[node].waivers:
+            report.outcome, report.wasxfail = "skipped", f"waived: {self.expected[node].waivers[check.id]}"
+        return report
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Comes with each report, also with those of pytest-xdist's workers."""
+        told = getattr(report, "dovetail", None)
+        if told is not None:
+            self.observe(told["node"], told["id"], told["outcome"])
+
+    def observe(self, node: str, id: str, outcome: dict[str, Any]) -> None:
+        from dovetail.testing.ledger import Outcome
+
+        now, before = Outcome.from_json(outcome), self.outcomes.setdefault(node, {})
+        before[id] = before[id].worse(now) if id in before else now
+
+    # Judging
+
+    def pytest_sessionfinish(self, session: Any) -> None:
+        output = getattr(self.config, "workeroutput", None)
+        if output is not None:
+            output[_EXPECTED] = {node: expected.to_json() for node, expected in self.expected.items()}
+        elif session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) and not all(
+            v.conformant for v in self.verdicts().values()
+        ):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A worker of pytest-xdist has ended."""
+        told = getattr(node, "workeroutput", {}).get(_EXPECTED)
+        if told:
+            from dovetail.testing.ledger import Expected
+
+            self.expected |= {node: Expected.from_json(values) for node, values in told.items()}
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        verdicts = self.verdicts()
+        if verdicts:
+            terminalreporter.section("conformance")
+        for node, verdict in verdicts.items():
+            for line in (f"{node} ({verdict.component})", *verdict.report()):
+                terminalreporter.write_line(line, green=verdict.conformant, red=not verdict.conformant)
+
+
+def _outcome(report: Any, call: Any, notes: tuple[str, ...]) -> Outcome:
+    """What a report says of the check itself."""
+    from dovetail.testing.checks import Absent, Untried
+    from dovetail.testing.ledger import Outcome
+
+    error = call.excinfo.value if call.excinfo is not None else None
+    if isinstance(error, Absent):
+        return Outcome("absent", str(error), capability=error.capability)
+    if isinstance(error, Untried):
+        return Outcome("untried", str(error), capability=error.capability)
+    if hasattr(report, "wasxfail"):
+        return Outcome("skipped", "it is marked as expected to fail; a waiver says why, `waivers = {id: Waiver(reason, url)}`")
+    if report.skipped:
+        return Outcome("skipped", f"it was skipped: {report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr}")
+    output = "".join(text for title, text in report.sections if title.startswith("Captured"))[-_OUTPUT_LIMIT:]
+    if report.failed:
+        return Outcome("failed", _message(error), output=output, notes=notes)
+    return Outcome("passed", notes=notes)
+
+
+def _message(error: BaseException | None) -> str:
+    """The error in words, with what hypothesis says of the example that raised it."""
+    if error is None:
+        return "failed"
+    text = str(error) if type(error).__name__ == "CheckFailed" else f"{type(error).__name__}: {error}"
+    return "\n".join([text, *getattr(error, "__notes__", ())])

@@ -1,0 +1,148 @@
+"""`run`: a suite over a component, whatever the component does. It runs in a process of its own (`dovetail.testing.child`); one that hangs, exits or
+crashes loses the check that it was in, and the others run in a new process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import IO, Any
+
+from dovetail.api.component import API_VERSIONS, KINDS, Kind
+from dovetail.errors import ConfigError, DovetailError, PluginError
+from dovetail.testing.checks import Waiver
+from dovetail.testing.child import COMMAND, Job
+from dovetail.testing.ledger import Expected, Finding, Outcome, Verdict, judge
+from dovetail.where import did_you_mean
+
+TIME_LIMIT_S = 60.0
+MAX_DEATHS = 3  # of the process; after them the remaining checks are given up
+GRACE_S = 10.0  # that a process gets to end itself after its time limit
+POLL_S = 0.02
+LOADING = "loading"  # in place of a check's id
+FRAMES = 6  # of a traceback that are shown
+OUTPUT_LINES = 5
+
+
+def run(
+    kind: Kind,
+    component: str | type[Any],
+    options: Mapping[str, Any] | None = None,
+    *,
+    waivers: Mapping[str, Waiver] | None = None,
+    time_limit_s: float = TIME_LIMIT_S,
+) -> Verdict:
+    """Run all checks of a kind over one component, and judge. Nothing that the component prints is shown, and nothing of it runs in this process.
+
+    `component`: its name, or a class at the top level of a module. `options` must be JSON. `time_limit_s`: for each check, and for loading.
+    Raises `PluginError` if no component has that name and `ConfigError` if it doesn't take the options; all else stands in the verdict.
+    """
+    if kind not in KINDS:
+        raise PluginError(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}")
+    name = f"{component.__module__}:{component.__qualname__}" if isinstance(component, type) else component
+    if name.startswith("__main__:") or "<" in name:
+        raise DovetailError(f"{name} can't be imported by another process: define it at the top level of a module")
+    plain_waivers = {id: asdict(waiver) for id, waiver in (waivers or {}).items()}
+    path = [os.path.abspath(entry) for entry in sys.path]
+    with tempfile.TemporaryDirectory(prefix="dovetail-test-") as folder:
+        job = Job(kind, name, isinstance(component, type), dict(options or {}), plain_waivers, time_limit_s, folder, path)
+        return _Run(job).verdict()
+
+
+class _Run:
+    """The processes of one run, and what their ledgers said."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.expected: Expected | None = None
+        self.outcomes: dict[str, Outcome] = {}
+        self.doing = LOADING  # or the id of the check that runs, or ran last
+        self.broken = ""  # why it can't be loaded
+        self.ended = False
+
+    def verdict(self) -> Verdict:
+        for _ in range(MAX_DEATHS):
+            how = self._process()
+            if self.ended:
+                break
+            if self.expected is None:
+                return self._unloadable(self.broken or how)
+            self.outcomes[self.doing] = Outcome("failed", how)
+        if self.expected is None:
+            return self._unloadable("no check was collected")
+        if not self.ended:
+            given_up = Outcome("failed", f"it didn't run: checks before it ended the process {MAX_DEATHS} times")
+            self.outcomes = dict.fromkeys(self.expected.checks, given_up) | self.outcomes
+        return judge(self.expected, self.outcomes)
+
+    def _unloadable(self, why: str) -> Verdict:
+        return Verdict(self.job.kind, self.job.component, API_VERSIONS[self.job.kind], 0, 0, (), (), (Finding(LOADING, why),), ())
+
+    def _process(self) -> str:
+        """Run the checks that aren't done, in a new process. Returns how it ended, for the case that it isn't all well."""
+        job = replace(self.job, done=[*self.outcomes])
+        path = job.write()
+        output, environ = Path(job.folder, "output.txt"), {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+        environ["PYTHONPATH"] = os.pathsep.join(job.path)
+        job.ledger.write_text("")
+        with output.open("wb") as sink, job.ledger.open() as ledger:
+            process = subprocess.Popen(
+                [sys.executable, "-c", COMMAND, str(path)], env=environ, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
+            )
+            try:
+                hung = self._follow(process, ledger)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+                process.wait()
+        trace = job.trace.read_text() if job.trace.exists() else ""
+        if hung or trace:
+            return f"it hung, and was ended after {job.time_limit_s:g} s{_innermost(trace)}"
+        said = output.read_text(errors="replace").splitlines()[-OUTPUT_LINES:]
+        return "\n  ".join([f"it ended the process, with exit code {process.returncode}", *said])
+
+    def _follow(self, process: subprocess.Popen[bytes], ledger: IO[str]) -> bool:
+        """Read the ledger until the process has ended, or is so late that it can't even end itself: True."""
+        begun, unread = time.monotonic(), ""
+        while True:
+            over = process.poll() is not None
+            if text := ledger.read():
+                *lines, unread = (unread + text).split("\n")
+                for line in lines:
+                    self._heed(json.loads(line))
+                begun = time.monotonic()
+            if over or self.ended:
+                return False
+            if time.monotonic() > begun + self.job.time_limit_s + GRACE_S:
+                return True
+            time.sleep(POLL_S)
+
+    def _heed(self, told: dict[str, Any]) -> None:
+        match told["event"]:
+            case "expected":
+                self.expected = Expected.from_json(told["expected"])
+            case "started":
+                self.doing = told["id"]
+            case "outcome":
+                self.outcomes[told["id"]] = Outcome.from_json(told["outcome"])
+            case "ended":
+                self.ended = True
+            case "misused":
+                raise {"ConfigError": ConfigError}.get(told["error"], PluginError)(told["message"])
+            case "broken":
+                self.broken = told["message"]
+
+
+def _innermost(trace: str) -> str:
+    """The innermost frames of the main thread, which `faulthandler` writes last."""
+    frames = re.findall(r'File "(?:.*/)?(.+?)", line (\d+) in (.+)', trace.strip().split("\n\n")[-1])
+    return "".join(f"\n  in {function} ({file}:{line})" for file, line, function in frames[:FRAMES])

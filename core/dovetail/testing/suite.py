@@ -1,0 +1,20 @@
+"""`Suite`: what the suites of all kinds have in common. A plugin's author subclasses the suite of their kind:
+
+    class TestMine(SchedulerSuite):
+        component = "mine"
+        options = {"quantum": 8}
+
+and pytest runs its checks; the verdict stands in the terminal's summary. Nothing else of a suite may be overridden: see `dovetail.testing.ledger`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from dovetail.testing.hygiene import Hygiene
+
+
+class Suite(Hygiene):
+    """Checks that components of one kind must pass. pytest makes an instance for each check."""
+
+    __dovetail_suite__: ClassVar[bool] = True  # by which the pytest plugin knows suites, without importing this module

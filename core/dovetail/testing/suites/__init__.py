@@ -1,0 +1,27 @@
+"""The suites, one a kind: `suite_for`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from dovetail.api.component import Kind
+
+if TYPE_CHECKING:
+    from dovetail.testing.suite import Suite
+
+SUITES: dict[Kind, str] = {  # kind -> name in the module of that name
+    "scheduler": "SchedulerSuite",
+    "kv_cache": "KVCacheSuite",
+    "attention": "AttentionSuite",
+    "model": "ModelSuite",
+    "sampler": "SamplerSuite",
+    "executor": "ExecutorSuite",
+    "observer": "ObserverSuite",
+}
+
+
+def suite_for(kind: Kind) -> type[Suite]:
+    """The suite of a kind; imported when asked for, since some need torch."""
+    suite: type[Suite] = getattr(import_module(f"{__name__}.{kind}"), SUITES[kind])
+    return suite

@@ -1,0 +1,39 @@
+"""Attention as its definition says, one row at a time, every score written down: exactly (float64), and as plainly as a dtype allows.
+
+No paging, no batching, no code of any backend. The plain one is the measure of what rounding costs: a backend may err as much, a few times over.
+"""
+
+from __future__ import annotations
+
+import torch
+
+TIMES_THE_PLAIN_ERROR = 4.0  # an order of sums other than the plain one's changes its error, but hardly by so much
+ROUNDINGS = 12.0  # of a row's largest value, where the plain error happens to be next to nothing
+
+
+def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
+    """The last len(q) of a row's tokens attend over all of it. q [queries, heads, size], k and v [tokens, kv_heads, size], float64 -> like q."""
+    return _attend(q.double(), k.double(), v.double(), scale, window, torch.float64)
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """The same with scores, weights and output rounded to `dtype` and all sums in float32, as a straightforward implementation would. float64."""
+    return _attend(q.float(), k.float(), v.float(), scale, window, dtype).double()
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype).to(q.dtype)
+
+    kv_head = torch.arange(q.shape[1]) * k.shape[1] // q.shape[1]
+    scores = rounded(torch.einsum("qhd,khd->hqk", q, k[:, kv_head]) * scale)
+    at, key = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
+    seen = key <= at if window is None else (key <= at) & (key > at - window)
+    weights = rounded(scores.masked_fill(~seen, -torch.inf).softmax(-1))
+    return rounded(torch.einsum("hqk,khd->qhd", weights, v[:, kv_head]))
+
+
+def allowed_error(exact: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """How far a backend's values for a row may lie from `exact`, if plain arithmetic in the dtype gives `plain`: [1]."""
+    floor = ROUNDINGS * torch.finfo(dtype).eps * exact.abs().max()
+    return (TIMES_THE_PLAIN_ERROR * (plain - exact).abs().max()).maximum(floor)[None]

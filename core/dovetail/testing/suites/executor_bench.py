@@ -1,0 +1,197 @@
+"""A small core that drives an executor for checks: it gives out rows and blocks, sends what is new, and keeps what comes back."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dovetail.api.executor import Batch, Capacity, Executor, NewRow, Result
+from dovetail.api.kv_cache import BlockCopy
+from dovetail.api.sampler import RowSampling
+from dovetail.testing.checks import fail, require
+
+IDS = 90  # prompts are of token ids below this, or below the vocabulary's size
+
+
+@dataclass
+class Seat:
+    """A request in its row."""
+
+    name: str
+    row: int
+    tokens: list[int]  # known to this core: prompt, and what was collected
+    prompt_len: int
+    computed: int
+    blocks: list[int]
+    sampling: RowSampling
+    known: int  # to the executor: those in flight too
+
+
+@dataclass
+class Sent:
+    """A step in flight."""
+
+    batch: Batch
+    handle: Any
+    seats: list[Seat]
+
+
+@dataclass
+class Bench:
+    """`tokens[name]`: what was generated for a request, in order. Whatever a lawful call raises fails the check."""
+
+    executor: Executor
+    capacity: Capacity
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    seats: dict[str, Seat] = field(default_factory=dict)
+    sent: deque[Sent] = field(default_factory=deque)
+    step: int = -1
+
+    def __post_init__(self) -> None:
+        self._free_blocks = list(range(self.capacity.num_blocks))
+        self._added: list[Seat] = []
+        self._removed: list[int] = []
+        self._appended: list[tuple[int, int]] = []
+
+    # What a check asks for
+
+    def prompt(self, length: int, variant: int = 0) -> list[int]:
+        ids = min(IDS, self.capacity.vocab_size)
+        return [(7 * position + position // 5 + 13 * variant) % ids for position in range(length)]
+
+    def add(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        *,
+        row: int | None = None,
+        prompt_len: int | None = None,
+        computed: int = 0,
+        blocks: Sequence[int] | None = None,
+        room: int = 8,
+        **sampling: Any,
+    ) -> Seat:
+        """A request begins in the next batch, with blocks for `room` tokens more. Its seed is a function of its name."""
+        if row is None:
+            row = next(row for row in range(1000) if row not in [seat.row for seat in self.seats.values()])
+        if blocks is None:
+            blocks = self.take_blocks(-(-(len(tokens) + room) // self.block_size))
+        params = RowSampling(**{"temperature": 0.0, "seed": zlib.crc32(name.encode()), **sampling})
+        seat = Seat(name, row, list(tokens), prompt_len or len(tokens), computed, list(blocks), params, len(tokens))
+        self.seats[name] = seat
+        self.tokens.setdefault(name, [])
+        self._added.append(seat)
+        return seat
+
+    def remove(self, *names: str) -> None:
+        """They give up their rows and blocks, which may be given out again at once."""
+        for name in names:
+            seat = self.seats.pop(name)
+            self._removed.append(seat.row)
+            self._free_blocks += [block for block in seat.blocks if block not in self._free_blocks]
+
+    def take_blocks(self, count: int) -> list[int]:
+        require(count <= len(self._free_blocks), f"this check needs a pool of {count - len(self._free_blocks)} blocks more: give the executor more")
+        taken = self._free_blocks[-1 : -1 - count : -1]  # not in the order of their ids
+        del self._free_blocks[len(self._free_blocks) - count :]
+        return taken
+
+    def grow(self, names: Iterable[str]) -> None:
+        """A block more for each, appended in the next batch."""
+        for name in names:
+            (block,) = self.take_blocks(1)
+            self.seats[name].blocks.append(block)
+            self._appended.append((self.seats[name].row, block))
+
+    def submit(self, counts: Mapping[str, int], copies: Sequence[BlockCopy] = (), shared: int = 0) -> Batch:
+        """A step: so many tokens of each, in this order. Who reaches the last known token samples. `shared`: leading blocks in common."""
+        batch = self.build(counts, copies, shared)
+        seats = [self.seats[name] for name in counts]
+        self.sent.append(Sent(batch, self._call("submit", batch), seats))
+        for seat, count, samples in zip(seats, counts.values(), batch.samples.tolist(), strict=True):
+            seat.computed += count
+            seat.known += samples
+        return batch
+
+    def collect(self) -> Result:
+        """The oldest step's results."""
+        sent = self.sent.popleft()
+        result: Result = self._call("collect", sent.handle)
+        require(result.step == sent.batch.step, f"collect returned step {result.step} where {sent.batch.step} was the oldest uncollected")
+        ids = result.token_ids
+        shaped = isinstance(ids, np.ndarray) and ids.shape == sent.batch.rows.shape and np.issubdtype(ids.dtype, np.integer)
+        require(shaped, f"token_ids of a step of {len(sent.batch.rows)} rows are {ids!r}; expected [{len(sent.batch.rows)}] integers")
+        for seat, token, samples in zip(sent.seats, ids.tolist(), sent.batch.samples.tolist(), strict=True):
+            if samples:
+                self.tokens[seat.name].append(token)
+                seat.tokens.append(token)
+        return result
+
+    def run(self, counts: Mapping[str, int], copies: Sequence[BlockCopy] = (), shared: int = 0) -> Result:
+        self.submit(counts, copies, shared)
+        return self.collect()
+
+    def prefill(self, *names: str) -> Result:
+        """All known tokens that aren't computed."""
+        return self.run({name: self.seats[name].known - self.seats[name].computed for name in names})
+
+    def decode(self, *names: str, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.run(dict.fromkeys(names, 1))
+
+    def alone(self, name: str, tokens: Sequence[int], count: int, **sampling: Any) -> list[int]:
+        """What a request generates when nobody else runs, its prompt computed in one step: what other ways to run it are compared with."""
+        self.add(name, tokens, row=0, **sampling)
+        self.prefill(name)
+        self.decode(name, steps=count - 1)
+        generated = self.tokens.pop(name)
+        self.remove(name)
+        return generated
+
+    @property
+    def block_size(self) -> int:
+        return self.capacity.layout.block_size
+
+    # How it is sent
+
+    def build(self, counts: Mapping[str, int], copies: Sequence[BlockCopy] = (), shared: int = 0) -> Batch:
+        self.step += 1
+        seats = [self.seats[name] for name in counts]
+        appended, self._appended = self._appended, []
+        added, self._added = self._added, []
+        removed, self._removed = self._removed, []
+        return Batch(
+            step=self.step,
+            removed=np.array(sorted(set(removed)), np.int32),
+            added=tuple(_new_row(seat) for seat in added),
+            new_block_rows=np.array([row for row, _ in appended], np.int32),
+            new_blocks=np.array([block for _, block in appended], np.int32),
+            copies=tuple(copies),
+            rows=np.array([seat.row for seat in seats], np.int32),
+            num_tokens=np.array(list(counts.values()), np.int32),
+            samples=np.array([seat.computed + counts[seat.name] == seat.known for seat in seats], np.bool_),
+            shared_prefix_blocks=shared,
+        )
+
+    def _call(self, method: str, argument: Any) -> Any:
+        try:
+            return getattr(self.executor, method)(argument)
+        except Exception as error:
+            fail(f"{method} raised {type(error).__name__} for a lawful step: {error}")
+
+
+def _new_row(seat: Seat) -> NewRow:
+    return NewRow(
+        row=seat.row,
+        request_id=seat.name,
+        token_ids=np.array(seat.tokens, np.int32),
+        prompt_len=seat.prompt_len,
+        computed=seat.computed,
+        blocks=np.array(seat.blocks, np.int32),
+        sampling=seat.sampling,
+    )

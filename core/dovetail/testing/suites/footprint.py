@@ -1,0 +1,83 @@
+"""What a component holds of the process it runs in: threads, child processes, open files, and what it left in the folder for temporary files."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+GRACE_S = 1.0  # that threads and processes get to end after they were told to
+POLL_S = 0.01
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Where there is no /proc, only the processes of `multiprocessing` are seen, and no files."""
+
+    threads: frozenset[threading.Thread]
+    processes: frozenset[int]
+    files: tuple[str, ...]  # open ones, by what they are
+
+    @classmethod
+    def now(cls) -> Footprint:
+        return cls(frozenset(threading.enumerate()), frozenset(child_processes()), tuple(sorted(_open_files())))
+
+    def left_behind(self) -> list[str]:
+        """What there is now and wasn't then, in words; threads and processes only if they don't end within a moment."""
+        deadline = time.monotonic() + GRACE_S
+        while True:
+            now = Footprint.now()
+            threads = [f"thread {thread.name!r}" for thread in now.threads - self.threads]
+            processes = [f"process {pid}" for pid in sorted(now.processes - self.processes)]
+            if not (threads or processes) or time.monotonic() > deadline:
+                return sorted(threads) + processes + [f"open file {name}" for name in _more(now.files, self.files)]
+            time.sleep(POLL_S)
+
+
+def child_processes() -> list[int]:
+    """Of this process; those of `multiprocessing` first."""
+    known = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+    return [*known, *(pid for pid in _children() if pid not in known)]
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder of its own for temporary files, in place of the system's."""
+    with tempfile.TemporaryDirectory() as folder:
+        before, tempfile.tempdir = tempfile.tempdir, folder
+        try:
+            yield Path(folder)
+        finally:
+            tempfile.tempdir = before
+
+
+def _children() -> Iterator[int]:
+    """By /proc/<pid>/stat: "pid (name) state parent …"; those that have ended and wait to be asked for (state Z) don't count."""
+    for stat in _PROC.glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # it has just ended
+            continue
+        if int(parent) == os.getpid() and state != "Z":
+            yield int(stat.parent.name)
+
+
+def _open_files() -> Iterator[str]:
+    for link in _PROC.glob("self/fd/*"):
+        try:
+            yield os.readlink(link)
+        except OSError:  # the one by which this folder was read
+            continue
+
+
+def _more(now: tuple[str, ...], before: tuple[str, ...]) -> list[str]:
+    """Files that are open more often than before, if more are open in all: names of pipes and sockets are new each time they are made."""
+    return sorted((Counter(now) - Counter(before)).elements()) if len(now) > len(before) else []

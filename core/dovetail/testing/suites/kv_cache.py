@@ -1,0 +1,320 @@
+"""`KVCacheSuite`: whether a KV-cache manager keeps the contract of `dovetail.api.kv_cache`.
+
+Two kinds of checks. Some make one situation and look at it. The others hold over whole scripts of an engine's acts, drawn at random and the same
+every time, played to the manager by `kv_model`, which keeps a memory of its own; what they say of a failure ends with the shortest script that
+was found to show it. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from random import Random
+
+from dovetail.api.kv_cache import KVCacheManager, KVCapabilities
+from dovetail.errors import DovetailError
+from dovetail.request import Request
+from dovetail.testing.checks import check, fail, require
+from dovetail.testing.suite import Suite
+from dovetail.testing.suites.kv_model import Broken, KVWorld, Shape, generate, make_request
+from dovetail.testing.suites.kv_scripts import BLOCK_SIZES, draw_script, draw_shape, shortest
+
+SCRIPTS = 250  # drawn a manager; of about 30 acts each
+KEYS: tuple[tuple[str, ...], ...] = ((), ("a",), ("b",), ("a", "b"), ("b", "a"), ("ab",), ("a", ""), ("a", "", "b"))
+
+
+class KVCacheSuite(Suite):
+    """Blocks of 1, 2, 3 and 16 tokens, pools of 1 to 16 blocks, with and without a window."""
+
+    kind = "kv_cache"
+
+    @property
+    def capabilities(self) -> KVCapabilities:
+        capabilities: KVCapabilities = self.make(Shape(16, 8).context).capabilities  # options may change them
+        return capabilities
+
+    # Whose blocks
+
+    @check("kv_cache.private", since="0.1")
+    def test_no_request_reads_what_another_wrote(self) -> None:
+        """A request read K and V of other tokens, or of other cache keys, than its own. A block may be written again only when nobody holds it;
+        it may be found again only for the very tokens (all from the first on) and keys that it was written for."""
+        self._explore("private")
+
+    @check("kv_cache.exclusive", since="0.1")
+    def test_a_new_block_is_nobodys(self) -> None:
+        """`allocate` or `fork` gave out a block that a table holds already, the same block twice, or one that isn't in the pool. Pin the prefix hit
+        before new blocks are taken, and never evict a block that somebody holds."""
+        self._explore("exclusive")
+
+    @check("kv_cache.table", since="0.1")
+    def test_a_table_has_as_many_blocks_as_its_tokens_need(self) -> None:
+        """After `allocate(request, n)` the table must have exactly ceil(n / block_size) blocks, those of the prefix hit and those trimmed included:
+        a row of the executor holds no more, and fewer leave tokens without a place."""
+        self._explore("table")
+
+    @check("kv_cache.counts", since="0.1")
+    def test_free_held_and_cached_are_all(self) -> None:
+        """`counts` must always add up to the pool, `held` be the blocks in tables, and `available_blocks` be free + cached: the step decides by
+        them whom it admits."""
+        self._explore("counts")
+
+    @check("kv_cache.no_leak", since="0.1")
+    def test_when_everybody_has_left_the_whole_pool_can_be_taken(self) -> None:
+        """All requests had ended, and blocks were still held, or a request that needs the whole pool didn't get it. `free` must give back every
+        block of a table, shared, copied and trimmed ones included; `allocate` must take the cached ones when the free ones run out."""
+        self._explore("no_leak")
+
+    @check("kv_cache.lawful", since="0.1")
+    def test_no_lawful_call_raises(self) -> None:
+        """A call that the contract allows raised: `free` of a request without blocks, `trim` where nothing is to trim, `commit` of what was
+        committed before, an id used again after its request ended, …"""
+        self._explore("lawful")
+
+    @check("kv_cache.integrity", since="0.1")
+    def test_the_books_are_found_in_order(self) -> None:
+        """`check_integrity` raised after lawful calls: the books contradict themselves, or it takes for wrong what isn't (a block that two tables
+        share, a table that was trimmed)."""
+        self._explore("integrity")
+
+    @check("kv_cache.misuse", since="0.1")
+    def test_misuse_is_refused(self) -> None:
+        """`commit` for a request that holds no blocks, and `allocate` for fewer tokens than before, must raise `DovetailError`: a mistake in the
+        core should be told where it happens, and not some steps later."""
+        kv, request = self._manager(4), make_request("r", range(9))
+        _refused(lambda: kv.commit(request, 4), "commit for a request that holds no blocks")
+        _compute(kv, request)
+        _refused(lambda: kv.allocate(request, 5), "allocate for 5 tokens after 9")
+
+    # What a step is told
+
+    @check("kv_cache.failed_allocate", since="0.1")
+    def test_an_allocation_that_fails_changes_nothing(self) -> None:
+        """`allocate` answered None and had changed the counts, or what is found. See whether the blocks suffice before taking the first."""
+        self._explore("failed_allocate")
+
+    @check("kv_cache.blocks_needed", since="0.1")
+    def test_an_allocation_takes_what_was_foretold(self) -> None:
+        """`allocate` must succeed exactly if `blocks_needed` is at most `available_blocks`, and take exactly so many: a hit on a block that nobody
+        holds counts, since it is available no more; a hit on a held one doesn't."""
+        self._explore("blocks_needed")
+
+    @check("kv_cache.blocks_needed_without", since="0.1")
+    def test_blocks_needed_without_others_holds_once_they_are_freed(self) -> None:
+        """`blocks_needed(…, without=others)` must be what `blocks_needed` says once these are freed: blocks that only they held are then held by
+        nobody, so that a hit on one counts. A step preempts by this number."""
+        self._explore("blocks_needed_without")
+
+    @check("kv_cache.held_only_by", since="0.1")
+    def test_held_only_by_is_what_freeing_makes_available(self) -> None:
+        """`held_only_by(requests)` must be the blocks that no other request's table holds, each counted once: so many become available when all of
+        them are freed, and a step preempts by this number."""
+        self._explore("held_only_by")
+
+    @check("kv_cache.common_prefix", since="0.1")
+    def test_common_prefix_is_what_the_tables_have_in_common(self) -> None:
+        """`common_prefix` must be the number of leading blocks that are the same in every table (of one request: its table; of none: 0). One too
+        many, and attention reads one request's K and V for another; with trimmed blocks it may be less."""
+        self._explore("common_prefix")
+
+    @check("kv_cache.pure", since="0.1")
+    def test_questions_change_nothing(self) -> None:
+        """`lookup`, `blocks_needed`, `held_only_by`, `common_prefix` and `counts` must change nothing, not even which block is evicted next; and of
+        two managers that are told the same, both must do the same (draw randomness from `context.seed` alone)."""
+        self._explore("pure")
+
+    # Finding again
+
+    @check("kv_cache.hit_length", since="0.1")
+    def test_a_hit_is_whole_blocks_and_leaves_a_token_to_compute(self) -> None:
+        """`lookup` must be a multiple of the block size and less than the request's known tokens: the last one has to be computed, or there
+        would be nothing to sample from."""
+        self._explore("hit_length")
+
+    @check("kv_cache.hit", since="0.1")
+    def test_only_what_was_committed_is_found(self) -> None:
+        """`lookup` found tokens that nobody had committed under the same `cache_keys` since the last `reset`, or found any for a request that asks
+        for prompt logprobs, or without the capability `reuse`; or `allocate` took another hit than `lookup` had promised."""
+        self._explore("hit")
+
+    @check("kv_cache.reuse", since="0.1", capability="reuse")
+    def test_a_computed_prompt_is_found_up_to_where_it_differs(self) -> None:
+        """A prompt was computed, nothing was evicted, and a request that begins alike didn't find exactly the full blocks before the first token
+        that differs (before its last known token, if none does), be the other running or ended."""
+        for block_size in BLOCK_SIZES:
+            for ended in (False, True):
+                kv, tokens = self._manager(block_size), [*range(3 * block_size)]
+                first = make_request("first", tokens)
+                _compute(kv, first)
+                if ended:
+                    kv.free(first)
+                for same in range(len(tokens) + 1):
+                    other = make_request("other", [*tokens[:same], *[-1] * (len(tokens) - same), 7])
+                    self._finds(kv, other, same // block_size * block_size, f"whose first {same} tokens were computed")
+                self._finds(kv, make_request("again", tokens), 2 * block_size, "all of whose tokens were computed")
+        self._explore("reuse")
+
+    @check("kv_cache.same_step", since="0.1", capability="reuse")
+    def test_a_prefix_is_shared_within_the_step_that_computes_it(self) -> None:
+        """What is committed at its grant must be found by the next request of the same step, and its very blocks be held by both: the backend
+        writes the K and V of the whole batch before it attends."""
+        for block_size in BLOCK_SIZES:
+            kv, prompt = self._manager(block_size), list(range(2 * block_size))
+            first, second = make_request("first", prompt), make_request("second", [*prompt, 7])
+            blocks, available = _compute(kv, first), kv.available_blocks
+            self._finds(kv, second, 2 * block_size, "whose prefix another computes in the same step")
+            told = f"with blocks of {block_size}, the first request holds {blocks}, and the second, which shares its tokens,"
+            shared = _compute(kv, second)
+            require(shared[:2] == blocks, f"{told} got {shared}")
+            require(kv.available_blocks == available - 1, f"{told} took {available - kv.available_blocks} blocks for the one token that is its own")
+
+    @check("kv_cache.generated", since="0.1", capability="reuse")
+    def test_generated_tokens_are_found_like_those_of_the_prompt(self) -> None:
+        """A request generated tokens, they were committed, it was freed, and they were not found: by itself (it was preempted and comes back) or by
+        another whose prompt they are (the next turn of a conversation)."""
+        for block_size in BLOCK_SIZES:
+            kv, request = self._manager(block_size), make_request("r", range(block_size + 1))
+            _compute(kv, request)
+            generate(request, range(100, 101 + block_size))
+            _compute(kv, request, 2 * block_size)
+            kv.free(request)
+            self._finds(kv, request, 2 * block_size, "which was preempted after it had generated")
+            turn = make_request("turn", [*range(block_size + 1), *range(100, 101 + block_size)])
+            self._finds(kv, turn, 2 * block_size, "whose prompt another generated")
+
+    @check("kv_cache.cache_keys", since="0.1", capability="reuse")
+    def test_requests_with_different_cache_keys_share_nothing(self) -> None:
+        """The same tokens were found under other `cache_keys` (adapters, salts of tenants who must not see each other), or not under equal ones. The
+        keys are a sequence: ("a", "b") is neither ("b", "a") nor ("ab",) nor ("a", "", "b")."""
+        for keys in KEYS:
+            kv = self._manager(4)
+            _compute(kv, make_request("first", range(8), keys=keys))
+            for others in KEYS:
+                expected = 8 if others == keys else 0
+                self._finds(kv, make_request("other", range(9), keys=others), expected, f"with cache_keys {others}, computed under {keys}")
+
+    @check("kv_cache.prompt_logprobs", since="0.1", capability="reuse")
+    def test_a_request_for_prompt_logprobs_finds_nothing(self) -> None:
+        """The logprobs of a prompt come of computing all of it: `lookup` must be 0 when `request.params.prompt_logprobs` isn't None (0 is asking,
+        too), and `allocate` must pin nothing."""
+        kv = self._manager(4)
+        _compute(kv, make_request("first", range(8)))
+        for wanted in (0, 5):
+            request = make_request(f"asks for {wanted}", range(9), prompt_logprobs=wanted)
+            self._finds(kv, request, 0, f"with prompt_logprobs={wanted}")
+            allocation = kv.allocate(request, 9)
+            require(allocation is not None and not allocation.cached, f"with prompt_logprobs={wanted}, allocate answered {allocation}")
+
+    @check("kv_cache.uncommit", since="0.1", capability="reuse")
+    def test_what_is_uncommitted_is_not_found(self) -> None:
+        """Tokens were committed at their grant, the grant was taken back, `uncommit` said so, and they were found; or ones were forgotten that it
+        didn't name, or that another request computed."""
+        for block_size in BLOCK_SIZES:
+            kv, tokens = self._manager(block_size), list(range(3 * block_size))
+            first, second = make_request("first", tokens[: 2 * block_size]), make_request("second", tokens)
+            _compute(kv, first)
+            _compute(kv, second)
+            other = make_request("other", [*tokens, 7])
+            kv.uncommit(second, 0)
+            self._finds(kv, other, 2 * block_size, "of whose three blocks the third was uncommitted, and the first two were computed by another")
+            kv.uncommit(first, 2 * block_size - 1)
+            self._finds(kv, other, block_size, "the second block of whose prefix was uncommitted in its last token")
+
+    @check("kv_cache.reset", since="0.1", capability="reuse")
+    def test_after_a_reset_nothing_old_is_found(self) -> None:
+        """`reset` comes when the weights have changed: no block cached or held before may be found, nor what a request that was running then
+        commits later, since it builds on what is old. Cached blocks become free; what is computed anew is found."""
+        for block_size in BLOCK_SIZES:
+            kv, tokens = self._manager(block_size), list(range(2 * block_size))
+            running, ended, other = make_request("running", tokens), make_request("ended", [-1] * block_size), make_request("other", [*tokens, 7])
+            _compute(kv, running)
+            _compute(kv, ended)
+            kv.free(ended)
+            kv.reset()
+            require(kv.counts.cached == 0, f"after reset, {kv.counts}: cached blocks must become free")
+            self._finds(kv, make_request("again", [-1] * (block_size + 1)), 0, "whose prefix was cached before a reset")
+            self._finds(kv, other, 0, "whose prefix was held at a reset")
+            generate(running, [7])
+            _compute(kv, running)
+            self._finds(kv, other, 0, "whose prefix was held at a reset and committed again after it")
+            kv.free(running)
+            self._finds(kv, other, 0, "whose prefix was held at a reset and freed after it")
+            _compute(kv, make_request("anew", tokens))
+            self._finds(kv, other, 2 * block_size, "whose prefix was computed anew after a reset")
+
+    # Forks and windows
+
+    @check("kv_cache.fork", since="0.1", capability="fork")
+    def test_a_fork_shares_the_full_blocks(self) -> None:
+        """The child's table must begin with the parent's full blocks and have one block of its own for the partial one, if there is one; `cached` is
+        the number of tokens. None only if that block is wanted and none is available."""
+        self._explore("fork")
+
+    @check("kv_cache.fork_copies", since="0.1", capability="fork")
+    def test_a_fork_copies_the_partial_block(self) -> None:
+        """The tokens of the partial block weren't in the child's copy of it. `take_copies` must tell each copy once, in the order of the forks, from
+        the parent's block to the child's; the next batch runs them first."""
+        self._explore("fork_copies")
+
+    @check("kv_cache.failed_fork", since="0.1", capability="fork")
+    def test_a_fork_that_fails_changes_nothing(self) -> None:
+        """`fork` answered None, for want of a block for the copy, and had changed the counts, or what is found. Look for that block first."""
+        self._explore("failed_fork")
+
+    @check("kv_cache.trim", since="0.1", capability="trim")
+    def test_trim_lets_go_of_the_blocks_wholly_before_the_window(self) -> None:
+        """`trim(request, first)` must let go of exactly the blocks all of whose tokens are before `first`: fewer waste memory, and one more takes
+        away tokens that a layer still looks at. A second call with a smaller `first` gives nothing back, and trims nothing."""
+        self._explore("trim")
+
+    # Helpers
+
+    def _explore(self, claim: str) -> None:
+        """Raises the breach of a claim, shown by a short script. Costs one search a manager, as long as no claim is broken."""
+        breach = _first_breach(type(self))  # type: ignore[arg-type]  # a class is hashable
+        if breach is not None and breach.claim != claim:
+            breach = self._search(claim)
+        if breach is not None:
+            raise shortest(self.make, breach)
+
+    def _search(self, watch: str | None) -> Broken | None:
+        """A breach of the claim (None: of any)."""
+        for seed in range(SCRIPTS):
+            random = Random(seed)
+            try:
+                KVWorld(self.make, draw_shape(random), watch).run(draw_script(random))
+            except Broken as broken:
+                return broken
+        return None
+
+    def _manager(self, block_size: int) -> KVCacheManager:
+        manager: KVCacheManager = self.make(Shape(block_size, 16).context)
+        return manager
+
+    def _finds(self, kv: KVCacheManager, request: Request, expected: int, which: str) -> None:
+        found, size = kv.lookup(request), kv.context.layout.block_size
+        require(found == expected, f"with blocks of {size}, lookup found {found} tokens, expected {expected}, of a request {which}")
+
+
+@cache
+def _first_breach(suite: type[KVCacheSuite]) -> Broken | None:
+    """Of any claim. When there is one, each other check makes a search of its own, for breaches of its claim alone."""
+    return suite()._search(None)
+
+
+def _compute(kv: KVCacheManager, request: Request, num_tokens: int | None = None) -> tuple[int, ...]:
+    """Allocate and commit all (or `num_tokens`) of its known tokens; the blocks given."""
+    tokens = request.num_tokens if num_tokens is None else num_tokens
+    allocation = kv.allocate(request, tokens)
+    if allocation is None:
+        fail(f"allocate({request}, {tokens}) answered None, with {kv.available_blocks} blocks of {kv.context.layout.block_size} tokens available")
+    kv.commit(request, tokens)
+    return allocation.blocks
+
+
+def _refused(call: Callable[[], object], what: str) -> None:
+    try:
+        call()
+    except DovetailError:
+        return
+    fail(f"{what} was accepted; it must raise DovetailError")

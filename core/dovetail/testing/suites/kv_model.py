@@ -1,0 +1,442 @@
+"""A KV-cache manager driven as the engine drives one, and a memory that remembers which tokens were written where.
+
+The model knows nothing of hashes, trees, reference counts or eviction. It keeps, for each slot of each block, the tokens whose K and V were
+written there last, and sees whether whatever a request believes to be computed is what its blocks hold. Beside the manager runs its twin, made
+alike, which is told of every act and asked no question.
+
+A script (`kv_scripts`) is a list of acts, each (method of `KVWorld`, arguments); an act that makes no sense where it stands does nothing, so that
+any list is a lawful plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.api.kv_cache import KVCacheManager, KVContext, KVGroup, KVLayout
+from dovetail.request import Request, SamplingParams
+from dovetail.testing.checks import CheckFailed
+
+Act = tuple[str, tuple[Any, ...]]
+Content = tuple[tuple[str, ...], tuple[int, ...]]  # what a slot holds: cache keys, and all tokens up to this one
+
+
+class Broken(CheckFailed):
+    """A manager broke a claim in this script."""
+
+    def __init__(self, message: str, claim: str, shape: Shape, script: Sequence[Act]) -> None:
+        super().__init__(message)
+        self.claim, self.shape, self.script = claim, shape, script
+
+
+class Ended(Exception):
+    """A claim was broken that isn't watched, and one of `FATAL`: the script can't go on."""
+
+
+FATAL = ("lawful", "table", "hit_length")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a pool."""
+
+    block_size: int
+    num_blocks: int
+    window: int | None = None
+
+    @property
+    def context(self) -> KVContext:
+        return KVContext(KVLayout((KVGroup((0,), self.window, 1),), self.block_size, "none"), self.num_blocks)
+
+
+def make_request(id: str, tokens: Sequence[int], *, keys: tuple[str, ...] = (), prompt_logprobs: int | None = None) -> Request:
+    """As the engine makes one."""
+    return Request(id, tokens, SamplingParams(prompt_logprobs=prompt_logprobs), max_tokens=1000, cache_keys=keys)
+
+
+def generate(request: Request, tokens: Sequence[int]) -> None:
+    """As the engine does when ids arrive."""
+    request._output_ids.extend(tokens)
+
+
+@dataclass(eq=False)
+class Row:
+    """What the model knows of a request: all its tokens (the last perhaps unknown to the manager), its table, what is computed or planned."""
+
+    request: Request
+    tokens: list[int]
+    table: list[int] = field(default_factory=list)
+    computed: int = 0
+    prefill_end: int = 0  # tokens known when it was admitted
+    planned_from: int | None = None  # computed before this step's grant
+    admitted_now: bool = False
+    copied: range = range(0)  # positions in a block that a fork has copied, until the copy is seen to be right
+    trimmed: int = 0  # blocks
+    disowned: bool = False  # by a reset: it builds on what was forgotten
+
+    @property
+    def settled(self) -> int:
+        """Tokens written by steps submitted before."""
+        return self.computed if self.planned_from is None else self.planned_from
+
+    @property
+    def own(self) -> list[int]:
+        return self.table[self.trimmed :]
+
+    def content(self, position: int) -> Content:
+        return self.request.cache_keys, tuple(self.tokens[: position + 1])
+
+
+class KVWorld:
+    """`watch`: the claim that is judged, whatever else is broken. None: all are."""
+
+    def __init__(self, make: Callable[[KVContext], KVCacheManager], shape: Shape, watch: str | None = None) -> None:
+        self.kv, self.twin, self.shape, self.watch = make(shape.context), make(shape.context), shape, watch
+        self.script: Sequence[Act] = ()
+        self.block_size, self.num_blocks, self.window = shape.block_size, shape.num_blocks, shape.window
+        self.memory: dict[tuple[int, int], Content] = {}  # (block, offset) -> what was written there last
+        self.committed: set[Content] = set()  # the last token of each full block, unless forgotten since
+        self.nothing_lost = True  # until a block may have been evicted, or a chain broken: then less may be found
+        self.live: list[Row] = []
+        self.hogs = 0
+        self.ids: list[str] = [f"r{number}" for number in range(7, -1, -1)]  # to be given out: an id comes again once its request has ended
+
+    def run(self, script: Sequence[Act]) -> None:
+        """Raises `Broken` when the claim that is watched is."""
+        self.script = script
+        try:
+            self._check_books()
+            for name, arguments in script:
+                getattr(self, name)(*arguments)
+                self._check_books()
+            self._end()
+        except Ended:
+            return
+
+    # Requests come …
+
+    def arrive(self, base: tuple[int, ...], blocks: int, tail: int, keys: tuple[str, ...], prompt_logprobs: int | None) -> None:
+        if self.ids:
+            length = max(1, blocks * self.block_size + tail)
+            tokens = [base[position // self.block_size % len(base)] for position in range(length)]
+            self.live.append(Row(make_request(self.ids.pop(), tokens, keys=keys, prompt_logprobs=prompt_logprobs), tokens))
+
+    def hog(self, leave: int, goes: bool) -> None:
+        """One that shares nothing, and takes all but a few of the blocks that are available; at its end they hold what nobody else wants."""
+        blocks = self._ask("available_blocks") - leave
+        if self.ids and blocks > 0:
+            self.hogs += 1
+            tokens = [1000 + self.hogs] * (blocks * self.block_size)
+            self.live.append(Row(make_request(self.ids.pop(), tokens), tokens))
+            self.grant(len(self.live) - 1, len(tokens), 0)
+            if goes:
+                self.submit(0, True)
+                self.finish(len(self.live) - 1)
+
+    # … are planned …
+
+    def grant(self, who: int, chunk: int, spare: int) -> None:
+        """Room for the next `chunk` tokens, and `spare` more, and the tokens themselves."""
+        row = self._row(who)
+        if row is None or row.planned_from is not None or (not row.table and len(row.tokens) > row.request.num_tokens):
+            return
+        waiting = not row.table
+        start = self._lookup(row) if waiting else row.computed
+        end = min(start + chunk, len(row.tokens))
+        if end > start and self._take_blocks(row, start, max(end + spare, len(row.table) * self.block_size)):
+            row.planned_from, row.computed, row.admitted_now = start, end, waiting
+            if waiting:
+                row.prefill_end = row.request.num_tokens
+            if start < row.prefill_end:
+                self._commit(row)
+
+    def evict(self, who: int, others: int, chunk: int) -> None:
+        """Free some who aren't planned in this step, as for the sake of another, which then finds what was foretold."""
+        waiting = [row for row in self.live if not row.table]
+        if not waiting:
+            return
+        row = waiting[who % len(waiting)]
+        victims = [other for other in self.live if other is not row and other.table and other.planned_from is None][:others]
+        going = [victim.request for victim in victims]
+        room = min(chunk, len(row.tokens))
+        foretold, comes_free = self._ask("blocks_needed", row.request, room, going), self._ask("held_only_by", going)
+        available = self._ask("available_blocks")
+        for victim in victims:
+            self._release(victim)
+        told = f"held_only_by({going}) was {comes_free}; freeing them made {self._ask('available_blocks') - available} blocks available"
+        self._hold("held_only_by", self._ask("available_blocks") == available + comes_free, told)
+        needed = self._ask("blocks_needed", row.request, room)
+        told = f"blocks_needed({row.request}, {room}, without={going}) was {foretold}; once they were freed it is {needed}"
+        self._hold("blocks_needed_without", needed == foretold, told)
+
+    def fork(self, who: int, tokens: int) -> None:
+        """A new request with the prompt of another."""
+        parent = self._row(who)
+        if parent is None or not self.ids or not self.kv.capabilities.fork:
+            return
+        prompt = list(parent.request.prompt_token_ids)
+        tokens = min(tokens, parent.settled, len(prompt) - 1)
+        visible_from = 0 if self.window is None else max(0, tokens - self.window + 1)
+        if not parent.table or tokens < 1 or parent.trimmed * self.block_size > visible_from:
+            return
+        child = Row(make_request(self.ids[-1], prompt, keys=parent.request.cache_keys), prompt, prefill_end=len(prompt))
+        child.trimmed, child.disowned = parent.trimmed, parent.disowned
+        if self._fork_blocks(parent, child, tokens):
+            child.computed = tokens
+            child.copied = range(tokens // self.block_size * self.block_size, tokens)
+            self.ids.pop()
+            self.live.append(child)
+
+    def preempt(self, who: int) -> None:
+        row = self._row(who)
+        if row is not None:
+            self._release(row)
+
+    def preempt_last_granted(self) -> None:
+        granted = [row for row in self.live if row.planned_from is not None]
+        if granted:
+            self._release(granted[-1])
+
+    def finish(self, who: int) -> None:
+        row = self._row(who)
+        if row is not None:
+            self._release(row)
+            self.live.remove(row)
+            self._tell("free", row.request)  # the engine frees at every end, blocks or none
+            self.ids.append(row.request.id)
+
+    def trim(self, who: int) -> None:
+        row = self._row(who)
+        if self.window is None or row is None or not row.table or row.planned_from is not None:
+            return
+        needed = max(0, row.computed - self.window + 1)
+        self._tell("trim", row.request, needed)
+        self.nothing_lost = False
+        if self.kv.capabilities.trim:
+            row.trimmed = max(row.trimmed, needed // self.block_size)
+        held, expected = self._ask("counts").held, len(self._held())
+        told = f"trim({row.request}, {needed}) with blocks of {self.block_size} leaves {expected} blocks held; the counts say {held}"
+        self._hold("trim", held == expected, told)
+
+    # … and run
+
+    def step(self, chunk: int, sampled: int) -> None:
+        """A plain step: everyone who can gets a grant."""
+        for who in range(len(self.live)):
+            self.grant(who, chunk, 0)
+        self.submit(sampled, True)
+
+    def submit(self, sampled: int, deliver: bool) -> None:
+        """Copies, then the writes of every request planned. Those that reached their last token get one more, known now or later."""
+        for copy in self._tell("take_copies"):
+            for offset in range(self.block_size):
+                self.memory.pop((copy.dst, offset), None)
+                if (copy.src, offset) in self.memory:
+                    self.memory[copy.dst, offset] = self.memory[copy.src, offset]
+        for row in self.live:
+            if row.planned_from is not None:
+                for position in range(row.planned_from, row.computed):
+                    self.memory[self._slot(row, position)] = row.content(position)
+                if row.computed == len(row.tokens):
+                    row.tokens.append(sampled)
+            row.planned_from, row.admitted_now = None, False
+        if deliver:
+            self.deliver()
+        self._check_memory()
+
+    def deliver(self) -> None:
+        """The ids in flight arrive."""
+        for row in self.live:
+            generate(row.request, row.tokens[row.request.num_tokens :])
+            if row.table:
+                self._commit(row)
+
+    def reset(self) -> None:
+        if all(row.planned_from is None for row in self.live):
+            self._tell("reset")
+            self.committed.clear()
+            self.nothing_lost = False
+            for row in self.live:
+                row.disowned = bool(row.table)
+
+    # Calls of the manager
+
+    def _tell(self, method: str, *arguments: Any) -> Any:
+        """An act, for both. They answer alike."""
+        answers = [self._lawful(manager, method, *arguments) for manager in (self.kv, self.twin)]
+        if answers[0] != answers[1]:
+            self._broken("pure", f"{method}{arguments} answered {answers[0]}, and {answers[1]} where no question had been asked before")
+        return answers[0]
+
+    def _ask(self, question: str, *arguments: Any) -> Any:
+        """A question, for one of the two, and again."""
+        answers = [self._lawful(self.kv, question, *arguments) for _ in range(2)]
+        if answers[0] != answers[1]:
+            self._broken("pure", f"{question}{arguments} answered {answers[0]}, and {answers[1]} when asked again")
+        return answers[0]
+
+    def _lawful(self, manager: KVCacheManager, name: str, *arguments: Any) -> Any:
+        try:
+            member = getattr(manager, name)
+            return member(*arguments) if callable(member) else member
+        except Exception as error:
+            self._broken("lawful", f"{name}{arguments} is a lawful call and raised {type(error).__name__}: {error}")
+
+    def _lookup(self, row: Row) -> int:
+        """What it finds, judged."""
+        found, known, size = self._ask("lookup", row.request), row.request.num_tokens, self.block_size
+        told = f"lookup found {found} of {known} known tokens of {row.request}, with blocks of {size}"
+        self._hold("hit_length", 0 <= found < known and found % size == 0, told)
+        computed = 0
+        if self.kv.capabilities.reuse and row.request.params.prompt_logprobs is None:
+            while computed + size < known and row.content(computed + size - 1) in self.committed:
+                computed += size
+        told = f"lookup found {found} tokens of {row.request}, of which at most {computed} were committed under its cache_keys and may be shared"
+        self._hold("hit", found <= computed, told)
+        told = f"lookup found {found} tokens of {row.request}, of which {computed} were committed, and no block has been given up since"
+        self._hold("reuse", found >= computed or not self.nothing_lost, told)
+        return int(found)
+
+    def _take_blocks(self, row: Row, start: int, room: int) -> bool:
+        """The request's first blocks, of which some are hits up to `start`, or more blocks."""
+        waiting, needed, available = not row.table, self._ask("blocks_needed", row.request, room), self._ask("available_blocks")
+        before = self._snapshot()
+        allocation = self._tell("allocate", row.request, room)
+        answered = "None" if allocation is None else f"{len(allocation.blocks)} blocks"
+        told = f"blocks_needed({row.request}, {room}) was {needed}, {available} were available, and allocate answered {answered}"
+        self._hold("blocks_needed", (allocation is not None) == (needed <= available), told)
+        if allocation is None:
+            told = f"allocate({row.request}, {room}) answered None; counts, lookups and blocks held alone were {before} and are {self._snapshot()}"
+            self._hold("failed_allocate", self._snapshot() == before, told)
+            return False
+        left = self._ask("available_blocks")
+        self._hold("blocks_needed", left == available - needed, f"{told}; now {left} are available")
+        cached = start if waiting else 0
+        self._hold("hit", allocation.cached == cached, f"allocate says {allocation.cached} tokens of {row.request} are cached; lookup said {cached}")
+        self._append(row, allocation.blocks, shared=cached // self.block_size, tokens=room)
+        return True
+
+    def _fork_blocks(self, parent: Row, child: Row, tokens: int) -> bool:
+        available, before, full = self._ask("available_blocks"), self._snapshot(), tokens // self.block_size
+        allocation = self._tell("fork", parent.request, child.request, tokens)
+        told = f"fork({parent.request}, {child.request}, {tokens}) with blocks of {self.block_size}, {available} available, answered {allocation}"
+        if allocation is None:
+            self._hold("fork", bool(tokens % self.block_size) and not available, f"{told}, though it needs no block or has one")
+            told = f"{told}; counts, lookups and blocks held alone were {before} and are {self._snapshot()}"
+            self._hold("failed_fork", self._snapshot() == before, told)
+            return False
+        shares = list(allocation.blocks[:full]) == parent.table[:full]
+        self._hold("fork", allocation.cached == tokens and shares, f"{told}; the parent's table is {parent.table}")
+        self._append(child, allocation.blocks, shared=full, tokens=tokens)
+        return True
+
+    def _append(self, row: Row, blocks: Sequence[int], *, shared: int, tokens: int) -> None:
+        """To its table: the first `shared` are others' too, the rest new."""
+        new, held, own = list(blocks[shared:]), self._held(), blocks if row.table else blocks[row.trimmed :]
+        told = f"{row.request} was given blocks {list(blocks)} of {self.num_blocks}, of which {new} are new, while {sorted(held)} are held"
+        sound = len(set(own)) == len(own) and not set(new) & held and all(block in range(self.num_blocks) for block in own)
+        self._hold("exclusive", sound, told)
+        row.table += blocks
+        self.nothing_lost &= self._ask("counts").free > 0
+        needed = -(-tokens // self.block_size)
+        told = f"{row.request} asked for {tokens} tokens, {needed} blocks of {self.block_size}, and its table has {len(row.table)}"
+        self._hold("table", len(row.table) == needed, told)
+
+    def _commit(self, row: Row) -> None:
+        known = min(row.computed, row.request.num_tokens)
+        self._tell("commit", row.request, known)
+        if not row.disowned:
+            self.committed |= {row.content(end - 1) for end in range(self.block_size, known + 1, self.block_size)}
+
+    def _release(self, row: Row) -> None:
+        """Its blocks go; first those of requests admitted in this step that share what it would have written in it."""
+        if not row.table:
+            return
+        if row.planned_from is not None:
+            certain = row.planned_from // self.block_size
+            if row.planned_from < row.prefill_end:
+                self._tell("uncommit", row.request, row.planned_from)
+            self.nothing_lost = False
+            row.planned_from = None
+            for other in self.live:
+                shares = any(a == b for a, b in zip(row.table[certain:], other.table[certain:], strict=False))
+                if other is not row and other.admitted_now and shares:
+                    self._release(other)
+        comes_free, available = self._ask("held_only_by", [row.request]), self._ask("available_blocks")
+        self._tell("free", row.request)
+        left = self._ask("available_blocks")
+        told = f"held_only_by([{row.request}]) was {comes_free}; freeing it made {left - available} blocks available"
+        self._hold("held_only_by", left == available + comes_free, told)
+        row.table, row.computed, row.trimmed, row.admitted_now, row.copied, row.disowned = [], 0, 0, False, range(0), False
+
+    # What must hold
+
+    def _check_books(self) -> None:
+        counts, held = self._ask("counts"), len(self._held())
+        told = f"{counts}, {self._ask('available_blocks')} available, of {self.num_blocks} blocks; {held} are in tables"
+        adds_up = counts.free + counts.held + counts.cached == self.num_blocks and min(counts.free, counts.held, counts.cached) >= 0
+        self._hold("counts", adds_up and counts.held == held and self._ask("available_blocks") == counts.free + counts.cached, told)
+        try:
+            self.kv.check_integrity()
+        except Exception as error:
+            self._broken("integrity", f"check_integrity raised {type(error).__name__}: {error}, after lawful calls alone")
+        running = [row for row in self.live if row.table]
+        for group in (running[:1], running[:2], running):
+            self._check_sharing(group, [row for row in running if row not in group])
+
+    def _check_sharing(self, group: list[Row], rest: list[Row]) -> None:
+        requests = [row.request for row in group]
+        alone = {block for row in group for block in row.own} - {block for row in rest for block in row.own}
+        told = self._ask("held_only_by", requests)
+        if told != len(alone):
+            self._broken("held_only_by", f"held_only_by({requests}) is {told}; in their tables alone are {sorted(alone)}")
+        same = [len(set(column)) == 1 for column in zip(*(row.table for row in group), strict=False)]
+        common, told = (same.index(False) if False in same else len(same)), self._ask("common_prefix", requests)
+        if told > common or (told < common and not any(row.trimmed for row in group)):
+            self._broken("common_prefix", f"common_prefix({requests}) is {told}; their tables are {[row.table for row in group]}")
+
+    def _check_memory(self) -> None:
+        for row in self.live:
+            for position in range(row.trimmed * self.block_size, row.computed if row.table else 0):
+                found = self.memory.get(self._slot(row, position))
+                if found != row.content(position):
+                    told = f"token {position} of {row.request} reads slot {self._slot(row, position)}, which holds the K and V of {found}"
+                    self._broken("fork_copies" if position in row.copied else "private", told)
+            row.copied = range(0)
+
+    def _end(self) -> None:
+        """Everybody leaves; then one request takes the whole pool."""
+        while self.live:
+            self.finish(0)
+        counts, room = self._ask("counts"), self.num_blocks * self.block_size
+        self._hold("no_leak", counts.held == 0, f"every request has ended, and {counts}")
+        allocation = self._tell("allocate", make_request("last", [99] * room), room)
+        whole = allocation is not None and sorted(allocation.blocks) == list(range(self.num_blocks))
+        self._hold("no_leak", whole, f"every request has ended, and one that needs all {self.num_blocks} blocks gets {allocation}; {counts}")
+
+    # Helpers
+
+    def _hold(self, claim: str, truth: bool, message: str) -> None:
+        if not truth:
+            self._broken(claim, message)
+
+    def _broken(self, claim: str, message: str) -> None:
+        if self.watch in (None, claim):
+            raise Broken(message, claim, self.shape, self.script)
+        if claim in FATAL:
+            raise Ended
+
+    def _row(self, who: int) -> Row | None:
+        return self.live[who % len(self.live)] if self.live else None
+
+    def _slot(self, row: Row, position: int) -> tuple[int, int]:
+        return row.table[position // self.block_size], position % self.block_size
+
+    def _held(self) -> set[int]:
+        return {block for row in self.live for block in row.own}
+
+    def _snapshot(self) -> object:
+        """What can be asked, and must not be changed by an act that fails."""
+        alone = [self._ask("held_only_by", [row.request]) for row in self.live if row.table]
+        return self._ask("counts"), [self._ask("lookup", row.request) for row in self.live], alone

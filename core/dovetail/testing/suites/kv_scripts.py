@@ -1,0 +1,70 @@
+"""Scripts for `kv_model`: drawn at random, the same from the same seed; and shortened, when one has shown a breach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from dovetail.api.kv_cache import KVCacheManager, KVContext
+from dovetail.testing.checks import CheckFailed
+from dovetail.testing.suites.kv_model import Act, Broken, KVWorld, Shape
+
+BLOCK_SIZES = (1, 2, 3, 16)
+WEIGHTS = {
+    "arrive": 4, "step": 4, "grant": 1, "evict": 2, "fork": 1, "preempt": 1, "preempt_last_granted": 1, "finish": 2, "trim": 1, "submit": 1,
+    "deliver": 1, "hog": 1, "reset": 0.3,
+}  # fmt: skip
+
+
+def draw_shape(random: Random) -> Shape:
+    return Shape(random.choice(BLOCK_SIZES), random.randint(1, 16), random.choice([None, None, 1, 2, 5]))
+
+
+def draw_script(random: Random) -> list[Act]:
+    """Up to 60 acts: mostly requests that begin alike, and steps that run them."""
+    return [_draw_act(random, name) for name in random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=random.randint(1, 60))]
+
+
+def _draw_act(random: Random, name: str) -> Act:
+    who, sampled = random.randrange(8), random.randrange(2)
+    match name:
+        case "arrive":
+            base = random.choice([(0,), (0,), (0, 1), (0, 0, 0, 1)])
+            keys = random.choice([(), (), (), (), ("salt",)])
+            return name, (base, random.randint(0, 4), random.choice([0, 0, 1, 2]), keys, random.choice([None, None, None, None, 0]))
+        case "step":
+            return name, (random.choice([100, 100, 7, 1]), sampled)
+        case "grant":
+            return name, (who, random.randint(1, 40), random.choice([0, 0, 5]))
+        case "evict":
+            return name, (who, random.randint(1, 3), random.randint(1, 40))
+        case "fork":
+            return name, (who, random.randint(1, 80))
+        case "submit":
+            return name, (sampled, random.random() < 0.5)
+        case "hog":
+            return name, (random.randint(0, 4), random.random() < 0.5)
+        case "deliver" | "reset" | "preempt_last_granted":
+            return name, ()
+        case _:
+            return name, (who,)
+
+
+def shortest(make: Callable[[KVContext], KVCacheManager], found: Broken) -> CheckFailed:
+    """The same breach, after all acts were left out without which it still comes; the message ends with those that remain."""
+    broken = _breach(make, found, found.script)
+    for at in reversed(range(len(found.script))):
+        if broken is not None:
+            broken = _breach(make, found, [*broken.script[:at], *broken.script[at + 1 :]]) or broken
+    if broken is None:
+        return CheckFailed(f"kv_cache.{found.claim}: {found}; the same acts, done again, didn't show it: the manager isn't deterministic")
+    acts = ", ".join(f"{name}({', '.join(map(repr, arguments))})" for name, arguments in broken.script)
+    return CheckFailed(f"{broken}; shown by {broken.shape} and these acts of {KVWorld.__module__}.KVWorld: {acts or 'none'}")
+
+
+def _breach(make: Callable[[KVContext], KVCacheManager], found: Broken, script: Sequence[Act]) -> Broken | None:
+    try:
+        KVWorld(make, found.shape, found.claim).run(script)
+    except Broken as broken:
+        return broken
+    return None

@@ -1,0 +1,315 @@
+"""`ModelSuite`: whether a model architecture keeps the contract of `dovetail.api.model`, and computes what transformers computes.
+
+Models are tiny and random, made of transformers' own config classes (`model_configs`). They run on the CPU in float32, over attention that is the
+suite's own (`model_bench`), so that what differs is the model's doing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+
+from dovetail.api.model import ModelArch, ModelContext, ParallelGroup
+from dovetail.runtime.weights import load_weights
+from dovetail.testing.checks import check, fail, require
+from dovetail.testing.suite import Suite
+from dovetail.testing.suites import model_configs as configs
+from dovetail.testing.suites.model_bench import CPU, Bench, Part, Reference, Tensors, on_ranks
+
+TOLERANCE = 1e-4  # of the largest number, and of each: sums in another order, not another formula
+
+
+class ModelSuite(Suite):
+    """`architectures`: which to build; by default those that the component's plugin declares, of a bare class those in its attribute of that name,
+    or those declared for its nearest base class. `variants`: fields of more configs to compare numbers for, beside those tried for all."""
+
+    kind = "model"
+    settings = Suite.settings | {"architectures", "variants"}
+
+    architectures: ClassVar[tuple[str, ...]] = ()
+    variants: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+
+    @cached_property
+    def arch(self) -> ModelArch:
+        arch: ModelArch = self.make(ModelContext())
+        return arch
+
+    @cached_property
+    def served(self) -> tuple[str, ...]:
+        """Raises `CheckFailed` if no architecture is known."""
+        if self.architectures or isinstance(self.component, str):
+            found = self.architectures or self.resolved.spec.architectures
+        else:
+            found = getattr(self.component_class, "architectures", ()) or _declared_for(self.component_class)
+        require(found, "no architectures are declared: name them in the ComponentSpec, or set `architectures` on the suite")
+        return found
+
+    def configs(self) -> Iterator[Any]:
+        for architecture in self.served:
+            yield from configs.variants(architecture, self.variants)
+
+    def pairs(self) -> Iterator[tuple[Any, Reference, Bench]]:
+        """Each config, with transformers' model and ours of the same weights."""
+        for config in self.configs():
+            reference = Reference(config)
+            yield config, reference, self.bench(config, reference.tensors())
+
+    def bench(self, config: Any, tensors: Tensors | None, **fields: Any) -> Bench:
+        reasons = self.arch.reasons_against(config)
+        require(not reasons, f"the config {_told(config)} is refused: {list(reasons)}")
+        return Bench(self.arch, config, tensors, **fields)
+
+    # ---- numbers
+
+    @check("model.transformers", since="0.1")
+    def test_transformers(self) -> None:
+        """Hidden states (after the last norm) or logits differ from transformers' in float32. Compare layer by layer, from the embedding on: norms
+        and their eps, rotation, what is added to the residual stream and when, biases, tied weights. Sequences are as long as the model allows."""
+        for config, reference, bench in self.pairs():
+            tokens = some_tokens(config, config.max_position_embeddings)
+            hidden = bench.step(Part("a", tokens, 0))
+            for what, ours, theirs in zip(("hidden states", "logits"), (hidden, bench.logits(hidden)), reference.run(tokens), strict=True):
+                assert_close(ours, theirs, f"{what} of {_told(config)} differ from transformers'")
+            some = torch.tensor([7, 0, len(tokens) - 1])
+            assert_close(bench.logits(hidden[some]), bench.logits(hidden)[some], "logits() of some rows differ from those rows of all logits")
+
+    @check("model.config_fields", since="0.1")
+    def test_config_fields(self) -> None:
+        """A field of the config that changes the numbers was taken, and the numbers aren't transformers'. Implement it, or name it in
+        `reasons_against`."""
+        for architecture in self.served:
+            for change in configs.changes(architecture):
+                config = configs.tiny(architecture, **change.fields)
+                reasons = self.arch.reasons_against(config)
+                if reasons:
+                    named = any(change.field in reason for reason in reasons)
+                    require(named, f"{change.fields} is refused without naming {change.field}: {list(reasons)}")
+                    continue
+                reference, tokens = Reference(config), some_tokens(config, 40)
+                ours = Bench(self.arch, config, reference.tensors()).run(tokens)
+                assert_close(ours, reference.run(tokens)[1], f"{architecture} takes {change.fields}, but its logits differ from transformers'")
+
+    @check("model.unknown_fields", since="0.1")
+    def test_unknown_fields(self) -> None:
+        """A field that the architecture doesn't know was passed over, though it may change the numbers (a softcap, a scale, a weight format). Refuse
+        what isn't known to be harmless, by name."""
+        for architecture in self.served:
+            known = vars(configs.tiny(architecture))
+            for field, value in configs.UNHEARD_OF.items():
+                if field in known:
+                    continue  # of this architecture
+                config = configs.tiny(architecture)
+                setattr(config, field, value)
+                reasons = list(self.arch.reasons_against(config))
+                require(any(field in reason for reason in reasons), f"a config with {field} = {value} isn't refused by that name: {reasons}")
+
+    # ---- steps
+
+    @check("model.chunks", since="0.1")
+    def test_chunks(self) -> None:
+        """A prompt computed in chunks gives other logits than at once. Positions come with the tokens: don't count them, and keep nothing from one
+        call to the next."""
+        for config, reference, bench in self.pairs():
+            tokens = some_tokens(config, 30)
+            whole = bench.run(tokens)
+            chunked = Bench(self.arch, config, reference.tensors()).run(tokens, (7, 1, 13, 9))
+            assert_close(chunked, whole, f"logits of {_told(config)} in chunks of 7, 1, 13 and 9 differ from those of the whole")
+
+    @check("model.decode", since="0.1")
+    def test_decode(self) -> None:
+        """Tokens that come one by one give other logits than in one forward pass."""
+        for config, reference, bench in self.pairs():
+            tokens = some_tokens(config, 20)
+            whole = bench.run(tokens)
+            decoded = Bench(self.arch, config, reference.tensors()).run(tokens, (4, *(1,) * 16))
+            assert_close(decoded, whole, f"logits of {_told(config)}, decoded token by token, differ from those of the whole")
+
+    @check("model.prefix", since="0.1")
+    def test_prefix(self) -> None:
+        """A sequence whose first K and V come from another one (a prefix hit) gives other logits than one that is computed. A hit begins at a
+        position that the model has never seen in this sequence."""
+        for config, reference, bench in self.pairs():
+            tokens, others = some_tokens(config, 30), some_tokens(config, 12, seed=1)
+            bench.run(torch.cat((tokens[:17], others)), sequence="first")
+            bench.sequences.fork("first", "hit", 17)
+            hit = bench.run(tokens[17:], sequence="hit", start=17)
+            whole = Bench(self.arch, config, reference.tensors()).run(tokens)[17:]
+            assert_close(hit, whole, f"logits of {_told(config)} after a prefix hit of 17 tokens differ from those that are recomputed")
+
+    @check("model.ragged", since="0.1")
+    def test_ragged(self) -> None:
+        """Sequences that share a step give other logits than alone. A step is a flat run of tokens of several sequences, each with its position; only
+        attention knows which belong together."""
+        for config, reference, bench in self.pairs():
+            tokens = {name: some_tokens(config, n, seed=n) for name, n in (("a", 20), ("b", 9), ("c", 14))}
+            bench.step(Part("a", tokens["a"][:12], 0), Part("c", tokens["c"][:13], 0))
+            hidden = bench.step(Part("c", tokens["c"][13:], 13), Part("b", tokens["b"], 0), Part("a", tokens["a"][12:], 12))
+            alone = Bench(self.arch, config, reference.tensors())
+            expected = [alone.run(tokens[name], sequence=name)[start:] for name, start in (("c", 13), ("b", 0), ("a", 12))]
+            assert_close(bench.logits(hidden), torch.cat(expected), f"logits of {_told(config)} in a shared step differ from those alone")
+
+    @check("model.side_by_side", since="0.1")
+    def test_side_by_side(self) -> None:
+        """A second model in the process changed what the first computes: something is kept outside the module that `build` returned."""
+        config = next(self.configs())
+        references = [Reference(config, seed) for seed in (0, 1)]
+        tokens = some_tokens(config, 12)
+        expected = [self.bench(config, reference.tensors()).run(tokens) for reference in references]
+        benches = [self.bench(config, reference.tensors()) for reference in references]
+        for bench, logits in zip(benches, expected, strict=True):
+            assert_close(bench.run(tokens), logits, "logits change when another model was built after this one")
+
+    # ---- weights
+
+    @check("model.weight_names", since="0.1")
+    def test_weight_names(self) -> None:
+        """`weights()` doesn't name exactly the tensors of a checkpoint: each once, with a parameter that has `load`; only those that may be missing
+        (a tied head) are optional."""
+        for config, reference, bench in self.pairs():
+            rules, held = list(bench.model.weights()), set(reference.model.state_dict())
+            names = [rule.source for rule in rules]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            require(not twice, f"{_told(config)}: these tensors have two rules: {twice}")
+            require(set(names) >= held, f"{_told(config)}: no rule for the checkpoint's {sorted(held - set(names))}")
+            require(set(names) <= held, f"{_told(config)}: rules for tensors that no checkpoint has: {sorted(set(names) - held)}")
+            needed = {rule.source for rule in rules if not rule.optional}
+            missing = sorted(set(reference.tensors()) - needed)
+            require(not missing, f"{_told(config)}: these tensors are optional, but nothing can stand in for them: {missing}")
+
+    @check("model.weight_use", since="0.1")
+    def test_weight_use(self) -> None:
+        """A tensor of the checkpoint is read and has no part in the numbers, or was never put into its place."""
+        for config, reference, bench in self.pairs():
+            tensors, tokens = reference.tensors(), some_tokens(config, 12)
+            before = bench.run(tokens, sequence="before")
+            for name, tensor in tensors.items():
+                noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
+                bench.load({name: tensor + noise})
+                changed = bench.run(tokens, sequence=name)
+                bench.load({name: tensor})
+                require(float((changed - before).abs().max()) > 1e-3, f"{_told(config)}: another {name} in the checkpoint changes no logit")
+
+    @check("model.weight_complete", since="0.1")
+    def test_weight_complete(self) -> None:
+        """Something that the numbers depend on isn't loaded: they change with what the memory of the parameters held before. `build` leaves
+        parameters uninitialised; each part of each needs a rule in `weights()`."""
+        for config in self.configs():
+            tensors, tokens = Reference(config).tensors(), some_tokens(config, 12)
+            one, other = (self.bench(config, tensors, before=value).run(tokens) for value in (0.5, -2.0))
+            assert_close(one, other, f"logits of {_told(config)} depend on memory that no tensor of the checkpoint was written to")
+
+    @check("model.checkpoint", since="0.1")
+    def test_checkpoint(self) -> None:
+        """A checkpoint can't be loaded from its file, or then gives other logits than transformers. Dovetail reads safetensors files by `weights()`:
+        `parameter.load` gets a slice, which hands out only what is asked of it."""
+        for config in self.configs():
+            reference, tokens = Reference(config), some_tokens(config, 12)
+            with tempfile.TemporaryDirectory() as folder:
+                save_file(reference.tensors(), Path(folder) / "model.safetensors")
+                logits = self.loaded(config, Path(folder)).run(tokens)
+            assert_close(logits, reference.run(tokens)[1], f"logits of {_told(config)}, loaded from files, differ from transformers'")
+
+    def loaded(self, config: Any, folder: Path) -> Bench:
+        bench = self.bench(config, None)
+        try:
+            load_weights(bench.model, folder)
+        except Exception as error:
+            fail(f"a checkpoint of {_told(config)} can't be loaded: {type(error).__name__}: {error}")
+        return bench
+
+    @check("model.tied", since="0.1")
+    def test_tied(self) -> None:
+        """With `tie_word_embeddings` the head is the embedding, whether the checkpoint holds one of the two or both; without, it has weights of its
+        own. Let both rules name one parameter, the head's `optional`."""
+        for architecture in self.served:
+            config = configs.tiny(architecture, tie_word_embeddings=True)
+            reference, tokens = Reference(config), some_tokens(config, 12)
+            tensors, expected = reference.tensors(), reference.run(tokens)[1]
+            (tied, source), *more = reference.tied().items()
+            require(not more, f"transformers ties more than one tensor in {architecture}: this check knows one")
+            both = {**tensors, tied: tensors[source]}
+            instead = {name: tensor for name, tensor in both.items() if name != source}
+            for what, held in ((f"{source} alone", tensors), (f"{tied} instead of {source}", instead), ("both", both)):
+                assert_close(self.bench(config, held, before=0.3).run(tokens), expected, f"a tied checkpoint that holds {what} gives other logits")
+
+    # ---- ranks, specs and dtypes
+
+    @check("model.shards", since="0.1", capability="tensor_parallel")
+    def test_shards(self) -> None:
+        """Split over 2 or 4 ranks, the model gives other logits than whole, or not the same on every rank. Row-parallel sums are reduced once (a bias
+        is added by one rank), K and V heads are repeated where there are more ranks, and logits are gathered without a vocabulary's padding."""
+        for config, reference, bench in self.pairs():
+            tokens, tensors = some_tokens(config, 12), reference.tensors()
+            whole = bench.run(tokens)
+            for size in (2, 4):
+                for rank, logits in enumerate(on_ranks(size, partial(self.logits_on_rank, config, tensors, tokens))):
+                    assert_close(logits, whole, f"logits of {_told(config)} on rank {rank} of {size} differ from the whole model's")
+
+    def logits_on_rank(self, config: Any, tensors: Tensors, tokens: torch.Tensor, group: ParallelGroup) -> torch.Tensor:
+        return Bench(self.arch, config, tensors, parallel=group).run(tokens)
+
+    @check("model.layer_specs", since="0.1")
+    def test_layer_specs(self) -> None:
+        """`layer_specs` isn't what `build` asks of `make_attention`, in the same order and for the same rank: the KV pool would have another shape
+        than the model."""
+        for config in self.configs():
+            for size in (1, 2) if self.declares("tensor_parallel") else (1,):
+                for specs, made in on_ranks(size, partial(self.specs_of, config)):
+                    require(specs == made, f"{_told(config)}: layer_specs says {specs}, build() made {made}")
+
+    def specs_of(self, config: Any, group: ParallelGroup) -> tuple[list[Any], list[Any]]:
+        """What is said, and what is made."""
+        bench = Bench(self.arch, config, None, parallel=group)
+        return list(self.arch.layer_specs(config, group)), [layer.spec for layer in bench.sequences.layers]
+
+    @check("model.dtype", since="0.1")
+    def test_dtype(self) -> None:
+        """Parameters and hidden states aren't of the dtype that was asked for, or half precision goes astray: keep norms, rotation and softmax in
+        float32 inside."""
+        config = next(self.configs())
+        reference, tokens = Reference(config), some_tokens(config, 40)
+        exact = reference.run(tokens)[1]
+        for dtype in (torch.bfloat16, torch.float16):
+            bench = self.bench(config, reference.tensors(), dtype=dtype)
+            found = {rule.parameter.dtype for rule in bench.model.weights()}
+            require(found == {dtype}, f"parameters of a model in {dtype} are {found}")
+            hidden = bench.step(Part("a", tokens, 0))
+            require(hidden.dtype == dtype and hidden.device == CPU, f"hidden states of a model in {dtype} are {hidden.dtype} on {hidden.device}")
+            error = float((bench.logits(hidden).float() - exact).abs().mean() / exact.abs().mean())
+            allowed = 8 * torch.finfo(dtype).eps
+            require(error <= allowed, f"in {dtype} logits are off by {error:.1%} on average, allowed are {allowed:.1%}")
+
+
+def some_tokens(config: Any, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(config.vocab_size, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
+    require(ours.shape == theirs.shape, f"{what}: the shape is {list(ours.shape)}, expected {list(theirs.shape)}")
+    scale = max(1.0, float(theirs.abs().max()))
+    errors = (ours - theirs).abs() / (TOLERANCE * scale + TOLERANCE * theirs.abs())
+    worst = errors.nan_to_num(torch.inf).amax(1)
+    token = int(worst.argmax())
+    difference = float((ours[token] - theirs[token]).abs().max())
+    require(worst[token] <= 1, f"{what}: by {difference:.3g} at token {token} of {len(ours)}, where numbers are as large as {scale:.3g}")
+
+
+def _told(config: Any) -> str:
+    """The config, by what makes it different from the tiny one."""
+    plain = vars(configs.tiny(config.architectures[0]))
+    different = {name: value for name, value in vars(config).items() if name in plain and value != plain[name] and not name.startswith("_")}
+    return f"{config.architectures[0]}({', '.join(f'{name}={value}' for name, value in different.items())})"
+
+
+def _declared_for(cls: type[Any]) -> tuple[str, ...]:
+    """The architectures that an installed plugin declares for a class, or for the nearest of its bases."""
+    from dovetail.registry.registry import Registry
+
+    declared = {c.spec.target: c.spec.architectures for c in Registry.discover(enforce_require=False).components() if c.spec.kind == "model"}
+    return next((declared[name] for base in cls.__mro__ if (name := f"{base.__module__}:{base.__qualname__}") in declared), ())

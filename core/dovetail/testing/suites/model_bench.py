@@ -1,0 +1,183 @@
+"""Running models without an engine: attention that keeps each sequence's K and V, ranks that are threads, and transformers' own model beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Barrier
+from typing import Any, NamedTuple
+
+import torch
+
+from dovetail.api.attention import AttentionLayer, LayerSpec
+from dovetail.api.model import BuildContext, ModelArch, ParallelGroup
+from dovetail.runtime.parallel import SINGLE
+from dovetail.testing.suites.attention_oracle import plain
+
+CPU = torch.device("cpu")
+RANK_LIMIT_S = 30  # for a rank to come to where all meet
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Part(NamedTuple):
+    """Tokens of one sequence that a step computes."""
+
+    sequence: str
+    token_ids: torch.Tensor  # [tokens] int64
+    start: int  # position of the first
+
+
+@dataclass
+class Sequences:
+    """The K and V of all sequences, in all layers; which of them a step's tokens belong to."""
+
+    step: list[tuple[str, int]] = field(default_factory=list)  # sequence, tokens
+    layers: list[KeptAttention] = field(default_factory=list)
+
+    def make_attention(self, spec: LayerSpec) -> KeptAttention:
+        self.layers.append(KeptAttention(spec, self))
+        return self.layers[-1]
+
+    def fork(self, source: str, target: str, tokens: int) -> None:
+        """`target` begins with K and V of the first tokens of `source`: what a prefix hit is."""
+        for layer in self.layers:
+            k, v = layer.kept[source]
+            layer.kept[target] = (k[:tokens], v[:tokens])
+
+
+class KeptAttention(AttentionLayer):
+    """Attention of ragged batches as its definition says, over K and V that simply grow."""
+
+    def __init__(self, spec: LayerSpec, sequences: Sequences) -> None:
+        self.spec, self._sequences = spec, sequences
+        self.kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        counts = [tokens for _, tokens in self._sequences.step]
+        for (name, _), new_k, new_v in zip(self._sequences.step, torch.split(k, counts), torch.split(v, counts), strict=True):
+            old = self.kept.get(name)
+            self.kept[name] = (torch.cat((old[0], new_k)), torch.cat((old[1], new_v))) if old else (new_k.clone(), new_v.clone())
+
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        rows = torch.split(q, [tokens for _, tokens in self._sequences.step])
+        kept = [self.kept[name] for name, _ in self._sequences.step]
+        values = [plain(row, k, v, self.spec.scale, self.spec.window, q.dtype) for row, (k, v) in zip(rows, kept, strict=True)]
+        return torch.cat(values).to(q.dtype)
+
+
+class Bench:
+    """A built model with its weights, and the sequences that it has computed."""
+
+    def __init__(
+        self,
+        arch: ModelArch,
+        config: Any,
+        tensors: Tensors | None,
+        *,
+        parallel: ParallelGroup = SINGLE,
+        dtype: torch.dtype = torch.float32,
+        before: float | None = None,
+    ) -> None:
+        """`tensors`: a checkpoint's, None: none are loaded. `before`: what all memory of the parameters holds before."""
+        self.sequences = Sequences()
+        self.model: Any = arch.build(config, BuildContext(parallel, dtype, CPU, self.sequences.make_attention))
+        if before is not None:
+            for parameter in self.model.parameters():
+                parameter.data.fill_(before)
+        if tensors is not None:
+            self.load(tensors)
+
+    def load(self, tensors: Tensors) -> None:
+        """By the model's own rules, without files."""
+        for rule in self.model.weights():
+            if rule.source in tensors and rule.parameter is not None:
+                rule.parameter.load(tensors[rule.source], rule.shard_id)
+
+    @torch.no_grad()
+    def step(self, *parts: Part) -> torch.Tensor:
+        """Hidden states [tokens, hidden] of a step that computes these parts."""
+        self.sequences.step = [(part.sequence, len(part.token_ids)) for part in parts]
+        positions = torch.cat([torch.arange(part.start, part.start + len(part.token_ids)) for part in parts])
+        hidden: torch.Tensor = self.model(torch.cat([part.token_ids for part in parts]), positions)
+        return hidden
+
+    def run(self, token_ids: torch.Tensor, chunks: Sequence[int] = (), sequence: str = "a", start: int = 0) -> torch.Tensor:
+        """Logits [tokens, vocab] of a sequence's tokens from `start` on, computed whole or in chunks of these lengths (which add up)."""
+        parts, at = [], start
+        for ids in torch.split(token_ids, list(chunks or (len(token_ids),))):
+            parts.append(self.step(Part(sequence, ids, at)))
+            at += len(ids)
+        return self.logits(torch.cat(parts))
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model.logits(hidden)
+        return logits
+
+
+class ThreadGroup:
+    """One of `size` ranks that are threads of one process."""
+
+    def __init__(self, rank: int, shares: list[Any], barrier: Barrier) -> None:
+        self.rank, self.size = rank, len(shares)
+        self._shares, self._barrier = shares, barrier
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(torch.stack(self._exchange(x)).sum(0))
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat(self._exchange(x), dim=dim)
+
+    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self._shares[self.rank] = x.clone()
+        self._barrier.wait(timeout=RANK_LIMIT_S)
+        everyones = list(self._shares)
+        self._barrier.wait(timeout=RANK_LIMIT_S)
+        return everyones
+
+
+def on_ranks(size: int, act: Callable[[ParallelGroup], Any]) -> list[Any]:
+    """What `act(group)` returns on each rank."""
+    shares, barrier = [None] * size, Barrier(size)
+
+    def one(rank: int) -> Any:
+        try:
+            return act(ThreadGroup(rank, shares, barrier))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
+
+
+class Reference:
+    """transformers' model of a config, with random weights that leave no parameter at a neutral value."""
+
+    def __init__(self, config: Any, seed: int = 0) -> None:
+        from transformers import AutoModelForCausalLM
+
+        generator = torch.Generator().manual_seed(seed)
+        self.model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2, generator=generator)
+
+    def tensors(self) -> Tensors:
+        """What a checkpoint holds: tied weights once, under the first of their names."""
+        tied = self.tied()
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items() if name not in tied}
+
+    def tied(self) -> dict[str, str]:
+        """Names that share their weights with a tensor before them, and that one's name."""
+        first: dict[int, str] = {}
+        held = self.model.state_dict().items()
+        return {name: other for name, value in held if (other := first.setdefault(value.data_ptr(), name)) != name}
+
+    @torch.no_grad()
+    def run(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states after the last norm, and logits."""
+        out = self.model(token_ids[None], output_hidden_states=True)
+        return out.hidden_states[-1][0], out.logits[0]

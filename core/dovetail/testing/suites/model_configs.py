@@ -1,0 +1,118 @@
+"""Tiny Hugging Face configs of an architecture, and what may be different in a config: for models of random weights that run in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+TINY: dict[str, Any] = {
+    "vocab_size": 61,  # odd: not to be split evenly
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-2,  # large, so that a wrong one shows
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+VARIANTS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-6,
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+    {
+        "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "head_dim": 6,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+)
+
+ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0},
+    {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
+    {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+)
+
+UNHEARD_OF: dict[str, Any] = {  # fields of other models, which transformers would pass over in silence
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "residual_multiplier": 0.5,
+    "nobody_knows_this_scale": 2.0,
+    "quantization_config": {"quant_method": "awq", "bits": 4},
+}
+
+
+class Change(NamedTuple):
+    """One field of a config that is different from the tiny one's, with others that it needs."""
+
+    field: str
+    fields: dict[str, Any]
+
+
+def config_class(architecture: str) -> type[Any]:
+    """transformers' config class of an architecture. Raises `AttributeError` if transformers doesn't know it."""
+    import transformers
+
+    cls: type[Any] = getattr(transformers, architecture).config_class
+    return cls
+
+
+def tiny(architecture: str, **fields: Any) -> Any:
+    """A config with TINY's values for the fields that it has, and `fields`."""
+    cls = config_class(architecture)
+    known = vars(cls())
+    config = cls(**{name: value for name, value in TINY.items() if name in known and name not in fields}, **fields)
+    config.architectures = [architecture]
+    return config
+
+
+def variants(architecture: str, more: tuple[Mapping[str, Any], ...]) -> list[Any]:
+    """The configs that numbers are compared for."""
+    known = vars(config_class(architecture)())
+    common = [{name: value for name, value in fields.items() if name in known} for fields in VARIANTS]
+    return [tiny(architecture, **fields) for fields in [*common, *more]]
+
+
+def changes(architecture: str) -> Iterator[Change]:
+    """Another value for each field of the architecture's own config that is a switch, a number that isn't a size, or an activation."""
+    import transformers
+
+    common, own = vars(transformers.PretrainedConfig()), vars(tiny(architecture))
+    for field, value in own.items():
+        if field in common or field.startswith("_"):
+            continue
+        if isinstance(value, bool):
+            needed = {"sliding_window": 3, "max_window_layers": 1} if field == "use_sliding_window" else {}
+            yield Change(field, {field: not value, **needed})
+        elif isinstance(value, float) and not field.endswith(("dropout", "range")):
+            yield Change(field, {field: value * 3 or 0.5})
+        elif field in ("hidden_act", "hidden_activation"):
+            yield Change(field, {field: "gelu" if value != "gelu" else "silu"})
+        elif field == "sliding_window":
+            yield Change(field, {field: 3})
+        elif field == "rope_parameters":
+            yield from (Change("rope_type", {field: rope}) for rope in ROPES)
+            yield Change("partial_rotary_factor", {field: {**value, "partial_rotary_factor": 0.5}})

@@ -1,0 +1,206 @@
+"""`ObserverSuite`: whether an observer keeps the contract of `dovetail.api.observer`.
+
+Each check runs the real engine core over a fake executor, with a policy that preempts and rejects, while clients come late and go away; beside it
+the same run without the observer. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dovetail.api.component import NoOptions
+from dovetail.api.observer import EngineStarted, Observer, ObserverCapabilities, ObserverContext
+from dovetail.api.scheduler import Claims, Context, Scheduler, Step
+from dovetail.engine.observers import ObserverHub
+from dovetail.testing.checks import check, require
+from dovetail.testing.suite import Suite
+from dovetail.testing.suites.footprint import Footprint, temporary_folder
+from dovetail.testing.suites.scheduler_world import Abort, Act, Arrive, Run, Shape, World
+
+SHAPE = Shape(num_blocks=16)
+METHODS = ("on_started", "on_arrived", "on_admitted", "on_preempted", "on_finished", "on_step", "on_stopped")
+BUSY: tuple[Act, ...] = (
+    Arrive((1, 2, 3, 4, 5, 6, 7), max_tokens=10),
+    Arrive((8, 9), max_tokens=12, n=3),
+    Arrive((1, 2, 3), max_tokens=8, client="slow", priority=2),
+    Arrive((4,), client="unwanted"),
+    Arrive((5, 5, 5, 5), max_tokens=9, stops_after=4),
+    Run(4),
+    Arrive((6, 6), max_tokens=4, delay=0.5),
+    Abort(5),
+    Abort(0),
+    Run(2),
+    Arrive((7,) * 20, max_tokens=12, deadline=3.0),
+)
+
+
+class ObserverSuite(Suite):
+    """Runs with preemptions, rejects, aborts, samples of one prompt and late arrivals; with nothing to do; and one that an error ends."""
+
+    kind = "observer"
+
+    @check("observer.no_effect", since="0.1")
+    def test_an_observer_changes_nothing(self) -> None:
+        """With the observer, a request ended otherwise, or another step was planned, than without it. Events are for looking at: copy what you
+        want to change, and leave the requests, the block counts and the clock alone."""
+        for decisions in (False, True):
+            with_it, expected = _story(self._play(BUSY, decisions=decisions).world), _story(_play(None, BUSY))
+            for what, found in with_it.items():
+                require(found == expected.get(what), f"{what} with the observer: {found}; without: {expected.get(what)}")
+
+    @check("observer.raises_nothing", since="0.1")
+    def test_no_event_makes_it_raise(self) -> None:
+        """A method raised. The engine goes on, but drops an observer that does so a few times. Any event may come at any time: a request may end
+        without ever having been admitted, a step may bring no token and no decisions, times may be those of a simulation and stand still."""
+        for decisions in (False, True):
+            spy = self._play(BUSY, decisions=decisions)
+            spy.require_quiet("a busy run")
+        self.note(f"its own time a step: {1e6 * spy.own_s / max(1, spy.steps):.0f} µs (not judged)")
+
+    @check("observer.empty_run", since="0.1")
+    def test_it_survives_a_run_without_requests(self) -> None:
+        """A method raised when the engine started and stopped with nothing in between: there may be no step to divide by."""
+        self._play(()).require_quiet("a run without requests")
+
+    @check("observer.failed_run", since="0.1")
+    def test_it_survives_a_run_that_fails(self) -> None:
+        """A method raised when an error ended the engine: `on_finished` comes with "error" for every request, and `on_stopped` with the exception,
+        which is to be told, not raised."""
+        spy = self._play((*BUSY[:5], Run(30)), policy=_Fails)
+        require(spy.world.dead is not None, "the suite's failing policy didn't end the engine")
+        spy.require_quiet("a run that an error ended")
+
+    @check("observer.request_untouched", since="0.1")
+    def test_requests_are_only_read(self) -> None:
+        """The observer wrote to a request that an event showed it. Keep what you note of a request in a dict of your own, by its id."""
+        world = self._play(BUSY).world
+        for request in world.requests:
+            changed = {name: getattr(request, name) for name, value in world.given[request].items() if getattr(request, name) != value}
+            require(not changed, f"{request} has now {changed}")
+
+    @check("observer.process_untouched", since="0.1")
+    def test_what_belongs_to_the_whole_process_is_left_alone(self) -> None:
+        """The observer changed what others in this process rely on: the seeds of `random` or numpy, the environment, the working directory, standard
+        output, signal handlers, or whether logging is disabled. An observer is a guest in a server."""
+        before = _process()
+        self._play(BUSY)
+        for name, value in _process().items():
+            require(value == before[name], f"{name} isn't what it was before the run")
+
+    @check("observer.leaves_nothing", since="0.1")
+    def test_nothing_is_left_behind(self) -> None:
+        """After `on_stopped` there were threads, processes, open files or temporary files that weren't there before. Whatever an observer opens (an
+        exporter's thread, a file) ends with `on_stopped`. (What only the very first run makes is left out.)"""
+        self._play(BUSY)
+        before = Footprint.now()
+        with temporary_folder() as folder:
+            self._play(BUSY)
+            left = [f"temporary file {path.name}" for path in folder.iterdir()]
+        left = before.left_behind() + left
+        require(not left, f"after on_stopped there is still: {', '.join(left)}")
+
+    def _play(self, acts: tuple[Act, ...], *, decisions: bool = False, policy: type[Scheduler] | None = None) -> Spy:
+        """`decisions`: another observer wants them, so that every step's event has them."""
+        spy = Spy(self.make(ObserverContext(SHAPE.max_seqs, SHAPE.num_blocks)))
+        spy.world = _play(spy, acts, decisions=decisions, policy=policy or _Harsh)
+        return spy
+
+
+class Spy(Observer):
+    """Stands before an observer: what that one raises is noted, and goes on to the engine, whose business it is to survive it."""
+
+    world: World
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__(NoOptions(), observer.context)
+        self.observer, self.capabilities = observer, observer.capabilities
+        self.raised: list[str] = []
+        self.own_s, self.steps = 0.0, 0
+        for method in METHODS:
+            setattr(self, method, self._passing_on(method))
+
+    def require_quiet(self, when: str) -> None:
+        require(not self.raised, f"in {when}, {'; '.join(self.raised[:3])}")
+
+    def _passing_on(self, method: str) -> Callable[[Any], None]:
+        def tell(event: Any) -> None:
+            begun = time.perf_counter()
+            try:
+                getattr(self.observer, method)(event)
+            except BaseException as error:
+                self.raised.append(f"{method} raised {type(error).__name__}: {error}")
+                raise RuntimeError(self.raised[-1]) from error
+            finally:
+                self.own_s += time.perf_counter() - begun
+                self.steps += method == "on_step"
+
+        return tell
+
+
+class _WantsDecisions(Observer):
+    capabilities = ObserverCapabilities(decisions=True)
+
+
+class _Harsh(Scheduler):
+    """First come, first served, at the expense of who came last; and some aren't served at all."""
+
+    claims = Claims(rejects=True)
+
+    def schedule(self, step: Step) -> None:
+        for request in [*step.running, *step.waiting]:
+            if request.client == "unwanted":
+                step.reject(request, "unwanted")
+            else:
+                step.grant(request, evict=reversed(step.running))
+
+
+class _Fails(_Harsh):
+    def schedule(self, step: Step) -> None:
+        if step.index == 6:
+            raise ArithmeticError("this policy fails after some steps, on purpose")
+        super().schedule(step)
+
+
+def _play(spy: Spy | None, acts: tuple[Act, ...], *, decisions: bool = False, policy: type[Scheduler] = _Harsh) -> World:
+    """From start to stop."""
+
+    def make(context: Context) -> Scheduler:
+        return policy(NoOptions(), context)
+
+    world = World(make, SHAPE)
+    others = [("other", _WantsDecisions(NoOptions(), ObserverContext(1, 1)))] if decisions else []
+    hub = world.core.observers = ObserverHub([*([("observer", spy)] if spy is not None else []), *others])
+    hub.tell("on_started", EngineStarted(0.0, "harsh", "fake", "fake", SHAPE.num_blocks, SHAPE.block_size, SHAPE.max_in_flight, {"device": "none"}))
+    world.play(acts)
+    world.core.stop()
+    return world
+
+
+def _story(world: World) -> dict[str, object]:
+    """What came of a run: comparable."""
+    steps = {f"step {planned.index}": planned for planned in world.watch.planned}
+    tokens = {f"tokens of {request.id}": list(request.output_token_ids) for request in world.requests}
+    ends = {f"end of {request.id}": world.finished.get(request) for request in world.requests}
+    return {**steps, **tokens, **ends, "number of steps": len(steps), "time at the end": world.clock.now()}
+
+
+def _process() -> dict[str, object]:
+    return {
+        "the state of random": random.getstate(),
+        "the state of numpy.random": repr(np.random.get_state()),
+        "os.environ": dict(os.environ),
+        "the working directory": Path.cwd(),
+        "sys.stdout or sys.stderr": (sys.stdout, sys.stderr),
+        "the handler of SIGINT or SIGTERM": (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)),
+        "logging.disable": logging.root.manager.disable,
+    }

@@ -1,0 +1,60 @@
+"""Hypothesis for checks: the same examples every time and everywhere, so that a verdict can be repeated; and no longer a wait than is worth it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import SearchStrategy
+
+from dovetail.testing.checks import CheckFailed
+
+T = TypeVar("T")
+
+SHRINK_S = 5.0  # for making a failing example smaller
+
+
+def repeatable(max_examples: int, *, shrink: bool = True) -> settings:
+    """For a function inside a check: `@repeatable(50) @given(…) def holds(…): …`, then `holds()`."""
+    return settings(
+        max_examples=max_examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        print_blob=False,
+        report_multiple_bugs=False,
+        phases=(Phase.explicit, Phase.generate, Phase.shrink) if shrink else (Phase.explicit, Phase.generate),
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def for_all(among: SearchStrategy[T], examples: int, holds: Callable[[T], None], smaller: Callable[[T], Iterable[T]]) -> None:
+    """Try `holds` on so many examples. Raises the `CheckFailed` of the smallest failing one that `smaller` leads to in `SHRINK_S`, told in a note."""
+    failing: list[T] = []
+
+    @repeatable(examples, shrink=False)
+    @given(among)
+    def in_any(example: T) -> None:
+        failing.append(example)
+        holds(example)
+        failing.pop()
+
+    try:
+        in_any()
+    except CheckFailed as error:
+        example, failure = _shrunk(failing[-1], error, holds, smaller)
+        failure.__notes__ = [f"for example in {example}"]
+        raise failure from None
+
+
+def _shrunk(example: T, failure: CheckFailed, holds: Callable[[T], None], smaller: Callable[[T], Iterable[T]]) -> tuple[T, CheckFailed]:
+    """Greedily: as long as something smaller fails too, and there is time."""
+    until, candidates = time.monotonic() + SHRINK_S, iter(smaller(example))
+    while time.monotonic() < until and (candidate := next(candidates, None)) is not None:
+        try:
+            holds(candidate)
+        except CheckFailed as error:
+            example, failure, candidates = candidate, error, iter(smaller(candidate))
+    return example, failure

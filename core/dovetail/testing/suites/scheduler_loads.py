@@ -1,0 +1,51 @@
+"""Made scenarios, on which a promise must hold for long: `pressed`, where memory lacks all the time, and `flooded`, where more comes than can be
+served."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dovetail.testing.suites.scheduler_world import Arrive, Scenario, Shape
+
+
+def pressed(overlap: bool, *, reuse: bool = False) -> Scenario:
+    """Memory for a few of two dozen requests of all kinds: much has to be preempted."""
+    arrives = (
+        Arrive(
+            tuple(range(i % 5, i % 5 + 4 + i % 9)),
+            max_tokens=6 + i % 11,
+            delay=i * 0.01,
+            client="abc"[i % 3],
+            priority=i % 3,
+            deadline=1e6 + i * 5 % 7,
+            predicted_tokens=6 + i % 11,
+        )
+        for i in range(24)
+    )
+    return Scenario(Shape(max_tokens=12, max_seqs=8, overlap=overlap, reuse=reuse), tuple(arrives))
+
+
+FLOOD = Arrive((7, 7, 7, 7), max_tokens=3, client="flood", deadline=1e5, predicted_tokens=3)
+VICTIMS = {  # whom a policy may be tempted to pass over for ever, while the flood goes by
+    "one like all others": FLOOD,
+    "a long prompt": Arrive((5,) * 24, max_tokens=6, client="flood", deadline=1e5, predicted_tokens=6),
+    "a prompt that needs nearly all memory": Arrive((5,) * 40, max_tokens=4, client="flood", deadline=1e5, predicted_tokens=4),
+    "a long answer": Arrive((5, 5), max_tokens=20, client="flood", deadline=1e5, predicted_tokens=20),
+    "the least important": Arrive((7, 7, 7, 7), max_tokens=3, client="flood", priority=9, deadline=1e5, predicted_tokens=3),
+    "the one with the latest deadline": Arrive((7, 7, 7, 7), max_tokens=3, client="flood", deadline=9e5, predicted_tokens=3),
+    "a client with one request": Arrive((7, 7, 7, 7), max_tokens=3, client="alone", deadline=1e5, predicted_tokens=3),
+    "a request of nobody": Arrive((5, 6), max_tokens=3),
+}
+FLOOD_S = 400  # seconds for which a request arrives each, twice as many as can be served
+
+
+BEFORE_VICTIM = 5  # requests
+
+
+def flooded(victim: Arrive, overlap: bool) -> Scenario:
+    """Steps of a second, two seats, and a stream of short requests that never lets up; the `victim` comes after the first few."""
+    shape = Shape(
+        num_blocks=26, max_tokens=16, max_seqs=2, max_model_len=48, overlap=overlap, reuse=True, seconds_per_step=1.0, seconds_per_token=0.0
+    )
+    flood = [replace(FLOOD, delay=float(second)) for second in range(FLOOD_S)]
+    return Scenario(shape, (*flood[:BEFORE_VICTIM], replace(victim, delay=BEFORE_VICTIM - 0.5), *flood[BEFORE_VICTIM:]))

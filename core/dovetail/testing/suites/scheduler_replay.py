@@ -1,0 +1,49 @@
+"""What a policy plans for given requests, as text to be compared: here, or in another process, where strings hash otherwise."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dovetail.api.scheduler import Context, Scheduler
+from dovetail.testing.processes import run_python
+from dovetail.testing.suites.scheduler_loads import pressed
+from dovetail.testing.suites.scheduler_world import World
+
+if TYPE_CHECKING:
+    from dovetail.testing.suites.scheduler import SchedulerSuite
+
+_ELSEWHERE = "from dovetail.testing.suites.scheduler_replay import _answer; _answer()"
+
+
+def plans(make: Callable[[Context], Scheduler]) -> list[str]:
+    """Every step's plan, with and without overlap and a prefix cache."""
+    scenarios = [pressed(overlap, reuse=reuse) for overlap in (True, False) for reuse in (True, False)]
+    return [repr(step) for scenario in scenarios for step in World(make, scenario.shape).play(scenario.acts).watch.planned]
+
+
+def plans_elsewhere(suite: SchedulerSuite) -> list[str]:
+    """The same by a new process with another `PYTHONHASHSEED`. Raises `CheckFailed` if it fails."""
+    hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    component = suite.component if isinstance(suite.component, str) else suite.component_class
+    with tempfile.TemporaryDirectory(prefix="dovetail-replay-") as folder:
+        answer = Path(folder, "plans")
+        stdin = pickle.dumps((component, dict(suite.options), str(answer)))
+        run_python(_ELSEWHERE, stdin, "another process can't plan", PYTHONHASHSEED=hash_seed)
+        return answer.read_text().splitlines()
+
+
+def _answer() -> None:
+    component, options, answer = pickle.load(sys.stdin.buffer)
+    from dovetail.testing.binding import Binding
+
+    class Bound(Binding):
+        kind = "scheduler"
+
+    Bound.component, Bound.options = component, options
+    Path(answer).write_text("\n".join(plans(Bound().make)))

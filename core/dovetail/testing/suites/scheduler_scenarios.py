@@ -1,0 +1,68 @@
+"""Arbitrary small scenarios, from hypothesis: any engine, any requests, any order of events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from dovetail.testing.suites.scheduler_world import Abort, Act, Arrive, Run, Scenario, Shape
+
+SLACK_BLOCKS = (0, 0, 1, 2, 4, 8, 30)  # beyond what one request of full length needs: memory is scarce, mostly
+
+
+@st.composite
+def shapes(draw: st.DrawFn, *, reuse: bool | None = None) -> Shape:
+    block_size, max_model_len = draw(st.integers(1, 4)), draw(st.integers(6, 32))
+    return Shape(
+        num_blocks=-(-max_model_len // block_size) + draw(st.sampled_from(SLACK_BLOCKS)),
+        block_size=block_size,
+        max_tokens=draw(st.integers(1, 24)),
+        max_seqs=draw(st.integers(1, 5)),
+        max_model_len=max_model_len,
+        overlap=draw(st.booleans()),
+        max_in_flight=draw(st.integers(1, 3)),
+        reuse=draw(st.booleans()) if reuse is None else reuse,
+        seed=draw(st.integers(0, 9)),
+    )
+
+
+@st.composite
+def arrivals(draw: st.DrawFn, shape: Shape, *, plain: bool = False) -> Arrive:
+    """Prompts often begin alike. `plain`: one sample, which never waits for its last token on the host."""
+    length = draw(st.integers(1, shape.max_model_len - 1))
+    own = draw(st.integers(0, min(3, length)))
+    return Arrive(
+        prompt=(*([draw(st.sampled_from([1, 1, 2]))] * (length - own)), *([3 + draw(st.integers(0, 5))] * own)),
+        max_tokens=draw(st.integers(1, shape.max_model_len - length)),
+        delay=draw(st.sampled_from([0.0, 0.0, 0.005, 0.1, 2.0])),
+        client=draw(st.sampled_from([None, "a", "b"])),
+        priority=draw(st.integers(-1, 2)),
+        deadline=draw(st.sampled_from([None, 0.01, 0.3, 100.0])),
+        predicted_tokens=draw(st.sampled_from([None, 1, 10])),
+        n=1 if plain else draw(st.sampled_from([1, 1, 1, 2, 3])),
+        needs_last_token=False if plain else draw(st.sampled_from([False, False, False, True])),
+        stops_after=draw(st.sampled_from([None, None, 1, 4])),
+    )
+
+
+@st.composite
+def scenarios(draw: st.DrawFn, *, aborts: bool = False, plain: bool = False, reuse: bool | None = None) -> Scenario:
+    """Arrive, step, abort in any order, in an engine of any shape; what is unfinished then runs to its end."""
+    shape = draw(shapes(reuse=reuse))
+    arrive, run = arrivals(shape, plain=plain), st.builds(Run, st.integers(1, 8))
+    kinds: list[st.SearchStrategy[Act]] = [arrive, arrive, run]
+    if aborts:
+        kinds.append(st.builds(Abort, st.integers(0, 9)))
+    first = draw(st.lists(arrive, min_size=1, max_size=6))
+    return Scenario(shape, (*first, *draw(st.lists(st.one_of(kinds), max_size=14))))
+
+
+def smaller(scenario: Scenario) -> Iterator[Scenario]:
+    """The same with half of the acts, and with one of them left out."""
+    acts = scenario.acts
+    if len(acts) > 2:
+        yield replace(scenario, acts=acts[: len(acts) // 2])
+    for index in range(len(acts)):
+        yield replace(scenario, acts=(*acts[:index], *acts[index + 1 :]))

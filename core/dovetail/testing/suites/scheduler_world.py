@@ -1,0 +1,313 @@
+"""A policy at work: the real engine core over a fake executor and a small pool, driven by acts that are values, so that any run can be repeated.
+
+`World.play` performs the acts and then steps until everything has ended. `Watch` stands between core and policy: it keeps what was planned, and
+looks for the rules that the core itself can't see broken.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.api.clock import VirtualClock
+from dovetail.api.component import NoOptions
+from dovetail.api.executor import ExecutorConfig, ExecutorContext
+from dovetail.api.kv_cache import KVCacheManager, KVContext
+from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContext
+from dovetail.api.sampler import RowSampling
+from dovetail.api.scheduler import Context, Scheduler, Step, StepDone
+from dovetail.engine.core import CoreSettings, EngineCore, Finish
+from dovetail.engine.family import Family
+from dovetail.engine.observers import ObserverHub
+from dovetail.engine.step import PlannedStep
+from dovetail.errors import DovetailError
+from dovetail.request import Request, SamplingParams, Status
+from dovetail.testing.binding import installed
+from dovetail.testing.checks import CheckFailed
+from dovetail.testing.fake_executor import FakeExecutor, FakeExecutorOptions
+from dovetail.testing.fake_kv import FakeKVCache
+
+STEPS_A_TOKEN = 20  # a run is given up after this many steps for each token that it has to compute, were nothing computed twice
+
+GIVEN = ("id", "prompt_token_ids", "prompt_tokens", "max_tokens", "arrival_time", "client", "priority", "deadline", "predicted_tokens", "parent")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The engine's constants. `reuse`: with a prefix cache."""
+
+    num_blocks: int = 24
+    block_size: int = 2
+    max_tokens: int = 12  # a step
+    max_seqs: int = 4
+    max_model_len: int = 32
+    overlap: bool = True
+    max_in_flight: int = 2
+    reuse: bool = False
+    seed: int = 0
+    seconds_per_step: float = 0.01
+    seconds_per_token: float = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """A user's request; times are seconds from now. `n` samples of one prompt. `stops_after`: it ends by itself, which no policy can know."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 8
+    delay: float = 0.0
+    client: str | None = None
+    priority: int = 0
+    deadline: float | None = None
+    predicted_tokens: int | None = None
+    n: int = 1
+    needs_last_token: bool = False
+    stops_after: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The client of the `index`-th request that was made goes away."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The engine runs this many steps."""
+
+    steps: int
+
+
+Act = Arrive | Abort | Run
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    shape: Shape
+    acts: tuple[Act, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a policy did in one step."""
+
+    index: int
+    now: float
+    granted: tuple[tuple[str, int], ...]
+    preempted: tuple[str, ...]
+    rejected: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a policy was shown in one step, and what it did with it."""
+
+    waiting: tuple[Request, ...]  # before it acted
+    step: PlannedStep  # after
+
+
+class Watch(Scheduler):
+    """The policy, as the core sees it. `look` is called after each `schedule`, while the step is open."""
+
+    def __init__(self, policy: Scheduler, context: Context, look: Callable[[Shown], None] | None) -> None:
+        super().__init__(NoOptions(), context)
+        self.policy, self._look = policy, look
+        self.planned: list[Planned] = []
+        self.most_tokens = self.most_seqs = 0  # in any step
+        self.own_s = 0.0  # in the policy
+        self.broken: CheckFailed | None = None  # what `look` found
+
+    def schedule(self, step: Step) -> None:
+        assert isinstance(step, PlannedStep)
+        waiting = step.waiting
+        self._timed(self.policy.schedule, step)
+        granted = tuple((request.id, tokens) for request, tokens in step.granted.items())
+        preempted, rejected = tuple(r.id for r in step.preempted), tuple(r.id for r in step.rejected)
+        self.planned.append(Planned(step.index, step.now, granted, preempted, rejected))
+        self.most_tokens = max(self.most_tokens, sum(step.granted.values()))
+        self.most_seqs = max(self.most_seqs, len(step.granted))
+        if self._look is not None and self.broken is None:
+            try:
+                self._look(Shown(waiting, step))
+            except CheckFailed as error:  # it is the check's, and none of the engine's business
+                self.broken = error
+
+    def on_arrival(self, request: Request) -> None:
+        self._timed(self.policy.on_arrival, request)
+
+    def on_step(self, done: StepDone) -> None:
+        self._timed(self.policy.on_step, done)
+
+    def on_preempted(self, request: Request) -> None:
+        self._timed(self.policy.on_preempted, request)
+
+    def on_finished(self, request: Request) -> None:
+        self._timed(self.policy.on_finished, request)
+
+    def _timed(self, method: Callable[[Any], None], argument: Any) -> None:
+        begun = time.perf_counter()
+        method(argument)
+        self.own_s += time.perf_counter() - begun
+
+
+class _WantsDecisions(Observer):
+    capabilities = ObserverCapabilities(decisions=True)
+
+
+@dataclass(slots=True)
+class _Stop:
+    """Ends a request after so many tokens."""
+
+    left: int
+
+    def __call__(self, token: int) -> str | None:
+        self.left -= 1
+        return "enough" if self.left <= 0 else None
+
+
+class World:
+    """One run of one policy."""
+
+    def __init__(
+        self,
+        make: Callable[[Context], Scheduler],
+        shape: Shape,
+        *,
+        look: Callable[[Shown], None] | None = None,
+        decisions: bool = False,
+        check_books: bool = False,
+    ) -> None:
+        """`decisions`: each step keeps them. `check_books`: after each step the KV-cache manager checks itself."""
+        self.clock = VirtualClock()
+        executor = _executor(shape, self.clock)
+        capacity = executor.start()
+        self.kv = _kv_cache(shape, KVContext(capacity.layout, capacity.num_blocks))
+        context = Context(shape.max_tokens, shape.max_seqs, capacity.num_blocks, shape.block_size, shape.seed)
+        self.watch = Watch(make(context), context, look)
+        hub = ObserverHub([("decisions", _WantsDecisions(NoOptions(), ObserverContext(1, 1)))] if decisions else [])
+        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, type(self.watch.policy).__name__)
+        self.core = EngineCore(self.watch, self.kv, executor, capacity, self.clock, settings, hub)
+        self.requests: list[Request] = []
+        self.given: dict[Request, dict[str, Any]] = {}  # what no policy may change of them
+        self.finished: dict[Request, Finish] = {}  # in the order of ending; the aborted aren't here
+        self.steps = 0
+        self._most_steps = 100
+        self._check_books = check_books
+
+    @property
+    def policy(self) -> Scheduler:
+        return self.watch.policy
+
+    @property
+    def dead(self) -> BaseException | None:
+        """What ended the engine."""
+        return self.core.dead
+
+    def play(self, acts: Iterable[Act]) -> World:
+        """Perform the acts, then step until all has ended, or for very long. Raises what `look` raised."""
+        self.perform(acts)
+        self.run()
+        return self
+
+    def perform(self, acts: Iterable[Act]) -> None:
+        for act in acts:
+            match act:
+                case Arrive():
+                    self._add(act)
+                case Abort(index):
+                    with _silence():
+                        self.core.abort(self.requests[index % len(self.requests)])
+                case Run(steps):
+                    for _ in range(steps):
+                        self._step()
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        while self.core.has_unfinished() and self.steps < self._most_steps and not until():
+            self._step()
+
+    @property
+    def unfinished(self) -> list[Request]:
+        return [request for request in self.requests if request._status is not Status.FINISHED]
+
+    def _step(self) -> None:
+        if self.dead is not None and not self.core.has_unfinished():
+            return
+        self.steps += 1
+        with _silence():
+            self.finished |= self.core.step().finished
+        if self.watch.broken is not None:
+            raise self.watch.broken
+        if self._check_books and self.dead is None:
+            self.kv.check_integrity()
+            counts = self.kv.counts
+            if counts.free + counts.held + counts.cached != self.kv.context.num_blocks:
+                raise DovetailError(f"blocks were lost or made: {counts} of {self.kv.context.num_blocks}")
+
+    def _add(self, arrive: Arrive) -> None:
+        now, name = self.clock.now(), f"r{len(self.requests)}"
+        samples = [self._request(arrive, name if arrive.n == 1 else f"{name}.{index}", now, index) for index in range(arrive.n)]
+        if arrive.n > 1:
+            Family(samples)
+        for request in samples:
+            self.requests.append(request)
+            self._most_steps += STEPS_A_TOKEN * (request.prompt_tokens + request.max_tokens)
+            self.given[request] = {name: getattr(request, name) for name in GIVEN}
+            if self.dead is None:
+                self.core.add(request)
+
+    def _request(self, arrive: Arrive, id: str, now: float, index: int) -> Request:
+        request = Request(
+            id,
+            arrive.prompt,
+            SamplingParams(max_tokens=arrive.max_tokens),
+            max_tokens=arrive.max_tokens,
+            arrival_time=now + arrive.delay,
+            client=arrive.client,
+            priority=arrive.priority,
+            deadline=None if arrive.deadline is None else now + arrive.delay + arrive.deadline,
+            predicted_tokens=arrive.predicted_tokens,
+            parent=id.partition(".")[0] if arrive.n > 1 else None,
+            needs_last_token=arrive.needs_last_token,
+        )
+        request._sampling = RowSampling(seed=index)
+        request._stopper = _Stop(arrive.stops_after) if arrive.stops_after is not None else None
+        return request
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """That the engine ended, a check says in better words than the log."""
+    logger = logging.getLogger("dovetail")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _executor(shape: Shape, clock: VirtualClock) -> FakeExecutor:
+    options = FakeExecutorOptions(
+        num_blocks=shape.num_blocks,
+        block_size=shape.block_size,
+        window=None,
+        vocab_size=97,
+        max_in_flight=shape.max_in_flight,
+        max_model_len=shape.max_model_len,
+        seconds_per_step=shape.seconds_per_step,
+        seconds_per_token=shape.seconds_per_token,
+    )
+    config = ExecutorConfig("", "auto", "dummy", None, shape.max_seqs, shape.max_tokens, 0.9, None, None, False, shape.overlap, 0)
+    return FakeExecutor(options, ExecutorContext(config, clock))
+
+
+def _kv_cache(shape: Shape, context: KVContext) -> KVCacheManager:
+    if not shape.reuse:
+        return FakeKVCache(NoOptions(), context)
+    manager: KVCacheManager = installed(tuple(sys.path)).resolve("kv_cache", "dovetail:prefix").make(context)
+    return manager

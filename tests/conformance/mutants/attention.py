@@ -1,0 +1,354 @@
+"""Attention backends with one thing wrong each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dovetail.api.attention import AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, FusedCache, LayerSpec
+from dovetail.testing.checks import Untried
+from dovetail_attention.sdpa import TorchAttention, TorchLayer
+from tests.conformance.mutants import mutant
+
+
+class PlainLayer(TorchLayer):
+    """The `torch` backend's cache under attention as a textbook has it, row by row, in steps that a mutant can get wrong."""
+
+    _backend: PlainAttention
+
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(q)
+        for row, tokens, length in self.rows():
+            slots = self.slots(row, torch.arange(length))
+            out[tokens] = self.attend_row(q[tokens], self._k[slots], self._v[slots])
+        return out
+
+    def rows(self) -> Iterator[tuple[int, slice, int]]:
+        """Each row's number, which tokens of the step are its queries, and how many tokens it sees."""
+        batch, first = self._backend.batch, 0
+        for row, (queries, length) in enumerate(zip(batch.host_query_lens.tolist(), batch.host_kv_lens.tolist(), strict=True)):
+            yield row, slice(first, first + queries), length
+            first += queries
+
+    def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = k[:, self.kv_head()], v[:, self.kv_head()]
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * self.scale()
+        at, key = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
+        return self.mix(scores.masked_fill(~self.seen(at, key), -torch.inf), v).to(q.dtype)
+
+    def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
+        size = self._backend.context.block_size
+        return self._backend.batch.block_table[row, positions // size].long() * size + positions % size
+
+    def kv_head(self) -> torch.Tensor:
+        return torch.arange(self.spec.heads) // (self.spec.heads // self.spec.kv_heads)
+
+    def scale(self) -> float:
+        return self.spec.scale
+
+    def seen(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return (key <= at) & (key > at - (self.spec.window or len(key) + 1))
+
+    def mix(self, scores: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float())
+
+
+class PlainAttention(TorchAttention):
+    layer: type[PlainLayer] = PlainLayer
+    batch: AttentionBatch
+
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        layer = self.layer(spec, self)
+        self._layers.append(layer)
+        return layer
+
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(batch)
+        self.batch = batch
+
+
+@mutant(caught_by="attention.causal")
+class SeesOneTokenTooFar(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def seen(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return super().seen(at, key) | (key == at + 1)
+
+
+@mutant(caught_by="attention.causal")
+class DoesNotSeeItself(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def seen(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return super().seen(at, key) & ((key < at) | (at == 0))
+
+
+@mutant(caught_by="attention.causal")
+class CountsPositionsFromTheStep(PlainAttention):
+    """A chunk's queries are taken for the first tokens of their row."""
+
+    class layer(PlainLayer):  # noqa: N801
+        def seen(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return super().seen(at - at[0] if len(at) > 1 else at, key)
+
+
+@mutant(caught_by="attention.window")
+class WindowWithoutItself(PlainAttention):
+    """The window is taken to be that many tokens before the query's own: one too wide."""
+
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        return super().make_layer(replace(spec, window=spec.window and spec.window + 1))
+
+
+@mutant(caught_by="attention.window")
+class WindowOneTooNarrow(PlainAttention):
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        return super().make_layer(replace(spec, window=spec.window and max(1, spec.window - 1)))
+
+
+@mutant(caught_by="attention.window")
+class OneWindowForAllLayers(PlainAttention):
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        return super().make_layer(replace(spec, window=self._layers[0].spec.window if self._layers else spec.window))
+
+
+@mutant(caught_by="attention.scale")
+class ScaleOfItsOwn(TorchAttention):
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        return super().make_layer(replace(spec, scale=spec.head_size**-0.5))
+
+
+@mutant(caught_by="attention.values")
+class ReadsUnusedSlots(PlainAttention):
+    """What lies in the rest of the last block gets the weight 0, and 0 * NaN is NaN."""
+
+    class layer(PlainLayer):  # noqa: N801
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            out, size = super().attend(q), self._backend.context.block_size
+            for row, tokens, length in self.rows():
+                whole_blocks = torch.arange(-(-length // size) * size)
+                out[tokens] += 0.0 * self._v[self.slots(row, whole_blocks)].sum()
+            return out
+
+
+@mutant(caught_by="attention.values")
+class ForgetsTheHistoryOfChunks(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return super().attend_row(q, k[-len(q) :], v[-len(q) :]) if len(q) > 1 else super().attend_row(q, k, v)
+
+
+@mutant(caught_by="attention.gqa")
+class HeadsTakeTurnsAtKVHeads(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def kv_head(self) -> torch.Tensor:
+            return torch.arange(self.spec.heads) % self.spec.kv_heads
+
+
+@mutant(caught_by="attention.block_table")
+class BlocksThatFollowTheFirst(PlainAttention):
+    """Takes a row's blocks to lie one after the other."""
+
+    class layer(PlainLayer):  # noqa: N801
+        def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
+            size = self._backend.context.block_size
+            return (self._backend.batch.block_table[row, 0].long() * size + positions) % len(self._k)
+
+
+@mutant(caught_by="attention.block_sizes")
+class ShiftsInsteadOfDividing(PlainAttention):
+    """Right for powers of two, and any block size is claimed."""
+
+    class layer(PlainLayer):  # noqa: N801
+        def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
+            size = self._backend.context.block_size
+            block = (positions >> (size.bit_length() - 1)).clamp(max=int(positions[-1]) // size)
+            return self._backend.batch.block_table[row, block].long() * size + (positions & (size - 1))
+
+
+@mutant(caught_by="attention.padding")
+class PaddingGoesToSlotZero(TorchAttention):
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(batch)
+        self.slots = batch.slots.clamp(min=0)
+
+
+@mutant(caught_by="attention.padding")
+class PaddingGoesToTheLastSlot(TorchAttention):
+    """-1 as Python means it."""
+
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(batch)
+        self.slots = torch.where(batch.slots < 0, self._num_slots - 1, batch.slots)
+
+
+@mutant(caught_by="attention.write_first")
+class StoresWithTheNextPlan(PlainAttention):
+    """K and V of a step are stored when the next one is planned; a row sees its own, and what others wrote before."""
+
+    class layer(PlainLayer):  # noqa: N801
+        later: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # slots, k, v
+
+        def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+            self.later = self._backend.slots, k.clone(), v.clone()
+
+        def store(self) -> None:
+            if self.later is not None:
+                slots, k, v = self.later
+                self._k.index_copy_(0, slots, k)
+                self._v.index_copy_(0, slots, v)
+                self.later = None
+
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            self.own = iter([tokens for _, tokens, _ in self.rows()])
+            return super().attend(q)
+
+        def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            tokens = next(self.own)
+            if self.later is not None:
+                k[-len(q) :], v[-len(q) :] = self.later[1][tokens], self.later[2][tokens]
+            return super().attend_row(q, k, v)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        for layer in self._layers:
+            layer.store()  # type: ignore[attr-defined]
+        super().plan(batch)
+
+
+@mutant(caught_by="attention.dtypes")
+class SumsInTheCachesDtype(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def mix(self, scores: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            weights = (scores - scores.amax(-1, keepdim=True)).exp().to(v.dtype)
+            total = torch.zeros_like(weights[..., 0])  # [heads, queries]
+            for key in range(weights.shape[-1]):
+                total = total + weights[..., key]
+            return torch.einsum("hqk,khd->qhd", weights.float(), v.float()) / total.float().T[..., None]
+
+
+@mutant(caught_by="attention.head_sizes")
+class RefusesAHeadSizeThatItClaims(TorchAttention):
+    @classmethod
+    def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
+        odd = [f"head size {layer.head_size} is no power of two" for layer in layers if layer.head_size & (layer.head_size - 1)]
+        return super().reasons_against(context, layers) + odd
+
+
+@mutant(caught_by="attention.head_sizes")
+class CutsLargeHeads(PlainAttention):
+    """Any head size is claimed, and 128 numbers of it are used."""
+
+    class layer(PlainLayer):  # noqa: N801
+        def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return super().attend_row(q.clone().index_fill_(2, torch.arange(128, max(128, q.shape[2])), 0.0), k, v)
+
+
+@mutant(caught_by="attention.layers")
+class OneCacheForAllLayers(TorchAttention):
+    def allocate(self, num_blocks: int) -> None:
+        super().allocate(num_blocks)
+        first: Any = self._layers[0]
+        for layer in self._layers:
+            layer._k, layer._v = first._k, first._v
+
+
+@mutant(caught_by="attention.huge_scores")
+class ExpOfRawScores(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def mix(self, scores: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            weights = scores.exp()
+            return torch.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdim=True), v.float())
+
+
+@mutant(caught_by="attention.again")
+class ClearsByMultiplying(TorchAttention):
+    """Its output buffer is used again, and 0 * NaN is NaN."""
+
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        layer = super().make_layer(spec)
+        attend, kept = layer.attend, {}
+
+        def attend_into_buffer(q: torch.Tensor) -> torch.Tensor:
+            values = attend(q)
+            kept["out"] = kept["out"].mul(0).add_(values) if "out" in kept and kept["out"].shape == values.shape else values
+            return kept["out"]
+
+        layer.attend = attend_into_buffer  # type: ignore[method-assign]
+        return layer
+
+
+@mutant(caught_by="attention.strides")
+class TakesKToLieInOnePiece(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+            super().write(torch.as_strided(k, k.shape, torch.empty(k.shape).stride()), v)
+
+
+@mutant(caught_by="attention.copies")
+class CopiesAllAtOnce(TorchAttention):
+    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        for layer in self._layers:
+            layer.copy_blocks(src, dst, self.context.block_size)
+
+
+@mutant(caught_by="attention.copies")
+class CopiesTheFirstLayerAlone(TorchAttention):
+    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        layers, self._layers = self._layers, self._layers[:1]
+        super().copy_blocks(src, dst)
+        self._layers = layers
+
+
+@mutant(caught_by="attention.memory")
+class CountsKAlone(TorchAttention):
+    def bytes_per_block(self, spec: LayerSpec) -> int:
+        return super().bytes_per_block(spec) // 2
+
+
+@mutant(caught_by="attention.memory")
+class KeepsTheOldCache(TorchAttention):
+    def allocate(self, num_blocks: int) -> None:
+        self.old = [getattr(self, "old", None), *((layer._k, layer._v) for layer in self._layers)]
+        super().allocate(num_blocks)
+
+
+@mutant(caught_by="attention.refusals")
+class RefusesNothing(TorchAttention):
+    @classmethod
+    def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
+        return []
+
+
+@mutant(caught_by="attention.refusals")
+class RefusesWithoutTheValue(TorchAttention):
+    capabilities = AttentionCapabilities(head_sizes=(8, 64))
+
+    @classmethod
+    def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
+        return ["this is not supported"] if super().reasons_against(context, layers) else []
+
+
+@mutant(caught_by="attention.shared_prefix")
+class LeavesOutTheSharedPrefixForDecodes(PlainAttention):
+    capabilities = AttentionCapabilities(shared_prefix=True)
+
+    class layer(PlainLayer):  # noqa: N801
+        def attend_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            shared = self._backend.batch.shared_prefix_blocks * self._backend.context.block_size
+            return super().attend_row(q, k[shared:], v[shared:]) if len(q) == 1 else super().attend_row(q, k, v)
+
+
+@mutant(caught_by="attention.fused_write")
+class OpensACopyOfTheCache(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def cache_for_fused_write(self) -> FusedCache:
+            k, v = (cache[:-2].unflatten(0, (-1, self._backend.context.block_size)).clone() for cache in (self._k, self._v))
+            return FusedCache(k, v, self._backend.slots)
+
+
+@mutant(caught_by="attention.graph", error=AssertionError if torch.cuda.is_available() else Untried)
+class ReplaysThePlanOfItsCapture(TorchAttention):
+    """What differs between steps isn't in buffers of fixed address, so that a graph holds the step that was captured."""
+
+    capabilities = AttentionCapabilities(cuda_graph="decode")

@@ -1,0 +1,386 @@
+"""Executors with one thing wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import log
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from dovetail.api.executor import Batch, Capacity, ExecutorCapabilities, ExecutorContext, HostLogprobs, Result
+from dovetail.errors import DovetailError
+from dovetail.testing import FakeExecutor, FakeExecutorOptions
+from dovetail.testing.fake_executor import _Row, chain
+from tests.conformance.mutants import mutant
+
+# Begin and end
+
+
+@mutant(caught_by="executor.capacity")
+class PoolTooSmallForOneSequence(FakeExecutor):
+    def start(self) -> Capacity:
+        return replace(super().start(), num_blocks=8)
+
+
+@mutant(caught_by="executor.capacity")
+class IgnoresTheLengthAskedFor(FakeExecutor):
+    def start(self) -> Capacity:
+        return replace(super().start(), max_model_len=self.options.num_blocks * self.options.block_size)
+
+
+@mutant(caught_by="executor.stop")
+class StopsOnce(FakeExecutor):
+    stopped = False
+
+    def stop(self) -> None:
+        if self.stopped:
+            raise ValueError("I/O operation on a closed executor")
+        self.stopped = True
+
+
+@mutant(caught_by="executor.stop")
+class StopsOnlyWhatStarted(FakeExecutor):
+    def start(self) -> Capacity:
+        self.runner = object()
+        return super().start()
+
+    def stop(self) -> None:
+        del self.runner
+        self.runner = None
+
+
+@mutant(caught_by="executor.failed_start")
+class LetsAMissingFileThrough(FakeExecutor):
+    def start(self) -> Capacity:
+        Path(self.context.config.model, "config.json").read_text()
+        return super().start()
+
+
+@mutant(caught_by="executor.leaves_nothing")
+class LeavesAThread(FakeExecutor):
+    def start(self) -> Capacity:
+        threading.Thread(target=threading.Event().wait, daemon=True, name="prefetch").start()
+        return super().start()
+
+
+@mutant(caught_by="executor.leaves_nothing")
+class LeavesAFileOpen(FakeExecutor):
+    opened: list[IO[str]] = []  # noqa: RUF012 - a leak lives as long as the class
+
+    def start(self) -> Capacity:
+        self.opened.append(Path(__file__).open())  # noqa: SIM115
+        return super().start()
+
+
+@mutant(caught_by="executor.leaves_nothing")
+class LeavesATemporaryFile(FakeExecutor):
+    def start(self) -> Capacity:
+        with tempfile.NamedTemporaryFile(delete=False):
+            return super().start()
+
+
+class _WithAWorker(FakeExecutor):
+    """A process that does nothing, for as long as its standard input is open."""
+
+    worker: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Capacity:
+        self.worker = subprocess.Popen([sys.executable, "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+        return super().start()
+
+    def stop(self) -> None:
+        if self.worker is not None:
+            self.worker.communicate()
+            self.worker = None
+        super().stop()
+
+
+@mutant(caught_by="executor.dead_worker")
+class NeverLooksAtItsWorker(_WithAWorker): ...
+
+
+@mutant(caught_by="executor.leaves_nothing")
+class LeavesItsWorker(_WithAWorker):
+    """Until the interpreter ends, and with it the worker's standard input."""
+
+    left: list[Any] = []  # noqa: RUF012 - a leak lives as long as the class
+
+    def stop(self) -> None:
+        self.left.append(self.worker)
+
+
+@mutant(caught_by="executor.healthy")
+class TakesWorkForTrouble(FakeExecutor):
+    def check(self) -> None:
+        if self._pending:
+            raise DovetailError("the device doesn't answer")
+
+
+@mutant(caught_by="executor.failure")
+class GoesOnWithABrokenState(FakeExecutor):
+    def submit(self, batch: Batch) -> int:
+        try:
+            return super().submit(batch)
+        except DovetailError:
+            for row in self._rows.values():
+                row.tokens[-1] += 1
+                self._write_again(row)
+            raise
+
+    def _write_again(self, row: _Row) -> None:
+        row.computed = 0
+        self._write(row, len(row.tokens) - 1)
+
+
+# Results
+
+
+@mutant(caught_by="executor.order")
+class ReturnsTheNewest(FakeExecutor):
+    def collect(self, handle: int) -> Result:
+        self._pending.reverse()
+        result = super().collect(self._pending[0][0])
+        self._pending.reverse()
+        return result
+
+
+@mutant(caught_by="executor.order")
+class SharesOneResultBuffer(FakeExecutor):
+    """A step in flight is overwritten by the next one."""
+
+    def submit(self, batch: Batch) -> int:
+        step = super().submit(batch)
+        for index, (older, tokens, *rest) in enumerate(self._pending):
+            newest = [token for token in self._pending[-1][1] if token >= 0]
+            kept = [newest[i % len(newest)] if token >= 0 and newest else token for i, token in enumerate(tokens)]
+            self._pending[index] = (older, kept, *rest)  # type: ignore[assignment]
+        return step
+
+
+@mutant(caught_by="executor.results")
+class ZeroWhereNothingWasSampled(FakeExecutor):
+    def collect(self, handle: int) -> Result:
+        result = super().collect(handle)
+        return replace(result, token_ids=result.token_ids.clip(0))
+
+
+@mutant(caught_by="executor.batch_untouched")
+class SortsTheBatchInPlace(FakeExecutor):
+    def submit(self, batch: Batch) -> int:
+        order = np.argsort(batch.rows)
+        for array in (batch.rows, batch.num_tokens, batch.samples):
+            array[:] = array[order]
+        return super().submit(batch)
+
+
+@mutant(caught_by="executor.times")
+class TellsDurationsForTimes(FakeExecutor):
+    def collect(self, handle: int) -> Result:
+        result = super().collect(handle)
+        return replace(result, started=0.0, ended=result.ended - result.started)
+
+
+@mutant(caught_by="executor.virtual_clock")
+class MovesTheClockAtSubmit(FakeExecutor):
+    def submit(self, batch: Batch) -> int:
+        step = super().submit(batch)
+        self.context.clock.wait_until(self.context.clock.now() + self._pending[-1][2])
+        return step
+
+
+# A request's tokens depend on nothing else
+
+
+@mutant(caught_by="executor.neighbours")
+class DependsOnTheSizeOfTheBatch(FakeExecutor):
+    def collect(self, handle: int) -> Result:
+        result = super().collect(handle)
+        ids = result.token_ids
+        return replace(result, token_ids=np.where(ids < 0, ids, (ids + len(ids)) % self.options.vocab_size))
+
+
+@mutant(caught_by="executor.neighbours")
+class SeedsByRow(FakeExecutor):
+    def _change_rows(self, batch: Batch) -> None:
+        super()._change_rows(batch)
+        for new in batch.added:
+            self._rows[new.row].seed += new.row
+
+
+@mutant(caught_by="executor.ids_stay")
+class FeedsBackAnotherToken(FakeExecutor):
+    def _read(self, row: _Row, count: int, samples: bool) -> int:
+        token = super()._read(row, count, samples)
+        if samples:
+            row.tokens[-1] = (token + 1) % self.options.vocab_size
+        return token
+
+
+@mutant(caught_by="executor.chunks")
+class ForgetsTheChunksBefore(FakeExecutor):
+    """The sampled token is a function of the last chunk of more than one token."""
+
+    def _read(self, row: _Row, count: int, samples: bool) -> int:
+        row.seed += row.computed - count if count > 1 else 0
+        return super()._read(row, count, samples)
+
+
+@mutant(caught_by="executor.idle")
+class KeepsOnlyRowsThatRun(FakeExecutor):
+    def submit(self, batch: Batch) -> int:
+        step = super().submit(batch)
+        self._rows = {row: self._rows[row] for row in batch.rows.tolist()}
+        return step
+
+
+@mutant(caught_by="executor.row_reuse")
+class RemovesAfterItHasAdded(FakeExecutor):
+    def _change_rows(self, batch: Batch) -> None:
+        for new in batch.added:
+            self._rows.pop(new.row, None)
+        super()._change_rows(replace(batch, removed=batch.removed[:0]))
+        for row in batch.removed.tolist():
+            del self._rows[row]
+
+
+@mutant(caught_by="executor.row_reuse")
+class KeepsTheSeedOfTheRow(FakeExecutor):
+    def _change_rows(self, batch: Batch) -> None:
+        seeds = {row: state.seed for row, state in self._rows.items()}
+        super()._change_rows(batch)
+        for new in batch.added:
+            self._rows[new.row].seed = seeds.get(new.row, self._rows[new.row].seed)
+
+
+# Blocks
+
+
+@mutant(caught_by="executor.new_blocks")
+class AppendsTheLastFirst(FakeExecutor):
+    def _change_rows(self, batch: Batch) -> None:
+        super()._change_rows(replace(batch, new_block_rows=batch.new_block_rows[::-1], new_blocks=batch.new_blocks[::-1]))
+
+
+@mutant(caught_by="executor.cached")
+class ReadsBeforeOthersWrite(FakeExecutor):
+    """Row by row."""
+
+    def _write(self, row: _Row, count: int) -> None:
+        values = chain(row.tokens)
+        for position in range(row.computed):
+            index, offset = divmod(position, self.options.block_size)
+            self._require(self._memory.get((row.blocks[index], offset)) == values[position], "read before it was written")
+        super()._write(row, count)
+
+
+@mutant(caught_by="executor.cached")
+class ComputesFromTheBeginning(FakeExecutor):
+    def _change_rows(self, batch: Batch) -> None:
+        super()._change_rows(batch)
+        for new in batch.added:
+            self._rows[new.row].computed = 0
+
+
+@mutant(caught_by="executor.shared_prefix")
+class SharesABlockTooMany(FakeExecutor):
+    def _read(self, row: _Row, count: int, samples: bool) -> int:
+        first = next(iter(self._rows.values()))
+        blocks, row.blocks = row.blocks, [*first.blocks[: self.shared], *row.blocks[self.shared :]]
+        try:
+            return super()._read(row, count, samples)
+        finally:
+            row.blocks = blocks
+
+    def submit(self, batch: Batch) -> int:
+        self.shared = batch.shared_prefix_blocks + 1 if batch.shared_prefix_blocks else 0
+        return super().submit(batch)
+
+
+@mutant(caught_by="executor.copies")
+class IgnoresCopies(FakeExecutor):
+    def submit(self, batch: Batch) -> int:
+        return super().submit(replace(batch, copies=()))
+
+
+@mutant(caught_by="executor.copies")
+class CopiesAllAtOnce(FakeExecutor):
+    """Each reads what was there before any."""
+
+    def submit(self, batch: Batch) -> int:
+        before, places = dict(self._memory), range(self.options.block_size)
+        for copy in batch.copies:
+            self._memory |= {(copy.dst, offset): before[copy.src, offset] for offset in places if (copy.src, offset) in before}
+        return super().submit(replace(batch, copies=()))
+
+
+# Logprobs
+
+
+class _WithLogprobs(FakeExecutor):
+    """Every token that it samples has half of all probability, the one after it a quarter, …"""
+
+    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=True)
+
+    def __init__(self, options: FakeExecutorOptions, context: ExecutorContext) -> None:
+        super().__init__(options, context)
+        self._wanted: dict[int, tuple[int | None, int | None]] = {}
+        self._logprobs: dict[int, tuple[HostLogprobs | None, Mapping[int, HostLogprobs]]] = {}
+
+    def submit(self, batch: Batch) -> int:
+        self._wanted |= {new.row: (new.sampling.logprobs, new.sampling.prompt_logprobs) for new in batch.added}
+        step, rows = super().submit(batch), batch.rows.tolist()
+        most = max((self._wanted[row][0] or 0 for row in rows), default=0)
+        sampled = [token for token in self._pending[-1][1] if token >= 0]
+        prompts = {index: self.after(self._rows[row], count) for index, row, count in self._asking(batch)}
+        tops = {index: self.top(tokens, self._wanted[rows[index]][1] or 0) for index, tokens in prompts.items() if tokens}
+        self._logprobs[step] = self.top(sampled, most) if most else None, tops
+        return step
+
+    def collect(self, handle: int) -> Result:
+        logprobs, prompt_logprobs = self._logprobs.pop(handle)
+        return replace(super().collect(handle), logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def after(self, row: _Row, count: int) -> list[int]:
+        """The known tokens after the last `count` ones computed; the last known one was just sampled, if there is one."""
+        return row.tokens[row.computed - count + 1 : min(row.computed + 1, self.prompt_len(row))]
+
+    def prompt_len(self, row: _Row) -> int:
+        return len(row.tokens) - (row.computed < len(row.tokens))
+
+    def top(self, tokens: list[int], k: int) -> HostLogprobs:
+        ids = [[token, *((token + rank) % self.options.vocab_size for rank in range(k))] for token in tokens]
+        values = [[log(0.5), *(log(0.5) * (rank + 1) for rank in range(k))] for _ in tokens]
+        return HostLogprobs(np.array(ids, np.int64), np.array(values, np.float32), np.ones(len(tokens), np.int64))
+
+    def _asking(self, batch: Batch) -> Iterator[tuple[int, int, int]]:
+        for index, (row, count) in enumerate(zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True)):
+            if self._wanted[row][1] is not None:
+                yield index, row, count
+
+
+@mutant(caught_by="executor.logprobs")
+class RanksFromZero(_WithLogprobs):
+    def top(self, tokens: list[int], k: int) -> HostLogprobs:
+        top = super().top(tokens, k)
+        return replace(top, ranks=top.ranks - 1)
+
+
+@mutant(caught_by="executor.logprobs")
+class LogprobsOfRowsThatAskAlone(_WithLogprobs):
+    def collect(self, handle: int) -> Result:
+        result = super().collect(handle)
+        some = result.logprobs
+        return result if some is None else replace(result, logprobs=HostLogprobs(some.token_ids[:1], some.logprobs[:1], some.ranks[:1]))
+
+
+@mutant(caught_by="executor.prompt_logprobs")
+class PromptLogprobsOfTheTokenItself(_WithLogprobs):
+    def after(self, row: _Row, count: int) -> list[int]:
+        return row.tokens[row.computed - count : row.computed][: len(super().after(row, count))]

@@ -1,0 +1,364 @@
+"""KV-cache managers with one thing wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts
+from dovetail.errors import DovetailError
+from dovetail.request import Request, SamplingParams
+from dovetail_kv_cache.chain import HashChain
+from dovetail_kv_cache.prefix import PrefixCache, _Table
+from tests.conformance.mutants import mutant
+
+# Whose blocks
+
+
+@mutant(caught_by="kv_cache.private")
+class HitsInTheWrongOrder(PrefixCache):
+    def _allocate_first(self, request: Request, num_tokens: int) -> Allocation | None:
+        allocation, hits = super()._allocate_first(request, num_tokens), self._hits(request)
+        if allocation is None or not allocation.cached:
+            return allocation
+        table = self._tables[request.id].blocks
+        table[: len(hits)] = table[: len(hits)][::-1]
+        return Allocation(tuple(table), allocation.cached)
+
+
+@mutant(caught_by="kv_cache.exclusive")
+class FreesWhatOthersHold(PrefixCache):
+    def free(self, request: Request) -> None:
+        if request.id in self._tables:
+            for block in self._tables[request.id].own:
+                self._pool.refs[block] = 1
+        super().free(request)
+
+
+@mutant(caught_by="kv_cache.exclusive")
+class PinsTheHitTooLate(PrefixCache):
+    """A new block may be one of the hit's."""
+
+    def _allocate_first(self, request: Request, num_tokens: int) -> Allocation | None:
+        hits, wanted = self._hits(request), -(-num_tokens // self._block_size)
+        if self._first_cost(hits, wanted, {}) > self._pool.available:
+            return None
+        new = [self._pool.take() for _ in range(wanted - len(hits))]
+        self._pool.hold(hits)
+        self._tables[request.id] = _Table(request, hits + new, num_tokens, num_found=len(hits))
+        return Allocation((*hits, *new), len(hits) * self._block_size)
+
+
+@mutant(caught_by="kv_cache.table")
+class TakesABlockAhead(PrefixCache):
+    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        return super().blocks_needed(request, num_tokens + self._block_size, without)
+
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        return super().allocate(request, num_tokens + self._block_size)
+
+
+@mutant(caught_by="kv_cache.counts")
+class CountsHoldersForBlocks(PrefixCache):
+    """A shared block counts as many times as it is held."""
+
+    @property
+    def counts(self) -> BlockCounts:
+        counts = super().counts
+        return BlockCounts(counts.free, sum(self._pool.refs), counts.cached)
+
+
+@mutant(caught_by="kv_cache.counts")
+class LosesTheLastBlock(PrefixCache):
+    def free(self, request: Request) -> None:
+        table = self._tables.get(request.id)
+        if table is not None:
+            self._pool.refs[table.blocks[-1]] += 1
+        super().free(request)
+
+
+@mutant(caught_by="kv_cache.no_leak")
+class LosesABlockAndHidesIt(PrefixCache):
+    """The counts are of the tables, not of the pool."""
+
+    def free(self, request: Request) -> None:
+        super().free(request)
+        if len(self._pool._empty) > 1:
+            self._pool._empty.pop(0)
+
+    @property
+    def counts(self) -> BlockCounts:
+        held, cached = sum(refs > 0 for refs in self._pool.refs), super().counts.cached
+        return BlockCounts(self.context.num_blocks - held - cached, held, cached)
+
+    @property
+    def available_blocks(self) -> int:
+        return self.context.num_blocks - self.counts.held
+
+    def check_integrity(self) -> None: ...
+
+
+@mutant(caught_by="kv_cache.lawful")
+class FreesOnlyWhatHolds(PrefixCache):
+    def free(self, request: Request) -> None:
+        self._table(request, "free")
+        super().free(request)
+
+
+@mutant(caught_by="kv_cache.integrity")
+class TakesTrimmedBlocksForLost(PrefixCache):
+    def check_integrity(self) -> None:
+        if any(table.num_trimmed for table in self._tables.values()):
+            raise DovetailError("a table has lost blocks")
+
+
+@mutant(caught_by="kv_cache.misuse")
+class AcceptsAnything(PrefixCache):
+    def commit(self, request: Request, upto: int) -> None:
+        if request.id in self._tables:
+            super().commit(request, upto)
+
+
+# What a step is told
+
+
+@mutant(caught_by="kv_cache.failed_allocate")
+class TakesBlocksUntilNoneIsLeft(PrefixCache):
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        allocation = super().allocate(request, num_tokens)
+        if allocation is None and self._pool.available:
+            self._pool.take()
+        return allocation
+
+
+@mutant(caught_by="kv_cache.failed_allocate")
+class PinsTheHitOfARequestThatDoesNotFit(PrefixCache):
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        allocation = super().allocate(request, num_tokens)
+        if allocation is None and request.id not in self._tables:
+            self._pool.hold(self._hits(request))
+        return allocation
+
+
+@mutant(caught_by="kv_cache.blocks_needed")
+class TakesCachedHitsForNothing(PrefixCache):
+    """A hit on a block that nobody holds leaves one available block fewer."""
+
+    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        if request.id in self._tables:
+            return super().blocks_needed(request, num_tokens, without)
+        return max(0, -(-num_tokens // self._block_size) - len(self._hits(request)))
+
+
+@mutant(caught_by="kv_cache.blocks_needed_without")
+class IgnoresWithout(PrefixCache):
+    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        return super().blocks_needed(request, num_tokens)
+
+
+@mutant(caught_by="kv_cache.held_only_by")
+class CountsSharedBlocksAsOwn(PrefixCache):
+    def held_only_by(self, requests: Sequence[Request]) -> int:
+        return len({block for request in requests for block in self._tables[request.id].own})
+
+
+@mutant(caught_by="kv_cache.common_prefix")
+class CommonPrefixOneTooLong(PrefixCache):
+    def common_prefix(self, requests: Sequence[Request]) -> int:
+        common = super().common_prefix(requests)
+        return common + (len(requests) > 1)
+
+
+@mutant(caught_by="kv_cache.pure")
+class LookupKeepsFromEviction(PrefixCache):
+    def lookup(self, request: Request) -> int:
+        for block in self._hits(request):
+            if block in self._pool._cached:
+                self._pool._cached.move_to_end(block)
+        return super().lookup(request)
+
+
+# Finding again
+
+
+@mutant(caught_by="kv_cache.hit_length")
+class FindsTheWholeRequest(PrefixCache):
+    def lookup(self, request: Request) -> int:
+        found, end = super().lookup(request), request.num_tokens
+        last = end - self._block_size
+        whole = found == last and self._chain(request).extend(end // self._block_size)[-1] in self._pool.block_of
+        return end if whole and request.params.prompt_logprobs is None and self.options.reuse else found
+
+
+class _OwnTokensOnly(HashChain):
+    __slots__ = ()
+
+    def extend(self, num_blocks: int) -> list[bytes]:
+        tokens, size = (*self.request.prompt_token_ids, *self.request.output_token_ids), self._block_size
+        self.hashes += [repr((self._root, tokens[i * size : (i + 1) * size])).encode() for i in range(len(self.hashes), num_blocks)]
+        return self.hashes
+
+
+@mutant(caught_by="kv_cache.hit")
+class BlocksFoundByTheirOwnTokens(PrefixCache):
+    """Not by all tokens before them."""
+
+    def _chain(self, request: Request) -> HashChain:
+        if self._chains.get(request.id) is None or self._chains[request.id].request is not request:
+            self._chains[request.id] = _OwnTokensOnly(request, self._block_size, 0)
+        return self._chains[request.id]
+
+
+@mutant(caught_by="kv_cache.hit")
+class CommitsTheBlockBegun(PrefixCache):
+    """Its end isn't computed yet."""
+
+    def commit(self, request: Request, upto: int) -> None:
+        end = -(-upto // self._block_size) * self._block_size
+        super().commit(request, end if end <= request.num_tokens and end <= len(request.prompt_token_ids) else upto)
+
+
+@mutant(caught_by="kv_cache.reuse")
+class ForgetsAtFree(PrefixCache):
+    def free(self, request: Request) -> None:
+        if request.id in self._tables:
+            self._tables[request.id].num_found = 0
+            self.uncommit(request, 0)
+        super().free(request)
+
+
+@mutant(caught_by="kv_cache.reuse")
+class FindsOneBlockLess(PrefixCache):
+    def _hits(self, request: Request) -> list[int]:
+        return super()._hits(request)[:-1]
+
+
+@mutant(caught_by="kv_cache.same_step")
+class PublishesAtFree(PrefixCache):
+    def commit(self, request: Request, upto: int) -> None:
+        self._table(request, "commit")
+
+    def free(self, request: Request) -> None:
+        table = self._tables.get(request.id)
+        if table is not None:
+            super().commit(request, min(request.num_tokens, len(table.blocks) * self._block_size))
+        super().free(request)
+
+
+@mutant(caught_by="kv_cache.generated")
+class CommitsPromptsAlone(PrefixCache):
+    def commit(self, request: Request, upto: int) -> None:
+        super().commit(request, min(upto, request.prompt_tokens))
+
+
+class _Keyless(HashChain):
+    __slots__ = ()
+
+    def __init__(self, request: Request, block_size: int, seed: int, keys: tuple[str, ...]) -> None:
+        super().__init__(request, block_size, seed)
+        self._root = repr(keys).encode().ljust(16)
+
+
+@mutant(caught_by="kv_cache.cache_keys")
+class IgnoresCacheKeys(PrefixCache):
+    def _chain(self, request: Request) -> HashChain:
+        return self._chains.setdefault(request.id, _Keyless(request, self._block_size, 0, ()))
+
+
+@mutant(caught_by="kv_cache.cache_keys")
+class JoinsCacheKeys(PrefixCache):
+    """("a", "b") is ("ab",)."""
+
+    def _chain(self, request: Request) -> HashChain:
+        return self._chains.setdefault(request.id, _Keyless(request, self._block_size, 0, ("".join(request.cache_keys),)))
+
+
+@mutant(caught_by="kv_cache.prompt_logprobs")
+class TakesNoLogprobsWantedForNone(PrefixCache):
+    """`prompt_logprobs=0` asks for those of the prompt's own tokens."""
+
+    def _hits(self, request: Request) -> list[int]:
+        if request.params.prompt_logprobs == 0:
+            plain = Request(request.id, request.prompt_token_ids, SamplingParams(), max_tokens=1, cache_keys=request.cache_keys)
+            return super()._hits(plain)
+        return super()._hits(request)
+
+
+@mutant(caught_by="kv_cache.uncommit")
+class IgnoresUncommit(PrefixCache):
+    def uncommit(self, request: Request, upto: int) -> None: ...
+
+
+@mutant(caught_by="kv_cache.uncommit")
+class UncommitsWhatOthersComputed(PrefixCache):
+    def uncommit(self, request: Request, upto: int) -> None:
+        self._table(request, "uncommit").num_found = 0
+        super().uncommit(request, upto)
+
+
+@mutant(caught_by="kv_cache.reset")
+class ResetForgetsCachedBlocksAlone(PrefixCache):
+    def reset(self) -> None:
+        for block, digest in list(self._pool._cached.items()):
+            self._pool.unpublish(block, digest)
+
+
+@mutant(caught_by="kv_cache.reset")
+class PublishesAfterAReset(PrefixCache):
+    """What a request computes then builds on what was forgotten."""
+
+    def reset(self) -> None:
+        self._pool.forget()
+        for table in self._tables.values():
+            table.num_committed = table.num_found = 0
+
+
+# Forks and windows
+
+
+@mutant(caught_by="kv_cache.fork")
+class CopiesEveryBlock(PrefixCache):
+    """Nothing is shared."""
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
+        source, wanted = self._table(parent, "fork").blocks, -(-num_tokens // self._block_size)
+        if wanted > self._pool.available or super().fork(parent, child, num_tokens) is None:
+            return None
+        self._pool.release(self._tables[child.id].own)
+        blocks = tuple(self._pool.take() for _ in range(wanted))
+        self._tables[child.id].blocks[:] = blocks
+        self._copies = [BlockCopy(src, dst) for src, dst in zip(source, blocks, strict=False)]
+        return Allocation(blocks, num_tokens)
+
+
+@mutant(caught_by="kv_cache.fork_copies")
+class ForgetsTheCopy(PrefixCache):
+    def take_copies(self) -> Sequence[BlockCopy]:
+        super().take_copies()
+        return ()
+
+
+@mutant(caught_by="kv_cache.fork_copies")
+class CopiesTheWrongWay(PrefixCache):
+    def take_copies(self) -> Sequence[BlockCopy]:
+        return [BlockCopy(copy.dst, copy.src) for copy in super().take_copies()]
+
+
+@mutant(caught_by="kv_cache.failed_fork")
+class SharesBeforeItLooksForABlock(PrefixCache):
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
+        allocation = super().fork(parent, child, num_tokens)
+        if allocation is None:
+            source = self._table(parent, "fork")
+            self._pool.hold(source.blocks[source.num_trimmed : num_tokens // self._block_size])
+        return allocation
+
+
+@mutant(caught_by="kv_cache.trim")
+class TrimsABlockStillNeeded(PrefixCache):
+    def trim(self, request: Request, first_needed_token: int) -> None:
+        super().trim(request, first_needed_token + self._block_size - 1)
+
+
+@mutant(caught_by="kv_cache.trim")
+class NeverTrims(PrefixCache):
+    def trim(self, request: Request, first_needed_token: int) -> None: ...

@@ -1,0 +1,283 @@
+"""Model architectures with one thing wrong each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from dovetail.api.attention import LayerSpec
+from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
+from dovetail_models.decoder import DecoderShape
+from dovetail_models.llama import Llama
+from dovetail_models.qwen3 import Qwen3
+from tests.conformance.mutants import mutant
+
+
+class Altered(Qwen3):
+    """Changes the decoder that it built: what it is called with, and what it says of its weights."""
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        forward, weights = model.forward, model.weights
+        model.forward = lambda token_ids, positions: forward(token_ids, self.positions(model, positions))
+        model.weights = lambda: self.rules(model, list(weights()))
+        return model  # type: ignore[no-any-return]
+
+    def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
+        return positions
+
+    def rules(self, model: Any, rules: list[WeightRule]) -> list[WeightRule]:
+        return rules
+
+
+# ---- numbers
+
+
+@mutant(caught_by="model.transformers")
+class RotatesALittleFaster(Qwen3):
+    def shape(self, config: Any) -> DecoderShape:
+        shape = super().shape(config)
+        return replace(shape, rope=replace(shape.rope, theta=shape.rope.theta * 0.9))
+
+
+@mutant(caught_by="model.transformers")
+class UsualEps(Qwen3):
+    """Passes over the config's eps."""
+
+    def shape(self, config: Any) -> DecoderShape:
+        return replace(super().shape(config), norm_eps=1e-6)
+
+
+@mutant(caught_by="model.transformers")
+class NoNormOfHeads(Qwen3):
+    def shape(self, config: Any) -> DecoderShape:
+        return replace(super().shape(config), qk_norm=False)
+
+
+@mutant(caught_by="model.transformers")
+class DropsTheResidual(Qwen3):
+    """The embedding isn't part of the stream that reaches the last norm."""
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        embed = model.embedding.forward
+        streams: list[torch.Tensor] = []
+
+        def embedded(token_ids: torch.Tensor) -> torch.Tensor:
+            streams[:] = [embed(token_ids)]
+            return streams[0].clone()
+
+        norm = model.norm.forward
+        model.embedding.forward = embedded
+        model.norm.forward = lambda x: norm(x - streams[0])
+        return model  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.config_fields")
+class TakesEveryActivationForSilu(Qwen3):
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        return [reason for reason in super().reasons_against_fields(config) if "hidden_act" not in reason]
+
+
+@mutant(caught_by="model.config_fields")
+class ForgetsBiases(Llama):
+    def shape(self, config: Any) -> DecoderShape:
+        return replace(super().shape(config), mlp_bias=False)
+
+
+@mutant(caught_by="model.config_fields")
+class WindowOneTooWide(Qwen3):
+    def shape(self, config: Any) -> DecoderShape:
+        shape = super().shape(config)
+        return replace(shape, windows=tuple(window and window + 1 for window in shape.windows))
+
+
+@mutant(caught_by="model.config_fields")
+class RefusesInGeneralities(Qwen3):
+    def reasons_against(self, config: Any) -> list[str]:
+        return ["this config is not supported"] if super().reasons_against(config) else []
+
+
+@mutant(caught_by="model.unknown_fields")
+class PassesOverUnknownFields(Qwen3):
+    def _unknown(self, config: Any) -> list[str]:
+        return []
+
+
+# ---- steps
+
+
+@mutant(caught_by="model.chunks")
+class PositionsRestartWithEachChunk(Altered):
+    def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
+        return torch.arange(len(positions))
+
+
+@mutant(caught_by="model.decode")
+class DecodesOnePositionTooFar(Altered):
+    def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
+        return positions + 1 if len(positions) == 1 else positions
+
+
+@mutant(caught_by="model.prefix")
+class CountsPositionsItself(Altered):
+    """Right as long as each sequence is computed from its beginning, and alone."""
+
+    def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
+        first = 0 if positions[0] == 0 else model.count
+        model.count = first + len(positions)
+        return torch.arange(first, model.count)
+
+
+@mutant(caught_by="model.ragged")
+class TakesAStepForOneSequence(Altered):
+    def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
+        return torch.arange(len(positions)) + positions[0]
+
+
+@mutant(caught_by="model.side_by_side")
+class KeepsTheLatestModelForAll(Qwen3):
+    latest: ClassVar[Any] = None
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        type(self).latest = model.embedding
+        model.embedding.forward = lambda token_ids: torch.nn.functional.embedding(token_ids, type(self).latest.weight)
+        return model  # type: ignore[no-any-return]
+
+
+# ---- weights
+
+
+@mutant(caught_by="model.weight_names")
+class RulesForTensorsOfOtherModels(Altered):
+    def rules(self, model: Any, rules: list[WeightRule]) -> list[WeightRule]:
+        return [*rules, WeightRule("model.norm.bias", rules[2].parameter, optional=True)]
+
+
+@mutant(caught_by="model.weight_names")
+class EverythingIsOptional(Altered):
+    def rules(self, model: Any, rules: list[WeightRule]) -> list[WeightRule]:
+        return [replace(rule, optional=True) for rule in rules]
+
+
+@mutant(caught_by="model.weight_use")
+class ReadsANormWithoutUsingIt(Altered):
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model = super().build(config, context)
+        for parameter in model.parameters():
+            parameter.data.fill_(1.0)
+        return model
+
+    def rules(self, model: Any, rules: list[WeightRule]) -> list[WeightRule]:
+        return [replace(rule, parameter=Elsewhere()) if "q_norm" in rule.source else rule for rule in rules]
+
+
+class Elsewhere:
+    """Takes what is loaded, and keeps it from the model."""
+
+    def load(self, source: Any, shard_id: str | None = None) -> None:
+        pass
+
+
+@mutant(caught_by="model.weight_complete")
+class ForgetsAPartOfAWeight(Altered):
+    def rules(self, model: Any, rules: list[WeightRule]) -> list[WeightRule]:
+        return [rule for rule in rules if not rule.source.endswith("layers.1.self_attn.v_proj.weight")]
+
+
+@mutant(caught_by="model.checkpoint")
+class LoadsTensorsAlone(Altered):
+    """Its parameters can't take a slice of a file."""
+
+    def rules(self, model: Any, rules: list[WeightRule]) -> list[WeightRule]:
+        for parameter in {id(rule.parameter): rule.parameter for rule in rules}.values():
+            load = type(parameter).load
+            parameter.load = lambda source, shard_id=None, load=load, parameter=parameter: load(parameter, source.clone(), shard_id)
+        return rules
+
+
+@mutant(caught_by="model.tied")
+class NeverTied(Qwen3):
+    def shape(self, config: Any) -> DecoderShape:
+        return replace(super().shape(config), tied=False)
+
+
+# ---- ranks, specs and dtypes
+
+
+@dataclass(frozen=True)
+class NeverSums:
+    """A group that forgets to add up."""
+
+    group: ParallelGroup
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return self.group.all_gather(x, dim)
+
+
+@mutant(caught_by="model.shards")
+class KeepsPartialSums(Qwen3):
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        return super().build(config, replace(context, parallel=NeverSums(context.parallel)))
+
+
+@mutant(caught_by="model.shards")
+class LogitsOfOneRankAlone(Qwen3):
+    """Each rank fills in minus infinity for the tokens that are another's."""
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        logits, rank, size = model.logits, context.parallel.rank, context.parallel.size
+
+        def own(hidden: torch.Tensor) -> torch.Tensor:
+            of_all = logits(hidden)
+            others = torch.arange(of_all.shape[1]) * size // of_all.shape[1] != rank
+            return of_all.masked_fill(others, -torch.inf)
+
+        model.logits = own
+        return model  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.layer_specs")
+class SpecsOfTheWholeModel(Qwen3):
+    def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        return [replace(spec, heads=heads, kv_heads=kv_heads) for spec in super().layer_specs(config, parallel)]
+
+
+@mutant(caught_by="model.layer_specs")
+class SpecsInReverse(Qwen3):
+    def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
+        return super().layer_specs(config, parallel)[::-1]
+
+
+@mutant(caught_by="model.dtype")
+class AlwaysFloat32(Qwen3):
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        return super().build(config, replace(context, dtype=torch.float32))
+
+
+@mutant(caught_by="model.dtype")
+class RotatesInHalfPrecision(Qwen3):
+    """Positions are rounded to bfloat16's eight bits: whole numbers up to 256, and none of the angles."""
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        if context.dtype != torch.float32:
+            table = model.rotary.table
+            table.copy_(table.acos().nan_to_num().to(torch.float8_e4m3fn).float().cos())
+        return model  # type: ignore[no-any-return]

@@ -1,0 +1,95 @@
+"""Observers with one thing wrong."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+from pydantic import BaseModel
+
+from dovetail.api.observer import (
+    EngineStopped,
+    Observer,
+    ObserverCapabilities,
+    ObserverContext,
+    RequestAdmitted,
+    RequestArrived,
+    RequestFinished,
+    RequestPreempted,
+    StepFinished,
+)
+from tests.conformance.mutants import mutant
+
+
+@mutant(caught_by="observer.no_effect")
+class StopsRequestsEarly(Observer):
+    def on_admitted(self, event: RequestAdmitted) -> None:
+        event.request._stop_ids = frozenset(range(0, 97, 2))
+
+
+@mutant(caught_by="observer.no_effect")
+class DrainsTheTokensItIsShown(Observer):
+    def on_preempted(self, event: RequestPreempted) -> None:
+        event.request._output_ids.clear()
+
+
+@mutant(caught_by="observer.request_untouched")
+class SignsWhatItHasSeen(Observer):
+    def on_finished(self, event: RequestFinished) -> None:
+        event.request.client = f"{event.request.client} (seen)"
+
+
+@mutant(caught_by="observer.raises_nothing")
+class ExpectsAFirstToken(Observer):
+    """An aborted request may have none."""
+
+    def on_finished(self, event: RequestFinished) -> None:
+        assert event.request.first_token_time is not None
+
+
+@mutant(caught_by="observer.raises_nothing")
+class ExpectsDecisionsItHasNotAskedFor(Observer):
+    def on_step(self, event: StepFinished) -> None:
+        event.decisions[0]
+
+
+@mutant(caught_by="observer.raises_nothing")
+class LeavesTheProgram(Observer):
+    capabilities = ObserverCapabilities(decisions=True)
+
+    def on_preempted(self, event: RequestPreempted) -> None:
+        raise SystemExit("a preemption")
+
+
+@mutant(caught_by="observer.empty_run")
+class DividesByTheNumberOfSteps(Observer):
+    tokens = steps = 0
+
+    def on_step(self, event: StepFinished) -> None:
+        self.steps += 1
+        self.tokens += event.generated_tokens
+
+    def on_stopped(self, event: EngineStopped) -> None:
+        self.mean = self.tokens / self.steps
+
+
+@mutant(caught_by="observer.failed_run")
+class RaisesTheErrorItIsTold(Observer):
+    def on_stopped(self, event: EngineStopped) -> None:
+        if event.error is not None:
+            raise event.error
+
+
+@mutant(caught_by="observer.process_untouched")
+class SeedsForEverybody(Observer):
+    """To sample which requests it keeps."""
+
+    def on_arrived(self, event: RequestArrived) -> None:
+        random.seed(0)
+
+
+@mutant(caught_by="observer.leaves_nothing")
+class NeverEndsItsThread(Observer):
+    def __init__(self, options: BaseModel, context: ObserverContext) -> None:
+        super().__init__(options, context)
+        threading.Thread(target=threading.Event().wait, daemon=True, name="exporter").start()

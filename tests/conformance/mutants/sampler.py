@@ -1,0 +1,434 @@
+"""Samplers with one thing wrong each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dovetail.api.sampler import RowHistory, RowSampling, SampledTokens, SamplerCapabilities, TopLogprobs
+from dovetail.testing.checks import Untried
+from dovetail_samplers.default import DefaultSampler
+from dovetail_samplers.device_rows import draw_plain
+from tests.conformance.mutants import mutant
+
+
+class Misread(DefaultSampler):
+    """Reads a request's parameters in its own way."""
+
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return sampling
+
+    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+        super().update(removed, [(row, self.read(row, sampling)) for row, sampling in added])
+
+
+class WithHistory(DefaultSampler):
+    """Sees another history than the one that there is."""
+
+    def told(self, history: RowHistory) -> RowHistory:
+        return history
+
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        real = self.context
+        self.context = replace(real, history=self.told(real.history))
+        try:
+            return super().sample(logits, rows, host_rows)
+        finally:
+            self.context = real
+
+
+# ---- what is sampled
+
+
+@mutant(caught_by="sampler.output")
+class SortsTheRows(DefaultSampler):
+    """Samples in the order of rows, and forgets to put the result back."""
+
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        order = np.argsort(host_rows)
+        return super().sample(logits[order], rows[order], host_rows[order])
+
+
+@mutant(caught_by="sampler.output")
+class ReturnsInt32(DefaultSampler):
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits, rows, host_rows)
+        return replace(result, token_ids=result.token_ids.int())
+
+
+@mutant(caught_by="sampler.greedy")
+class DrawsAtTemperatureZero(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, temperature=sampling.temperature or 1.0)
+
+
+@mutant(caught_by="sampler.ties")
+class TakesTheLastOfEquals(Misread):
+    """Looks at the vocabulary from the end."""
+
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits.flip(-1), rows, host_rows)
+        return replace(result, token_ids=logits.shape[1] - 1 - result.token_ids)
+
+
+@mutant(caught_by="sampler.temperature")
+class FivePercentTooWarm(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, temperature=sampling.temperature * 1.05)
+
+
+@mutant(caught_by="sampler.temperature")
+class FivePercentTooCold(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, temperature=sampling.temperature / 1.05)
+
+
+@mutant(caught_by="sampler.top_k")
+class KeepsOneMoreThanK(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, top_k=sampling.top_k and sampling.top_k + 1)
+
+
+@mutant(caught_by="sampler.top_k")
+class KeepsOneLessThanK(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, top_k=max(1, sampling.top_k - 1) if sampling.top_k else 0)
+
+
+class CutsProbabilities(DefaultSampler):
+    """Does the filters by itself, on sorted probabilities."""
+
+    def kept(self, probabilities: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
+        """probabilities [vocab], descending -> bool [vocab]."""
+        raise NotImplementedError
+
+    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+        self.asked: dict[int, RowSampling] = {**getattr(self, "asked", {}), **dict(added)}
+        super().update(removed, [(row, replace(sampling, top_p=1.0, min_p=0.0)) for row, sampling in added])
+
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        cut = logits.clone()
+        for place, row in enumerate(host_rows.tolist()):
+            sampling = self.asked[row]
+            if sampling.temperature > 0:
+                ordered, order = (logits[place] / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
+                cut[place, order[~self.kept(ordered, sampling)]] = -torch.inf
+        return super().sample(cut, rows, host_rows)
+
+
+@mutant(caught_by="sampler.top_p")
+class LeavesOutTheTokenThatCrossesP(CutsProbabilities):
+    def kept(self, probabilities: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
+        kept = probabilities.cumsum(-1) < sampling.top_p
+        kept[0] = True
+        return kept | (sampling.top_p == 1)
+
+
+@mutant(caught_by="sampler.min_p")
+class TakesMinPAsAProbability(CutsProbabilities):
+    """Keeps what has the probability p at least, instead of p times the likeliest's."""
+
+    def kept(self, probabilities: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
+        kept = probabilities >= sampling.min_p
+        kept[0] = True
+        return kept
+
+
+@mutant(caught_by="sampler.min_p")
+class KeepsTheWrongSideOfMinP(CutsProbabilities):
+    def kept(self, probabilities: torch.Tensor, sampling: RowSampling) -> torch.Tensor:
+        kept = probabilities <= sampling.min_p * probabilities[0] if sampling.min_p else torch.ones_like(probabilities, dtype=torch.bool)
+        kept[0] = True
+        return kept
+
+
+@mutant(caught_by="sampler.filter_order")
+class FiltersBeforeTemperature(DefaultSampler):
+    """Top-p and min-p look at the probabilities of temperature 1."""
+
+    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+        super().update(removed, added)
+        self.temperatures = {**getattr(self, "temperatures", {}), **{row: s.temperature for row, s in added}}
+
+    def _kept(self, way: Any, scores: torch.Tensor, weights: torch.Tensor, host_rows: Any) -> torch.Tensor:
+        warmed = scores * torch.tensor([self.temperatures[row] for row in host_rows.tolist()])[:, None]
+        return super()._kept(way, warmed, warmed.exp(), host_rows)
+
+
+@mutant(caught_by="sampler.large_vocabulary")
+class NoiseInHalfPrecision(DefaultSampler):
+    """Uniform noise of 11 bits: among many tokens, ties."""
+
+    def _race(self, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(int(keys.sum()) % 2**31)
+        uniform = (torch.rand(weights.shape, generator=generator) * 2048).floor().add(0.5) / 2048
+        return (weights / -torch.log1p(-uniform)).argmax(-1)
+
+
+@mutant(caught_by="sampler.extremes")
+class ForbidsByALargeNumber(DefaultSampler):
+    """-inf becomes -100, which a high temperature makes as likely as anything."""
+
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        return super().sample(logits.clamp(min=-100), rows, host_rows)
+
+
+@mutant(caught_by="sampler.extremes")
+class SpreadsNaN(DefaultSampler):
+    """Subtracts the batch's largest logit instead of the row's."""
+
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        return super().sample(logits - logits.max() if len(logits) else logits, rows, host_rows)
+
+
+@mutant(caught_by="sampler.dtypes")
+class NormalisesInHalfPrecision(DefaultSampler):
+    """Makes log-probabilities in the dtype that logits come in, and samples from these."""
+
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        return super().sample(logits.log_softmax(-1), rows, host_rows)
+
+
+# ---- rules and penalties
+
+
+@mutant(caught_by="sampler.logit_bias")
+class GivesABiasToTheNextToken(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, logit_bias=tuple(((token + 1) % 12, value) for token, value in sampling.logit_bias))
+
+
+@mutant(caught_by="sampler.allowed_token_ids")
+class ForgetsTheLastAllowedToken(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        allowed = sampling.allowed_token_ids
+        return replace(sampling, allowed_token_ids=allowed and (allowed[:-1] or allowed))
+
+
+@mutant(caught_by="sampler.bad_words")
+class BansTheLastTokenAlways(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, bad_words=tuple(word[-1:] for word in sampling.bad_words))
+
+
+@mutant(caught_by="sampler.min_tokens")
+class StopsOneTokenEarly(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, min_tokens=max(0, sampling.min_tokens - 1))
+
+
+@mutant(caught_by="sampler.min_tokens")
+class CountsThePromptTowardsMinTokens(WithHistory):
+    def told(self, history: RowHistory) -> RowHistory:
+        return replace(history, prompt_lens=torch.zeros_like(history.prompt_lens))
+
+
+@mutant(caught_by="sampler.bans_lifted")
+class ForgetsTheWishWhenBansAreLifted(Misread):
+    """Where bad words forbid all that is allowed, everything is allowed."""
+
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        banned = {word[0] for word in sampling.bad_words if len(word) == 1}
+        return replace(sampling, allowed_token_ids=None) if banned >= set(sampling.allowed_token_ids or ()) else sampling
+
+
+@mutant(caught_by="sampler.repetition_penalty")
+class PenalisesTheOutputAlone(DefaultSampler):
+    def _penalise_repetition(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Any) -> None:
+        history = self.context.history
+        prompts, ends = history.prompt_lens[rows].tolist(), history.num_tokens[rows].tolist()
+        for place, (row, start, end) in enumerate(zip(rows.tolist(), prompts, ends, strict=True)):
+            tokens = history.token_ids[row, start:end].long().unique()
+            penalty = float(self._table.repetition[row])
+            logits[place, tokens] = torch.where(logits[place, tokens] > 0, logits[place, tokens] / penalty, logits[place, tokens] * penalty)
+
+
+@mutant(caught_by="sampler.repetition_penalty")
+class DividesNegativeLogitsToo(DefaultSampler):
+    def _penalise_repetition(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Any) -> None:
+        before = logits.clone()
+        super()._penalise_repetition(logits, rows, host_rows)
+        penalty = self._table.send(self._table.repetition, host_rows)[:, None]
+        logits.copy_(torch.where((logits != before) & (before < 0), before / penalty, logits))
+
+
+@mutant(caught_by="sampler.presence_penalty")
+class CountsPresence(Misread):
+    """Presence and frequency mixed up."""
+
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, presence_penalty=sampling.frequency_penalty, frequency_penalty=sampling.presence_penalty)
+
+
+@mutant(caught_by="sampler.frequency_penalty")
+class CountsThePromptAsGenerated(WithHistory):
+    def told(self, history: RowHistory) -> RowHistory:
+        return replace(history, prompt_lens=torch.zeros_like(history.prompt_lens))
+
+
+@mutant(caught_by="sampler.rules_together")
+class PenaltiesBeforeBias(DefaultSampler):
+    def _change_logits(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Any, needs: Any) -> None:
+        rules = needs & 16
+        super()._change_logits(logits, rows, host_rows, needs - rules)
+        super()._change_logits(logits, rows, host_rows, rules)
+
+
+@mutant(caught_by="sampler.stale_history")
+class ReadsBehindTheTokens(WithHistory):
+    def told(self, history: RowHistory) -> RowHistory:
+        return replace(history, num_tokens=history.num_tokens + 1)
+
+
+# ---- seeds, rows and batches
+
+
+@mutant(caught_by="sampler.seed")
+class CutsSeedsTo32Bits(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, seed=sampling.seed & 0xFFFFFFFF)
+
+
+@mutant(caught_by="sampler.seed")
+class SharesNoiseAcrossPositions(WithHistory):
+    def told(self, history: RowHistory) -> RowHistory:
+        return replace(history, prompt_lens=history.num_tokens)
+
+
+@mutant(caught_by="sampler.seed")
+class CountsPositionsFromThePrompt(WithHistory):
+    def told(self, history: RowHistory) -> RowHistory:
+        return replace(history, prompt_lens=torch.zeros_like(history.prompt_lens))
+
+
+@mutant(caught_by="sampler.row")
+class SeedDependsOnTheRow(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, seed=sampling.seed + row)
+
+
+@mutant(caught_by="sampler.batch")
+class SeedDependsOnTheBatch(DefaultSampler):
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        states = self._table.seed_states.copy()
+        self._table.seed_states += len(host_rows)
+        try:
+            return super().sample(logits, rows, host_rows)
+        finally:
+            self._table.seed_states[:] = states
+
+
+@mutant(caught_by="sampler.batch")
+class OneGeneratorForTheBatch(DefaultSampler):
+    """Noise from a stateful generator, seeded by the first row."""
+
+    def _race(self, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(int(keys[0, 0]) % 2**31)
+        return (weights / torch.empty_like(weights).exponential_(generator=generator)).argmax(-1)
+
+
+@mutant(caught_by="sampler.preemption")
+class CountsStepsInsteadOfTokens(WithHistory):
+    """The output position is counted since the row was added."""
+
+    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+        super().update(removed, added)
+        self.begun = {**getattr(self, "begun", {}), **{row: int(self.context.history.num_tokens[row]) for row, _ in added}}
+
+    def told(self, history: RowHistory) -> RowHistory:
+        lens = history.prompt_lens.clone()
+        for row, begun in self.begun.items():
+            lens[row] = begun
+        return replace(history, prompt_lens=lens)
+
+
+@mutant(caught_by="sampler.reused_rows")
+class KeepsTheRulesOfTheRequestBefore(DefaultSampler):
+    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+        known: dict[int, RowSampling] = self.__dict__.setdefault("known", {})
+        mixed = []
+        for row, sampling in added:
+            before = known.get(row, sampling)
+            mixed.append((row, replace(sampling, bad_words=before.bad_words + sampling.bad_words)))
+            known[row] = sampling
+        super().update([], mixed)
+
+
+# ---- logprobs and graphs
+
+
+@mutant(caught_by="sampler.logprobs")
+class LogprobsAfterPenalties(DefaultSampler):
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        changed = logits.float().clone()
+        self._change_logits(changed, rows, host_rows, self._table.needs[host_rows])
+        result = super().sample(logits.clone(), rows, host_rows)
+        return replace(result, logprobs=result.logprobs and self.of(changed, result.logprobs))
+
+    @staticmethod
+    def of(logits: torch.Tensor, asked: TopLogprobs) -> TopLogprobs:
+        return replace(asked, logprobs=logits.log_softmax(-1).gather(1, asked.token_ids))
+
+
+@mutant(caught_by="sampler.logprobs")
+class LogprobsAfterTemperature(LogprobsAfterPenalties):
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        scaled = logits.float() / torch.from_numpy(self._table.temperature[host_rows])[:, None]
+        result = DefaultSampler.sample(self, logits.clone(), rows, host_rows)
+        return replace(result, logprobs=result.logprobs and self.of(scaled, result.logprobs))
+
+
+@mutant(caught_by="sampler.logprobs")
+class RanksFromZero(DefaultSampler):
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits, rows, host_rows)
+        return replace(result, logprobs=result.logprobs and replace(result.logprobs, ranks=result.logprobs.ranks - 1))
+
+
+@mutant(caught_by="sampler.logprobs_harmless")
+class LogprobsUseUpTheSeed(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, seed=sampling.seed + (sampling.logprobs is not None))
+
+
+class Capturing(DefaultSampler):
+    capabilities = SamplerCapabilities(cuda_graph=True)
+
+
+@mutant(caught_by="sampler.captured")
+class CapturedRowsShareTheirSeed(Capturing):
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        first = rows[:1].expand(len(rows))
+        return super().sample_captured(logits, first)
+
+
+@mutant(caught_by="sampler.captured")
+class PaddingGetsNoToken(Capturing):
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return super().sample_captured(logits, rows).masked_fill(rows >= len(self.context.history.num_tokens), -1)
+
+
+@mutant(caught_by="sampler.capturable")
+class CapturesWhateverComes(Capturing):
+    def capturable(self, host_rows: np.ndarray) -> bool:
+        return True
+
+
+@mutant(caught_by="sampler.capturable")
+class LooksAtTheFirstRowAlone(Capturing):
+    def capturable(self, host_rows: np.ndarray) -> bool:
+        return super().capturable(host_rows[:1])
+
+
+@mutant(caught_by="sampler.graph", error=AssertionError if torch.cuda.is_available() else Untried)
+class CapturesItsParameters(Capturing):
+    """The parameters of the rows that were captured are used for all that come after."""
+
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        rows_of = self._device_rows
+        self.first = getattr(self, "first", None) or rows_of.parameters(rows)
+        return draw_plain(logits, rows, self.first, self.context.history, rows_of.hashes)

@@ -1,0 +1,299 @@
+"""Policies with one thing wrong, most of them first come, first served otherwise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import BaseModel
+
+from dovetail.api.scheduler import Claims, Context, Scheduler, Step, StepDone
+from dovetail.request import Request
+from dovetail_schedulers.fcfs import FCFS
+from dovetail_schedulers.priority import Priority
+from tests.conformance.mutants import mutant
+
+
+def serve(step: Step, order: Sequence[Request]) -> None:
+    """Those that run, the youngest of them making room, and then those that wait in this `order`."""
+    for request in step.grant_each(step.running):
+        step.grant(request, evict=reversed(step.running))
+    for request in order:
+        if not step.grant(request):
+            break
+
+
+class Plain(Scheduler):
+    """Claims nothing, and keeps all promises."""
+
+    def schedule(self, step: Step) -> None:
+        serve(step, step.waiting)
+
+
+# The books
+
+
+@mutant(caught_by="scheduler.sound")
+class UsesTheStepLater(Plain):
+    def schedule(self, step: Step) -> None:
+        super().schedule(step)
+        self.step = step
+
+    def on_step(self, done: StepDone) -> None:
+        if self.step.tokens_left:
+            self.busy = False
+
+
+@mutant(caught_by="scheduler.sound")
+class RaisesWhenSomebodyWaits(Plain):
+    def schedule(self, step: Step) -> None:
+        super().schedule(step)
+        if len(step.waiting) > 3:
+            raise KeyError("too many")
+
+
+@mutant(caught_by="scheduler.sound")
+class GrantsNothingToTheFinishedPrompt(Plain):
+    """Asks for as many tokens as the prefill has left, which is 0 while decoding."""
+
+    def schedule(self, step: Step) -> None:
+        for request in (*step.running, *step.waiting):
+            step.grant(request, min_tokens=min(1, request.prefill_left), evict=reversed(step.running))
+
+
+@mutant(caught_by="scheduler.aborts")
+class KeepsAQueueOfItsOwn(Plain):
+    """It never takes those out that go away while they wait."""
+
+    def __init__(self, options: BaseModel, context: Context) -> None:
+        super().__init__(options, context)
+        self.queue: list[Request] = []
+
+    def on_arrival(self, request: Request) -> None:
+        self.queue.append(request)
+
+    def on_preempted(self, request: Request) -> None:
+        self.queue.append(request)
+
+    def schedule(self, step: Step) -> None:
+        serve(step, ())
+        shown = set(step.waiting)
+        for request in [r for r in self.queue if r in shown or r.generated == 0]:
+            if step.grant(request) or request in step.running:
+                self.queue.remove(request)
+
+
+@mutant(caught_by="scheduler.aborts")
+class ExpectsATokenOfEverybody(Plain):
+    """Counts tokens from the first one on, and an early end has none."""
+
+    def __init__(self, options: BaseModel, context: Context) -> None:
+        super().__init__(options, context)
+        self.tokens: dict[str, int] = {}
+
+    def on_step(self, done: StepDone) -> None:
+        for request, _, generated in done.ran:
+            self.tokens[request.id] = self.tokens.get(request.id, 0) + generated
+
+    def on_finished(self, request: Request) -> None:
+        del self.tokens[request.id]
+
+
+@mutant(caught_by="scheduler.budget")
+class Overspends(Plain):
+    def schedule(self, step: Any) -> None:
+        step._tokens_left += 4
+        super().schedule(step)
+
+
+@mutant(caught_by="scheduler.seats")
+class TakesMoreSeats(Plain):
+    def schedule(self, step: Any) -> None:
+        step._seqs_left += 2
+        super().schedule(step)
+
+
+@mutant(caught_by="scheduler.memory")
+class FreesBlocksItself(Plain):
+    def schedule(self, step: Any) -> None:
+        for request in step.decoding[:1]:
+            step._kv.free(request)
+        super().schedule(step)
+
+
+@mutant(caught_by="scheduler.memory")
+class TakesBlocksBehindTheBack(Plain):
+    def on_arrival(self, request: Request) -> None:
+        self.newest = request
+
+    def schedule(self, step: Any) -> None:
+        super().schedule(step)
+        if step.index == 0 and step.waiting:
+            step._kv.allocate(self.newest, 1)
+
+
+@mutant(caught_by="scheduler.read_only")
+class AgesByWriting(Plain):
+    def schedule(self, step: Step) -> None:
+        super().schedule(step)
+        for request in step.waiting:
+            request.priority -= 1
+
+
+@mutant(caught_by="scheduler.forgets")
+class Remembers(Plain):
+    def __init__(self, options: BaseModel, context: Context) -> None:
+        super().__init__(options, context)
+        self.seen: list[Request] = []
+
+    def on_arrival(self, request: Request) -> None:
+        self.seen.append(request)
+
+
+@mutant(caught_by="scheduler.forgets")
+class ForgetsOnlyWhoWasServed(Remembers):
+    def on_finished(self, request: Request) -> None:
+        if request.generated:
+            self.seen.remove(request)
+
+
+# Promises
+
+
+@mutant(caught_by="scheduler.finishes")
+class NeverChunks(Plain):
+    """A prompt longer than the budget waits for ever."""
+
+    claims = Claims(idles=True, starves=True)
+
+    def schedule(self, step: Step) -> None:
+        step.grant_each(step.decoding)
+        for request in (*step.running, *step.waiting):
+            step.grant(request, min_tokens=max(1, request.prefill_left), evict=reversed(step.running))
+
+
+@mutant(caught_by="scheduler.finishes")
+class NeverEvicts(Plain):
+    """Two that need another block each wait for the other's."""
+
+    def schedule(self, step: Step) -> None:
+        step.grant_each(step.running)
+        for request in step.waiting:
+            if not step.grant(request):
+                break
+
+
+@mutant(caught_by="scheduler.finishes")
+class ForgetsThePreempted(Plain):
+    def schedule(self, step: Step) -> None:
+        serve(step, [request for request in step.waiting if not request.preemptions])
+
+
+@mutant(caught_by="scheduler.no_starvation")
+class LastComeFirstServed(Plain):
+    def schedule(self, step: Step) -> None:
+        serve(step, step.waiting[::-1])
+
+
+@mutant(caught_by="scheduler.no_starvation")
+class SmallPassLarge(Plain):
+    """Whoever doesn't fit is passed over."""
+
+    def schedule(self, step: Step) -> None:
+        serve(step, ())
+        for request in step.waiting:
+            step.grant(request, min_tokens=max(1, request.prefill_left))
+
+
+@mutant(caught_by="scheduler.no_starvation")
+class PriorityForEver(Priority):
+    def __init__(self, options: Any, context: Context) -> None:
+        super().__init__(options, context)
+        self.claims = Claims(order="priority")
+
+
+@mutant(caught_by="scheduler.no_starvation")
+class ShortestFirst(Plain):
+    def schedule(self, step: Step) -> None:
+        serve(step, sorted(step.waiting, key=lambda request: request.prompt_tokens))
+
+
+@mutant(caught_by="scheduler.no_idling")
+class AdmitsOneAStep(Plain):
+    def schedule(self, step: Step) -> None:
+        serve(step, step.waiting[:1])
+
+
+@mutant(caught_by="scheduler.no_idling")
+class WaitsForTheWholeBatch(Plain):
+    """Static batching: nobody is admitted while anybody runs."""
+
+    def schedule(self, step: Step) -> None:
+        serve(step, () if step.running else step.waiting)
+
+
+@mutant(caught_by="scheduler.no_rejection")
+class TurnsTheLongAway(Plain):
+    def schedule(self, step: Step) -> None:
+        for request in step.waiting:
+            if request.prompt_tokens > 16:
+                step.reject(request, "too long")
+        super().schedule(step)
+
+
+@mutant(caught_by="scheduler.order")
+class ClaimsPriorityAndHasNone(FCFS):
+    claims = Claims(order="priority", starves=True)
+
+
+@mutant(caught_by="scheduler.order")
+class ClaimsDeadlineAndHasNone(FCFS):
+    claims = Claims(order="deadline", starves=True)
+
+
+@mutant(caught_by="scheduler.order")
+class EvictsTheOldest(FCFS):
+    def schedule(self, step: Step) -> None:
+        for request in reversed(step.grant_each(step.running)):
+            step.grant(request, evict=(other for other in step.running if other is not request))
+        for request in step.waiting:
+            if not step.grant(request):
+                break
+
+
+@mutant(caught_by="scheduler.recompute")
+class EvictsForWhoWaits(Plain):
+    """The waiting take memory from those that run, in turns."""
+
+    claims = Claims(starves=True)
+
+    def schedule(self, step: Step) -> None:
+        for request in step.waiting[::-1]:
+            step.grant(request, evict=step.running)
+        for request in step.grant_each(step.running):
+            step.grant(request, evict=reversed(step.running))
+
+
+@mutant(caught_by="scheduler.replay")
+class DrawsLots(Plain):
+    def schedule(self, step: Step) -> None:
+        serve(step, random.sample(step.waiting, len(step.waiting)))
+
+
+@mutant(caught_by="scheduler.replay")
+class SharesAClassAttribute(Plain):
+    steps: ClassVar[list[int]] = []
+
+    def schedule(self, step: Step) -> None:
+        self.steps.append(step.index)
+        serve(step, step.waiting if len(self.steps) % 2 else step.waiting[::-1])
+
+
+@mutant(caught_by="scheduler.replay")
+class GoesByHash(Plain):
+    """The order of strings in a set is another in each process."""
+
+    def schedule(self, step: Step) -> None:
+        by_id = {request.id: request for request in step.waiting}
+        serve(step, [by_id[id] for id in set(by_id)])

@@ -1,0 +1,62 @@
+"""What is built in keeps the contract of its kind: a suite for each component that the distribution `dovetail` declares.
+
+The suites are classes that pytest collects, as a plugin's author would write them; so their verdicts stand in the summary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.registry.plugin import BUILT_IN
+from dovetail.registry.registry import Registry
+from dovetail.registry.requirements import missing_requirements
+from dovetail.registry.resolved import ResolvedComponent
+from dovetail.testing.suite import Suite
+from dovetail.testing.suites import suite_for
+
+BUILT_INS = [component for component in Registry.discover().components() if component.distribution == BUILT_IN]
+NEEDS_A_GPU = {"triton"}  # without one, tests/attention runs its suite in Triton's interpreter
+NEEDS_MORE = {"flash_attn"}  # a package whose builds differ in the heads and dtypes that they serve: see tests/gpu/test_flash_attn.py
+OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # beside the defaults
+    "fcfs": ({"max_stretch": None},),
+    "priority": ({"aging_s": 5.0},),
+    "mlfq": ({"levels": 3, "quantum": 4, "growth": 2, "starve_s": 3.0},),
+    "vtc": ({"weights": {"a": 2.0}},),
+    "edf": ({"assume": "longest", "warmup_steps": 0},),
+    "lightllm": ({"order": "vtc"},),
+    "prefix": ({"reuse": False},),
+    "local": ({"num_blocks": 40, "max_in_flight": 3},),
+}
+
+
+def suite_of(component: ResolvedComponent, options: Mapping[str, Any]) -> type[Suite]:
+    spec = component.spec
+    name = "_".join(["Test", spec.kind, spec.name, *(f"{key}_{value}" for key, value in options.items())])
+    body = {"component": component.qualified_name, "options": options, "__module__": __name__}
+    return type("".join(c if c.isalnum() else "_" for c in name), (suite_for(spec.kind),), body)
+
+
+def suites() -> Iterator[type[Suite]]:
+    for component in BUILT_INS:
+        if component.spec.name not in (NEEDS_MORE if torch.cuda.is_available() else NEEDS_MORE | NEEDS_A_GPU):
+            for options in ({}, *OPTIONS.get(component.spec.name, ())):
+                yield suite_of(component, options)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a component writes, it writes there."""
+    monkeypatch.chdir(tmp_path)
+
+
+globals().update({suite.__name__: suite for suite in suites()})
+
+
+@pytest.mark.parametrize("component", BUILT_INS, ids=str)
+def test_what_a_built_in_needs_is_here(component: ResolvedComponent) -> None:
+    assert component.spec.name in NEEDS_MORE or not missing_requirements(component.spec.requires)

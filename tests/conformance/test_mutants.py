@@ -1,0 +1,30 @@
+"""Every check can fail: for each there is a component, broken on purpose, that it catches."""
+
+from __future__ import annotations
+
+import pytest
+
+from dovetail.api.component import KINDS
+from dovetail.testing.checks import checks_of
+from dovetail.testing.suites import repeatable, suite_for
+from tests.conformance.mutants import Mutant, mutants
+
+MUTANTS = list(mutants())
+CAUGHT_ELSEWHERE = {"hygiene.declaration"}  # in test_runner.py: its mutant has to be installed
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=repr)
+def test_mutant_is_caught_by_its_check(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeatable, "SHRINK_S", 0.0)  # any failing example will do
+    check = checks_of(mutant.suite)[mutant.caught_by]
+    with pytest.raises(mutant.error):
+        getattr(mutant.suite(), check.attribute)()
+
+
+def test_every_check_has_a_mutant() -> None:
+    checks = {id for kind in KINDS for id in checks_of(suite_for(kind))}
+    assert checks - {mutant.caught_by for mutant in MUTANTS} == CAUGHT_ELSEWHERE
+
+
+def test_there_are_sixty_mutants_and_no_two_are_the_same() -> None:
+    assert len({mutant.component for mutant in MUTANTS}) == len(MUTANTS) >= 60

@@ -1,0 +1,115 @@
+"""`run` comes to a verdict whatever a component does, and names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dovetail.cli.app import app
+from dovetail.errors import ConfigError, DovetailError, PluginError
+from dovetail.testing import Waiver, run
+from tests.conformance import unruly
+from tests.registry.fakes import Site, components
+from tests.registry.site import site  # noqa: F401
+
+CHECK = "observer.failed_run"  # the only one in which the unruly are unruly
+LIMIT_S = 6.0
+
+
+@pytest.mark.parametrize(
+    ("component", "message"),
+    [
+        (unruly.Hangs, "it hung, and was ended after 6 s"),
+        (unruly.Exits, "it ended the process, with exit code 0"),
+    ],
+)
+def test_a_check_in_which_the_process_is_lost_has_failed_and_the_others_count(component: type, message: str) -> None:
+    verdict = run("observer", component, time_limit_s=LIMIT_S)
+    assert [finding.id for finding in verdict.findings] == [CHECK]
+    assert message in verdict.findings[0].message
+    assert verdict.passed == verdict.expected - 1
+    assert component.__name__ in verdict.component
+    if component is unruly.Hangs:
+        assert "in misbehave (unruly.py:" in verdict.findings[0].message
+
+
+@pytest.mark.parametrize("component", [unruly.DiesAtOnce, unruly.Interrupts])
+def test_a_component_that_always_ends_the_process_is_given_up(component: type) -> None:
+    verdict = run("observer", component, time_limit_s=60)
+    messages = [finding.message for finding in verdict.findings]
+    assert sum("it ended the process, with exit code" in message for message in messages) == 3
+    assert sum("it didn't run: checks before it ended the process" in message for message in messages) == len(messages) - 3 > 0
+
+
+@pytest.mark.parametrize("component", [unruly.ExitsPolitely, unruly.Raises])
+def test_what_a_component_raises_fails_the_check(component: type) -> None:
+    assert CHECK in [finding.id for finding in run("observer", component).findings]
+
+
+def test_what_a_component_prints_is_not_in_the_json(site: Site) -> None:  # noqa: F811
+    spec = 'kind="observer", name="loud", target="tests.conformance.unruly:Prints"'
+    site.install("dovetail-loud", modules={"loud": "print('noise')\n" + components(spec)})
+    done = CliRunner().invoke(app, ["plugins", "test", "observer", "loud", "--json"])
+    assert json.loads(done.stdout)["component"] == "loud"
+
+
+def test_a_component_that_cannot_be_imported_has_a_verdict(site: Site) -> None:  # noqa: F811
+    site.install("dovetail-gone", modules={"gone": components('kind="observer", name="gone", target="nowhere.at_all:Gone"')})
+    done = CliRunner().invoke(app, ["plugins", "test", "observer", "gone"])
+    assert done.exit_code == 1
+    assert "importing nowhere.at_all:Gone failed" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("NOT CONFORMANT observer api=0.1, 0/0")
+
+
+def test_wrong_words_are_errors_and_no_verdict() -> None:
+    with pytest.raises(PluginError, match="did you mean log"):
+        run("observer", "lgo")
+    with pytest.raises(PluginError, match="did you mean observer"):
+        run("obsever", "log")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown option"):
+        run("observer", "log", {"no_such_option": 1})
+    with pytest.raises(DovetailError, match="define it at the top level"):
+        run("observer", type("Nowhere", (), {"__qualname__": "f.<locals>.Nowhere"}))
+    with pytest.raises(ValueError, match="url"):
+        Waiver("because", "not a url")
+
+
+def test_waivers_reach_the_verdict() -> None:
+    verdict = run("observer", unruly.Raises, waivers={CHECK: Waiver("on purpose", "https://example.org/1")}, time_limit_s=60)
+    assert verdict.waived == (CHECK,)
+    assert verdict.conformant
+
+
+def test_a_plugin_that_imports_torch_while_declaring_fails(site: Site) -> None:  # noqa: F811
+    site.install(
+        "dovetail-heavy", modules={"heavy": "import torch\n" + components('kind="scheduler", name="heavy", target="tests.engine.policies:FCFS"')}
+    )
+    (site.path / "torch.py").write_text("")  # a light one will do
+    from dovetail.testing.checks import CheckFailed
+    from dovetail.testing.suites.scheduler import SchedulerSuite
+
+    suite = type("TestHeavy", (SchedulerSuite,), {"component": "heavy"})()
+    with pytest.raises(CheckFailed, match="must not be imported while a plugin declares"):
+        suite.test_declaration()
+
+
+def test_the_pytest_plugin_imports_nothing_else_of_dovetail_and_no_torch() -> None:
+    code = "import sys, pytest; import dovetail.testing.pytest_plugin; print(*sorted(m for m in sys.modules if m.startswith(('dovetail', 'torch'))))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["dovetail", "dovetail.testing", "dovetail.testing.pytest_plugin"]
+
+
+@pytest.mark.parametrize("kind", ["scheduler", "kv_cache", "observer"])
+def test_suites_that_need_no_torch_run_without_it(kind: str, tmp_path: Path) -> None:
+    name = {"scheduler": "fcfs", "kv_cache": "prefix", "observer": "log"}[kind]
+    (tmp_path / "sitecustomize.py").write_text("import sys\nfor name in ('torch', 'transformers', 'triton'): sys.modules[name] = None\n")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    code = f"import sys; from dovetail.testing import run; v = run({kind!r}, {name!r}); print(v.line); sys.exit(not v.conformant)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,43 @@
+"""A suite of three checks, to see what becomes of suites; and components for it."""
+
+from __future__ import annotations
+
+from dovetail.testing.checks import check, require
+from dovetail.testing.suite import Suite
+from dovetail_schedulers.fcfs import FCFS
+
+
+class TinySuite(Suite):
+    """As if it were one of Dovetail's own."""
+
+    __module__ = "dovetail.testing.suites.tiny"
+    kind = "scheduler"
+    component = None
+    test_spawn = None  # type: ignore[assignment]  # it takes a process each time
+
+    @check("tiny.first", since="0.1")
+    def test_first(self) -> None:
+        """Never fails."""
+
+    @check("tiny.second", since="0.1")
+    def test_second(self) -> None:
+        """The component is called Broken. Give it another name."""
+        require(self.component_class is not Broken, "it is called Broken")
+
+    @check("tiny.third", since="0.1", capability="order")
+    def test_third(self) -> None:
+        """Never fails."""
+
+    @property
+    def capabilities(self) -> object:
+        return self.component_class.claims
+
+
+class Good(FCFS): ...
+
+
+class Broken(FCFS): ...
+
+
+class Unordered(FCFS):
+    claims = type(FCFS.claims)()

@@ -1,0 +1,58 @@
+"""Observers that do what no component should, in the one run of their suite that fails. (`import` this: other processes have to.)"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from dovetail.api.observer import EngineStopped, Observer
+
+
+class Unruly(Observer):
+    def on_stopped(self, event: EngineStopped) -> None:
+        if event.error is not None:
+            self.misbehave()
+
+    def misbehave(self) -> None: ...
+
+
+class Hangs(Unruly):
+    def misbehave(self) -> None:
+        time.sleep(1000)
+
+
+class Exits(Unruly):
+    def misbehave(self) -> None:
+        os._exit(0)
+
+
+class ExitsPolitely(Unruly):
+    def misbehave(self) -> None:
+        sys.exit(0)
+
+
+class Raises(Unruly):
+    def misbehave(self) -> None:
+        raise RuntimeError("on purpose")
+
+
+class Prints(Unruly):
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.misbehave()
+
+    def misbehave(self) -> None:
+        print('{"conformant": false}')
+        os.write(1, b"noise")
+        sys.stderr.write("noise")
+
+
+class DiesAtOnce(Observer):
+    def __init__(self, *args: object) -> None:
+        os._exit(3)
+
+
+class Interrupts(Observer):
+    def __init__(self, *args: object) -> None:
+        raise KeyboardInterrupt

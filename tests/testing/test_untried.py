@@ -1,0 +1,24 @@
+"""A claim that this machine can't try is told in the verdict, and counts neither as passed nor as absent."""
+
+from __future__ import annotations
+
+from dovetail.testing.ledger import Expected, Outcome, judge
+
+EXPECTED = Expected("attention", "mine", {"attention.values": "", "attention.window": "", "attention.graph": ""})
+
+
+def test_what_was_not_tried_stands_in_the_verdicts_line() -> None:
+    verdict = judge(
+        EXPECTED,
+        {
+            "attention.values": Outcome("passed"),
+            "attention.window": Outcome("absent", capability="window"),
+            "attention.graph": Outcome("untried", capability="cuda_graph"),
+        },
+    )
+    assert verdict.conformant
+    assert verdict.line == "CONFORMANT attention api=0.1, 1/1, 1 capabilities absent, 0 waived, 1 not tried here (cuda_graph)"
+
+
+def test_a_suite_that_could_try_nothing_does_not_conform() -> None:
+    assert not judge(EXPECTED, dict.fromkeys(EXPECTED.checks, Outcome("untried", capability="cuda"))).conformant
