@@ -31,8 +31,9 @@ LANGUAGES = {"python", "yaml", "console", "text", "toml", "json"}
 
 @pytest.fixture
 def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """A module for the page's Python, in a directory of its own."""
+    """A module for the page's Python, in a directory of its own, whose modules it can import."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("DOVETAIL_PLUGINS", raising=False)
     module = ModuleType("documentation_page")
@@ -134,6 +135,9 @@ def check_that_it_could_run(block: Block, words: list[str]) -> None:
     """Commands that a test can't run: what they name must exist."""
     if words[0] == "make":
         assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(), f"{block.place}: the Makefile has no target {words[1]}"
+    elif words[:3] == ["python", "-m", "pytest"]:
+        missing = [word for word in words[3:] if "/" in word and not (ROOT / word).exists()]
+        assert not missing, f"{block.place}: no file {missing}"
     elif words[0] == "python":
         script = ROOT / (f"{words[2].replace('.', '/')}.py" if words[1] == "-m" else words[1])
         assert script.exists(), f"{block.place}: no file {script}"
@@ -169,5 +173,7 @@ def test_a_page_that_is_wrong_is_caught(namespace: dict[str, object]) -> None:
         run_console(block("console", "$ dovetail config check nowhere/at/all\n"))
     with pytest.raises(AssertionError, match="no file"):
         run_console(block("console", "$ python bench/nothing.py\n"))
+    with pytest.raises(AssertionError, match="no file"):
+        run_console(block("console", "$ python -m pytest -m gpu tests/nothing\n"))
     with pytest.raises(pytest.fail.Exception, match="is none of"):
         run_console(block("console", "$ curl x | sh\n"))

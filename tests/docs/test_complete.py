@@ -15,6 +15,7 @@ from dovetail import api, testing
 from dovetail.api.component import KINDS, Kind
 from dovetail.config import COMPONENT_KEYS, EngineConfig
 from dovetail.registry import hookspecs
+from dovetail.registry.doctor.findings import PROBLEMS
 from dovetail.registry.resolved import BASE_CLASSES
 from dovetail.registry.selection import PluginSelection
 from tests.docs.pages import DOCS, ROOT, blocks_of, commands_of, pages
@@ -73,18 +74,24 @@ def test_every_command_has_a_section_with_an_example_and_its_help() -> None:
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_is_explained_with_an_example(hook: str) -> None:
-    assert f"### `{hook}`" in text_of("plugins.md")
-    assert any(f"def {hook}(" in block.text for block in blocks_of("docs/plugins.md") if block.language == "python")
+    assert f"### `{hook}`" in text_of("plugins/index.md")
+    assert any(f"def {hook}(" in block.text for block in blocks_of("docs/plugins/index.md") if block.language == "python")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_a_reference_page_and_is_in_the_tables(kind: Kind, nav: list[str]) -> None:
     assert f"::: dovetail.api.{kind}\n" in text_of(f"reference/{kind}.md")
-    assert f"reference/{kind}.md" in nav
+    assert {f"reference/{kind}.md", f"plugins/{kind}.md"} <= set(nav)
     key = next((key for key, of in COMPONENT_KEYS.items() if of == kind), None)
     named = f"`{key}` |" if key else "none"
-    assert f"| `{kind}` | `{BASE_CLASSES[kind]}` | {named}" in text_of("plugins.md")
+    assert f"| `{kind}` | `{BASE_CLASSES[kind]}` | {named}" in text_of("plugins/index.md")
     assert f"| `{kind}` | {api.component.API_VERSIONS[kind]} |" in text_of("reference/index.md")
+    assert f"| `{kind}` | {api.component.API_VERSIONS[kind]} |" in text_of("plugins/versions.md")
+
+
+def test_every_problem_that_the_doctor_knows_is_in_its_table() -> None:
+    rows = dict(re.findall(r"^\| `([a-z-]+)` \| (error|warning) \|", text_of("plugins/publish.md"), re.MULTILINE))
+    assert rows == PROBLEMS
 
 
 def test_every_public_name_is_in_the_reference() -> None:

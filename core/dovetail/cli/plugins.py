@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dovetail.cli import plugins_doctor, plugins_new, plugins_test
 from dovetail.cli.settings import print_table
 from dovetail.errors import DovetailError
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from dovetail.registry.resolved import ResolvedComponent
 
 app = typer.Typer(no_args_is_help=True, help="What is installed, and what failed.", rich_markup_mode=None)
+app.command(name="new")(plugins_new.new)
+app.command(name="test")(plugins_test.run_suite)
+app.command(name="doctor")(plugins_doctor.doctor)
 
 
 @app.command(name="list")

@@ -1,0 +1,55 @@
+"""`dovetail plugins doctor`: what is wrong with the plugins that are installed, and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from dovetail.registry.doctor.findings import Diagnosis, Finding
+
+
+def doctor(
+    distribution: Annotated[str | None, typer.Argument(metavar="[DISTRIBUTION]", help="Look at this one only.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    time_limit: Annotated[float, typer.Option("--time-limit", min=0.1, help="Seconds for each plugin, in a process of its own.")] = 60.0,
+) -> None:
+    """What is wrong with the installed plugins, and what to do about it. The exit code is 1 if there are errors."""
+    from dovetail.cli.app import app
+    from dovetail.registry.doctor.examine import examine
+
+    core_commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    diagnosis = examine(distribution, time_limit_s=time_limit, core_commands=core_commands)
+    if as_json:
+        typer.echo(json.dumps(_as_json(diagnosis), indent=2))
+    else:
+        _print(diagnosis)
+    raise typer.Exit(1 if diagnosis.count("error") else 0)
+
+
+def _print(diagnosis: Diagnosis) -> None:
+    for origin, findings in groupby(diagnosis.findings, key=lambda finding: finding.origin):
+        typer.echo(f"{origin.distribution} {origin.version}" if origin.entry_point == "?" else str(origin))
+        for finding in findings:
+            typer.echo(f"  {finding.severity} {finding.problem}: {finding.what}")
+            typer.echo(f"    to do: {finding.remedy}")
+    for origin in diagnosis.denied:
+        typer.echo(f"{origin} was not looked at: DOVETAIL_PLUGINS denies it")
+    typer.echo(f"plugins examined: {len(diagnosis.examined)}, errors: {diagnosis.count('error')}, warnings: {diagnosis.count('warning')}")
+
+
+def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    return {
+        "examined": [origin.id for origin in diagnosis.examined],
+        "denied": [origin.id for origin in diagnosis.denied],
+        "findings": [_finding_as_json(finding) for finding in diagnosis.findings],
+    }
+
+
+def _finding_as_json(finding: Finding) -> dict[str, Any]:
+    origin = {"plugin": finding.origin.id, "distribution": finding.origin.distribution, "version": finding.origin.version}
+    return origin | {"severity": finding.severity} | {key: value for key, value in dataclasses.asdict(finding).items() if key != "origin"}

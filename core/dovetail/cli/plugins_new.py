@@ -1,0 +1,134 @@
+"""`dovetail plugins new`: a package with one working component, its conformance test and its CI file.
+
+The templates are such packages themselves, called dovetail-acme: what is in `templates/common` and in the folder of the kind. Writing one out
+replaces the word acme, and in the common files also those that begin with it and tell the kinds apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dovetail import __version__
+from dovetail.api.component import KINDS, Kind
+from dovetail.errors import ConfigError
+from dovetail.where import did_you_mean
+
+MAX_NAME = 40  # characters
+PREFIX = "dovetail-"  # of a distribution's name
+
+_NAME = re.compile(r"[a-z][a-z0-9]*([_-][a-z0-9]+)*")
+_WORD = re.compile(r"dovetail[-_]acme|[Aa]cme(_[a-z_]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What tells the packages of a kind apart, beyond its folder."""
+
+    title: str
+    module: str  # that the component is in
+    needs_torch: bool
+
+
+TEMPLATES: Mapping[Kind, Template] = {
+    "scheduler": Template("A scheduling policy", "policy", needs_torch=False),
+    "kv_cache": Template("A KV-cache manager", "manager", needs_torch=False),
+    "attention": Template("An attention backend", "backend", needs_torch=True),
+    "model": Template("A model architecture", "model", needs_torch=True),
+    "sampler": Template("A sampler", "sampler", needs_torch=True),
+    "executor": Template("An executor", "executor", needs_torch=False),
+    "observer": Template("An observer", "observer", needs_torch=False),
+}
+
+
+def new(
+    kind: Annotated[str, typer.Argument(help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}.")],
+    name: Annotated[str, typer.Argument(help="The component's name, like my_policy; the package is called dovetail-my-policy.")],
+    folder: Annotated[Path, typer.Option("--dir", metavar="DIR", help="Where to put the package's folder.")] = Path("."),
+) -> None:
+    """Write a package with one working component, its conformance test and its CI file."""
+    project = write_package(kind, name, folder)
+    component = component_name(name)
+    typer.echo(f"{project} has a working {kind} called {component!r}. Next:")
+    typer.echo(f"  cd {project}")
+    typer.echo('  pip install -e ".[test]"')
+    typer.echo(f"  dovetail plugins test {kind} {component}")
+    typer.echo(f"  dovetail plugins doctor {project.name}")
+    typer.echo("What to change is in src/, what it must keep to in tests/test_conformance.py.")
+
+
+def write_package(kind: str, name: str, folder: Path) -> Path:
+    """The package's folder, below `folder`. Raises `ConfigError` if kind or name won't do, or if the folder is there already; then nothing is
+    written."""
+    if kind not in KINDS:
+        raise ConfigError(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}")
+    component = component_name(name)
+    project = folder / f"{PREFIX}{component.replace('_', '-')}"
+    if project.exists():
+        raise ConfigError(f"{project} is there already: choose another name, another --dir, or remove it")
+    words = _words(kind, component)
+    for path, text in _files(kind):
+        target = project / _replaced(path, words)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(_replaced(text, words), encoding="utf-8")
+    return project
+
+
+def component_name(name: str) -> str:
+    """What the component is called, without the prefix that a package's name has. Raises `ConfigError` unless it can be a name of a component,
+    of a distribution, of a module and of a class."""
+    component = re.sub("^dovetail[-_]", "", name)
+    if not _NAME.fullmatch(component) or len(component) > MAX_NAME:
+        right = f"lower case letters and digits, joined by '-' or '_', with a letter first, {MAX_NAME} characters at most"
+        raise ConfigError(f"{name!r} can't be a component's name: expected {right}")
+    return component
+
+
+def _words(kind: Kind, component: str) -> dict[str, str]:
+    """Each word of the templates that stands for something, and what it stands for here."""
+    template, major_minor = TEMPLATES[kind], __version__.split(".")[:2]
+    versions = f">={'.'.join(major_minor)},<{major_minor[0]}.{int(major_minor[1]) + 1}"
+    return {
+        "dovetail-acme": PREFIX + component.replace("_", "-"),
+        "dovetail_acme": f"dovetail_{component.replace('-', '_')}",
+        "acme": component,
+        "Acme": "".join(part.capitalize() for part in re.split("[-_]", component)),
+        "acme_kind": kind,
+        "acme_title": template.title,
+        "acme_module": template.module,
+        "acme_requirement": f"dovetail{'[torch]' if template.needs_torch else ''}{versions}",
+        "acme_testing": f"dovetail[testing]{versions}",
+    }
+
+
+def _replaced(text: str, words: Mapping[str, str]) -> str:
+    def replace(match: re.Match[str]) -> str:
+        word = match[0]
+        return words[word] if word in words else words[word[:4]] + word[4:]
+
+    return _WORD.sub(replace, text)
+
+
+def _files(kind: Kind) -> Iterator[tuple[str, str]]:
+    """(path, text) of the templates' files; "dot-" at the beginning of a name stands for a dot."""
+    templates = resources.files("dovetail.cli") / "templates"
+    for part in ("common", kind):
+        yield from _below(templates / part, "")
+
+
+def _below(folder: Traversable, path: str) -> Iterator[tuple[str, str]]:
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        here = path + re.sub("^dot-", ".", entry.name)
+        if entry.name.startswith((".", "__pycache__")):
+            continue  # a linter's cache, or Python's
+        if entry.is_dir():
+            yield from _below(entry, f"{here}/")
+        else:
+            yield here, entry.read_text(encoding="utf-8")

@@ -1,0 +1,53 @@
+"""`dovetail plugins test`: whether a component keeps the contract of its kind. No code, one command."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from dovetail.errors import ConfigError, MissingExtraError
+
+EXTRA = ("pytest", "hypothesis")
+
+
+def run_suite(
+    kind: Annotated[str, typer.Argument(help="scheduler, kv_cache, attention, model, sampler, executor or observer.")],
+    name: Annotated[str, typer.Argument(help='A name, or "distribution:name".')],
+    options: Annotated[list[str], typer.Option("--options", metavar="KEY=VALUE|YAML", help="Options to make it with. May be repeated.")] = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+    time_limit_s: Annotated[float, typer.Option("--time-limit", metavar="S", min=0.1, help="Seconds that a check may take.")] = 60.0,
+) -> None:
+    """Run the conformance suite of a kind over an installed component. The exit code is 0 if it is CONFORMANT, else 1."""
+    _check_installed()
+    from dovetail.testing.runner import run
+
+    verdict = run(kind, name, parse_options(options), time_limit_s=time_limit_s)  # type: ignore[arg-type]
+    typer.echo(json.dumps(verdict.to_json(), indent=2) if as_json else "\n".join(verdict.report()))
+    if not verdict.conformant:
+        raise typer.Exit(1)
+
+
+def parse_options(texts: Sequence[str]) -> dict[str, Any]:
+    """Each is "key=value", the value YAML, or a whole mapping in YAML or JSON; the last to name a key wins. Raises `ConfigError`."""
+    from dovetail.yaml_source import parse_value
+
+    options: dict[str, Any] = {}
+    for text in texts:
+        pair = re.fullmatch(r"\s*(\w+)\s*=(.*)", text, re.DOTALL)
+        given = {pair[1]: parse_value(pair[2])} if pair else parse_value(text)
+        if not isinstance(given, dict):
+            raise ConfigError(f"--options: expected key=value or a mapping in YAML or JSON, got {text!r}")
+        options |= given
+    return options
+
+
+def _check_installed() -> None:
+    from importlib.util import find_spec
+
+    missing = [package for package in EXTRA if find_spec(package) is None]
+    if missing:
+        raise MissingExtraError(f'conformance suites need {" and ".join(missing)}; install with: pip install "dovetail[testing]"')

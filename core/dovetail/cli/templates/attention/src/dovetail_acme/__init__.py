@@ -1,0 +1,16 @@
+"""An attention backend, for Dovetail."""
+
+from collections.abc import Iterable
+
+from dovetail.api import ComponentSpec, hookimpl
+
+
+@hookimpl
+def dovetail_components() -> Iterable[ComponentSpec]:
+    yield ComponentSpec(
+        kind="attention",
+        name="acme",
+        target="dovetail_acme.backend:AcmeAttention",
+        requires=("torch>=2.11",),
+        summary="Row by row, in plain torch",
+    )

@@ -1,0 +1,16 @@
+"""A sampler, for Dovetail."""
+
+from collections.abc import Iterable
+
+from dovetail.api import ComponentSpec, hookimpl
+
+
+@hookimpl
+def dovetail_components() -> Iterable[ComponentSpec]:
+    yield ComponentSpec(
+        kind="sampler",
+        name="acme",
+        target="dovetail_acme.sampler:AcmeSampler",
+        requires=("torch>=2.11",),
+        summary="Row by row, in plain torch",
+    )

@@ -1,0 +1,16 @@
+"""A scheduler, for Dovetail."""
+
+from collections.abc import Iterable
+
+from dovetail.api import ComponentSpec, hookimpl
+
+
+@hookimpl
+def dovetail_components() -> Iterable[ComponentSpec]:
+    yield ComponentSpec(
+        kind="scheduler",
+        name="acme",
+        target="dovetail_acme.policy:AcmeScheduler",
+        options="dovetail_acme.policy:AcmeOptions",
+        summary="The shortest prompt first, but nobody waits for ever",
+    )

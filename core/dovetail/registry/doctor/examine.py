@@ -1,0 +1,184 @@
+"""Looks at everything that is installed, each plugin in a process of its own with a time limit, and compares what they offer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.utils import canonicalize_name
+
+from dovetail.api.component import ENTRY_POINT_GROUP
+from dovetail.errors import PluginError
+from dovetail.registry.doctor import probe
+from dovetail.registry.doctor.findings import Diagnosis, Finding, Problem
+from dovetail.registry.doctor.metadata import metadata_findings
+from dovetail.registry.finder import find_plugins
+from dovetail.registry.plugin import FoundPlugin, PluginOrigin
+from dovetail.registry.selection import PluginSelection
+from dovetail.where import did_you_mean
+
+AT_ONCE = min(4, os.cpu_count() or 1)  # processes
+
+
+def examine(only: str | None = None, *, time_limit_s: float = 60.0, core_commands: Collection[str] = ()) -> Diagnosis:
+    """All plugins but the built-in ones, or those of the distribution `only`. The others are asked what they offer, since names may collide. Each
+    plugin gets `time_limit_s` seconds. What `DOVETAIL_PLUGINS` denies isn't imported. `core_commands` are names that a plugin's command can't have.
+
+    Raises `PluginError` if `only` isn't installed.
+    """
+    only = None if only is None else canonicalize_name(only)
+    found, selection = find_plugins().plugins, PluginSelection().with_environment()
+    if only is not None:
+        _check_installed(only, found)
+    denied = [plugin for plugin in found if selection.denial(plugin.origin)]
+    allowed = [plugin for plugin in found if plugin not in denied]
+
+    def concerns(origin: PluginOrigin) -> bool:
+        return not origin.built_in if only is None else origin.distribution == only
+
+    def examined(plugin: FoundPlugin) -> _Report:
+        return _examine_one(plugin, "use" if concerns(plugin.origin) else "declare", time_limit_s)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        reports = list(pool.map(examined, allowed))
+    findings = [*metadata_findings(only), *(finding for report in reports for finding in report.findings)]
+    findings += _collisions(reports, core_commands)
+    if only is not None:
+        findings += _nothing_there(only, found, findings)
+
+    return Diagnosis(
+        tuple(plugin.origin for plugin in allowed if concerns(plugin.origin)),
+        tuple(sorted((finding for finding in findings if concerns(finding.origin)), key=lambda finding: finding.origin)),
+        tuple(plugin.origin for plugin in denied if concerns(plugin.origin)),
+    )
+
+
+@dataclass(slots=True)
+class _Report:
+    """What came of one process."""
+
+    origin: PluginOrigin
+    findings: list[Finding] = field(default_factory=list)
+    offers: list[tuple[str, str]] = field(default_factory=list)  # (what, name)
+
+
+def _examine_one(plugin: FoundPlugin, level: probe.Level, time_limit_s: float) -> _Report:
+    with tempfile.TemporaryDirectory(prefix="dovetail-doctor-") as folder:
+        report, output = Path(folder, "report"), Path(folder, "output")
+        report.touch()
+        with output.open("wb") as sink:
+            code = _run([plugin.origin.id, str(report), level], sink, time_limit_s)
+        lines = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
+        return _read(plugin, lines, code, output.read_text(encoding="utf-8", errors="replace"), time_limit_s)
+
+
+def _run(args: Sequence[str], sink: Any, time_limit_s: float) -> int | None:
+    """The exit code of a probe; None if its time was up, and then it and what it has started are ended."""
+    command = [sys.executable, "-P", "-m", probe.__name__, *args]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment["PYDANTIC_DISABLE_PLUGINS"] = "__all__"  # or it reads everybody's entry points, and stumbles over malformed ones
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, start_new_session=True)
+    try:
+        return process.wait(time_limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process, and whatever a plugin has left running in its session."""
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.wait()
+
+
+def _read(plugin: FoundPlugin, lines: Sequence[Mapping[str, Any]], code: int | None, output: str, time_limit_s: float) -> _Report:
+    report, phase, ended = _Report(plugin.origin), "starting", False
+    for line in lines:
+        phase, ended = line.get("phase", phase), ended or "end" in line
+        if "problem" in line:
+            report.findings.append(Finding(plugin.origin, *line["problem"]))
+        report.offers += [(what, name) for what, name in line.get("offers", ())]
+    if not ended:
+        said = f"; its last words: {output.strip().splitlines()[-1][:200]}" if output.strip() else ""
+        report.findings.append(Finding(plugin.origin, *_unfinished(plugin, phase, code, said, time_limit_s)))
+    elif output.strip() and not any(finding.problem == "prints" for finding in report.findings):
+        what = f"it writes to the process's output: {probe.short(output)}"
+        report.findings.append(Finding(plugin.origin, "prints", what, "log with the logging module, and only once something of it runs"))
+    return report
+
+
+def _unfinished(plugin: FoundPlugin, phase: str, code: int | None, said: str, time_limit_s: float) -> Problem:
+    module = plugin.entry_point.module
+    if code is None:
+        remedy = f"python -X faulthandler -c 'import {module}' and Ctrl-C show where it waits; --time-limit gives it longer"
+        return "hangs", f"{phase} took longer than {time_limit_s:g} s{said}", remedy
+    if code < 0:
+        return (
+            "crashes",
+            f"{phase} ended the process by {signal.Signals(-code).name}{said}",
+            f"python -X faulthandler -c 'import {module}' shows where",
+        )
+    return "exits", f"{phase} ended the process with exit code {code}{said}", "neither importing nor declaring may exit"
+
+
+def _collisions(reports: Sequence[_Report], core_commands: Collection[str]) -> Iterator[Finding]:
+    owners: dict[tuple[str, str], list[PluginOrigin]] = {}
+    for report in reports:
+        for offer in report.offers:
+            owners.setdefault(offer, []).append(report.origin)
+    for (what, name), origins in owners.items():
+        for origin in origins:
+            yield from _collision(what, name, origin, [other for other in origins if other != origin])
+        if what == "command" and name in core_commands:
+            for origin in origins:
+                full = f"{origin.distribution}:{name}"
+                yield Finding(origin, "name-collision", f"command {name!r} is one of Dovetail's own", f"it is reached as {full}; rename it")
+
+
+def _collision(what: str, name: str, origin: PluginOrigin, others: Sequence[PluginOrigin]) -> Iterator[Finding]:
+    if what == "bundled model":  # only ever named in full
+        others = [other for other in others if other.distribution == origin.distribution]
+    if not others:
+        return
+    by = ", ".join(str(other) for other in others)
+    if any(other.distribution == origin.distribution for other in others):
+        yield Finding(origin, "offered-twice", f"{what} {name!r} is offered by {by} too, of the same distribution", "offer it once")
+    elif what == "architecture":
+        remedy = "a model of it can't be served while both are there: deny one of them under plugins.deny"
+        yield Finding(origin, "name-collision", f"{name} is served by {by} too", remedy)
+    else:
+        remedy = f"write {origin.distribution}:{name} in full, or rename it"
+        yield Finding(origin, "name-collision", f"{what} {name!r} is offered by {by} too", remedy)
+
+
+def _check_installed(only: str, found: Sequence[FoundPlugin]) -> None:
+    try:
+        metadata.distribution(only)
+    except metadata.PackageNotFoundError:
+        known = sorted({plugin.origin.distribution for plugin in found})
+        hint = did_you_mean(only, known)
+        raise PluginError(f"no distribution {only!r} is installed{hint}; with plugins there are {', '.join(known) or 'none'}") from None
+
+
+def _nothing_there(only: str, found: Sequence[FoundPlugin], findings: Sequence[Finding]) -> Iterator[Finding]:
+    if any(plugin.origin.distribution == only for plugin in found) or any(finding.problem == "metadata-unreadable" for finding in findings):
+        return
+    origin = PluginOrigin(only, "?", metadata.version(only))
+    remedy = f'add [project.entry-points."{ENTRY_POINT_GROUP}"] to its pyproject.toml, with a line like name = "package", and reinstall it'
+    yield Finding(origin, "no-plugin", f"it has no entry point in the group {ENTRY_POINT_GROUP}", remedy)

@@ -1,0 +1,135 @@
+"""What can be seen wrong in metadata alone: left over, doubled, moved away, or not what the source says any more. Nothing is imported."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+from urllib.request import url2pathname
+
+from packaging.utils import canonicalize_name
+
+from dovetail.api.component import ENTRY_POINT_GROUP
+from dovetail.registry.doctor.findings import Finding, Problem
+from dovetail.registry.finder import find_plugins
+from dovetail.registry.plugin import PluginOrigin
+from dovetail.registry.requirements import missing_requirements, pip_line
+from dovetail.where import did_you_mean
+
+SHOWN = 3  # files named in a message
+
+
+def metadata_findings(only: str | None = None) -> list[Finding]:
+    """Of all distributions that have plugins or meant to; or of the distribution `only` (a normalized name), whatever it has."""
+    findings = [
+        Finding(failure.origin, "metadata-unreadable", failure.reason, f"reinstall it, or delete {failure.origin.distribution} by hand")
+        for failure in find_plugins().failures
+        if only in (None, failure.origin.distribution)
+    ]
+    for copies in _installed(only).values():
+        origin = PluginOrigin(canonicalize_name(copies[0].name), "?", copies[0].version)
+        findings += [Finding(origin, *problem) for check in _CHECKS for problem in check(copies)]
+    return findings
+
+
+def _twice(copies: list[metadata.Distribution]) -> Iterator[Problem]:
+    if len(copies) > 1:
+        places = ", ".join(f"{copy.version} in {_home(copy)}" for copy in copies)
+        remedy = f"pip uninstall {copies[0].name} until it finds nothing more, delete what is left of these, and install it once"
+        yield "metadata-twice", f"it is installed {len(copies)} times: {places}; the first counts", remedy
+
+
+def _files_gone(copies: list[metadata.Distribution]) -> Iterator[Problem]:
+    gone = [str(file) for file in copies[0].files or () if file.suffix == ".py" and not Path(str(file.locate())).exists()]
+    if gone:
+        named = ", ".join(gone[:SHOWN]) + (f" and {len(gone) - SHOWN} more" if len(gone) > SHOWN else "")
+        remedy = f"pip install --force-reinstall --no-deps {copies[0].name}, or pip uninstall {copies[0].name}"
+        yield "files-gone", f"its metadata lists files that aren't there: {named}", remedy
+
+
+def _source_moved(copies: list[metadata.Distribution]) -> Iterator[Problem]:
+    source = _editable_source(copies[0])
+    if source is not None and not source.is_dir():
+        remedy = f"pip install -e WHERE_IT_IS_NOW, or pip uninstall {copies[0].name}"
+        yield "source-moved", f"it was installed with pip install -e from {source}, which isn't there any more", remedy
+
+
+def _entry_points_stale(copies: list[metadata.Distribution]) -> Iterator[Problem]:
+    source = _editable_source(copies[0])
+    if source is None or (wanted := _entry_points_of_source(source)) is None:
+        return
+    installed = {point.name: point.value for point in copies[0].entry_points.select(group=ENTRY_POINT_GROUP)}
+    if installed != wanted:
+        what = f"{source / 'pyproject.toml'} has the entry points {_shown(wanted)}, installed are {_shown(installed)}"
+        yield "entry-points-stale", what, f"entry points are read at installation: pip install -e {source}"
+
+
+def _wrong_group(copies: list[metadata.Distribution]) -> Iterator[Problem]:
+    groups = {point.group for point in copies[0].entry_points}
+    for group in sorted(groups - {ENTRY_POINT_GROUP}):
+        if did_you_mean(group.replace("_", "."), [ENTRY_POINT_GROUP]):
+            yield "wrong-group", f"its entry points are in the group {group!r}", f"write [project.entry-points.{ENTRY_POINT_GROUP!r}]"
+
+
+def _dependency_missing(copies: list[metadata.Distribution]) -> Iterator[Problem]:
+    missing = missing_requirements(copies[0].requires or ())
+    if missing:
+        yield "dependency-missing", f"it depends on {', '.join(map(str, missing))}", pip_line(missing, copies[0].name)
+
+
+_CHECKS = (_twice, _files_gone, _source_moved, _entry_points_stale, _wrong_group, _dependency_missing)
+
+
+def _installed(only: str | None) -> dict[str, list[metadata.Distribution]]:
+    """Distributions whose metadata speaks of Dovetail's plugins, by normalized name, each with all its copies in the order of `sys.path`."""
+    found: dict[str, dict[str, metadata.Distribution]] = {}
+    for distribution in metadata.distributions():
+        try:
+            name = canonicalize_name(distribution.metadata["Name"])
+            text = distribution.read_text("entry_points.txt") or ""
+            list(distribution.entry_points)
+        except Exception:  # `find_plugins` has told of it, if it has plugins
+            continue
+        if name == only or (only is None and "dovetail" in text):
+            found.setdefault(name, {}).setdefault(_home(distribution), distribution)
+    relevant = {name: list(copies.values()) for name, copies in found.items()}
+    return {name: copies for name, copies in relevant.items() if only is not None or any(_is_ours(copy.entry_points) for copy in copies)}
+
+
+def _is_ours(entry_points: Iterable[metadata.EntryPoint]) -> bool:
+    return any(point.group.startswith("dovetail") for point in entry_points)
+
+
+def _home(distribution: metadata.Distribution) -> str:
+    """The folder of its metadata."""
+    return str(Path(str(getattr(distribution, "_path", distribution.locate_file("")))).resolve())
+
+
+def _editable_source(distribution: metadata.Distribution) -> Path | None:
+    """The folder that an editable installation points to (PEP 610); None for any other installation."""
+    try:
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+        if not origin.get("dir_info", {}).get("editable"):
+            return None
+        return Path(url2pathname(unquote(urlsplit(origin["url"]).path)))
+    except (ValueError, KeyError, AttributeError):
+        return None
+
+
+def _entry_points_of_source(source: Path) -> dict[str, str] | None:
+    """What the project's pyproject.toml says; None if it says nothing, or can't be read."""
+    try:
+        project: Any = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    except (OSError, ValueError, KeyError):
+        return None
+    if "entry-points" in project.get("dynamic", ()):
+        return None
+    return dict(project.get("entry-points", {}).get(ENTRY_POINT_GROUP, {}))
+
+
+def _shown(entry_points: dict[str, str]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in sorted(entry_points.items())) or "none"

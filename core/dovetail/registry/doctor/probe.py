@@ -1,0 +1,194 @@
+"""Loads one plugin and writes down what it saw: `python -m dovetail.registry.doctor.probe ID REPORT LEVEL`.
+
+It runs in a process of its own, which the plugin may end, block or fill with text. So the report is a file, one JSON object a line, each
+written at once: the phase that begins, a problem, what is offered, and the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from dovetail.api.component import KINDS
+from dovetail.errors import DovetailError
+from dovetail.registry import hookspecs
+from dovetail.registry.doctor.findings import Problem
+from dovetail.registry.finder import find_plugins
+from dovetail.registry.loader import load_plugin
+from dovetail.registry.plugin import FoundPlugin, LoadedPlugin, PluginFailure
+from dovetail.registry.requirements import missing_requirements, pip_line
+from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent
+from dovetail.where import did_you_mean
+
+Level = Literal["declare", "use"]  # how far to go: what it declares, or import all that is declared too
+
+HEAVY = ("torch", "transformers", "triton")
+HOOKS = tuple(name for name in dir(hookspecs) if name.startswith("dovetail_"))
+
+
+def main() -> NoReturn:
+    """Never returns to a plugin's threads or exit handlers."""
+    plugin_id, report, level = sys.argv[1:]
+    with Path(report).open("a", encoding="utf-8", buffering=1) as file:
+
+        def write(**fields: Any) -> None:
+            file.write(json.dumps(fields) + "\n")
+
+        found = next(plugin for plugin in find_plugins().plugins if plugin.origin.id == plugin_id)
+        write(phase="declaring")
+        already, threads = set(sys.modules), threading.active_count()
+        result = load_plugin(found)
+        problems = list(_while_declaring(found, result, already, threads))
+        for problem in problems:
+            write(problem=problem)
+        if isinstance(result, LoadedPlugin):
+            write(offers=list(_offers(result)))
+            if level == "use":
+                write(phase="importing what it declares")
+                for problem in _of_what_it_offers(result):
+                    write(problem=problem)
+        write(end=True)
+    os._exit(0)
+
+
+def _while_declaring(found: FoundPlugin, result: LoadedPlugin | PluginFailure, already: set[str], threads: int) -> Iterator[Problem]:
+    new = sys.modules.keys() - already
+    if isinstance(result, PluginFailure):
+        yield _of_failure(found, result)
+    else:
+        yield from _unmarked_hooks(sys.modules.get(found.entry_point.module))
+    heavy = [name for name in HEAVY if name in new]
+    if heavy:
+        guilty = sorted(name for name in new if _is_below(name, found.entry_point.module) and any(one in vars(sys.modules[name]) for one in heavy))
+        where = f", in {', '.join(guilty)}" if guilty else ""
+        remedy = "import it in the module that a ComponentSpec's target names, which is loaded when it is used"
+        yield "imports-torch", f"it imports {' and '.join(heavy)} while it declares{where}", remedy
+    if result.output:
+        yield "prints", f"it prints while it declares: {short(result.output)}", "log with the logging module, and only once something of it runs"
+    if threading.active_count() > threads:
+        names = ", ".join(thread.name for thread in threading.enumerate()[threads:])
+        yield "leaves-threads", f"it has started threads while it declares: {names}", "start them when a component is made, and end them with it"
+
+
+def _of_failure(found: FoundPlugin, failure: PluginFailure) -> Problem:
+    error, point = failure.error, found.entry_point
+    if failure.phase == "import":
+        return _of_failed_import(found, error)
+    if failure.phase == "hooks":
+        if type(error).__name__ == "PluginValidationError":
+            return "hook-unknown", f"{failure.reason}", f"hooks are {', '.join(HOOKS)}{_nearest_hook(str(error))}"
+        return "hook-missing", failure.reason, f"define one in {point.value}, marked with @hookimpl from dovetail.api"
+    if isinstance(error, SystemExit):
+        return "exits", f"a hook ended the process: {failure.reason}", "a hook only returns what there is"
+    return (
+        "declaration-wrong",
+        failure.reason,
+        "see the fields of ComponentSpec, CommandSpec and BundledModel in the reference of dovetail.api.component",
+    )
+
+
+def _of_failed_import(found: FoundPlugin, error: BaseException) -> Problem:
+    point = found.entry_point
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError) and error.name and (point.module == error.name or point.module.startswith(f"{error.name}.")):
+        return "points-nowhere", f"its entry point names the module {point.module}, which isn't installed", _remedy_for_nowhere(found)
+    if isinstance(error, AttributeError) and point.attr and point.module in sys.modules:
+        return "points-nowhere", f"its entry point names {point.value}: {error}", _remedy_for_nowhere(found)
+    if isinstance(error, SystemExit):
+        return (
+            "exits",
+            f"importing {point.module} ended the process: {text}",
+            "guard what is meant for the command line with if __name__ == '__main__'",
+        )
+    if isinstance(error, ModuleNotFoundError):
+        return "import-fails", f"importing {point.module} failed: {text}", f"install {error.name}, and name it in the dependencies in pyproject.toml"
+    return "import-fails", f"importing {point.module} failed: {text}", f"python -c 'import {point.module}' shows where"
+
+
+def _remedy_for_nowhere(found: FoundPlugin) -> str:
+    return f"correct the entry point in pyproject.toml, see that the wheel holds the module, and reinstall {found.origin.distribution}"
+
+
+def _nearest_hook(text: str) -> str:
+    """A guess at what pluggy's message is about."""
+    words = [word.strip("'\".,:()") for word in text.split()]
+    return next((near for word in words if word.startswith("dovetail") and word not in HOOKS and (near := did_you_mean(word, HOOKS))), "")
+
+
+def _unmarked_hooks(module: Any) -> Iterator[Problem]:
+    """Functions that look like hooks and aren't, in a module that has others that are."""
+    for name, value in vars(module).items() if module is not None else ():
+        if not callable(value) or not name.startswith("dovetail_") or getattr(value, "__module__", None) != module.__name__:
+            continue
+        if name not in HOOKS and (near := did_you_mean(name, HOOKS)):
+            yield "hook-unknown", f"{name}() is no hook{near}", f"hooks are {', '.join(HOOKS)}, marked with @hookimpl"
+        elif name in HOOKS and not hasattr(value, "dovetail_impl"):
+            yield "hook-unknown", f"{name}() isn't marked as a hook, so nobody calls it", "mark it with @hookimpl from dovetail.api"
+
+
+def _offers(plugin: LoadedPlugin) -> Iterator[tuple[str, str]]:
+    """(what, name) of all that can collide with somebody else's."""
+    yield from ((spec.kind, spec.name) for spec in plugin.components)
+    yield from (("architecture", name) for spec in plugin.components for name in spec.architectures)
+    yield from (("command", spec.name) for spec in plugin.commands)
+    yield from (("bundled model", model.name) for model in plugin.models)
+
+
+def _of_what_it_offers(plugin: LoadedPlugin) -> Iterator[Problem]:
+    for spec in sorted(plugin.components, key=lambda spec: (KINDS.index(spec.kind), spec.name)):
+        yield from _of_component(ResolvedComponent(spec, plugin.origin))
+    for command in plugin.commands:
+        yield from _attempts(f"command {command.name!r}", [ResolvedCommand(command, plugin.origin).load])
+    for model in plugin.models:
+        if not _has_model(model.package, model.path):
+            yield "target-fails", f"bundled model {model.name!r}: there is no {model.path} in {model.package}", "ship it as package data"
+
+
+def _of_component(component: ResolvedComponent) -> Iterator[Problem]:
+    named = f"{component.spec.kind} {component.spec.name!r}"
+    if (mismatch := component.api_problem()) is not None:
+        yield "api-mismatch", mismatch, "see the page on versions for what changed between the two"
+        return
+    steps = [component.options_model, component.request_extra]
+    missing = missing_requirements(component.spec.requires)
+    if missing:
+        lacks = ", ".join(map(str, missing))
+        yield "requirement-missing", f"{named} can't be used here: it needs {lacks}", pip_line(missing, component.distribution)
+    else:
+        steps.append(component.load)
+    yield from _attempts(named, steps)
+
+
+def _attempts(named: str, steps: Iterable[Any]) -> Iterator[Problem]:
+    for step in steps:
+        try:
+            step()
+        except DovetailError as error:
+            yield "target-fails", f"{named}: {error}", "correct what the spec names, or the module that it names"
+
+
+def _has_model(package: str, path: str) -> bool:
+    try:
+        return resources.files(package).joinpath(path).is_dir()
+    except (ImportError, TypeError, OSError):
+        return False
+
+
+def _is_below(name: str, module: str) -> bool:
+    top = module.partition(".")[0]
+    return name == top or name.startswith(f"{top}.")
+
+
+def short(text: str) -> str:
+    line = " ".join(text.split())
+    return repr(line if len(line) <= 80 else f"{line[:77]}...")
+
+
+if __name__ == "__main__":
+    main()

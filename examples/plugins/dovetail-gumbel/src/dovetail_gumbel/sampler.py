@@ -1,0 +1,106 @@
+"""The sampler `gumbel`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerCapabilities
+from dovetail.nn.logprobs import top_logprobs
+from numpy.typing import NDArray
+
+from dovetail_gumbel.noise import gumbel
+from dovetail_gumbel.rules import LEAST, NEVER, Seen, has_rules, ruled
+
+Rows = NDArray[np.int64]
+
+RANK = "gumbel_rank"
+PARAMETERS = np.dtype(
+    [
+        ("temperature", np.float64),
+        ("top_k", np.int64),  # the vocabulary's size: all
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("seed", np.uint64),
+        ("rank", np.int64),
+    ]
+)
+
+
+class GumbelSampler(Sampler):
+    """`extra_args["gumbel_rank"]`: which of the samples without replacement a request takes, 0 (the default) the first. Beyond the last token
+    that the filters leave, it is the last."""
+
+    capabilities = SamplerCapabilities(extra_args=(RANK,))
+
+    def prepare(self, max_rows: int) -> None:
+        self._parameters = np.zeros(max_rows, PARAMETERS)
+        self._logprobs = np.full(max_rows, -1)  # how many a row asks for; -1: none
+        self._ruled: dict[int, RowSampling] = {}  # rows that have rules
+
+    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+        for row in removed:
+            self._ruled.pop(row, None)
+        for row, sampling in added:
+            top_k = sampling.top_k or self.context.vocab_size
+            self._parameters[row] = (sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.seed % 2**64, rank_of(sampling))
+            self._logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
+            if has_rules(sampling):
+                self._ruled[row] = sampling
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows) -> SampledTokens:
+        scores = logits.double()  # [n, vocab]
+        for index, row in enumerate(host_rows.tolist()):
+            if row in self._ruled:
+                scores[index] = ruled(scores[index], self._ruled[row], self._seen(row))
+        token_ids = self._draw(scores, rows, self._parameters[host_rows])
+        most = max(self._logprobs[host_rows].tolist(), default=-1)
+        return SampledTokens(token_ids, None if most < 0 else top_logprobs(logits, token_ids, most))
+
+    def _draw(self, scores: torch.Tensor, rows: torch.Tensor, parameters: NDArray[np.void]) -> torch.Tensor:
+        """scores [n, vocab] -> token ids [n]."""
+        scores = scores.nan_to_num(nan=NEVER, posinf=-LEAST, neginf=NEVER)
+        temperature = self._column(parameters, "temperature")
+        scaled = (scores - scores.amax(1, keepdim=True).clamp(min=LEAST)) / temperature.where(temperature > 0, 1.0).clamp(min=1e-300)
+        kept = self._kept(scaled, parameters)
+        perturbed = (scaled + self._noise(rows, parameters)).masked_fill_(~kept, NEVER)
+        rank = torch.minimum(self._column(parameters, "rank"), kept.sum(1, keepdim=True) - 1)
+        drawn = perturbed.topk(int(rank.max()) + 1, dim=1).indices.gather(1, rank) if len(rank) else rank
+        return drawn.where(temperature > 0, scaled.argmax(1, keepdim=True)).squeeze(1)
+
+    def _kept(self, scaled: torch.Tensor, parameters: NDArray[np.void]) -> torch.Tensor:
+        """scaled [n, vocab], 0 at most -> which pass top-k, top-p and min-p, each over what the one before left. The likeliest always does."""
+        if not ((parameters["top_k"] < scaled.shape[1]) | (parameters["top_p"] < 1) | (parameters["min_p"] > 0)).any():
+            return torch.ones_like(scaled, dtype=torch.bool)
+        scaled, tokens = scaled.sort(dim=1, descending=True, stable=True)  # of equals the lowest id first
+        weights = scaled.exp()
+        kept = torch.arange(scaled.shape[1], device=scaled.device) < self._column(parameters, "top_k")
+        shares = weights * kept
+        top_p = self._column(parameters, "top_p")
+        kept &= (shares.cumsum(1) - shares < top_p * shares.sum(1, keepdim=True)) | (top_p >= 1)
+        kept &= weights >= self._column(parameters, "min_p")
+        kept[:, 0] = True
+        return torch.zeros_like(kept).scatter_(1, tokens, kept)
+
+    def _noise(self, rows: torch.Tensor, parameters: NDArray[np.void]) -> torch.Tensor:
+        """[n, vocab] for the output positions that the rows are at."""
+        history = self.context.history
+        positions = (history.num_tokens[rows] - history.prompt_lens[rows]).cpu().numpy().astype(np.uint64)
+        return torch.from_numpy(gumbel(parameters["seed"], positions, self.context.vocab_size)).to(rows.device)
+
+    def _column(self, parameters: NDArray[np.void], name: str) -> torch.Tensor:
+        """[n, 1]."""
+        return torch.from_numpy(parameters[name].copy()).to(self.context.device)[:, None]
+
+    def _seen(self, row: int) -> Seen:
+        history = self.context.history
+        tokens = history.token_ids[row, : int(history.num_tokens[row])].tolist()
+        prompt = int(history.prompt_lens[row])
+        return Seen(tokens[:prompt], tokens[prompt:])
+
+
+def rank_of(sampling: RowSampling) -> int:
+    rank = sampling.extra_args.get(RANK, 0)
+    return rank if type(rank) is int and rank >= 0 else 0

@@ -1,0 +1,15 @@
+"""Last come, first served, for Dovetail."""
+
+from collections.abc import Iterable
+
+from dovetail.api import ComponentSpec, hookimpl
+
+
+@hookimpl
+def dovetail_components() -> Iterable[ComponentSpec]:
+    yield ComponentSpec(
+        kind="scheduler",
+        name="lcfs",
+        target="dovetail_lcfs.policy:LCFS",
+        summary="Last come, first served; the oldest make room",
+    )

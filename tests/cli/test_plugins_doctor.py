@@ -1,0 +1,217 @@
+"""`dovetail plugins doctor`: each thing that can be wrong with an installed plugin is found, named, and comes with what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from dovetail.cli.plugins_doctor import doctor
+from dovetail.errors import PluginError
+from dovetail.registry.doctor.examine import examine
+from dovetail.registry.doctor.findings import PROBLEMS, Diagnosis, Finding
+from tests.registry.fakes import HOOK, SCHEDULER, Site, components, scheduler
+
+GOOD = components(scheduler(package="good"))
+MODEL = 'kind="model", name="{}", target="good_policy:Fair", architectures=("SameForCausalLM",)'
+COMMAND = "from dovetail.api import CommandSpec, hookimpl\n@hookimpl\ndef dovetail_commands():\n    return [CommandSpec({!r}, {!r})]\n"
+
+BAD_PLUGINS = {  # problem -> source of a plugin that has it
+    "import-fails": "import there_is_no_such_module",
+    "exits": "import sys\nsys.exit(3)",
+    "exits at once": "import os\nos.write(2, b'good bye')\nos._exit(3)",
+    "exits in a hook": HOOK.format(specs="exit()"),
+    "hangs": "import time\nprint('waiting')\ntime.sleep(1000)",
+    "crashes": "import ctypes\nctypes.string_at(0)",
+    "hook-unknown": "from dovetail.api import hookimpl\n@hookimpl\ndef dovetail_component(): return []",
+    "hook-unknown beside a good one": GOOD + "def dovetail_comands(): return []",
+    "hook-unknown for want of a mark": GOOD + "def dovetail_commands(): return []",
+    "hook-missing": "x = 1",
+    "declaration-wrong": components(scheduler("Fair!")),
+    "imports-torch": "import torch\n" + GOOD,
+    "prints": "print('hello')\n" + GOOD,
+    "prints past its guard": "import os\nos.write(1, b'hello')\n" + GOOD,
+    "leaves-threads": "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()\n" + GOOD,
+    "api-mismatch": components(scheduler(package="good", api="0.0")),
+    "requirement-missing": components(scheduler(package="good", requires=("there-is-no-such-package>=2",))),
+    "target-fails": components(scheduler(package="good", target="good_policy:Unfair")),
+    "target-fails by its kind": components('kind="sampler", name="x", target="good_policy:Fair"'),
+    "target-fails by its options": components('kind="scheduler", name="x", target="good_policy:Fair", options="good_policy:Fair"'),
+    "target-fails by a command": COMMAND.format("x", "there_is_no_such_module:app"),
+    "name-collision with a built-in": components('kind="scheduler", name="fcfs", target="good_policy:Fair", options="good_policy:Options"'),
+    "name-collision with a command": COMMAND.format("config", "good_policy:Fair"),
+}
+
+
+@pytest.fixture(scope="module")
+def diagnosis(tmp_path_factory: pytest.TempPathFactory) -> Diagnosis:
+    """Of a site where everything is wrong that can be, and one plugin is right."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DOVETAIL_PLUGINS", raising=False)
+        site = Site(tmp_path_factory.mktemp("site"))
+        patch.setattr(sys, "path", [str(site.path), *sys.path])
+        (site.path / "good_policy.py").write_text(SCHEDULER)
+        (site.path / "torch.py").write_text("")
+        for what, source in BAD_PLUGINS.items():
+            site.install(name_of(what), modules={name_of(what).replace("-", "_"): source})
+        install_bad_metadata(site)
+        site.install("good", modules={"good": components(scheduler("good", package="good"))})
+        return examine(time_limit_s=5.0, core_commands=["config"])
+
+
+def name_of(what: str) -> str:
+    return f"dovetail-{what.replace(' ', '-')}"
+
+
+def install_bad_metadata(site: Site) -> None:
+    def info(name: str) -> Path:
+        return site.path / f"{name.replace('-', '_')}-1.0.dist-info"
+
+    site.install("dovetail-metadata-unreadable", modules={"m": GOOD}, raw_entry_points="[dovetail.plugins]\nx = m\nx = n\n")
+    site.install("dovetail-metadata-twice", modules={"twice": GOOD})
+    site.install("dovetail-metadata-twice", "0.9", modules={"twice": GOOD})
+    site.install("dovetail-files-gone", modules={"stays": GOOD})
+    (info("dovetail-files-gone") / "RECORD").write_text("stays.py,,\nleft.py,,\n")
+    site.install("dovetail-source-moved", modules={"moved": GOOD})
+    (info("dovetail-source-moved") / "direct_url.json").write_text(json.dumps(editable(site.path / "nowhere")))
+    site.install("dovetail-entry-points-stale", modules={"stale": GOOD})
+    source = site.path / "with a space"
+    source.mkdir()
+    (source / "pyproject.toml").write_text('[project]\nname = "x"\n[project.entry-points."dovetail.plugins"]\nmain = "stale"\nmore = "stale_too"\n')
+    (info("dovetail-entry-points-stale") / "direct_url.json").write_text(json.dumps(editable(source)))
+    site.install("dovetail-wrong-group", modules={"wrong": GOOD}, raw_entry_points="[dovetail_plugins]\nmain = wrong\n")
+    site.install("dovetail-dependency-missing", modules={"lacks": GOOD}, metadata="Requires-Dist: there-is-no-such-package>=3\n")
+    site.install("dovetail-points-nowhere", modules={"elsewhere": GOOD}, entry_points={"main": "nowhere"})
+    site.install("dovetail-points-nowhere-in-it", modules={"there": GOOD}, entry_points={"main": "there:plugin"})
+    same = components(scheduler("same", package="good"))
+    site.install("dovetail-offered-twice", modules={"one": same, "other": same}, entry_points={"one": "one", "other": "other"})
+    for name in "ab":
+        site.install(f"dovetail-name-collision-{name}", modules={f"arch_{name}": components(MODEL.format(name))})
+
+
+def editable(source: Path) -> dict[str, object]:
+    return {"url": source.as_uri(), "dir_info": {"editable": True}}
+
+
+def of(diagnosis: Diagnosis, distribution: str) -> list[Finding]:
+    return [finding for finding in diagnosis.findings if finding.origin.distribution == distribution]
+
+
+def problems_of(diagnosis: Diagnosis, distribution: str) -> set[str]:
+    return {finding.problem for finding in of(diagnosis, distribution)}
+
+
+EVERYTHING = [
+    *map(name_of, BAD_PLUGINS),
+    *(name_of(what) for what in PROBLEMS if what not in BAD_PLUGINS and what not in ("no-plugin", "name-collision")),
+]
+
+
+@pytest.mark.parametrize("distribution", EVERYTHING)
+def test_what_is_wrong_is_found(diagnosis: Diagnosis, distribution: str) -> None:
+    """The problem's name is the beginning of the distribution's."""
+    problem = max((known for known in PROBLEMS if distribution.startswith(name_of(known))), key=len)
+    assert problem in problems_of(diagnosis, distribution)
+
+
+def test_the_tests_here_provoke_every_problem(diagnosis: Diagnosis) -> None:
+    assert {finding.problem for finding in diagnosis.findings} | {"no-plugin"} == set(PROBLEMS)
+
+
+def test_a_plugin_with_one_thing_wrong_has_one_finding(diagnosis: Diagnosis) -> None:
+    alone = set(EVERYTHING) - {"dovetail-source-moved"}
+    shared = {"name-collision"}  # many plugins here offer "fair"
+    for distribution in alone:
+        others = problems_of(diagnosis, distribution) - shared
+        assert len(others) <= 1, f"{distribution}: {others}"
+
+
+def test_a_good_plugin_has_nothing_said_of_it(diagnosis: Diagnosis) -> None:
+    assert not of(diagnosis, "good")
+    assert not of(diagnosis, "dovetail")
+    assert "good/main" in {origin.id for origin in diagnosis.examined}
+
+
+SAYS = {  # distribution -> in what it says, in what is to do
+    "dovetail-import-fails": ("there_is_no_such_module", "install there_is_no_such_module"),
+    "dovetail-exits-at-once": ("declaring ended the process with exit code 3; its last words: good bye", "neither importing nor declaring"),
+    "dovetail-hangs": ("longer than 5 s", "--time-limit"),
+    "dovetail-crashes": ("SIGSEGV", "faulthandler"),
+    "dovetail-hook-unknown": ("dovetail_component", "did you mean dovetail_components?"),
+    "dovetail-hook-unknown-beside-a-good-one": ("dovetail_comands() is no hook, did you mean dovetail_commands?", "@hookimpl"),
+    "dovetail-imports-torch": ("imports torch while it declares, in dovetail_imports_torch", "target"),
+    "dovetail-api-mismatch": ("scheduler api 0.0, this Dovetail has 0.1: upgrade dovetail-api-mismatch", "versions"),
+    "dovetail-requirement-missing": ("there-is-no-such-package>=2 (not installed)", 'pip install "there-is-no-such-package>=2"'),
+    "dovetail-dependency-missing": ("there-is-no-such-package>=3", 'pip install "there-is-no-such-package>=3"'),
+    "dovetail-target-fails": ("good_policy:Unfair", "correct"),
+    "dovetail-metadata-twice": ("installed 2 times: ", "pip uninstall dovetail-metadata-twice"),
+    "dovetail-files-gone": ("left.py", "--force-reinstall"),
+    "dovetail-source-moved": ("nowhere", "pip install -e"),
+    "dovetail-entry-points-stale": ("main = stale, more = stale_too, installed are main = stale", "pip install -e"),
+    "dovetail-wrong-group": ("'dovetail_plugins'", "dovetail.plugins"),
+    "dovetail-points-nowhere": ("module nowhere, which isn't installed", "pyproject.toml"),
+    "dovetail-points-nowhere-in-it": ("there:plugin", "pyproject.toml"),
+    "dovetail-name-collision-with-a-built-in": ("'fcfs' is offered by dovetail/schedulers", "dovetail-name-collision-with-a-built-in:fcfs"),
+    "dovetail-name-collision-with-a-command": ("'config' is one of Dovetail's own", "dovetail-name-collision-with-a-command:config"),
+    "dovetail-name-collision-a": ("SameForCausalLM is served by dovetail-name-collision-b/main", "plugins.deny"),
+    "dovetail-offered-twice": ("scheduler 'same' is offered by dovetail-offered-twice/", "offer it once"),
+}
+
+
+@pytest.mark.parametrize("distribution", SAYS)
+def test_a_finding_says_what_and_what_to_do(diagnosis: Diagnosis, distribution: str) -> None:
+    what, remedy = SAYS[distribution]
+    findings = of(diagnosis, distribution)
+    assert any(what in finding.what and remedy in finding.remedy for finding in findings), findings
+
+
+def test_one_distribution_is_looked_at_and_collisions_with_others_are_seen(site: Site) -> None:
+    site.install_scheduler("dovetail-fair", "fcfs")
+    site.install("dovetail-broken", modules={"broken": "1/0"})
+    diagnosis = examine("Dovetail_Fair")
+    assert [origin.id for origin in diagnosis.examined] == ["dovetail-fair/main"]
+    assert [finding.problem for finding in diagnosis.findings] == ["name-collision"]
+
+
+def test_a_distribution_without_plugins_says_how_to_declare_some(site: Site) -> None:
+    site.install("no-plugin", modules={"no_plugin": ""}, raw_entry_points="")
+    (finding,) = examine("no-plugin").findings
+    assert (finding.problem, finding.severity) == ("no-plugin", "error")
+    assert '[project.entry-points."dovetail.plugins"]' in finding.remedy
+
+
+def test_entry_points_that_cannot_be_parsed_are_found(site: Site) -> None:
+    site.install("dovetail-fair", modules={"fair": GOOD}, raw_entry_points="[dovetail.plugins]\nthis is no entry point\n")
+    assert problems_of(examine("dovetail-fair"), "dovetail-fair") == {"metadata-unreadable"}
+
+
+def test_a_distribution_that_is_not_installed_is_an_error(site: Site) -> None:
+    site.install_scheduler("dovetail-fair")
+    with pytest.raises(PluginError, match="no distribution 'dovetail-fare' is installed, did you mean dovetail-fair"):
+        examine("dovetail-fare")
+
+
+def test_what_is_denied_is_not_imported(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.install("dovetail-broken", modules={"broken": "1/0"})
+    monkeypatch.setenv("DOVETAIL_PLUGINS", "deny=dovetail-broken")
+    diagnosis = examine("dovetail-broken")
+    assert ([origin.id for origin in diagnosis.denied], diagnosis.findings) == (["dovetail-broken/main"], ())
+
+
+def test_the_command_exits_with_1_if_there_are_errors_and_prints_json(site: Site) -> None:
+    app = typer.Typer()
+    app.command()(doctor)
+    site.install_scheduler("dovetail-fair", requires=("there-is-no-such-package",))
+    site.install("dovetail-broken", modules={"broken": "1/0"})
+    text = CliRunner().invoke(app, ["dovetail-broken"])
+    assert text.exit_code == 1
+    assert "dovetail-broken/main 1.0\n  error import-fails: importing broken failed: ZeroDivisionError" in text.stdout
+    assert "plugins examined: 1, errors: 1, warnings: 0" in text.stdout
+    shown = CliRunner().invoke(app, ["dovetail-fair", "--json"])
+    assert shown.exit_code == 0, "warnings alone are no failure"
+    (finding,) = json.loads(shown.stdout)["findings"]
+    assert (finding["plugin"], finding["severity"], finding["problem"]) == ("dovetail-fair/main", "warning", "requirement-missing")

@@ -1,0 +1,194 @@
+"""`dovetail plugins new`: what it writes installs, is found, works and passes the suite of its kind; it overwrites nothing."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.requirements import Requirement
+from packaging.utils import is_normalized_name
+from typer.testing import CliRunner
+
+from dovetail import LLMEngine, SamplingParams, __version__
+from dovetail.api.component import API_VERSIONS, KINDS, ComponentSpec, Kind
+from dovetail.cli.plugins_new import MAX_NAME, component_name, new, write_package
+from dovetail.config import EngineConfig
+from dovetail.errors import ConfigError
+from dovetail.registry.doctor.examine import examine
+from dovetail.registry.registry import Registry
+from dovetail.testing import run
+from tests.registry.fakes import modules_forgotten
+from tests.support import examples
+
+LONGEST = "a" * 19 + "_" + "b" * 20
+PIP_INSTALL = ["pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+ROOT = Path(__file__).parents[2]
+
+names = st.from_regex(r"(dovetail-)?[a-z][a-z0-9]{0,9}([_-][a-z0-9]{1,9}){0,2}", fullmatch=True)
+
+
+@pytest.fixture(scope="module")
+def projects(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
+    """A package of each kind, called after it."""
+    folder = tmp_path_factory.mktemp("projects")
+    return {kind: write_package(kind, f"my_{kind}", folder) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def site_packages(projects: dict[Kind, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pip has installed them all."""
+    folder = tmp_path_factory.mktemp("site")
+    python(folder, "-m", *PIP_INSTALL, "--target", str(folder), *map(str, projects.values()))
+    return folder
+
+
+@pytest.fixture
+def installed(site_packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """That folder, on `sys.path`."""
+    monkeypatch.delenv("DOVETAIL_PLUGINS", raising=False)
+    monkeypatch.setattr(sys, "path", [str(site_packages), *sys.path])
+    with modules_forgotten(site_packages):
+        yield site_packages
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    kind: Kind = request.param
+    return kind
+
+
+@pytest.fixture
+def project(projects: dict[Kind, Path], kind: Kind) -> Path:
+    return projects[kind]
+
+
+def python(cwd: Path, *args: str, **environ: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environ}
+    done = subprocess.run([sys.executable, *args], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{args}:\n{done.stdout}\n{done.stderr}"
+
+
+def test_they_install_are_listed_and_load(installed: Path, kind: Kind) -> None:
+    component = Registry.discover().resolve(kind, f"my_{kind}")
+    distribution = f"dovetail-my-{kind.replace('_', '-')}"
+    assert (component.qualified_name, component.version) == (f"{distribution}:my_{kind}", "0.1.0")
+    assert component.spec.api == API_VERSIONS[kind]
+    assert component.load().__name__.startswith("My")
+    assert (installed / f"dovetail_my_{kind}" / "py.typed").exists()
+
+
+def test_the_doctor_finds_nothing_wrong(installed: Path) -> None:
+    assert examine("dovetail-my-executor").findings == ()
+
+
+SUITES = [pytest.param(kind, marks=pytest.mark.slow if kind in ("scheduler", "sampler") else ()) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind", SUITES)
+def test_it_passes_the_suite_of_its_kind(installed: Path, kind: Kind) -> None:
+    verdict = run(kind, f"my_{kind}")
+    assert not verdict.findings, str(verdict)
+
+
+def test_its_config_names_it_and_an_engine_runs_with_it(installed: Path, project: Path, kind: Kind) -> None:
+    config = EngineConfig.load(project / "engine.yaml")
+    if kind == "model":
+        return  # it is chosen by the model's config.json
+    choice = config.observers[0] if kind == "observer" else getattr(config, kind)
+    assert choice.name == f"my_{kind}"
+    with LLMEngine.from_config(project / "engine.yaml", max_model_len=64) as engine:
+        engine.add_request("r", "ROMEO:", SamplingParams(max_tokens=3, ignore_eos=True))
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+    assert len(outputs[-1].outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("name", ["x", LONGEST])
+def test_it_is_formatted_and_linted_whatever_its_name(kind: Kind, name: str, tmp_path: Path) -> None:
+    project = write_package(kind, name, tmp_path)
+    python(project, "-m", "ruff", "check", ".")
+    python(project, "-m", "ruff", "format", "--check", ".")
+
+
+@pytest.mark.slow  # `make types` checks the templates where they lie
+def test_its_types_are_strict(tmp_path: Path) -> None:
+    project = write_package("scheduler", "my_own", tmp_path)
+    python(project, "-m", "mypy", "src", MYPYPATH=str(ROOT / "core"))
+
+
+def test_its_ci_installs_it_and_runs_its_suite(project: Path, kind: Kind) -> None:
+    steps = yaml.safe_load((project / ".github/workflows/ci.yml").read_text())["jobs"]["conformance"]["steps"]
+    commands = [step["run"] for step in steps if "run" in step]
+    assert commands[:3] == ['pip install ".[test]"', f"dovetail plugins doctor {project.name}", "python -m pytest"]
+    tests = ast.parse((project / "tests/test_conformance.py").read_text())
+    (suite,) = [node for node in tests.body if isinstance(node, ast.ClassDef)]
+    assert ast.unparse(suite.bases[0]).lower().removesuffix("suite") == kind.replace("_", "")
+    assert f'component = "my_{kind}"' in (project / "tests/test_conformance.py").read_text()
+
+
+def test_it_depends_on_the_dovetail_that_wrote_it(project: Path) -> None:
+    metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    for text in (*metadata["dependencies"], metadata["optional-dependencies"]["test"][0]):
+        requirement = Requirement(text)
+        assert requirement.name == "dovetail"
+        assert requirement.specifier.contains(__version__)
+        assert not requirement.specifier.contains("0.2.0")
+
+
+def test_no_word_of_the_template_is_left(project: Path) -> None:
+    for path in project.rglob("*"):
+        assert "acme" not in path.name.lower()
+        assert not path.is_file() or "acme" not in path.read_text().lower(), path
+
+
+@given(names, st.sampled_from(KINDS))
+@examples(quick=15, full=300)
+def test_any_name_gives_names_that_are_valid_and_collide_with_no_import(tmp_path_factory: pytest.TempPathFactory, name: str, kind: Kind) -> None:
+    project = write_package(kind, name, tmp_path_factory.mktemp("new"))
+    component = component_name(name)
+    assert is_normalized_name(project.name)
+    ComponentSpec(kind, component, "a:B")
+    for path in project.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+        imported = [alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+        assert len({*defined, *imported}) == len(defined) + len(imported), path
+
+
+@pytest.mark.parametrize("name", ["", "My", "3d", "a b", "a--b", "_a", "a.b", "../a", "a/b", "é", "dovetail-", "a" * (MAX_NAME + 1), "a\n"])
+def test_a_name_that_will_not_do_is_refused_with_what_would(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected lower case letters and digits"):
+        write_package("scheduler", name, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean scheduler"):
+        write_package("schedulers", "x", tmp_path)
+
+
+def test_it_overwrites_nothing(tmp_path: Path) -> None:
+    (tmp_path / "dovetail-x").mkdir()
+    with pytest.raises(ConfigError, match="is there already"):
+        write_package("scheduler", "x", tmp_path)
+    assert not list((tmp_path / "dovetail-x").iterdir())
+
+
+def test_the_command_says_what_is_next(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(new)
+    done = CliRunner().invoke(app, ["kv_cache", "my_cache", "--dir", str(tmp_path)])
+    assert done.exit_code == 0
+    assert (tmp_path / "dovetail-my-cache" / "pyproject.toml").exists()
+    for line in ("dovetail plugins test kv_cache my_cache", "dovetail plugins doctor dovetail-my-cache"):
+        assert f"  {line}\n" in done.stdout

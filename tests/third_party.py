@@ -1,0 +1,32 @@
+"""Runs an engine of a config, and sees to it that all of Dovetail comes from a folder: `third_party.py engine.yaml KIND FOLDER`.
+
+`third_party.sh` calls it, in a venv of its own; it imports nothing of this repository.
+"""
+
+import sys
+from pathlib import Path
+
+from dovetail import LLMEngine, SamplingParams
+from dovetail.config import EngineConfig
+from dovetail.registry.registry import Registry
+
+config_file, kind, folder = sys.argv[1:]
+config = EngineConfig.load(config_file)
+choice = getattr(config, kind)
+component = Registry.discover(config.plugins).resolve(kind, choice.name, choice.options)
+assert component.distribution == f"dovetail-{choice.name}", component
+
+prompts = {"one": [5, 6, 7, 8] * 10, "other": [5, 6, 7, 8] * 9 + [1]}
+finished = {}
+with LLMEngine.from_config(config_file) as engine:
+    for id, tokens in prompts.items():
+        engine.add_request(id, {"prompt_token_ids": tokens}, SamplingParams(max_tokens=5, temperature=1.0, seed=1, ignore_eos=True, detokenize=False))
+    while engine.has_unfinished_requests():
+        finished |= {output.request_id: len(output.outputs[0].token_ids) for output in engine.step() if output.finished}
+assert finished == dict.fromkeys(prompts, 5), finished
+
+ours = {name: module.__file__ for name, module in sys.modules.items() if name.split(".")[0].startswith("dovetail") and module.__file__}
+strangers = {name: file for name, file in ours.items() if not Path(file).is_relative_to(folder)}
+assert len(ours) > 20
+assert not strangers, strangers
+print(f"{component}: {finished}")

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# The packages in examples/plugins are a third party: built as wheels, installed beside Dovetail's own wheel, and used where no file of this
+# repository can be seen. The scheduler is in a venv without torch; the others find torch and what else they need in $VENV.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$(realpath --no-symlinks "${VENV:-.venv}/bin/python")
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+export PIP_DISABLE_PIP_VERSION_CHECK=1 DOVETAIL_PLUGINS="" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+unset PYTHONPATH
+
+mkdir "$dir/src" "$dir/empty"
+cp -r pyproject.toml README.md LICENSE core plugins examples/plugins/dovetail-* "$dir/src"  # building leaves things behind
+cp constraints.txt tests/third_party.py "$dir"
+cd "$dir/empty"
+"$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$dir/wheels" "$dir/src" "$dir"/src/dovetail-*
+
+without_torch() {
+  "$python" -m venv "$dir/plain"
+  "$dir/plain/bin/pip" install --quiet -c "$dir/constraints.txt" "$(echo "$dir"/wheels/dovetail-0*.whl)[testing]" "$dir"/wheels/dovetail_lcfs-*.whl
+  ! "$dir/plain/bin/python" -c 'import torch' 2>/dev/null || { echo "this venv was meant to have no torch"; return 1; }
+  use plain scheduler lcfs
+  "$dir/plain/bin/dovetail" plugins new observer mine && test -s dovetail-mine/.github/workflows/ci.yml
+}
+
+with_torch() {
+  "$python" -m venv "$dir/torch"
+  mkdir "$dir/layer"  # all of $VENV but Dovetail
+  for entry in "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/*; do
+    case $(basename "$entry") in dovetail* | __editable__* | *.pth) ;; *) ln -s "$entry" "$dir/layer" ;; esac
+  done
+  echo "$dir/layer" > "$("$dir/torch/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/layer.pth"
+  "$dir/torch/bin/pip" install --quiet --no-deps "$dir"/wheels/dovetail-0*.whl "$dir"/wheels/dovetail_radix-*.whl "$dir"/wheels/dovetail_gumbel-*.whl
+  use torch kv_cache radix && use torch sampler gumbel
+}
+
+use() {  # venv, kind, name
+  local bin=$dir/$1/bin
+  "$bin/dovetail" plugins list | grep -E "^$2 +$3 +dovetail-$3/$3 "
+  "$bin/dovetail" plugins doctor "dovetail-$3"
+  "$bin/python" -P "$dir/third_party.py" "$dir/src/dovetail-$3/engine.yaml" "$2" "$dir"
+  "$bin/python" -m pytest -q -p no:cacheprovider --rootdir "$dir/empty" "$dir/src/dovetail-$3/tests/test_$3.py"
+  "$bin/dovetail" plugins test "$2" "$3"
+}
+
+without_torch > "$dir/plain.log" 2>&1 &
+plain=$!
+with_torch
+wait "$plain" || { cat "$dir/plain.log"; echo "without torch: failed"; exit 1; }
+cat "$dir/plain.log"
