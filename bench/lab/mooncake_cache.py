@@ -1,0 +1,62 @@
+"""Mooncake's conversation trace through the KV-cache manager `prefix`, one request at a time: what a cache of a given size finds again.
+
+    python -m bench.lab.mooncake_cache --traces DIR                 # a minute or two
+    python -m bench.lab.mooncake_cache --traces DIR --blocks 2929
+
+No engine and no clock: each request looks its prompt up, takes its blocks, commits prompt and answer and lets go, before the next one comes. Blocks
+of 512 tokens, as the trace has its hash ids; only full ones are ever found, and the end of a chain goes before its beginning. An answer is text of
+its own: no later prompt holds it, since the trace doesn't say what was answered.
+"""
+
+from __future__ import annotations
+
+from bench.lab.checks import Figure, arguments, print_figures
+from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
+from dovetail.request import Request, SamplingParams
+from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
+from dovetail_lab.token_ids import output_ids, prompt_ids
+from dovetail_lab.traces import Trace, load_trace
+
+BLOCK_SIZE = 512
+ENDLESS = 500_000  # blocks: more than the trace can fill
+VOCAB_SIZE = 2**31 - 1
+SHARE_OF_PROMPTS = 0.374  # found by an endless cache, of all prompt tokens
+SHARE_OF_ENDLESS = {5_859: 0.377}  # blocks -> hits, of an endless cache's
+
+
+def hits(trace: Trace, num_blocks: int) -> tuple[int, int]:
+    """Prompt tokens found in the cache, and all of them."""
+    manager = PrefixCache(PrefixOptions(reuse=True), KVContext(KVLayout((KVGroup((0,), None, 1),), BLOCK_SIZE, "none"), num_blocks))
+    params = SamplingParams(max_tokens=1)
+    found = total = 0
+    for one in trace:
+        request = Request(one.id, prompt_ids(one, VOCAB_SIZE).tolist(), params, max_tokens=one.output_tokens)
+        found += manager.lookup(request)
+        total += one.prompt_tokens
+        computed = one.prompt_tokens + one.output_tokens - 1  # the last token's K and V are never needed
+        manager.allocate(request, computed)
+        request._output_ids.extend(output_ids(one, VOCAB_SIZE).tolist())  # what the engine's core does when ids arrive
+        manager.commit(request, computed)
+        manager.free(request)
+    return found, total
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--blocks", type=int, nargs="+", default=list(SHARE_OF_ENDLESS), help="sizes of the cache")
+    args = parser.parse_args()
+    trace = load_trace(args.traces / "mooncake" / "conversation_trace.jsonl")
+    endless, total = hits(trace, ENDLESS)
+    figures = [Figure("endless, of all prompt tokens", endless / total, SHARE_OF_PROMPTS, 0.005)]
+    for blocks in args.blocks:
+        share = hits(trace, blocks)[0] / endless
+        expected = SHARE_OF_ENDLESS.get(blocks)
+        if expected is None:
+            print(f"{blocks} blocks: {share:.2%} of the hits of an endless cache")
+        else:
+            figures.append(Figure(f"{blocks} blocks, of endless", share, expected, 0.005 / expected))
+    raise SystemExit(not print_figures(f"{len(trace)} requests, {total} prompt tokens", figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Does the simulation tell what a real run will be like? Calibrate on this machine's GPU, run other workloads and policies on it, simulate the same.
+
+    python -m bench.lab.own_gpu --out DIR                          # Qwen3-0.6B's shape: calibrate, run, compare
+    python -m bench.lab.own_gpu --out DIR --shape qwen3-8b         # calibrate only
+    python -m bench.lab.own_gpu --out DIR --again                  # no GPU: fit anew what was measured, and compare the runs with it
+
+Random weights in the model's true shape, bfloat16, the engine's defaults otherwise: overlap on, prefix reuse on (nobody shares a prefix), blocks as
+the attention backend likes them. The calibration's workload is its grid alone. A run's first seconds are not compared: kernels are compiled then.
+DIR gets one file, own.tgz, which every invocation adds to, after each stage: the profile, every step that was sighted while it was measured, each
+run, real and simulated, and results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tarfile
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.lab.checks import Figure, print_figures
+from dovetail_lab.metrics import measure, per_request
+from dovetail_lab.records import RunResult
+from dovetail_lab.simulate import replay
+from dovetail_lab.step_time import StepTimeProfile
+from dovetail_lab.workloads import WorkloadOptions, load_workload
+
+SETTLING_S = 3.0  # of each run, not compared
+WITHIN = 0.05
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A workload, without its duration, and a policy."""
+
+    workload: str
+    scheduler: str | dict[str, Any]
+
+
+CHAT = "prompt=lognormal(160, 1.0, most=2000) output=lognormal(130, 0.8, most=800) clients=8"
+LONG = "prompt=lognormal(600, 0.9, most=6000) output=lognormal(120, 0.7, most=600) clients=8"
+CASES = {
+    "chat-fcfs": Case(f"arrivals=poisson(60) {CHAT}", "fcfs"),
+    "bursts-sarathi": Case(f"arrivals=gamma(25, cv=2) {LONG}", "sarathi"),
+    "chat-vtc": Case(f"arrivals=poisson(90) {CHAT}", "vtc"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--cases", nargs="*", choices=CASES, help="default: the first two for qwen3-0.6b, none for others")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each real run")
+    parser.add_argument("--time-limit", type=float, default=40.0, help="seconds that the calibration may measure")
+    parser.add_argument("--again", action="store_true", help="measure nothing: fit and simulate what DIR/own.tgz holds")
+    args = parser.parse_args()
+    cases = args.cases if args.cases is not None else list(CASES)[:2] if args.shape == "qwen3-0.6b" else []
+    with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as folder:
+        archive = Archive(args.out / "own.tgz", Path(folder))
+        profile = archive.folder / f"h200-{args.shape}.json"
+        if args.again:
+            fit_anew(archive, args.shape, profile)
+        else:
+            measure_all(args.shape, Path(model), profile, {name: CASES[name] for name in cases}, args, archive)
+        holds = not cases or compare(archive.folder, profile, cases, args.seconds)
+        archive.pack()
+    raise SystemExit(not holds)
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A compressed file, and the folder that it is unpacked to if it is there already."""
+
+    path: Path
+    folder: Path
+
+    def __post_init__(self) -> None:
+        if self.path.exists():
+            with tarfile.open(self.path) as packed:
+                packed.extractall(self.folder, filter="data")
+
+    def pack(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(self.path, "w:gz") as packed:
+            for file in sorted(self.folder.iterdir()):
+                packed.add(file, file.name)
+
+
+def engine(model: str, scheduler: Any) -> dict[str, Any]:
+    sizes = {"max_model_len": 16_384, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
+    return {"model": model, "load_format": "dummy", "dtype": "bfloat16", "generation_config": "none", "scheduler": scheduler, **sizes}
+
+
+def trace_of(case: Case, seconds: float) -> Any:
+    return load_workload(f"{case.workload} duration={seconds}", WorkloadOptions(seed=SEED))
+
+
+def measure_all(shape: str, model: Path, profile: Path, cases: Mapping[str, Case], args: argparse.Namespace, archive: Archive) -> None:
+    """What needs the GPU."""
+    import torch
+
+    from bench.shapes import SHAPES, write_checkpoint
+    from dovetail_lab.calibrate import calibrate
+
+    write_checkpoint(SHAPES[shape], model)
+    begun = time.perf_counter()
+    made = calibrate(engine(str(model), "fcfs"), name=profile.stem, time_limit_s=args.time_limit)
+    named = {"model": f"{shape}'s shape, random weights, bfloat16", "source": "bench/lab/own_gpu.py"}
+    made.profile.model_copy(update=named).save(profile)
+    (archive.folder / f"sightings-{shape}.json").write_text(json.dumps([astuple(sighting) for sighting in made.sightings]))
+    archive.pack()
+    took = time.perf_counter() - begun
+    print(f"calibrated in {took:.0f} s: off by {made.profile.error:.1%} ({made.profile.judged_on}); all of the grid: {made.complete}", flush=True)
+    for name, case in cases.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        begun = time.perf_counter()
+        replay(engine(str(model), case.scheduler), trace_of(case, args.seconds), name=name, seed=SEED).save(archive.folder / f"{name}-real.json")
+        archive.pack()
+        print(f"{name}: ran in {time.perf_counter() - begun:.0f} s", flush=True)
+
+
+def fit_anew(archive: Archive, shape: str, profile: Path) -> None:
+    """From the steps that were sighted."""
+    from dovetail_lab.calibrate import profile_of
+    from dovetail_lab.rig import Sighting
+    from dovetail_lab.step_time import StepShape
+
+    rows = json.loads((archive.folder / f"sightings-{shape}.json").read_text())
+    sightings = [Sighting(StepShape(*own), *times) for own, *times in rows]
+    fitted = {"step_time", "launch", "after_launch_s", "core_s", "core_per_row_s", "results_s", "results_per_row_s", "error", "judged_on"}
+    made = profile_of(sightings, True, **StepTimeProfile.load(str(profile)).model_dump(exclude=fitted))
+    made.save(profile)
+    print(f"fitted anew: off by {made.error:.1%} ({made.judged_on})")
+
+
+def compare(out: Path, profile: Path, cases: list[str], seconds: float) -> bool:
+    """What doesn't: simulate, and hold the two against each other. Whether all is within `WITHIN`."""
+    results: dict[str, Any] = {"profile": StepTimeProfile.load(str(profile)).model_dump(mode="json"), "cases": {}}
+    holds = True
+    for name in cases:
+        real = RunResult.load(out / f"{name}-real.json")
+        simulated = simulate(CASES[name], real, profile, name, seconds)
+        simulated.save(out / f"{name}-simulated.json")
+        figures = figures_of(simulated, real)
+        holds &= print_figures(name, figures)
+        for run in (simulated, real):
+            print("   ", describe(run))
+        results["cases"][name] = {
+            "figures": {figure.name: [figure.simulated, figure.measured, figure.difference] for figure in figures},
+            "simulated": describe(simulated),
+            "measured": describe(real),
+        }
+    (out / "results.json").write_text(json.dumps(results, indent=1))
+    return holds
+
+
+def simulate(case: Case, real: RunResult, profile: Path, name: str, seconds: float) -> RunResult:
+    blocks = {"num_blocks": real.settings["num_blocks"]}
+    config = {**engine("demo", case.scheduler), "executor": {"name": "simulated", "step_time": str(profile), **blocks}}
+    return replay(config, trace_of(case, seconds), name=name, seed=SEED, overrides={"block_size": real.settings["block_size"]})
+
+
+def figures_of(simulated: RunResult, real: RunResult) -> list[Figure]:
+    figures = []
+    for metric in ("ttft", "tpot", "e2e"):
+        ours, theirs = (per_request([record for record in run if record.arrival_s >= SETTLING_S], metric) * 1e3 for run in (simulated, real))
+        for percentile in (50, 99):
+            pair = float(np.nanpercentile(ours, percentile)), float(np.nanpercentile(theirs, percentile))
+            figures.append(Figure(f"{metric.upper()} p{percentile}, ms", *pair, WITHIN))
+    return figures
+
+
+def describe(run: RunResult) -> dict[str, float]:
+    """What explains a difference."""
+    settled = run.timeline.time_s >= SETTLING_S
+    prefills = run.timeline.prefill_tokens > 0
+    device = 1e3 * run.timeline.device_s
+    return {
+        "completed": measure(run).completed,
+        "steps": int(settled.sum()),
+        "decode_step_ms": float(device[settled & ~prefills].mean()),
+        "prefill_steps": int((settled & prefills).sum()),
+        "prefill_step_ms": float(device[settled & prefills].mean()),
+        "prefill_step_tokens": float((run.timeline.prefill_tokens + run.timeline.decode_tokens)[settled & prefills].mean()),
+        "rows": float(run.timeline.running[settled].mean()),
+        "gap_ms": 1e3 * float(np.median(np.diff(run.timeline.time_s[settled]))),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The lab: one policy, unchanged, in a fast deterministic simulation and on the real engine."""
+
+from __future__ import annotations
+
+from dovetail.api.component import CommandSpec, ComponentSpec, hookimpl
+
+
+@hookimpl
+def dovetail_components() -> list[ComponentSpec]:
+    return [
+        ComponentSpec(
+            kind="executor",
+            name="simulated",
+            target="dovetail_lab.simulated:SimulatedExecutor",
+            options="dovetail_lab.simulated:SimulatedOptions",
+            summary="No model: a virtual clock, moved by a model of the time that a step takes",
+        ),
+        ComponentSpec(
+            kind="observer",
+            name="decision_log",
+            target="dovetail_lab.decision_log:DecisionLog",
+            options="dovetail_lab.decision_log:DecisionLogOptions",
+            summary="Who ran, who waited and why: a file that Perfetto opens",
+        ),
+    ]
+
+
+@hookimpl
+def dovetail_commands() -> list[CommandSpec]:
+    return [CommandSpec(name="lab", target="dovetail_lab.commands:app", summary="Simulate, compare and calibrate scheduling policies")]

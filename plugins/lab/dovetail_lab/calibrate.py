@@ -1,0 +1,257 @@
+"""Step times of a real engine, measured over a designed grid: `calibrate`. The profile that comes of it makes a simulation take as long.
+
+decodes            rows × context
+one prompt joins   decodes × its tokens
+prompts in chunks  tokens × history, beside a growing number of decodes
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import log2
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import dovetail
+from dovetail import EngineConfig, LLMEngine
+from dovetail.errors import ConfigError
+from dovetail_lab.rig import NEVER, Rig, Sighting, TimeIsUpError
+from dovetail_lab.step_time import StepShape, StepTimeProfile
+from dovetail_lab.step_timing import DeviceTimes, Timed, timed
+
+if TYPE_CHECKING:
+    from dovetail.registry.registry import Registry
+
+TIME_LIMIT_S = 60.0
+HELD_OUT = 5  # every fifth measurement judges the fit, and takes no part in it
+SETTLING = 2  # decode steps after a change that belong to no measurement
+TOGETHER = 6  # decode steps that are timed as one
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
+CONTEXTS = ((512, 512), (64, 128), (2048, 1024), (6144, 2048))  # (tokens of a decode, chunk), the most useful first
+JOINING = ((16,), (48,), (128,), (300,), (700,), (1500,), (3000,), (64, 64, 64, 64), (250, 250, 250))
+PREFILLS = (*((tokens, NEVER) for tokens in (32, 128, 400, 1000, 2000, 4000, 8000, 16_000)), (8000, 512), (16_000, 2048))  # (tokens, chunk)
+LEVEL_TOKENS = 160_000  # of K and V: to fill more takes too long
+QUICK_CONTEXTS = ((8, 512), (48, 128))
+QUICK_JOINING = ((4,), (24,))
+QUICK_PREFILLS = tuple((tokens, NEVER) for tokens in (6, 16, 40, 60))
+
+Progress = Callable[[int, int], None]  # (cells measured, of all)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Decodes of about `context` tokens each: at every number of `rows` some steps of them alone, then `prompts` that join."""
+
+    context: int
+    rows: tuple[int, ...]
+    chunk: int  # tokens of prompts beside decodes while rows are added
+    prompts: tuple[tuple[int, ...], ...]  # what joins one step
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """What is measured, the most useful first: the time may run out."""
+
+    warm_up: Level
+    prefills: tuple[tuple[int, int], ...]  # (prompt tokens, chunk), with nobody decoding
+    levels: tuple[Level, ...]
+    decode_steps: int
+    repeats: int
+
+    @classmethod
+    def of(cls, engine: LLMEngine, quick: bool) -> Design:
+        """As much of the grid as the engine has room for. Raises `ConfigError` if it has none."""
+        capacity, config = engine.capacity, engine.config
+        pool = int(0.6 * capacity.num_blocks * capacity.layout.block_size)
+        most_rows = min(config.max_num_seqs, 4 if quick else 256)
+        rows = sorted({rows for rows in ROWS if rows < most_rows} | {most_rows})
+        steps, repeats = (2 * TOGETHER, 1) if quick else (4 * TOGETHER, 3)
+        longest = min(capacity.max_model_len - 1 - steps, pool)
+        contexts = [(context, chunk) for context, chunk in (QUICK_CONTEXTS if quick else CONTEXTS) if 2 * context <= longest]
+        if not contexts:
+            raise ConfigError(f"max_model_len {capacity.max_model_len} is too short to calibrate with")
+        joining = [group for group in (QUICK_JOINING if quick else JOINING) if sum(group) <= min(config.max_num_batched_tokens, longest)]
+        levels = [
+            Level(
+                context,
+                tuple(count for count in rows if count == 1 or count * (context + 64) <= min(pool, LEVEL_TOKENS)),
+                chunk,
+                tuple(joining if index < 2 else joining[1::2]),
+            )
+            for index, (context, chunk) in enumerate(contexts)
+        ]
+        prefills = [(tokens, chunk) for tokens, chunk in (QUICK_PREFILLS if quick else PREFILLS) if tokens <= longest]
+        return cls(levels[0], tuple(prefills), tuple(levels), steps, repeats)
+
+    @property
+    def cells(self) -> int:
+        return len(self.prefills) + sum(len(level.rows) for level in self.levels)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A profile, and what it was made of."""
+
+    profile: StepTimeProfile
+    sightings: tuple[Sighting, ...]
+    complete: bool  # there was time for all of the grid
+
+
+def calibrate(
+    config: str | Path | Mapping[str, Any] | EngineConfig,
+    *,
+    name: str = "calibrated",
+    quick: bool = False,
+    time_limit_s: float = TIME_LIMIT_S,
+    registry: Registry | None = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Start the engine that `config` describes, and measure it for `time_limit_s` at most; what is measured is its own executor.
+
+    `quick`: a tiny grid. Raises what `LLMEngine` raises, and `ConfigError` if too little could be measured to fit anything.
+    """
+    with LLMEngine.from_config(config, registry=registry) as engine:
+        design = Design.of(engine, quick)
+        rig = Rig(engine, time.monotonic() + time_limit_s)
+        complete = _measure(rig, design, progress or (lambda done, total: None))
+        papers = _papers(engine, complete)
+    overlapped = engine.core.max_in_flight > 1
+    sightings = tuple(rig.sightings)
+    return Calibration(profile_of(sightings, overlapped, name=name, **papers), sightings, complete)
+
+
+def profile_of(sightings: Sequence[Sighting], overlapped: bool, **papers: Any) -> StepTimeProfile:
+    """Fitted on `sightings`, which are in order; `overlapped`: steps were handed over while the device was busy. The `papers` are other fields of the
+    profile. Raises `ConfigError` if there is too little to fit anything."""
+    cells = _cells(list(timed(sightings, overlapped)))
+    kept = [cell for index, cell in enumerate(cells) if index % HELD_OUT != HELD_OUT // 2]
+    judges = cells[HELD_OUT // 2 :: HELD_OUT]
+    times = DeviceTimes.fit(kept)
+    return StepTimeProfile(
+        step_time=times.step_time.model_dump(mode="json"),
+        launch=None if times.launch is None else times.launch.model_dump(mode="json"),
+        after_launch_s=times.after_launch_s,
+        error=round(float(np.abs(times.errors(judges)).mean()), 4),
+        judged_on=f"{len(judges)} of {len(cells)} measurements, that it wasn't fitted on",
+        **_core_times(sightings),
+        **papers,
+    )
+
+
+def _measure(rig: Rig, design: Design, progress: Progress) -> bool:
+    """Whether there was time for all."""
+    done = 0
+    try:
+        _warm_up(rig, design)
+        for tokens, chunk in design.prefills:
+            for _ in range(design.repeats):
+                rig.prefill(tokens, chunk)
+            done += 1
+            progress(done, design.cells)
+        for level in design.levels:
+            for rows in level.rows:
+                rig.grow(rows, level.context, level.chunk)
+                rig.decode(design.decode_steps)
+                for group in filter(rig.has_seats_for, level.prompts):
+                    for _ in range(design.repeats):
+                        rig.inject(group, then=SETTLING + 1)
+                done += 1
+                progress(done, design.cells)
+            rig.clear()
+    except TimeIsUpError:
+        return False
+    return True
+
+
+def _warm_up(rig: Rig, design: Design) -> None:
+    """Kernels are compiled, caches of memory filled, also those that only large steps need; nothing of it counts."""
+    level = design.warm_up
+    for tokens, chunk in design.prefills:
+        rig.prefill(tokens, chunk)
+    for rows in (1, 4, 16):
+        rig.grow(min(rows, level.rows[-1]), level.context, level.chunk)
+        rig.decode(4)
+        for group in filter(rig.has_seats_for, level.prompts):
+            rig.inject(group, then=2)
+    rig.clear()
+    rig.sightings.clear()
+
+
+def _cells(steps: Sequence[Timed]) -> list[list[tuple[Timed, ...]]]:
+    """Runs of decodes, and steps with prefills; repetitions of the same together."""
+    cells: dict[tuple[Any, ...], list[tuple[Timed, ...]]] = defaultdict(list)
+    for first, last in _spans([step.shape for step in steps]):
+        measured = tuple(steps[first:last])
+        if all(step.computed_s > 0 for step in measured):
+            cells[_cell(measured[0].shape)].append(measured)
+    return list(cells.values())
+
+
+def _spans(shapes: Sequence[StepShape]) -> Iterator[tuple[int, int]]:
+    """[first, last) of the steps that make a measurement."""
+    index, settled = 0, 0  # decodes of the same rows in a row
+    while index < len(shapes):
+        shape, following = shapes[index], shapes[index + 1 : index + TOGETHER]
+        if shape.prefill_rows:
+            settled = 0
+            yield index, index + 1
+            index += 1
+        elif settled >= SETTLING and len(following) == TOGETHER - 1 and all(_same_decodes(shape, other) for other in following):
+            yield index, index + TOGETHER
+            index += TOGETHER
+        else:
+            settled = settled + 1 if index and _same_decodes(shape, shapes[index - 1]) else 0
+            index += 1
+
+
+def _same_decodes(shape: StepShape, other: StepShape) -> bool:
+    return not shape.prefill_rows and not other.prefill_rows and shape.rows == other.rows
+
+
+def _cell(shape: StepShape) -> tuple[Any, ...]:
+    """What is alike: repetitions differ by the few tokens that were generated meanwhile, chunks by the few decodes that were added."""
+    own = (shape.prefill_rows, shape.prefill_tokens, shape.prefill_pairs)
+    decodes = round(4 * log2(shape.decodes)) if shape.prefill_rows and shape.decodes else shape.decodes
+    return (decodes, round(4 * log2(shape.context_tokens)), *own)
+
+
+def _core_times(sightings: Sequence[Sighting]) -> dict[str, Any]:
+    """Of the core itself: what planning and delivering take."""
+    decodes = [sighting for sighting in sightings if not sighting.shape.prefill_rows and sighting.delivered]
+    rows = np.array([sighting.shape.rows for sighting in decodes])
+    core_s, core_per_row_s = _line(rows, [sighting.submitted - sighting.planned for sighting in decodes])
+    results_s, results_per_row_s = _line(rows, [sighting.delivered - sighting.ended for sighting in decodes])
+    return {"core_s": core_s, "core_per_row_s": core_per_row_s, "results_s": results_s, "results_per_row_s": results_per_row_s}
+
+
+def _line(rows: np.ndarray[Any, Any], seconds: Sequence[float]) -> tuple[float, float]:
+    """Offset and slope through the medians at each number of rows, neither negative."""
+    counts = np.unique(rows)
+    medians = np.array([np.median(np.array(seconds)[rows == count]) for count in counts])
+    slope = max(0.0, float(np.polyfit(counts, medians, 1)[0])) if len(counts) > 1 else 0.0
+    return max(0.0, float((medians - slope * counts).mean())), slope
+
+
+def _papers(engine: LLMEngine, complete: bool) -> dict[str, Any]:
+    """What was measured, and how."""
+    capacity, config = engine.capacity, engine.config
+    details = ", ".join(f"{key} {value}" for key, value in capacity.details.items() if key not in ("device", "model"))
+    overlap = "on" if engine.core.max_in_flight > 1 else "off"
+    sizes = f"max_num_seqs {config.max_num_seqs}, max_num_batched_tokens {config.max_num_batched_tokens}, max_model_len {capacity.max_model_len}"
+    notes = [f"blocks of {capacity.layout.block_size}, overlap {overlap}, {sizes}"]
+    if not complete:
+        notes.append("time ran out before all of the grid was measured")
+    return {
+        "kv_tokens": capacity.num_blocks * capacity.layout.block_size,
+        "machine": capacity.details.get("device", capacity.details.get("step times", "unknown")),
+        "model": f"{config.model} ({capacity.details.get('model', 'unknown')})",
+        "engine": f"Dovetail {dovetail.__version__}, executor {config.executor.name}" + (f": {details}" if details else ""),
+        "source": "dovetail lab calibrate",
+        "notes": tuple(notes),
+    }

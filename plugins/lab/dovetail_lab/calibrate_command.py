@@ -1,0 +1,40 @@
+"""`dovetail lab calibrate`: step times of this machine's engine, as a profile for the executor `simulated`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dovetail import EngineConfig
+from dovetail.errors import ConfigError
+from dovetail_lab.command_options import Engine, Settings, open_engine, progress_bar
+
+
+def calibrate(
+    engine: Engine,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.json", help="Where to write the profile.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny grid: to see whether it works.")] = False,
+    time_limit: Annotated[float, typer.Option("--time-limit", min=1.0, metavar="SECONDS", help="To measure for, the engine's start aside.")] = 60.0,
+    settings: Settings = [],  # noqa: B006 typer makes a list of its own
+) -> None:
+    """Measure this machine's engine, so that simulations take as long as it does."""
+    if out.suffix != ".json" or not out.parent.is_dir():
+        raise ConfigError(f"--out: expected a .json file in a folder that is there, got {out}")
+    from dovetail_lab.simulate import SIMULATED
+
+    if EngineConfig.load(engine).executor.name in SIMULATED:
+        raise ConfigError(f"{engine}: the executor simulated has no step times of its own: name the one to be measured, such as local")
+    config = open_engine(engine, settings, real=True)
+    from dovetail_lab.calibrate import calibrate as measure
+
+    with progress_bar("calibrating", unit="cells") as progress:
+        made = measure(config, name=out.stem, quick=quick, time_limit_s=time_limit, progress=progress)
+    profile = made.profile
+    profile.save(out)
+    typer.echo(f"{profile.machine}: {profile.model}, {profile.engine}")
+    typer.echo(f"off by {profile.error:.1%} on average ({profile.judged_on})")
+    for note in profile.notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"written: {out}")

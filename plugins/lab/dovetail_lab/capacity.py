@@ -1,0 +1,95 @@
+"""The highest rate of arrivals at which an engine meets its objectives: bracketed by doubling, then halved, in logarithms, until it is known to a
+stated tolerance.
+
+That presumes that what fails at a rate fails at every higher one. A finite trace doesn't promise that, so it is checked: by probes beside the search,
+and over all rates that were tried. Where it doesn't hold the answer is the highest rate below every failure, and it says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dovetail.errors import ConfigError
+from dovetail_lab.records import RunResult
+from dovetail_lab.slo import Objective
+
+MAX_DOUBLINGS = 12  # in each direction, from where the search starts
+PROBES = (0.5, 0.8, 1.25)  # of the rate found: what must pass below it, and fail above
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A rate (a factor on the workload's own), and how each objective fared, over all seeds together."""
+
+    scale: float
+    values: tuple[float, ...]  # seconds, of the objectives in order
+    met: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """`scale` is None if even the lowest rate tried fails. `open_ended`: the highest rate tried still passes, so there is no limit to tell."""
+
+    scale: float | None
+    tolerance: float
+    trials: tuple[Trial, ...]  # by rate
+    open_ended: bool
+
+    @property
+    def monotone(self) -> bool:
+        """Whether no rate passed above one that failed."""
+        failed = [trial.scale for trial in self.trials if not trial.met]
+        return not any(trial.met and trial.scale > min(failed) for trial in self.trials) if failed else True
+
+
+def find_capacity(
+    run: Callable[[float], Sequence[RunResult]], objectives: Sequence[Objective], *, tolerance: float = 0.02, start: float = 1.0
+) -> Capacity:
+    """`run(scale)` gives the runs, one a seed, at `scale` times the workload's rate. `tolerance` is relative: the true limit lies between the answer
+    and (1 + tolerance) times it. Raises `ConfigError` for a tolerance outside 0.001 to 1, or a start that isn't above 0."""
+    if not 0.001 <= tolerance <= 1:
+        raise ConfigError(f"--tolerance: expected 0.001 to 1, got {tolerance:g}")
+    if not 0 < start < math.inf:
+        raise ConfigError(f"the rate to start from must be more than 0, got {start:g}")
+    search = _Search(run, objectives, start)
+    rate: float | None = start
+    while rate is not None:
+        search.try_rate(rate)
+        rate = search.next_rate(tolerance)
+    return Capacity(search.low, tolerance, tuple(sorted(search.trials.values(), key=lambda trial: trial.scale)), search.high == math.inf)
+
+
+class _Search:
+    """The rates tried so far, and which to try next."""
+
+    def __init__(self, run: Callable[[float], Sequence[RunResult]], objectives: Sequence[Objective], start: float) -> None:
+        self._run, self._objectives, self._start = run, objectives, start
+        self.trials: dict[float, Trial] = {}
+
+    @property
+    def high(self) -> float:
+        """The lowest rate that failed; infinite if none did."""
+        return min((trial.scale for trial in self.trials.values() if not trial.met), default=math.inf)
+
+    @property
+    def low(self) -> float | None:
+        """The highest rate below it that passed."""
+        return max((trial.scale for trial in self.trials.values() if trial.met and trial.scale < self.high), default=None)
+
+    def try_rate(self, scale: float) -> None:
+        runs = self._run(scale)
+        judged = [objective.judge(runs) for objective in self._objectives]
+        self.trials[scale] = Trial(scale, tuple(one.value for one in judged), all(one.met for one in judged))
+
+    def next_rate(self, tolerance: float) -> float | None:
+        """Double or halve until there is a bracket, halve the bracket, then probe beside it; a probe that surprises moves the bracket."""
+        low, high = self.low, self.high
+        if low is None:
+            return high / 2 if high > self._start / 2**MAX_DOUBLINGS else None
+        if high == math.inf:
+            return low * 2 if low < self._start * 2**MAX_DOUBLINGS else None
+        if high / low > 1 + tolerance:
+            return math.sqrt(low * high)
+        return next((low * probe for probe in PROBES if low * probe not in self.trials), None)

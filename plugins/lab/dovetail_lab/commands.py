@@ -1,0 +1,54 @@
+"""`dovetail lab`: its commands by name, each imported when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {  # name -> "module:function", one line
+        "run": ("dovetail_lab.run_command:run", "Replay a trace through an engine: what its users would feel"),
+        "compare": ("dovetail_lab.compare_command:compare", "The same requests through several engines: what differs, and how sure that is"),
+        "sweep": ("dovetail_lab.sweep_command:sweep", "Every combination of settings and rates, a line each"),
+        "capacity": ("dovetail_lab.capacity_command:capacity", "The highest rate of arrivals that meets objectives"),
+        "calibrate": ("dovetail_lab.calibrate_command:calibrate", "Measure this machine's engine, so that simulations take as long as it does"),
+        "report": ("dovetail_lab.report_command:report", "A page of runs that were made before: figures, tables, settings"),
+    }
+)
+
+
+class LabGroup(TyperGroup):
+    """Lists commands without importing them."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        return list(COMMANDS)
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+        if cmd_name not in COMMANDS:
+            return None
+        summary = COMMANDS[cmd_name][1]
+        return TyperCommand(cmd_name, help=summary, short_help=summary)
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, _load(name) if name is not None and name in COMMANDS else command, rest
+
+
+def _load(name: str) -> Any:
+    module, _, function = COMMANDS[name][0].partition(":")
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(name=name)(getattr(import_module(module), function))
+    return typer.main.get_command(app)
+
+
+app = typer.Typer(cls=LabGroup, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def lab() -> None:
+    """Research a scheduling policy on a laptop, believe it on a GPU."""

@@ -1,0 +1,151 @@
+"""`dovetail lab compare`: the same requests through several engines, and what differs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dovetail.errors import ConfigError
+from dovetail_lab.command_options import (
+    Arrivals,
+    Columns,
+    Format,
+    MaxTokens,
+    Predictor,
+    ScaleRate,
+    Seed,
+    Settings,
+    Slice,
+    StepTime,
+    TraceName,
+    open_engine,
+)
+from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, make_folder, need, seeds_from, shown_command, wide_console
+
+if TYPE_CHECKING:
+    from dovetail import EngineConfig
+    from dovetail_lab.compare import Comparison
+    from dovetail_lab.records import RunResult
+
+
+def compare(
+    engines: Annotated[list[str], typer.Argument(metavar="a.yaml b.yaml …", help="Two engines or more; all are compared with the first.")],
+    trace: TraceName,
+    seeds: Seeds = 1,
+    out: Out = None,
+    confidence: Annotated[float, typer.Option("--confidence", help="Of each interval.")] = 0.95,
+    resamples: Annotated[int, typer.Option("--resamples", help="Of the bootstrap.")] = 2_000,
+    decisions: Annotated[bool, typer.Option("--decisions", help="Write a log of decisions of each run, for Perfetto, into --out.")] = False,
+    keep_runs: Annotated[bool, typer.Option("--keep-runs", help="Write each run into --out, for `dovetail lab report`.")] = False,
+    scale_rate: ScaleRate = None,
+    slice: Slice = None,
+    arrivals: Arrivals = None,
+    max_tokens: MaxTokens = "trace",
+    predictor: Predictor = None,
+    seed: Seed = 0,
+    step_time: StepTime = None,
+    format: Format = None,
+    columns: Columns = None,
+    settings: Settings = [],  # noqa: B006 typer makes a list of its own
+    jobs: Jobs = None,
+) -> None:
+    """Compare policies on the same requests, with confidence intervals and a verdict."""
+    need("scipy", *(("matplotlib", "jinja2") if out is not None else ()))
+    from dovetail_lab import compare as comparing
+    from dovetail_lab.jobs import Job, keep, names_of, run_jobs
+    from dovetail_lab.workloads.load import WorkloadOptions
+
+    if len(engines) < 2:
+        raise ConfigError("a comparison needs two engines or more: dovetail lab compare a.yaml b.yaml --trace …")
+    if out is None and (decisions or keep_runs):
+        raise ConfigError("--decisions and --keep-runs write files: say where with --out")
+    comparing.check_settings(confidence, resamples)
+    names = names_of(engines)
+    configs = {name: open_engine(engine, settings, step_time=step_time) for name, engine in zip(names, engines, strict=True)}
+    todo = [
+        Job(
+            _with_log(config, out / file_name(name, one, "-decisions")) if decisions and out else config,
+            trace,
+            WorkloadOptions(format, columns, arrivals, slice, scale_rate, max_tokens, predictor, one),
+            name,
+        )
+        for name, config in configs.items()
+        for one in seeds_from(seed, seeds)
+    ]
+    if out is not None:
+        make_folder(out)
+    for job in todo:
+        job.check()
+    done = list(run_jobs(todo, keep, cores(jobs), "compare"))
+    runs = {name: done[index * seeds : (index + 1) * seeds] for index, name in enumerate(names)}
+    found = comparing.compare(runs, resamples=resamples, confidence=confidence, seed=seed)
+    print_comparison(found)
+    if out is not None:
+        if keep_runs:
+            for run in done:
+                run.save(out / file_name(run.name, run.seed))
+        write_comparison(found, runs, out)
+
+
+def file_name(name: str, seed: int, what: str = "") -> str:
+    """Of an engine that may be named by a path."""
+    plain = re.sub(r"[^\w.-]+", "_", name).strip("_")
+    return f"{plain}-{seed}{what}.json"
+
+
+def _with_log(config: EngineConfig, path: Path) -> EngineConfig:
+    """The config with a decision log among its observers."""
+    from dovetail import EngineConfig
+
+    return EngineConfig.load_with(config, {"observers": [*config.observers, {"name": "decision_log", "path": str(path)}]})
+
+
+def write_comparison(found: Comparison, runs: Mapping[str, Sequence[RunResult]], out: Path) -> None:
+    """The report, and the comparison for other programs."""
+    from dovetail_lab.report.page import Report, as_json, write_report
+
+    first = next(iter(runs.values()))[0]
+    written = write_report(Report(f"{', '.join(runs)} on {first.trace}", shown_command(), runs, found), out)
+    (out / "comparison.json").write_text(json.dumps(as_json(found), indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
+    typer.echo(f"written: {written[0]}")
+
+
+def print_comparison(found: Comparison) -> None:
+    """Verdicts first, then all that they rest on."""
+    from rich.table import Table
+
+    from dovetail_lab.summary import seconds
+
+    console = wide_console()
+    for versus in found.versus:
+        console.print(f"{versus.verdict}.", style="bold")
+    short = {"no measurable difference": "~", "no interval": ""}
+    for versus in found.versus:
+        table = Table("", versus.base, versus.other, "change", f"{100 * found.method.confidence:g} %", "", box=None, pad_edge=False)
+        for column in table.columns[1:5]:
+            column.justify = "right"
+        for line in versus.lines:
+            low, high = (f"{100 * value:+.1f}" for value in (line.change.low, line.change.high))
+            interval = "" if low == "+nan" else f"[{low}, {high}]"
+            table.add_row(
+                line.label,
+                seconds(line.change.a),
+                seconds(line.change.b),
+                f"{100 * line.change.relative:+.1f} %",
+                interval,
+                short.get(line.outcome, line.outcome),
+            )
+        console.print()
+        console.print(table)
+        sides = (f"{metric.upper()} {100 * one.quicker:.0f} % and {100 * one.slower:.0f} %" for metric, one in versus.faster.items())
+        console.print(f"of {versus.compared} requests that both completed, {versus.other} is quicker and slower for: {', '.join(sides)}")
+    console.print()
+    console.print(f"~ no measurable difference. {found.method.says}.")
+    for warning in found.method.warnings:
+        console.print(f"beware: {warning}.")
+    console.print(found.caution)

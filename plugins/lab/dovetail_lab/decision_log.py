@@ -1,0 +1,305 @@
+"""The observer `decision_log`: who ran, who waited and why, as a file that Perfetto (ui.perfetto.dev) opens. On the real engine as in simulation.
+
+    engine     device     | prefill | decode | prefill+decode | ...      a slice a step; its arguments name refusals, preemptions, notes
+               counters   running, waiting; KV blocks held, cached, free; tokens of a step
+    requests   lane 000   | request 17                    | request 31 ...
+                          | waiting: MEMORY | prefill | decode |         the same request below: what it was doing, and why it waited
+               lane 001   ...
+
+The format is Chrome's JSON trace events ("Trace Event Format", Google, 2016), as an array with one event a line: complete events (ph X), instants
+(i), counters (C) and names (M). Slices of one lane nest, as Perfetto wants it: a lane holds one request at a time. Times are whole microseconds of
+the engine's clock. Nothing of the machine's own time is in it, so a simulated run gives the same bytes each time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dovetail.api.observer import (
+    Decision,
+    EngineStarted,
+    EngineStopped,
+    Observer,
+    ObserverCapabilities,
+    ObserverContext,
+    RequestArrived,
+    RequestFinished,
+    RequestPreempted,
+    StepFinished,
+)
+from dovetail.api.scheduler import Refusal
+from dovetail.errors import ConfigError
+from dovetail.request import Request
+
+ENGINE, REQUESTS = 1, 2  # "processes" of the trace
+DEVICE = 1  # the engine's only "thread"
+
+NOT_YET = "arrived while a step was being computed"
+NOT_ASKED = "the policy didn't ask for it"
+
+
+class DecisionLogOptions(BaseModel):
+    """Options of the observer `decision_log`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field(default="decisions.json", min_length=1, description="The file to write, anew each time.")
+    listed: int = Field(default=20, ge=0, description="Requests that a step's slice names under each heading; the rest is counted.")
+
+
+@dataclass(slots=True)
+class Phase:
+    """What a request did for a while: a name ("waiting", "prefill", "decode", "paused", "preempted"), and why."""
+
+    name: str
+    why: str
+    begin_us: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}: {self.why}" if self.why else self.name
+
+
+@dataclass(slots=True)
+class Life:
+    """A request on its lane, from its arrival on."""
+
+    request: Request
+    lane: int
+    begin_us: int
+    known_from: float  # the planning that first showed it
+    phases: list[Phase]
+    prefilling: bool = True
+    generated: int = 0  # tokens, when it was last looked at
+    end_us: int | None = None
+    result: str = "unfinished"
+
+    def turn(self, name: str, why: str, at_us: int) -> None:
+        """From `at_us` on it does something else, or the same for another reason."""
+        now = self.phases[-1]
+        if (now.name, now.why) != (name, why):
+            self.phases.append(Phase(name, why, max(at_us, now.begin_us)))
+
+
+@dataclass(slots=True)
+class Lanes:
+    """Which lane a request is drawn in: the first that is free since before it arrived."""
+
+    free_since: list[int] = field(default_factory=list)  # microseconds, a lane; -1: taken
+
+    def take(self, begin_us: int) -> int:
+        for lane, since in enumerate(self.free_since):
+            if 0 <= since <= begin_us:
+                self.free_since[lane] = -1
+                return lane
+        self.free_since.append(-1)
+        return len(self.free_since) - 1
+
+    def release(self, lane: int, end_us: int) -> None:
+        self.free_since[lane] = end_us
+
+
+class DecisionLog(Observer):
+    """Writes whole events at the end of each step: the file of an engine that was killed lacks its end, which the format allows."""
+
+    capabilities = ObserverCapabilities(decisions=True)
+    options: DecisionLogOptions
+
+    def __init__(self, options: DecisionLogOptions, context: ObserverContext) -> None:
+        """Raises `ConfigError` if the file can't be in that directory."""
+        super().__init__(options, context)
+        self._path = Path(options.path)
+        if not self._path.parent.is_dir() or self._path.is_dir():
+            raise ConfigError(f"observer decision_log: path: {options.path!r} is no file in a directory that exists")
+        self._file: TextIO | None = None
+        self._zero = 0.0
+        self._lanes = Lanes()
+        self._lives: dict[Request, Life] = {}
+        self._over: list[Life] = []  # finished; their last step isn't in
+
+    def on_started(self, event: EngineStarted) -> None:
+        self._zero = event.time
+        self._file = self._path.open("w", encoding="utf-8", newline="\n")
+        label = f"scheduler {event.scheduler}, kv_cache {event.kv_cache}, {event.num_blocks} blocks of {event.block_size}, executor {event.executor}"
+        self._file.write("[\n" + _line(_named("process_name", ENGINE, "engine")))
+        self._write(_meta("process_labels", ENGINE, {"labels": label}), _named("thread_name", ENGINE, "device", DEVICE))
+        self._write(_named("process_name", REQUESTS, "requests"))
+
+    def on_arrived(self, event: RequestArrived) -> None:
+        begin = self._us(event.request.arrival_time)
+        lanes = len(self._lanes.free_since)
+        lane = self._lanes.take(begin)
+        if lane == lanes:
+            order = _meta("thread_sort_index", REQUESTS, {"sort_index": lane}, lane + 1)
+            self._write(_named("thread_name", REQUESTS, f"lane {lane:03d}", lane + 1), order)
+        self._lives[event.request] = Life(event.request, lane, begin, event.time, [Phase("waiting", NOT_YET, begin)])
+
+    def on_preempted(self, event: RequestPreempted) -> None:
+        self._mark(event.request, "preempted", event.time)
+
+    def on_finished(self, event: RequestFinished) -> None:
+        life = self._lives.pop(event.request, None)
+        if life is None:
+            return
+        life.end_us = max(self._us(event.time), life.begin_us)
+        life.result = event.finish_reason if event.stop_reason is None else f"{event.finish_reason}: {event.stop_reason}"
+        self._over.append(life)
+        if event.finish_reason in ("rejected", "error", "abort"):
+            self._write(_instant(life.result, life.lane, life.end_us))
+
+    def on_step(self, event: StepFinished) -> None:
+        fates = _fates(event.decisions)
+        for life in (*self._lives.values(), *self._over):
+            if life.known_from <= event.planned:
+                self._follow(life, fates.get(life.request), event)
+        for decision in event.decisions:
+            if decision.act == "noted":
+                self._mark(decision.request, f"note: {decision.why}", event.planned)
+        self._write(*self._step(event))
+        self._bury()
+        if self._file is not None:
+            self._file.flush()
+
+    def on_stopped(self, event: EngineStopped) -> None:
+        for life in self._lives.values():
+            life.end_us = max(self._us(event.time), life.begin_us)
+        self._over += self._lives.values()
+        self._lives.clear()
+        self._bury()
+        if self._file is not None:
+            self._file.write("\n]\n")
+            self._file.close()
+            self._file = None
+
+    def _follow(self, life: Life, fate: Decision | None, event: StepFinished) -> None:
+        """What the step means for a request."""
+        request, at = life.request, self._us(event.started)
+        act, why = (fate.act, fate.why) if fate is not None else ("", NOT_ASKED)
+        if act == "granted":
+            life.turn("prefill" if life.prefilling else "decode", "", at)
+        elif act == "preempted":
+            life.turn("preempted", "", at)
+            life.prefilling = True
+        elif act != "rejected" and (act or request.output_left > 0):  # one whose last token is in flight is past asking
+            waits = life.phases[-1].name
+            life.turn("paused" if waits in ("prefill", "decode") else waits, why, at)
+        if request.generated > life.generated:
+            life.generated = request.generated
+            life.prefilling &= act != "granted"
+
+    def _step(self, event: StepFinished) -> list[dict[str, Any]]:
+        begin, end = self._us(event.started), self._us(event.ended)
+        kinds = [kind for kind, tokens in (("prefill", event.prefill_tokens), ("decode", event.decode_tokens)) if tokens]
+        args = {
+            "step": event.index,
+            "planned_us": self._us(event.planned),
+            "prefill_tokens": event.prefill_tokens,
+            "decode_tokens": event.decode_tokens,
+            "cached_tokens": event.cached_tokens,
+            "recomputed_tokens": event.recomputed_tokens,
+            **self._headings(event.decisions),
+        }
+        blocks = event.blocks
+        return [
+            _slice("+".join(kinds) or "nothing", ENGINE, DEVICE, begin, end, args),
+            _counter("tokens", begin, {"prefill": event.prefill_tokens, "decode": event.decode_tokens}),
+            _counter("requests", end, {"running": event.running, "waiting": event.waiting}),
+            _counter("KV blocks", end, {"held": blocks.held, "cached": blocks.cached, "free": blocks.free}),
+        ]
+
+    def _headings(self, decisions: Sequence[Decision]) -> dict[str, Any]:
+        """Per act: which requests, and their tokens or the reason. Of grants only those of more than a token: decodes are the many."""
+        listed: dict[str, dict[str, Any]] = {}
+        for decision in decisions:
+            if decision.act != "granted" or decision.tokens > 1:
+                listed.setdefault(decision.act, {})[decision.request.id] = decision.tokens if decision.act == "granted" else _reason(decision.why)
+        return {act: self._cut(entries) for act, entries in listed.items()}
+
+    def _cut(self, entries: dict[str, Any]) -> dict[str, Any]:
+        more = len(entries) - self.options.listed
+        return entries if more <= 0 else {**dict(list(entries.items())[: self.options.listed]), "...": f"and {more} more"}
+
+    def _bury(self) -> None:
+        """Draw those whose lives are over."""
+        for life in self._over:
+            end = life.end_us if life.end_us is not None else life.begin_us
+            self._write(*_slices(life, end))
+            self._lanes.release(life.lane, end)
+        self._over = []
+
+    def _mark(self, request: Request, name: str, time: float) -> None:
+        life = self._lives.get(request)
+        if life is not None:
+            self._write(_instant(name, life.lane, max(self._us(time), life.begin_us)))
+
+    def _us(self, time: float) -> int:
+        return max(0, round((time - self._zero) * 1e6))
+
+    def _write(self, *events: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.writelines(",\n" + _line(event) for event in events)
+
+
+def _fates(decisions: Sequence[Decision]) -> dict[Request, Decision]:
+    """What came of each request in a step: the last that was done with it; a refusal only if nothing was (it may have been asked for twice)."""
+    fates: dict[Request, Decision] = {}
+    for decision in decisions:
+        if decision.act != "noted" and (decision.act != "refused" or decision.request not in fates):
+            fates[decision.request] = decision
+    return fates
+
+
+def _slices(life: Life, end_us: int) -> list[dict[str, Any]]:
+    """The request, and below it its phases. The outer comes first, as slices with the same beginning must."""
+    request = life.request
+    args = {
+        "client": request.client,
+        "prompt_tokens": request.prompt_tokens,
+        "max_tokens": request.max_tokens,
+        "generated": request.generated,
+        "preemptions": request.preemptions,
+        "finish": life.result,
+    }
+    name = f"request {request.id}" + (f" ({request.client})" if request.client is not None else "")
+    slices = [_slice(name, REQUESTS, life.lane + 1, life.begin_us, end_us, args)]
+    ends = [phase.begin_us for phase in life.phases[1:]] + [end_us]
+    for phase, phase_end in zip(life.phases, ends, strict=True):
+        begin, until = min(phase.begin_us, end_us), min(phase_end, end_us)
+        if until > begin:
+            slices.append(_slice(phase.label, REQUESTS, life.lane + 1, begin, until, {"why": _reason(phase.why)} if phase.why else {}))
+    return slices
+
+
+def _reason(why: str) -> str:
+    """A refusal's name in words; anything else is words."""
+    return Refusal[why].value if why in Refusal.__members__ else why
+
+
+def _slice(name: str, pid: int, tid: int, begin_us: int, end_us: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": begin_us, "dur": end_us - begin_us, "args": args}
+
+
+def _instant(name: str, lane: int, at_us: int) -> dict[str, Any]:
+    return {"name": name, "ph": "i", "s": "t", "pid": REQUESTS, "tid": lane + 1, "ts": at_us}
+
+
+def _counter(name: str, at_us: int, values: dict[str, int]) -> dict[str, Any]:
+    return {"name": name, "ph": "C", "pid": ENGINE, "ts": at_us, "args": values}
+
+
+def _meta(name: str, pid: int, args: dict[str, Any], tid: int = 0) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _named(what: str, pid: int, name: str, tid: int = 0) -> dict[str, Any]:
+    return _meta(what, pid, {"name": name}, tid)
+
+
+def _line(event: dict[str, Any]) -> str:
+    return json.dumps(event, ensure_ascii=False, separators=(",", ":"))

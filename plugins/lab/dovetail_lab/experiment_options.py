@@ -1,0 +1,70 @@
+"""What commands that make many runs share: how many seeds and processes, and where results go."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dovetail.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Seeds = Annotated[int, typer.Option("--seeds", metavar="N", help="Runs of each engine, with seeds from --seed on.")]
+Jobs = Annotated[int | None, typer.Option("--jobs", metavar="N", help="Processes; results don't depend on it.  [default: one a core]")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to write the results.")]
+
+_OF_NO_CONSEQUENCE = ("--out", "--jobs")  # options that change no result
+
+
+def need(*packages: str) -> None:
+    """Of the extra `lab`, before hours of simulation. Raises `MissingExtraError` with the pip line."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise MissingExtraError(f'this needs {", ".join(missing)}: pip install "dovetail[lab]"')
+
+
+def seeds_from(first: int, count: int) -> range:
+    """Raises `ConfigError` for less than one."""
+    if count < 1:
+        raise ConfigError(f"--seeds: expected 1 or more, got {count}")
+    return range(first, first + count)
+
+
+def cores(jobs: int | None) -> int:
+    """How many processes to use. Raises `ConfigError` for less than one."""
+    if jobs is not None and jobs < 1:
+        raise ConfigError(f"--jobs: expected 1 or more, got {jobs}")
+    return jobs or os.cpu_count() or 1
+
+
+def make_folder(out: Path) -> None:
+    """Before the runs, so that nothing is lost for want of a place. Raises `ConfigError`."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: {out}: can't be made: {error.strerror}") from None
+
+
+def wide_console() -> Console:
+    """For tables that a narrow terminal must not cut; it breaks lines by itself."""
+    from rich.console import Console
+
+    return Console(width=1_000, highlight=False, soft_wrap=True, markup=False)
+
+
+def shown_command() -> str:
+    """This process's command line, as a report shows it: without what changes no result, so that the same results give the same report."""
+    kept, arguments = [], iter(sys.argv[1:])
+    for argument in arguments:
+        if argument in _OF_NO_CONSEQUENCE:
+            next(arguments, None)
+        elif not argument.startswith(tuple(f"{option}=" for option in _OF_NO_CONSEQUENCE)):
+            kept.append(argument)
+    return shlex.join(["dovetail", *kept])

@@ -1,0 +1,81 @@
+"""Service of each client over time, and how unequal it is: the measures of Sheng et al., Fairness in Serving Large Language Models (OSDI '24,
+arXiv:2401.00588), as the paper's artifact computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail_lab.records import RunResult
+
+Floats = NDArray[np.float64]
+
+INPUT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0  # of a prompt token and a generated one
+SHORTEST_S = 1e-5  # a request whose tokens came in less got its service at no time that could be told
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What a request asked for, and when it got it: its service spreads evenly from its first token to its last."""
+
+    client: str | None
+    arrival_s: float
+    first_token_s: float
+    last_token_s: float
+    service: float
+
+
+def work_of(result: RunResult) -> list[Work]:
+    """Of the requests that completed."""
+    return [
+        Work(
+            record.client,
+            record.arrival_s,
+            float(record.token_times_s[0]),
+            float(record.token_times_s[-1]),
+            INPUT_WEIGHT * record.prompt_tokens + OUTPUT_WEIGHT * record.output_tokens,
+        )
+        for record in result
+        if record.completed
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServiceOverTime:
+    """Rows are `clients`, columns the windows around `centres_s`; service a second."""
+
+    clients: tuple[str | None, ...]
+    centres_s: Floats  # [windows]
+    served: Floats  # [clients, windows] that they got
+    asked: Floats  # [clients, windows] of the requests that arrived in it
+
+
+def service_over_time(work: Sequence[Work], centres_s: Floats, window_s: float) -> ServiceOverTime:
+    """What each client asked for and got in windows of `window_s` around `centres_s` [windows]."""
+    clients = tuple(sorted({one.client for one in work}, key=lambda client: (client is None, client or "")))
+    served, asked = np.zeros((len(clients), len(centres_s))), np.zeros((len(clients), len(centres_s)))
+    low, high = centres_s - window_s / 2, centres_s + window_s / 2
+    row_of = {client: row for row, client in enumerate(clients)}
+    for one in work:
+        row = row_of[one.client]
+        asked[row] += one.service / window_s * ((low <= one.arrival_s) & (one.arrival_s <= high))
+        span = one.last_token_s - one.first_token_s
+        if span >= SHORTEST_S:
+            overlap = np.minimum(high, one.last_token_s) - np.maximum(low, one.first_token_s)
+            served[row] += one.service / window_s * np.maximum(overlap, 0.0) / span
+    return ServiceOverTime(clients, centres_s, served, asked)
+
+
+def service_difference(service: ServiceOverTime) -> Floats:
+    """[windows] of each window, summed over clients: how far it stays behind the client that got most, as far as it asked for more (or less) than
+    it got. Who asks for nothing lags behind nobody."""
+    behind = service.served.max(axis=0) - service.served
+    return np.asarray(np.minimum(behind, np.abs(service.asked - service.served)).sum(axis=0), np.float64)
+
+
+def arena_centres(duration_s: float = 600.0, windows: int = 20, warmup_s: float = 30.0) -> Floats:
+    """Where the artifact puts its windows over its trace of ten minutes: 19 of them, none in the first half minute."""
+    return np.asarray(warmup_s + (duration_s - warmup_s) / windows * np.arange(1, windows), np.float64)

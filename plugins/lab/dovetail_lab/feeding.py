@@ -1,0 +1,84 @@
+"""Hands a trace's requests to an engine as their time comes, and tells the simulated executor, and nobody else, how each will be answered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail import LLMEngine
+from dovetail.errors import RequestError
+from dovetail.request import OutputKind, SamplingParams
+from dovetail_lab.simulated import SimulatedExecutor
+from dovetail_lab.token_ids import STOP_ID, output_ids, prompt_ids
+from dovetail_lab.traces.request import Trace, TraceRequest
+
+AHEAD_S = 1.0  # of real time: requests are made so long before they are due, one between two steps, or steps would wait for many
+
+
+class Feeder:
+    """Makes requests late, since millions of prompt ids at once would fill the memory, but never too late: the engine always has all that have
+    arrived, and the next one after them, so that it knows how long it may sleep."""
+
+    def __init__(
+        self, engine: LLMEngine, simulated: SimulatedExecutor | None, trace: Trace, start: float, refused: Callable[[TraceRequest, str], None]
+    ):
+        """`start` is when the trace begins, on the engine's clock; `refused` hears of requests that the engine won't take, and why."""
+        self._engine, self._simulated, self._start, self._refused = engine, simulated, start, refused
+        self._coming: Iterator[TraceRequest] = iter(trace)
+        self._known_until = -math.inf  # the engine has every request up to this time
+        self.cut = 0  # requests whose answer is longer than the engine has room for
+
+    def feed(self, now: float) -> None:
+        """By `now`, on the engine's clock."""
+        ahead = 0.0 if self._simulated is not None else AHEAD_S
+        if now + ahead < self._known_until:
+            return
+        soon = now + ahead if self._known_until == -math.inf else now  # before the trace begins there is time to make many
+        for request in self._coming:
+            arrival = self._start + request.arrival_time
+            if self._take(request, arrival) and arrival > soon:
+                self._known_until = arrival
+                return
+        self._known_until = math.inf
+
+    @property
+    def done(self) -> bool:
+        """Whether the engine has been given all."""
+        return self._known_until == math.inf
+
+    def _take(self, request: TraceRequest, arrival: float) -> bool:
+        """Whether the engine took it."""
+        capacity = self._engine.capacity
+        if self._simulated is not None:
+            self._simulated.expect(request.id, _answer(request, capacity.vocab_size))
+        try:
+            self._engine.add_request(
+                request.id,
+                prompt_ids(request, capacity.vocab_size),  # type: ignore[arg-type]  # an array of integers is as good as a list
+                self._params(request),
+                arrival_time=arrival,
+                priority=request.priority,
+                client=request.client,
+                deadline=None if request.deadline is None else self._start + request.deadline,
+                predicted_tokens=request.predicted_tokens,
+            )
+        except RequestError as error:
+            self._refused(request, str(error))
+            return False
+        self.cut += request.prompt_tokens + request.output_tokens > capacity.max_model_len
+        return True
+
+    def _params(self, request: TraceRequest) -> SamplingParams:
+        stop = (STOP_ID,) if self._simulated is not None else ()
+        return SamplingParams(max_tokens=request.limit, ignore_eos=True, detokenize=False, output_kind=OutputKind.FINAL, stop_token_ids=stop)
+
+
+def _answer(request: TraceRequest, vocab_size: int) -> NDArray[np.int32]:
+    """Its true answer, ended by the stop token where its limit would let it go on."""
+    answer = output_ids(request, vocab_size)
+    if request.limit > request.output_tokens:
+        answer[-1] = STOP_ID
+    return answer

@@ -1,0 +1,107 @@
+"""Coefficients from measured steps: non-negative least squares of relative errors, so that a decode of 10 ms counts as much as a prefill of 1 s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.errors import ConfigError
+from dovetail_lab.step_time import LinearStepTime, PiecewiseStepTime, StepShape, StepTimeModel
+
+TERMS = ("base_s", "per_token_s", "per_context_s", "per_pair_s", "per_row_s")  # of `LinearStepTime`
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Steps that ran one after the other, and how long all of them took: one step, or the hundred decodes of one timing."""
+
+    shapes: tuple[StepShape, ...]
+    seconds: float
+
+
+def fit_linear(measurements: Sequence[Measurement], terms: Sequence[str] = TERMS) -> LinearStepTime:
+    """The model with the smallest sum of squared relative errors; terms not among `terms` are 0, none is negative.
+
+    Raises `ConfigError` for fewer measurements than terms, or a duration that is none.
+    """
+    chosen = [TERMS.index(term) for term in terms]
+    matrix = np.stack([_linear(one.shapes)[chosen] for one in measurements])
+    return LinearStepTime.model_validate(dict(zip(terms, _solve(matrix, measurements), strict=True)))
+
+
+def fit_piecewise(measurements: Sequence[Measurement], knots: Sequence[int], terms: Sequence[str] = TERMS[2:]) -> PiecewiseStepTime:
+    """As `fit_linear`, with the batch's own share drawn through `knots`: tokens in a batch, rising, 2 or more."""
+    chosen = [TERMS.index(term) for term in terms]
+    matrix = np.stack([np.concatenate([_hats(one.shapes, knots), _linear(one.shapes)[chosen]]) for one in measurements])
+    weights = _solve(matrix, measurements)
+    points = tuple(zip(knots, weights[: len(knots)], strict=True))
+    return PiecewiseStepTime.model_validate({"points": points, **dict(zip(terms, weights[len(knots) :], strict=True))})
+
+
+def _linear(shapes: Sequence[StepShape]) -> Floats:
+    """[terms] what each of `TERMS` is multiplied with, summed over the steps."""
+    rows = [(1, shape.tokens, shape.context_tokens, shape.prefill_pairs, shape.rows) for shape in shapes]
+    return np.asarray(np.array(rows, np.float64).sum(axis=0))
+
+
+def _hats(shapes: Sequence[StepShape], knots: Sequence[int]) -> Floats:
+    """[knots] how much of each knot's seconds goes into a line drawn through them, summed over the steps."""
+    tokens = np.array([shape.tokens for shape in shapes], np.float64)
+    at = np.clip(np.searchsorted(knots, tokens), 1, len(knots) - 1)
+    low, high = np.array(knots, np.float64)[at - 1], np.array(knots, np.float64)[at]
+    share = (tokens - low) / (high - low)
+    weights = np.zeros(len(knots))
+    np.add.at(weights, at - 1, 1.0 - share)
+    np.add.at(weights, at, share)
+    return weights
+
+
+def _solve(matrix: Floats, measurements: Sequence[Measurement]) -> list[float]:
+    """Non-negative weights [columns] of `matrix` [measurements, columns] that make the relative errors small."""
+    count, columns = matrix.shape
+    if count < columns:
+        raise ConfigError(f"{count} measurements can't tell {columns} coefficients apart")
+    seconds = np.array([one.seconds for one in measurements], np.float64)
+    if not (np.isfinite(seconds) & (seconds > 0)).all():
+        raise ConfigError("a measured step must take more than 0 seconds, and not for ever")
+    relative = matrix / seconds[:, None]
+    scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)  # columns of one size: context counts in millions
+    return [float(weight) for weight in nonnegative_least_squares(relative / scale, np.ones(count)) / scale]
+
+
+def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
+    """The x >= 0 [columns] that makes |matrix x - target| smallest. Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: columns
+    enter one by one, the one that helps most first, and leave when their weight would turn negative."""
+    columns = matrix.shape[1]
+    x, passive = np.zeros(columns), np.zeros(columns, np.bool_)
+    tolerance = 10 * np.finfo(np.float64).eps * float(np.abs(matrix).sum(axis=0).max(initial=0.0)) * max(matrix.shape)
+    for _ in range(30 * columns):
+        gradient = np.where(passive, -np.inf, matrix.T @ (target - matrix @ x))
+        enters = int(gradient.argmax())
+        if gradient[enters] <= tolerance:
+            break
+        passive[enters] = True
+        while True:
+            solution = np.zeros(columns)
+            solution[passive] = np.linalg.lstsq(matrix[:, passive], target, rcond=None)[0]
+            leaving = passive & (solution <= 0)
+            if not leaving.any():
+                break
+            share = float((x[leaving] / (x[leaving] - solution[leaving] + 1e-300)).min())
+            x += share * (solution - x)
+            passive &= ~(leaving & (x <= 1e-15))
+            x[~passive] = 0.0
+        x = solution
+    return x
+
+
+def relative_errors(model: StepTimeModel, measurements: Sequence[Measurement]) -> Floats:
+    """[measurements] (predicted - measured) / measured."""
+    predicted = np.array([sum(model.seconds(shape) for shape in one.shapes) for one in measurements])
+    seconds = np.array([one.seconds for one in measurements])
+    return np.asarray(predicted / seconds - 1.0)

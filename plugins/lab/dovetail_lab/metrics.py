@@ -1,0 +1,156 @@
+"""What users feel and what the system does, from a run's records: the definitions of vLLM's `bench serve`, with arrival as the start of every clock.
+
+`docs/lab/metrics.md` has each formula. Latencies are of requests that completed; one that was rejected, failed or was aborted has none, and counts
+as a miss of any objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail_lab.records import RequestRecord, RunResult
+
+Floats = NDArray[np.float64]
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+def ttft_s(record: RequestRecord) -> float:
+    """Time to first token. NaN if none came."""
+    return float(record.token_times_s[0]) - record.arrival_s if record.output_tokens else np.nan
+
+
+def tpot_s(record: RequestRecord) -> float:
+    """Time per output token after the first. NaN for fewer than two tokens."""
+    tokens = record.output_tokens
+    return float(record.token_times_s[-1] - record.token_times_s[0]) / (tokens - 1) if tokens > 1 else np.nan
+
+
+def e2e_s(record: RequestRecord) -> float:
+    """From arrival to the last token. NaN if none came."""
+    return float(record.token_times_s[-1]) - record.arrival_s if record.output_tokens else np.nan
+
+
+def queue_s(record: RequestRecord) -> float:
+    """From arrival to the planning of the first step that it runs in: the scheduling delay. NaN if it never ran."""
+    return np.nan if record.first_scheduled_s is None else record.first_scheduled_s - record.arrival_s
+
+
+def itl_s(records: Iterable[RequestRecord]) -> Floats:
+    """Inter-token latencies of all requests, pooled: [tokens less one a request]. A request of many tokens weighs more than in `tpot`."""
+    return np.concatenate([np.empty(0), *(np.diff(record.token_times_s) for record in records)])
+
+
+PER_REQUEST: Mapping[str, str] = MappingProxyType({"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "queue": "queue"})
+_OF_REQUEST = {"ttft": ttft_s, "tpot": tpot_s, "e2e": e2e_s, "queue": queue_s}
+
+
+def per_request(records: Iterable[RequestRecord], metric: str) -> Floats:
+    """One of `PER_REQUEST` for each record, in order; NaN where it has none, and for requests that didn't complete."""
+    measure = _OF_REQUEST[metric]
+    return np.array([measure(record) if record.completed else np.nan for record in records], np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of a distribution, in its unit. Percentiles by linear interpolation, as numpy and `bench serve` have them. NaN where there is nothing."""
+
+    count: int
+    mean: float
+    std: float
+    percentiles: Mapping[int, float]
+
+    @classmethod
+    def of(cls, values: Floats) -> Summary:
+        """Of those that are not NaN."""
+        present = values[~np.isnan(values)]
+        if not len(present):
+            return cls(0, np.nan, np.nan, dict.fromkeys(PERCENTILES, np.nan))
+        points = np.percentile(present, PERCENTILES)
+        return cls(len(present), float(present.mean()), float(present.std()), dict(zip(PERCENTILES, points.tolist(), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Service-level objectives of one request, in seconds; None: any time will do."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    def met_by(self, record: RequestRecord) -> bool:
+        """A request of one token has no TPOT, which counts as 0. One that didn't complete meets nothing."""
+        if not record.completed:
+            return False
+        tpot = tpot_s(record) if record.output_tokens > 1 else 0.0
+        limits = ((self.ttft_s, ttft_s(record)), (self.tpot_s, tpot), (self.e2e_s, e2e_s(record)))
+        return all(limit is None or value <= limit for limit, value in limits)
+
+
+@dataclass(frozen=True, slots=True)
+class RunMetrics:
+    """Rates are a second of `duration_s`, which runs from the first arrival to the last token."""
+
+    requests: int
+    completed: int
+    rejected: int
+    failed: int  # "error" or "abort"
+    duration_s: float
+    prompt_tokens: int  # of completed requests
+    output_tokens: int
+    request_rate: float
+    output_rate: float  # tokens
+    total_rate: float  # tokens, prompt and output
+    good_requests: int | None  # that met the objectives; None: there are none
+    latencies: Mapping[str, Summary]  # seconds: ttft, tpot, itl, e2e, queue
+    cached_tokens: int  # prompt tokens found in the prefix cache, by completed requests
+    preemptions: int
+    recomputed_tokens: int
+    device_share: float  # of the duration that the device was busy
+
+    @property
+    def goodput(self) -> float | None:
+        """Requests a second that met their objectives."""
+        return None if self.good_requests is None else _rate(self.good_requests, self.duration_s)
+
+    @property
+    def attainment(self) -> float | None:
+        """Share of all requests, the rejected and failed included, that met their objectives."""
+        return None if self.good_requests is None else self.good_requests / max(self.requests, 1)
+
+
+def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
+    """All of it for one run."""
+    done = [record for record in result if record.completed]
+    first = min((record.arrival_s for record in result), default=0.0)
+    last = max((float(record.token_times_s[-1]) for record in result if record.output_tokens), default=first)
+    duration = last - first
+    prompt, output = sum(record.prompt_tokens for record in done), sum(record.output_tokens for record in done)
+    rejected = sum(record.finish_reason == "rejected" for record in result)
+    return RunMetrics(
+        requests=len(result),
+        completed=len(done),
+        rejected=rejected,
+        failed=len(result) - len(done) - rejected,
+        duration_s=duration,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        request_rate=_rate(len(done), duration),
+        output_rate=_rate(output, duration),
+        total_rate=_rate(prompt + output, duration),
+        good_requests=None if slo is None else sum(slo.met_by(record) for record in result),
+        latencies={"itl": Summary.of(itl_s(done)), **{name: Summary.of(per_request(done, name)) for name in PER_REQUEST}},
+        cached_tokens=sum(record.cached_tokens for record in done),
+        preemptions=sum(record.preemptions for record in result),
+        recomputed_tokens=sum(record.recomputed_tokens for record in result),
+        device_share=_rate(float(result.timeline.device_s.sum()), duration),
+    )
+
+
+def _rate(amount: float, duration_s: float) -> float:
+    return amount / duration_s if duration_s > 0 else 0.0

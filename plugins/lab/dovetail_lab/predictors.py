@@ -1,0 +1,81 @@
+"""Guesses of how long answers will be, made when a trace is loaded, so that every policy compared sees the same ones.
+
+A guess depends on (trace, seed, request id) alone: neither on the order of requests nor on what else is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from statistics import NormalDist
+
+import xxhash
+from pydantic import Field
+
+from dovetail_lab.calls import Value, parse_call
+from dovetail_lab.traces.request import Trace, TraceRequest
+
+
+class Predictor(Value):
+    """Makes a guess from the true length and two numbers between 0 and 1 that are drawn for the request."""
+
+    def guess(self, tokens: int, first: float, second: float) -> int:
+        raise NotImplementedError
+
+
+class Oracle(Predictor):
+    """The true length."""
+
+    def guess(self, tokens: int, first: float, second: float) -> int:
+        return tokens
+
+
+class Noisy(Predictor):
+    """The true length times a lognormal error of median 1: two guesses of three are within a factor of exp(sigma)."""
+
+    sigma: float = Field(default=0.5, ge=0, le=10)
+
+    def guess(self, tokens: int, first: float, second: float) -> int:
+        return max(1, round(tokens * math.exp(self.sigma * NormalDist().inv_cdf(first))))
+
+
+class Bucket(Predictor):
+    """A classifier over lengths: the geometric middle of the class [growth^k, growth^(k+1)) that holds the true length, or, with probability
+    1 - accuracy, of the class below or above it. Such predictors: S3 (Jin et al., NeurIPS '23, arXiv:2306.06000)."""
+
+    growth: float = Field(default=2.0, gt=1, le=1e6)
+    accuracy: float = Field(default=1.0, ge=0, le=1)
+
+    def guess(self, tokens: int, first: float, second: float) -> int:
+        index = math.floor(math.log(tokens, self.growth) + 1e-9)  # a power of growth begins its class
+        if first >= self.accuracy:
+            index += 1 if second < 0.5 or index == 0 else -1
+        middle: float = self.growth ** (index + 0.5)
+        return max(1, round(middle))
+
+
+PREDICTORS: dict[str, type[Predictor]] = {"oracle": Oracle, "noisy": Noisy, "bucket": Bucket}
+
+
+def parse_predictor(text: str) -> Predictor:
+    """`oracle`, `noisy(0.5)` or `bucket(2, 0.8)`. Raises `TraceError`."""
+    return parse_call(text, PREDICTORS, "predictor")
+
+
+def predict(trace: Trace, predictor: Predictor, seed: int = 0) -> Trace:
+    """The trace with `predicted_tokens` filled in, whatever stood there."""
+
+    def predicted(request: TraceRequest) -> TraceRequest:
+        first, second = _draws(trace.name, seed, request.id)
+        return replace(request, predicted_tokens=predictor.guess(request.output_tokens, first, second))
+
+    name = type(predictor).__name__.lower()
+    options = ", ".join(f"{field}={value:g}" for field, value in predictor.model_dump().items())
+    note = f"lengths predicted by {name}({options})" + ("" if isinstance(predictor, Oracle) else f", seed {seed}")
+    return replace(trace, requests=tuple(map(predicted, trace)), notes=(*trace.notes, note))
+
+
+def _draws(trace: str, seed: int, id: str) -> tuple[float, float]:
+    """Two numbers, 0 < number < 1."""
+    bits = xxhash.xxh128_intdigest("\x1f".join((trace, str(seed), id)).encode())
+    return ((bits & (2**52 - 1)) + 0.5) / 2**52, ((bits >> 64 & (2**52 - 1)) + 0.5) / 2**52

@@ -1,0 +1,109 @@
+"""Keeps what an engine does as it does it: a record for each request, a row of the timeline for each step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dovetail.request import Request
+from dovetail_lab.records import RequestRecord, Timeline
+from dovetail_lab.token_ids import STOP_ID
+from dovetail_lab.traces.request import Trace, TraceRequest
+
+if TYPE_CHECKING:
+    from dovetail.engine.core import Delivery, EngineCore, Finish
+
+
+class Recorder:
+    """Takes each delivery of an engine's core. Times are kept as seconds after `start`, which is when the trace begins on the engine's clock."""
+
+    def __init__(self, core: EngineCore, trace: Trace, start: float) -> None:
+        self._core, self._trace, self._start = core, trace, start
+        self._of_trace = {request.id: request for request in trace}
+        self._token_times: dict[str, list[float]] = {request.id: [] for request in trace}
+        self._records: dict[str, RequestRecord] = {}
+        self._steps: list[tuple[float, ...]] = []
+        self._counted: tuple[float, ...] = (0,) * 7  # at the end of the last step
+        self._num_steps = 0
+
+    def take(self, delivery: Delivery) -> None:
+        """What a call of `EngineCore.step` brought."""
+        now, times = self._core.clock.now(), self._token_times
+        for request in delivery.requests:
+            times[request.id].append(now)
+        if self._core.stats.steps != self._num_steps:
+            self._note_step(now - self._start)
+        for request, finish in delivery.finished.items():
+            self._finished(request, finish, now - self._start)
+
+    def refused(self, request: TraceRequest, reason: str) -> None:
+        """The engine didn't take it."""
+        self._records[request.id] = RequestRecord(
+            **_of_trace(request),
+            first_scheduled_s=None,
+            token_times_s=np.empty(0),
+            finished_s=request.arrival_time,
+            max_tokens=request.limit,
+            finish_reason="rejected",
+            stop_reason=reason,
+        )
+
+    @property
+    def num_finished(self) -> int:
+        return len(self._records)
+
+    @property
+    def records(self) -> tuple[RequestRecord, ...]:
+        """Of all requests, in the order of the trace, once the last has ended."""
+        return tuple(self._records[request.id] for request in self._trace)
+
+    @property
+    def timeline(self) -> Timeline:
+        return Timeline.of_rows(self._steps)
+
+    def _note_step(self, time_s: float) -> None:
+        """What the engine's counters say, less what they said after the step before."""
+        stats = self._core.update_stats()
+        before, self._num_steps = self._counted, stats.steps
+        self._counted = (
+            stats.prefill_tokens,
+            stats.decode_tokens,
+            stats.generated_tokens,
+            stats.cached_tokens,
+            stats.recomputed_tokens,
+            stats.preemptions,
+            stats.device_s,
+        )
+        *counts, device_s = [after - then for after, then in zip(self._counted, before, strict=True)]
+        blocks = stats.blocks
+        self._steps.append((time_s, device_s, stats.waiting, stats.running, *counts, blocks.free, blocks.held, blocks.cached))
+
+    def _finished(self, request: Request, finish: Finish, time_s: float) -> None:
+        scheduled = request.first_scheduled_time
+        self._records[request.id] = RequestRecord(
+            **_of_trace(self._of_trace[request.id]),
+            first_scheduled_s=None if scheduled is None else scheduled - self._start,
+            token_times_s=np.array(self._token_times.pop(request.id), np.float64) - self._start,
+            finished_s=time_s,
+            max_tokens=request.max_tokens,
+            finish_reason=finish.reason,
+            stop_reason=None if finish.stop_reason == STOP_ID else finish.stop_reason,
+            cached_tokens=request.cached_tokens,
+            preemptions=request.preemptions,
+            recomputed_tokens=request.recomputed_tokens,
+        )
+
+
+def _of_trace(request: TraceRequest) -> dict[str, Any]:
+    """What a record takes over from the trace."""
+    return {
+        "id": request.id,
+        "client": request.client,
+        "arrival_s": request.arrival_time,
+        "prompt_tokens": request.prompt_tokens,
+        "true_tokens": request.output_tokens,
+        "predicted_tokens": request.predicted_tokens,
+        "priority": request.priority,
+        "deadline_s": request.deadline,
+    }

@@ -1,0 +1,185 @@
+"""What one run of a trace leaves behind, simulated or real: `RunResult`. Metrics, comparisons and reports read it; nothing in it depends on the
+machine that wrote it, so that the same inputs give the same bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.errors import ConfigError
+from dovetail.request import FinishReason
+
+FORMAT = 1  # of the file; raised when what older readers expect changes
+
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestRecord:
+    """One request of the trace. Times are seconds on the run's clock, which began at 0 with the trace; None: it never came to that."""
+
+    id: str
+    client: str | None
+    arrival_s: float
+    first_scheduled_s: float | None
+    token_times_s: Times  # [output_tokens] when the client got each
+    finished_s: float
+    prompt_tokens: int
+    true_tokens: int  # that the trace says it generates
+    max_tokens: int  # that policies saw
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    predicted_tokens: int | None = None
+    priority: int = 0
+    deadline_s: float | None = None  # absolute, for the last token
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
+    preemptions: int = 0
+    recomputed_tokens: int = 0  # computed again after preemptions
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that its client got."""
+        return len(self.token_times_s)
+
+    @property
+    def completed(self) -> bool:
+        """It generated what it should; not rejected, failed or aborted."""
+        return self.finish_reason in ("stop", "length") and self.output_tokens > 0
+
+    @property
+    def first_token_s(self) -> float | None:
+        return float(self.token_times_s[0]) if len(self.token_times_s) else None
+
+    @property
+    def last_token_s(self) -> float | None:
+        return float(self.token_times_s[-1]) if len(self.token_times_s) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """The steps of a run, a column each: entry i belongs to the i-th step whose results came in. Times in seconds."""
+
+    time_s: Times  # when its results were delivered
+    device_s: Times  # how long it took on the device
+    waiting: NDArray[np.int64]  # requests, after it
+    running: NDArray[np.int64]
+    prefill_tokens: NDArray[np.int64]  # computed in it, recomputed ones included
+    decode_tokens: NDArray[np.int64]
+    generated_tokens: NDArray[np.int64]  # delivered
+    cached_tokens: NDArray[np.int64]  # found in the prefix cache since the step before
+    recomputed_tokens: NDArray[np.int64]
+    preemptions: NDArray[np.int64]  # since the step before
+    kv_free: NDArray[np.int64]  # blocks, after it
+    kv_held: NDArray[np.int64]
+    kv_cached: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.time_s)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[float, ...]]) -> Timeline:
+        """From one tuple a step, in the order of the columns."""
+        columns = list(zip(*rows, strict=True)) if rows else [()] * len(fields(cls))
+        dtypes: list[Any] = [np.float64 if column.name.endswith("_s") else np.int64 for column in fields(cls)]
+        return cls(*(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Whose step times a run had. `error`: mean of |predicted - measured| / measured over the steps that the model was judged on; None: it was
+    never held against a measurement, or the steps are real."""
+
+    name: str  # "linear (a100.json)", or "measured" where a device computed
+    error: float | None = None
+    judged_on: str = ""  # in words: which steps, how many
+    coefficients: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunResult:
+    """One trace, one engine, one seed."""
+
+    name: str  # the engine's, for tables
+    trace: str
+    trace_source: str
+    seed: int
+    settings: Mapping[str, Any]  # the engine's config as plain values, and what follows from it: blocks, block size, overlap
+    step_times: StepTimes
+    requests: tuple[RequestRecord, ...]  # in the order of the trace
+    timeline: Timeline
+    notes: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[RequestRecord]:
+        return iter(self.requests)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def save(self, path: str | Path) -> None:
+        """As JSON. The same result gives the same bytes."""
+        instants, runs = _as_runs([record.token_times_s for record in self.requests])
+        columns = [f.name for f in fields(RequestRecord) if f.name != "token_times_s"]
+        document = {
+            "dovetail_lab_run": FORMAT,
+            **{name: getattr(self, name) for name in ("name", "trace", "trace_source", "seed", "settings", "notes")},
+            "step_times": {f.name: getattr(self.step_times, f.name) for f in fields(StepTimes)},
+            "requests": {name: [getattr(record, name) for record in self.requests] for name in columns},
+            "instants_s": instants,  # when tokens were delivered
+            "tokens": runs,  # a request: first instant, how many in a row, the next first instant, …
+            "timeline": {f.name: getattr(self.timeline, f.name).tolist() for f in fields(Timeline)},
+        }
+        text = json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        Path(path).write_text(text + "\n", encoding="utf-8", newline="\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> RunResult:
+        """Raises `ConfigError` if the file isn't what `save` writes."""
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeError, ValueError) as error:
+            raise ConfigError(f"{path}: can't be read as a run of the lab: {getattr(error, 'strerror', None) or error}") from None
+        if not isinstance(document, dict) or document.get("dovetail_lab_run") != FORMAT:
+            raise ConfigError(f'{path}: is no run of the lab: expected "dovetail_lab_run": {FORMAT}, as `dovetail lab run --out` writes it')
+        try:
+            return cls._from(document)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise ConfigError(f"{path}: a run of the lab, but damaged: {type(error).__name__}: {error}") from None
+
+    @classmethod
+    def _from(cls, document: dict[str, Any]) -> RunResult:
+        columns = document["requests"]
+        times = _from_runs(np.array(document["instants_s"], np.float64), document["tokens"])
+        rows = zip(*columns.values(), strict=True)
+        records = [RequestRecord(**dict(zip(columns, row, strict=True)), token_times_s=own) for row, own in zip(rows, times, strict=True)]
+        timeline = [document["timeline"][f.name] for f in fields(Timeline)]
+        return cls(
+            **{name: document[name] for name in ("name", "trace", "trace_source", "seed", "settings")},
+            step_times=StepTimes(**document["step_times"]),
+            requests=tuple(records),
+            timeline=Timeline.of_rows(list(zip(*timeline, strict=True))),
+            notes=tuple(document["notes"]),
+        )
+
+
+def _as_runs(times: Sequence[Times]) -> tuple[list[float], list[list[int]]]:
+    """The distinct instants, sorted; and of each request the runs of instants in a row: most get a token in every step."""
+    instants = np.unique(np.concatenate([*times, np.empty(0)]))
+    runs = []
+    for own in times:
+        at = np.searchsorted(instants, own)
+        starts = np.flatnonzero(np.diff(at, prepend=-2) != 1)
+        lengths = np.diff(starts, append=len(at))
+        runs.append(np.column_stack([at[starts], lengths]).ravel().tolist())
+    return instants.tolist(), runs
+
+
+def _from_runs(instants: Times, runs: Sequence[Sequence[int]]) -> list[Times]:
+    return [
+        np.concatenate([instants[first : first + count] for first, count in zip(own[::2], own[1::2], strict=True)] or [instants[:0]]) for own in runs
+    ]

@@ -1,0 +1,137 @@
+"""A `RegimeStepTime` from measured steps: what `dovetail lab calibrate` fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from dovetail.errors import ConfigError
+from dovetail_lab.fitting import Floats, Measurement, nonnegative_least_squares, relative_errors
+from dovetail_lab.step_time import PiecewiseStepTime, RegimeStepTime, StepShape
+
+TERMS = ("per_context_s", "per_pair_s", "per_row_s")
+KNOTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384, 32_768)
+BOUNDARIES = (256, 512, 1024, 2048, 4096)  # of tokens, above which an engine may launch what it replays below
+WORTH = 0.97  # a floor, or a boundary, must lower the error to this share: or chance would add them
+GOOD = 0.002  # a mean error below which nothing is added
+ENOUGH = 10  # measurements on each side of a boundary
+OUTLIER = 5.0  # times the median error
+BOUND_ROUNDS = 3  # which upper bounds are exceeded follows from the fit, and the fit from them
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    shape: StepShape
+    seconds: float
+
+
+def fit_regimes(measurements: Sequence[Measurement], at_most: Sequence[Measurement] = ()) -> RegimeStepTime:
+    """Decodes, and steps with prefills; a measurement holds one kind alone. One that is far off from all others (a compilation, a hiccup) is left
+    out. Of those in `at_most`, which hold prefills, only an upper bound is known: they count where the fit would exceed it.
+
+    Raises `ConfigError` if one of the two kinds is missing.
+    """
+    decodes = [one for one in measurements if not any(shape.prefill_rows for shape in one.shapes)]
+    decode = _without_outliers([_step(one) for one in decodes], "decodes")
+    steps = [_step(one) for one in measurements if any(shape.prefill_rows for shape in one.shapes)]
+    bounds = [_step(one) for one in at_most]
+    best = _with_prefills(decode, steps or bounds)
+    for _ in range(BOUND_ROUNDS if steps else 0):
+        exceeded = [step for step in bounds if best.seconds(step.shape) > step.seconds]
+        if not exceeded:
+            break
+        best = _with_prefills(decode, steps + exceeded)
+    return best
+
+
+def _with_prefills(decode: PiecewiseStepTime, steps: Sequence[_Step]) -> RegimeStepTime:
+    """One model for all, or two if there is a number of tokens that parts them."""
+    best = RegimeStepTime(decode=decode, mixed=_without_outliers(steps, "prefills"))
+    least = _error(best, steps)
+    for boundary in BOUNDARIES:
+        small, large = ([step for step in steps if (step.shape.tokens > boundary) == above] for above in (False, True))
+        if min(len(small), len(large)) < ENOUGH:
+            continue
+        parted = RegimeStepTime(
+            decode=decode,
+            mixed=_without_outliers(small, "prefills"),
+            large=_without_outliers(large, "prefills"),
+            large_above=boundary,
+        )
+        if least > GOOD and (error := _error(parted, steps)) < WORTH * least:
+            best, least = parted, error
+    return best
+
+
+def _step(measurement: Measurement) -> _Step:
+    return _Step(_mean_shape(measurement.shapes), measurement.seconds / len(measurement.shapes))
+
+
+def _mean_shape(shapes: Sequence[StepShape]) -> StepShape:
+    """Of steps that differ in their context alone."""
+    return shapes[0]._replace(context_tokens=round(sum(shape.context_tokens for shape in shapes) / len(shapes)))
+
+
+def _without_outliers(steps: Sequence[_Step], what: str) -> PiecewiseStepTime:
+    if not steps:
+        raise ConfigError(f"no step of {what} was measured: there was too little time, or the engine is too small")
+    first = _with_floor(steps)
+    off = np.abs(_relative(first, steps))
+    kept = [step for step, error in zip(steps, off, strict=True) if error <= OUTLIER * max(float(np.median(off)), 0.01)]
+    return _with_floor(kept)
+
+
+def _with_floor(steps: Sequence[_Step]) -> PiecewiseStepTime:
+    """With the floor that makes the error smallest, or none."""
+    best = _fit(steps)
+    least = float(np.abs(_relative(best, steps)).mean())
+    if least <= GOOD:
+        return best
+    for floor in np.percentile([step.seconds for step in steps], (5, 10, 20, 30, 40, 50)).tolist():
+        model, above = best, list(steps)
+        for _ in range(3):  # which steps lie above the floor follows from the model, and the model from them
+            if len(above) < ENOUGH:
+                break
+            model = _fit(above).model_copy(update={"least_s": floor})
+            above = [step for step in steps if model.model_copy(update={"least_s": 0.0}).seconds(step.shape) > floor]
+        error = float(np.abs(_relative(model, steps)).mean())
+        if error < WORTH * least:
+            best, least = model, error
+    return best
+
+
+def _fit(steps: Sequence[_Step]) -> PiecewiseStepTime:
+    """Non-negative least squares of relative errors. What it takes never falls with the number of tokens."""
+    tokens = np.array([step.shape.tokens for step in steps], np.float64)
+    knots = _knots(tokens)
+    rises = [np.clip((tokens - low) / (high - low), 0, 1 if high != knots[-1] else None) for low, high in pairwise(knots)]
+    terms = [[shape.context_tokens, shape.prefill_pairs, shape.rows] for shape in (step.shape for step in steps)]
+    if all(shape.prefill_rows == 0 for shape in (step.shape for step in steps)):
+        terms = [[context, 0, 0] for context, _, _ in terms]  # rows are the tokens
+    matrix = np.column_stack([np.ones(len(steps)), *rises, np.array(terms, np.float64)])
+    matrix /= np.array([step.seconds for step in steps])[:, None]
+    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
+    weights = nonnegative_least_squares(matrix / scale, np.ones(len(steps))) / scale
+    points = tuple(zip(knots, np.cumsum(weights[: len(knots)]).tolist(), strict=True))
+    return PiecewiseStepTime(points=points, **dict(zip(TERMS, weights[len(knots) :].tolist(), strict=True)))
+
+
+def _knots(tokens: Floats) -> list[int]:
+    """Those of `KNOTS` between which something was measured, and both ends."""
+    low, high = int(tokens.min()), int(tokens.max())
+    knots = [low]
+    for knot in (*(knot for knot in KNOTS if low < knot < high), high):
+        if knot > knots[-1] and np.count_nonzero((tokens > knots[-1]) & (tokens <= knot)) >= 3:
+            knots.append(knot)
+    return knots if len(knots) > 1 else [low, max(high, low + 1)]
+
+
+def _relative(model: PiecewiseStepTime, steps: Sequence[_Step]) -> Floats:
+    return relative_errors(model, [Measurement((step.shape,), step.seconds) for step in steps])
+
+
+def _error(model: RegimeStepTime, steps: Sequence[_Step]) -> float:
+    return float(np.abs(relative_errors(model, [Measurement((step.shape,), step.seconds) for step in steps])).mean())

@@ -1,0 +1,278 @@
+"""The report's figures. Each takes runs by policy name (one run a seed) and returns a `Drawing`, or None where there is nothing to see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+from dovetail_lab.compare import Comparison, Line
+from dovetail_lab.fairness import service_difference, service_over_time, work_of
+from dovetail_lab.metrics import per_request
+from dovetail_lab.records import RunResult
+from dovetail_lab.report.style import INK, MUTED, PAPER, color_of, line_of, make, name_lines, styled
+
+Floats = npt.NDArray[np.float64]
+Runs = Mapping[str, Sequence[RunResult]]
+
+BINS = 400  # of a line over time
+POINTS = 250  # of a distribution's line
+WINDOW_S = 60.0  # for service of clients, as in the VTC paper
+CLIENTS = 12  # shown by name
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """`caption` says what is to be seen, and how to read it."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+
+
+def latencies(runs: Runs) -> Drawing | None:
+    """Distributions of TTFT, TPOT and E2E."""
+    with styled():
+        figure, panels = make(1, 3, 2.9, sharey=True)
+        drawn = [_ecdf(panel, runs, metric, title) for panel, (metric, title) in zip(panels, _LATENCIES.items(), strict=True)]
+        if not any(drawn):
+            return None
+        panels[0].set_ylabel("share of completed requests")
+        panels[0].set_ylim(0, 1.02)
+        panels[0].yaxis.set_major_formatter(FuncFormatter(_percent))
+        name_lines(figure, list(runs))
+    return Drawing("latencies", "Latencies", "Share of requests that took at most so long; a line further left is better. A dot marks p99.", figure)
+
+
+_LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E"}
+
+
+def _ecdf(panel: Axes, runs: Runs, metric: str, title: str) -> bool:
+    panel.set_title(title)
+    panel.set_xlabel("s")
+    lowest, highest = math.inf, 0.0
+    for index, of_policy in enumerate(runs.values()):
+        values = np.concatenate([per_request(run, metric) for run in of_policy])
+        values = np.sort(values[values > 0])
+        if not len(values):
+            continue
+        shares = np.linspace(0, 1, min(POINTS, len(values)))
+        panel.plot(np.quantile(values, shares, method="inverted_cdf"), shares, drawstyle="steps-post", **line_of(index))
+        p99 = float(np.quantile(values, 0.99))
+        panel.plot([p99], [0.99], "o", color=color_of(index), markersize=4)
+        lowest, highest = min(lowest, float(np.quantile(values, 0.005))), max(highest, float(values[-1]))
+    if not highest:
+        panel.text(0.5, 0.5, "nothing to show", ha="center", color=MUTED, transform=panel.transAxes)
+        panel.set_xticks([])
+        return False
+    panel.set_xlim(lowest * 0.8, highest * 1.25)
+    panel.set_xscale("log")
+    _log_ticks(panel, lowest * 0.8, highest * 1.25)
+    return True
+
+
+def _log_ticks(panel: Axes, low: float, high: float) -> None:
+    """Some four labels, in plain numbers, whatever the range."""
+    decades = math.log10(high / low)
+    subs = (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 5.0)
+    panel.xaxis.set_major_locator(LogLocator(subs=subs, numticks=6))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+
+
+def over_time(runs: Runs) -> Drawing | None:
+    """Waiting, running and the KV pool, of each policy's first run."""
+    firsts = {name: of_policy[0] for name, of_policy in runs.items()}
+    if not any(len(run.timeline) for run in firsts.values()):
+        return None
+    end_s, unit, unit_s = _time_axis(firsts.values())
+    with styled():
+        figure, panels = make(3, 1, 4.4, sharex=True)
+        for index, run in enumerate(firsts.values()):
+            line, blocks = run.timeline, _pool(run)
+            for panel, values in zip(panels, (line.waiting, line.running, 100 * line.kv_held / blocks), strict=True):
+                times, means = held_means(line.time_s, values.astype(np.float64), end_s)
+                panel.plot(times / unit_s, means, **line_of(index))
+        for panel, title in zip(panels, ("waiting requests", "running requests", "KV pool held by running requests, %"), strict=True):
+            panel.set_title(title, fontweight="normal")
+            panel.set_ylim(bottom=0)
+            panel.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        panels[2].set_ylim(0, 102)
+        panels[2].set_yticks([0, 25, 50, 75, 100])
+        panels[2].set_xlim(0, end_s / unit_s)
+        panels[2].set_xlabel(f"time since the trace began, {unit}")
+        name_lines(figure, list(runs))
+    seed = next(iter(firsts.values())).seed
+    return Drawing("over-time", "Over time", f"Means over {end_s / BINS:.2g} s, of the runs with seed {seed}.", figure)
+
+
+def held_means(times: Floats, values: Floats, end: float, bins: int = BINS) -> tuple[Floats, Floats]:
+    """The means over `bins` equal parts of [0, end] of what is 0 at first and `values[i]` from `times[i]` on; and the parts' middles."""
+    edges = np.linspace(0, end, bins + 1)
+    knots = np.concatenate([[0.0], times, [max(end, times[-1] if len(times) else 0.0)]])
+    area = np.concatenate([[0.0], np.cumsum(np.concatenate([[0.0], values]) * np.diff(knots))])
+    return (edges[:-1] + edges[1:]) / 2, np.diff(np.interp(edges, knots, area)) / np.diff(edges)
+
+
+def work(runs: Runs) -> Drawing | None:
+    """Preemptions, recomputed tokens and cache hits, as they add up; only those that there are."""
+    firsts = {name: of_policy[0] for name, of_policy in runs.items()}
+    chosen = [column for column in _WORK if any(getattr(run.timeline, column).any() for run in firsts.values())]
+    if not chosen:
+        return None
+    end_s, unit, unit_s = _time_axis(firsts.values())
+    with styled():
+        figure, panels = make(1, len(chosen), 2.5)
+        for panel, column in zip(panels, chosen, strict=True):
+            for index, run in enumerate(firsts.values()):
+                at = _thinned(len(run.timeline))
+                panel.plot(run.timeline.time_s[at] / unit_s, np.cumsum(getattr(run.timeline, column))[at], drawstyle="steps-post", **line_of(index))
+            panel.set_title(_WORK[column], fontweight="normal")
+            panel.set_xlabel(f"time, {unit}")
+            panel.set_xlim(0, end_s / unit_s)
+            panel.set_ylim(bottom=0)
+            panel.xaxis.set_major_locator(MaxNLocator(4))
+            panel.yaxis.set_major_formatter(FuncFormatter(_thousands))
+        name_lines(figure, list(runs))
+    return Drawing(
+        "work",
+        "Preemption and prefix cache",
+        "Sums since the beginning, of the first seed's runs; the preempted find tokens in the cache too, when they resume.",
+        figure,
+    )
+
+
+_WORK = {"preemptions": "preemptions", "recomputed_tokens": "tokens recomputed after them", "cached_tokens": "tokens found in the cache"}
+
+
+def clients(runs: Runs) -> Drawing | None:
+    """How long each client waits, and how unequal service is; None for a trace of one client."""
+    firsts = {name: of_policy[0] for name, of_policy in runs.items()}
+    shares = _client_shares(next(iter(firsts.values())))
+    if len(shares) < 2:
+        return None
+    shown = list(shares)[:CLIENTS]
+    end_s, unit, unit_s = _time_axis(firsts.values())
+    with styled():
+        figure, (left, right) = make(1, 2, 1.3 + 0.19 * len(shown), width_ratios=(3, 4))
+        for index, run in enumerate(firsts.values()):
+            waits = _mean_ttft(run, shown)
+            left.plot(waits, np.arange(len(shown)) + _nudge(index, len(firsts)), "o", color=color_of(index), markersize=4)
+            if end_s > 2 * WINDOW_S:
+                centres = np.linspace(WINDOW_S / 2, end_s - WINDOW_S / 2, 120)
+                unequal = service_difference(service_over_time(work_of(run), centres, WINDOW_S))
+                right.plot(centres / unit_s, unequal, **line_of(index))
+        left.set_yticks(range(len(shown)), [f"{_client(name)}  {100 * shares[name]:.0f} %" for name in shown])
+        left.invert_yaxis()
+        left.grid(visible=False, axis="y")
+        left.set_title("mean TTFT by client, s", fontweight="normal")
+        left.set_xlim(left=0)
+        right.set_title("service that clients lag behind, tokens/s", fontweight="normal")
+        right.set_xlabel(f"time, {unit}")
+        right.set_ylim(bottom=0)
+        if end_s <= 2 * WINDOW_S:
+            right.set_visible(False)
+        name_lines(figure, list(runs))
+    caption = "Beside each client its share of the work (input + 2 x output tokens)."
+    if len(shares) > len(shown):
+        caption += f" The {len(shown)} with most work of {len(shares)}."
+    if right.get_visible():
+        caption += f" Right: over {WINDOW_S:g} s; lower is fairer."
+    return Drawing("clients", "Clients", caption, figure)
+
+
+def _client_shares(run: RunResult) -> dict[str | None, float]:
+    """Client -> its share of the service that all requests ask for; most first."""
+    asked: dict[str | None, float] = {}
+    for record in run:
+        asked[record.client] = asked.get(record.client, 0.0) + record.prompt_tokens + 2 * record.true_tokens
+    total = sum(asked.values())
+    return {client: service / total for client, service in sorted(asked.items(), key=lambda item: (-item[1], item[0] or ""))}
+
+
+def _mean_ttft(run: RunResult, shown: Sequence[str | None]) -> list[float]:
+    values = per_request(run, "ttft")
+    means = []
+    for client in shown:
+        own = values[[record.client == client for record in run]]
+        own = own[~np.isnan(own)]
+        means.append(float(own.mean()) if len(own) else math.nan)
+    return means
+
+
+def _client(name: str | None) -> str:
+    text = "(none)" if name is None else name
+    return text if len(text) <= 16 else f"{text[:6]}…{text[-9:]}"
+
+
+def _nudge(index: int, count: int) -> float:
+    """So that dots of the same value don't hide each other."""
+    return 0.0 if count == 1 else (index / (count - 1) - 0.5) * 0.4
+
+
+def forest(comparison: Comparison) -> Drawing:
+    """The changes with their intervals."""
+    first = comparison.versus[0]
+    lines = [line for line in first.lines if not math.isnan(line.change.relative)]
+    columns = min(len(comparison.versus), 3)
+    rows = math.ceil(len(comparison.versus) / columns)
+    with styled():
+        figure, panels = make(rows, columns, (1.0 + 0.2 * max(len(lines), 2)) * rows, sharey=True)
+        for index, (panel, versus) in enumerate(zip(panels, comparison.versus, strict=False), start=1):
+            for row, line in enumerate(lines):
+                _whisker(panel, row, versus.line(line.metric, line.statistic), color_of(index))
+            panel.axvline(0, color=INK, linewidth=0.8)
+            panel.set_title(versus.other)
+            panel.set_xlabel(f"change against {versus.base}, %")
+            panel.grid(visible=False, axis="y")
+            panel.xaxis.set_major_locator(MaxNLocator(5))
+            low, high = panel.get_xlim()
+            panel.set_xlim(min(low, -1), max(high, 1))
+        for panel in panels[len(comparison.versus) :]:
+            panel.set_visible(False)
+        panels[0].set_yticks(range(len(lines)), [line.label for line in lines])
+        panels[0].set_ylim(len(lines) - 0.4, -0.6)
+    level = 100 * comparison.method.confidence
+    return Drawing(
+        "changes", "Changes", f"With {level:g} % intervals; hollow: no measurable difference. For latencies, left of zero is better.", figure
+    )
+
+
+def _whisker(panel: Axes, row: int, line: Line, color: str) -> None:
+    change, sure = line.change, line.change.measurable
+    shade = color if sure else MUTED
+    if not math.isnan(change.low):
+        panel.plot([100 * change.low, 100 * change.high], [row, row], color=shade, linewidth=1.6, solid_capstyle="butt")
+    panel.plot([100 * change.relative], [row], "o", markersize=4.5, markeredgecolor=shade, markerfacecolor=shade if sure else PAPER)
+
+
+def _time_axis(runs: Iterable[RunResult]) -> tuple[float, str, float]:
+    """The end in seconds; the axis's unit, and its seconds."""
+    ends = [float(run.timeline.time_s[-1]) for run in runs if len(run.timeline)]
+    end = max(ends, default=1.0) or 1.0
+    return (end, "s", 1.0) if end < 600 else (end, "min", 60.0) if end < 4 * 3600 else (end, "h", 3600.0)
+
+
+def _pool(run: RunResult) -> int:
+    line = run.timeline
+    return max(1, int(line.kv_free[0] + line.kv_held[0] + line.kv_cached[0])) if len(line) else 1
+
+
+def _thinned(count: int) -> npt.NDArray[np.intp]:
+    """Some `BINS` places of a column, the last among them."""
+    return np.unique(np.linspace(0, max(count - 1, 0), min(count, BINS)).astype(np.intp))
+
+
+def _percent(value: float, _: object) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def _thousands(value: float, _: object) -> str:
+    return f"{value / 1e6:g} M" if abs(value) >= 1e6 else f"{value / 1e3:g} k" if abs(value) >= 1e4 else f"{value:g}"

@@ -1,0 +1,123 @@
+"""How the report's figures look, and how they become PNG or SVG. An SVG takes its colours from the page: one drawing for light, dark and print."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+# Okabe and Ito 2008, "Color universal design", without yellow, which is too light on paper; told apart by all common kinds of colour vision.
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))  # each round of colours has its own
+INK, MUTED, GRID, PAPER = "#1c2126", "#6b727b", "#dde1e6", "#fefefe"
+_VARIABLES = {
+    INK: "var(--ink)",
+    MUTED: "var(--muted)",
+    GRID: "var(--grid)",
+    PAPER: "var(--paper)",
+    **{color: f"var(--series-{i})" for i, color in enumerate(SERIES)},
+}
+
+WIDTH_IN = 7.4
+_PNG_DPI = 160
+_KEY_CHARACTERS = 95  # that fit beside each other
+_SETTINGS: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",  # matplotlib's own: the same everywhere
+    "font.size": 8.5,
+    "axes.titlesize": 9,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.linewidth": 0.7,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "xtick.major.width": 0.7,
+    "ytick.major.width": 0.7,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "lines.linewidth": 1.5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "dovetail",
+    "path.simplify": True,
+}
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Figures are made, and saved, within it."""
+    with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
+        yield
+
+
+def color_of(index: int) -> str:
+    return SERIES[index % len(SERIES)]
+
+
+def line_of(index: int) -> dict[str, Any]:
+    """How the index-th policy is drawn, in every figure."""
+    return {"color": color_of(index), "linestyle": DASHES[index // len(SERIES) % len(DASHES)]}
+
+
+def make(rows: int, columns: int, height_in: float, **options: Any) -> tuple[Figure, list[Axes]]:
+    """A figure and its panels, row by row."""
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, list(panels.ravel())
+
+
+def name_lines(figure: Figure, names: Sequence[str]) -> None:
+    """The key: each name in the colour of its line, above a figure's panels; none for a single policy."""
+    if len(names) > 1:
+        lines = [Line2D([], [], **line_of(index)) for index in range(len(names))]
+        columns = max(1, _KEY_CHARACTERS // (max(map(len, names)) + 5))
+        figure.legend(
+            lines, names, loc="outside upper left", ncols=columns, frameon=False, labelcolor="linecolor", handlelength=1.6, columnspacing=1.4
+        )
+
+
+def lay_out(figure: Figure) -> None:
+    """Once for all the formats that it will be saved in."""
+    with styled():
+        figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+
+
+def png(figure: Figure, path: Path) -> None:
+    with styled():
+        figure.savefig(path, format="png", dpi=_PNG_DPI, facecolor="white", metadata={"Software": None})
+
+
+def svg(figure: Figure, prefix: str) -> str:
+    """To stand inside a page: colours as the page's variables, no ids but `prefix`-ed ones, text as text."""
+    buffer = io.StringIO()
+    with styled():
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    for color, variable in _VARIABLES.items():
+        text = text.replace(color, variable)
+    text = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', text)
+    text = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", text)
+    return re.sub(r'href="#([^"]+)"', rf'href="#{prefix}-\1"', text)

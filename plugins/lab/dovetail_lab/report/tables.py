@@ -1,0 +1,105 @@
+"""The report's numbers as CSV: full precision, seconds, nothing where there is nothing."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from dovetail_lab.compare import Comparison, Line, Versus
+from dovetail_lab.metrics import PERCENTILES, e2e_s, measure, queue_s, tpot_s, ttft_s
+from dovetail_lab.records import RequestRecord, RunResult
+from dovetail_lab.report.figures import BINS, held_means
+
+Runs = Mapping[str, Sequence[RunResult]]
+Cell = str | int | float | None
+
+
+_REQUEST_COLUMNS: Mapping[str, Callable[[RequestRecord], Cell]] = {
+    "request": lambda record: record.id,
+    "client": lambda record: record.client,
+    "arrival_s": lambda record: record.arrival_s,
+    "prompt_tokens": lambda record: record.prompt_tokens,
+    "output_tokens": lambda record: record.output_tokens,
+    "finish_reason": lambda record: record.finish_reason,
+    "queue_s": queue_s,
+    "ttft_s": ttft_s,
+    "tpot_s": tpot_s,
+    "e2e_s": e2e_s,
+    "cached_tokens": lambda record: record.cached_tokens,
+    "preemptions": lambda record: record.preemptions,
+    "recomputed_tokens": lambda record: record.recomputed_tokens,
+}
+
+
+def requests(runs: Runs) -> str:
+    """A line a request, policy and seed."""
+    return _csv(
+        ("policy", "seed", *_REQUEST_COLUMNS),
+        (
+            (name, run.seed, *(column(record) for column in _REQUEST_COLUMNS.values()))
+            for name, of_policy in runs.items()
+            for run in of_policy
+            for record in run
+        ),
+    )
+
+
+def summary(runs: Runs) -> str:
+    """A line a figure, policy and seed."""
+    return _csv(
+        ("policy", "seed", "metric", "statistic", "value"),
+        (row for name, of_policy in runs.items() for run in of_policy for row in _figures(name, run)),
+    )
+
+
+def _figures(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
+    metrics = measure(run)
+    for metric, of_metric in metrics.latencies.items():
+        yield name, run.seed, f"{metric}_s", "mean", of_metric.mean
+        for percentile in PERCENTILES:
+            yield name, run.seed, f"{metric}_s", f"p{percentile}", of_metric.percentiles[percentile]
+    counts = ("requests", "completed", "rejected", "failed", "preemptions", "recomputed_tokens", "cached_tokens")
+    for figure in (*counts, "duration_s", "request_rate", "output_rate", "total_rate", "device_share"):
+        yield name, run.seed, figure, "", getattr(metrics, figure)
+
+
+def timeline(runs: Runs) -> str:
+    """What the figure over time shows, of every run: means over equal stretches."""
+    return _csv(
+        ("policy", "seed", "time_s", "waiting", "running", "kv_held_blocks"),
+        (row for name, of_policy in runs.items() for run in of_policy for row in _stretches(name, run)),
+    )
+
+
+def _stretches(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
+    line = run.timeline
+    if not len(line):
+        return
+    end, bins = float(line.time_s[-1]), min(BINS, len(line))
+    columns = [held_means(line.time_s, column.astype(np.float64), end, bins) for column in (line.waiting, line.running, line.kv_held)]
+    for row in zip(columns[0][0], *(means for _, means in columns), strict=True):
+        yield name, run.seed, *map(float, row)
+
+
+def comparison(found: Comparison) -> str:
+    """A line a change."""
+    header = ("policy", "against", "metric", "statistic", "before", "after", "change", "low", "high", "measurable")
+    return _csv(header, (_change(versus, line) for versus in found.versus for line in versus.lines))
+
+
+def _change(versus: Versus, line: Line) -> tuple[Cell, ...]:
+    change = line.change
+    figures = (change.a, change.b, change.relative, change.low, change.high)
+    return versus.other, versus.base, line.metric, line.statistic, *figures, "yes" if change.measurable else "no"
+
+
+def _csv(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows([None if isinstance(cell, float) and math.isnan(cell) else cell for cell in row] for row in rows)
+    return text.getvalue()

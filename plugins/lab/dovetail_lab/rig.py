@@ -1,0 +1,185 @@
+"""Brings a real engine's steps about, one kind after the other, and notes how long each took: what `calibrate` measures with.
+
+The engine is whole: its core plans, its KV-cache manager gives out blocks, its executor computes, overlap included. Only the policy is ours, so that
+a step holds what is asked for, and the executor is looked over its shoulder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dovetail import LLMEngine, SamplingParams
+from dovetail.api.executor import Batch, Capacity, Executor, Result
+from dovetail.api.scheduler import Context, Scheduler, Step
+from dovetail.errors import DovetailError
+from dovetail.request import OutputKind
+from dovetail_lab.step_time import StepShape
+
+NEVER = 1 << 30  # tokens: more than any request has room for
+
+
+@dataclass(slots=True)
+class Sighting:
+    """One step. Times are seconds on the engine's clock."""
+
+    shape: StepShape
+    planned: float  # when the core was asked for a step
+    submitted: float
+    launched: float  # when the executor had it
+    asked: float = 0.0  # when the core began to wait for its end
+    started: float = 0.0  # this and the next as the executor says, which looks at the clock when it is asked
+    ended: float = 0.0
+    delivered: float = 0.0  # 0: nobody was left to get its tokens
+
+
+class TimeIsUpError(Exception):
+    """The time for measuring has passed."""
+
+
+class Probe(Executor):
+    """Another executor, and what passes through."""
+
+    def __init__(self, inner: Executor, rows: int) -> None:
+        super().__init__(inner.options, inner.context)
+        self._inner = inner
+        self._computed = np.zeros(rows, np.int64)
+        self._in_flight: deque[tuple[Any, Sighting]] = deque()
+        self.planned = 0.0
+        self.collected: list[Sighting] = []
+
+    def start(self) -> Capacity:
+        return self._inner.start()
+
+    def submit(self, batch: Batch) -> Any:
+        submitted = self.context.clock.now()
+        handle = self._inner.submit(batch)
+        launched = self.context.clock.now()
+        for new in batch.added:
+            self._computed[new.row] = new.computed
+        shape = StepShape.of(batch.num_tokens, self._computed[batch.rows])
+        self._computed[batch.rows] += batch.num_tokens
+        self._in_flight.append((handle, Sighting(shape, self.planned, submitted, launched)))
+        return handle
+
+    def collect(self, handle: Any) -> Result:
+        _, sighting = self._in_flight.popleft()
+        sighting.asked = self.context.clock.now()
+        result = self._inner.collect(handle)
+        sighting.started, sighting.ended = result.started, result.ended
+        self.collected.append(sighting)
+        return result
+
+    def check(self) -> None:
+        self._inner.check()
+
+    def stop(self) -> None:
+        self._inner.stop()
+
+
+class _Script(Scheduler):
+    """All decodes, and at most `chunk` tokens of prompts, in order of arrival."""
+
+    chunk = NEVER
+
+    def schedule(self, step: Step) -> None:
+        step.grant_each(step.decoding)
+        left = min(self.chunk, step.tokens_left)
+        begun = [request for request in step.running if request.prefill_left]
+        for request in (*begun, *step.waiting):
+            if left <= 0:
+                return
+            grant = step.grant(request, left)
+            if not grant:
+                return
+            left -= grant.tokens
+
+
+class Rig:
+    """Takes the engine over: its policy and its executor are replaced for good."""
+
+    def __init__(self, engine: LLMEngine, until: float) -> None:
+        """`until`: on the machine's monotonic clock."""
+        config, capacity = engine.config, engine.capacity
+        self.engine, self._until = engine, until
+        context = Context(config.max_num_batched_tokens, config.max_num_seqs, capacity.num_blocks, capacity.layout.block_size, config.seed)
+        self._script = engine.core.scheduler = _Script(engine.core.scheduler.options, context)
+        self._probe = engine.core.executor = Probe(engine.core.executor, config.max_num_seqs)
+        self._random = np.random.default_rng(config.seed)
+        self._made = 0
+        self._streaming: set[str] = set()  # requests that have their first token, and aren't finished
+        self._alive: set[str] = set()
+
+    @property
+    def sightings(self) -> list[Sighting]:
+        """In order, of those that are complete."""
+        return self._probe.collected
+
+    def has_seats_for(self, prompts: Sequence[int]) -> bool:
+        """Whether they fit beside those that decode."""
+        return len(self._streaming) + len(prompts) <= self.engine.config.max_num_seqs
+
+    def grow(self, rows: int, context: int, chunk: int = NEVER) -> None:
+        """Until `rows` requests decode; the new ones have `context` tokens, prefilled in chunks beside those that decode."""
+        self._script.chunk = chunk
+        room = self.engine.capacity.max_model_len - context
+        names = [self._add(context, room) for _ in range(rows - len(self._streaming))]
+        self._run(lambda: self._streaming.issuperset(self._alive.intersection(names)))
+        self._script.chunk = NEVER
+
+    def decode(self, steps: int) -> None:
+        """So many steps of those that decode."""
+        end = len(self.sightings) + steps
+        self._run(lambda: len(self.sightings) >= end)
+
+    def inject(self, prompts: Sequence[int], then: int) -> None:
+        """Prompts of so many tokens join one step; `then` steps of decodes follow, if anybody decodes."""
+        names = [self._add(tokens, 1) for tokens in prompts]
+        self._run(lambda: self._alive.isdisjoint(names))
+        if self._streaming:
+            self.decode(then)
+
+    def prefill(self, tokens: int, chunk: int = NEVER) -> None:
+        """One prompt, with nobody beside it, in chunks."""
+        self._script.chunk = chunk
+        self.inject((tokens,), then=0)
+        self._script.chunk = NEVER
+
+    def clear(self) -> None:
+        """Nobody is left."""
+        self.engine.abort_request(list(self._alive))
+        self._alive.clear()
+        self._streaming.clear()
+        while self.engine.core.has_unfinished():
+            self.engine.core.step()
+
+    def _add(self, prompt_tokens: int, output_tokens: int) -> str:
+        name = f"calibration-{self._made}"
+        self._made += 1
+        prompt = self._random.integers(1, self.engine.capacity.vocab_size, prompt_tokens)
+        params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, detokenize=False, output_kind=OutputKind.FINAL)
+        self.engine.add_request(name, prompt.tolist(), params)
+        self._alive.add(name)
+        return name
+
+    def _run(self, done: Callable[[], bool]) -> None:
+        core, probe = self.engine.core, self._probe
+        while not done() and core.has_unfinished():
+            if time.monotonic() > self._until:
+                raise TimeIsUpError
+            seen = len(probe.collected)
+            probe.planned = core.clock.now()
+            delivery = core.step()
+            if core.dead is not None:
+                raise DovetailError(f"the engine failed while it was measured: {core.dead}") from core.dead
+            for sighting in probe.collected[seen:]:
+                sighting.delivered = core.clock.now()
+            self._streaming.update(request.id for request in delivery.requests)
+            for request in delivery.finished:
+                self._streaming.discard(request.id)
+                self._alive.discard(request.id)

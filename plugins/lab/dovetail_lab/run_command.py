@@ -1,0 +1,80 @@
+"""`dovetail lab run`: one trace, one engine; a table of what its users felt, and the whole run as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dovetail.errors import ConfigError
+from dovetail_lab.command_options import (
+    Arrivals,
+    Columns,
+    Engine,
+    Format,
+    MaxTokens,
+    Predictor,
+    Real,
+    ScaleRate,
+    Seed,
+    Settings,
+    Slice,
+    StepTime,
+    TraceName,
+    open_engine,
+    open_trace,
+    progress_bar,
+)
+
+RUN_FILE = "run.json"
+
+
+def run(
+    engine: Engine,
+    trace: TraceName,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help=f"Where to write {RUN_FILE}: every request and every step.")] = None,
+    scale_rate: ScaleRate = None,
+    slice: Slice = None,
+    arrivals: Arrivals = None,
+    max_tokens: MaxTokens = "trace",
+    predictor: Predictor = None,
+    seed: Seed = 0,
+    step_time: StepTime = None,
+    format: Format = None,
+    columns: Columns = None,
+    settings: Settings = [],  # noqa: B006 typer makes a list of its own
+    real: Real = False,
+) -> None:
+    """Replay a trace through an engine."""
+    config = open_engine(engine, settings, step_time=step_time, real=real)
+    workload = open_trace(
+        trace,
+        format=format,
+        columns=columns,
+        arrivals=arrivals,
+        slice=slice,
+        scale_rate=scale_rate,
+        max_tokens=max_tokens,
+        predictor=predictor,
+        seed=seed,
+    )
+    _make_folder(out)
+    from dovetail_lab.simulate import replay
+    from dovetail_lab.summary import print_summary
+
+    with progress_bar(workload.name) as progress:
+        result = replay(config, workload, name=Path(engine).stem, seed=seed, progress=progress)
+    print_summary(result)
+    if out is not None:
+        result.save(out / RUN_FILE)
+        typer.echo(f"written: {out / RUN_FILE}")
+
+
+def _make_folder(out: Path | None) -> None:
+    """Before the run, so that nothing is lost for want of a place."""
+    try:
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: {out}: can't be made: {error.strerror}") from None

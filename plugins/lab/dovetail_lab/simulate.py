@@ -1,0 +1,120 @@
+"""Replay a trace through an engine and keep what happened: `replay`. With the executor `simulated` time is virtual and the result the same in every
+run; with any other the same requests are sent in real time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dovetail import EngineConfig, LLMEngine
+from dovetail.api.clock import VirtualClock
+from dovetail_lab.feeding import Feeder
+from dovetail_lab.recording import Recorder
+from dovetail_lab.records import RequestRecord, RunResult, StepTimes
+from dovetail_lab.simulated import SimulatedExecutor
+from dovetail_lab.traces.request import Trace
+
+if TYPE_CHECKING:
+    from dovetail.registry.registry import Registry
+
+SIMULATED = ("simulated", "dovetail:simulated")  # the executor's names
+LEAD_S = 0.1  # real time between the engine's start and the trace's
+UNREAD_MODEL = "demo"  # a simulation reads no model: any that is always there will do
+
+Progress = Callable[[int, int], None]  # (requests finished, of all)
+
+
+def replay(
+    config: str | Path | Mapping[str, Any] | EngineConfig,
+    trace: Trace,
+    *,
+    name: str | None = None,
+    seed: int = 0,
+    overrides: Mapping[str, Any] | None = None,
+    registry: Registry | None = None,
+    progress: Progress | None = None,
+) -> RunResult:
+    """Every request of `trace`, at its time, through the engine that `config` describes.
+
+    Policies see a request's `limit` as its `max_tokens`; when it really ends, the simulated executor alone knows, and tells by a stop token. A real
+    executor can't be told: there requests generate as many tokens as their limit says. Raises what `LLMEngine` raises, and what ended the engine.
+    """
+    loaded = EngineConfig.load(config, **{**(overrides or {}), "seed": seed})
+    simulated = loaded.executor.name in SIMULATED
+    runnable = EngineConfig.load(loaded, model=UNREAD_MODEL, tokenizer=None) if simulated else loaded
+    clock = _TraceClock() if simulated else None
+    with LLMEngine.from_config(runnable, registry=registry, clock=clock) as engine:
+        executor = engine.core.executor if isinstance(engine.core.executor, SimulatedExecutor) else None
+        start = 0.0 if simulated else engine.now() + LEAD_S
+        recorder = Recorder(engine.core, trace, start)
+        feeder = Feeder(engine, executor, trace, start, recorder.refused)
+        if clock is not None:
+            clock.moved = feeder.feed
+        _run(engine, executor, feeder, recorder, lambda: progress(recorder.num_finished, len(trace)) if progress else None)
+        return RunResult(
+            name=name or loaded.scheduler.name,
+            trace=trace.name,
+            trace_source=trace.source,
+            seed=seed,
+            settings=_settings(loaded, engine, simulated),
+            step_times=StepTimes("measured") if executor is None else executor.profile.as_step_times(),
+            requests=recorder.records,
+            timeline=recorder.timeline,
+            notes=(*trace.notes, *_notes(recorder.records, feeder.cut, engine.capacity.max_model_len)),
+        )
+
+
+class _TraceClock(VirtualClock):
+    """Tells whenever time moves, so that requests can be made when they are due."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: Callable[[float], None] = lambda now: None
+
+    def wait_until(self, instant: float) -> None:
+        super().wait_until(instant)
+        self.moved(self._now)
+
+
+def _run(engine: LLMEngine, executor: SimulatedExecutor | None, feeder: Feeder, recorder: Recorder, progress: Callable[[], None]) -> None:
+    """To the end of the trace. The core is driven directly: what matters here is when tokens come, and no texts are made of them."""
+    core = engine.core
+    if executor is not None:
+        core.plans_late = executor.options.plans_late
+    while True:
+        feeder.feed(engine.now())
+        if not core.has_unfinished() and feeder.done:
+            return
+        delivery = core.step()
+        if core.dead is not None:
+            raise core.dead
+        recorder.take(delivery)
+        if executor is not None:
+            core.virtual_plan_s = executor.plan_s
+            for request in delivery.finished:
+                executor.forget(request.id)
+        if delivery.finished:
+            progress()
+
+
+def _settings(config: EngineConfig, engine: LLMEngine, simulated: bool) -> dict[str, Any]:
+    capacity, core = engine.capacity, engine.core
+    return {
+        "config": config.model_dump(mode="json", exclude={"plugins"}),
+        "scheduler": core.settings.scheduler_name,
+        "executor": "simulated" if simulated else "real",
+        "overlap": core.max_in_flight > 1,
+        "prefix_reuse": core.kv.capabilities.reuse,
+        "block_size": capacity.layout.block_size,
+        "num_blocks": capacity.num_blocks,
+        "max_model_len": capacity.max_model_len,
+    }
+
+
+def _notes(records: tuple[RequestRecord, ...], cut: int, max_model_len: int) -> Iterator[str]:
+    refused = sum(record.finish_reason == "rejected" and record.first_scheduled_s is None for record in records)
+    if refused:
+        yield f"{refused} requests were rejected before they ran; the record of each says why"
+    if cut:
+        yield f"{cut} requests would generate more than max_model_len {max_model_len} has room for, and end there"

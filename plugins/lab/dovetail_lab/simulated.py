@@ -1,0 +1,153 @@
+"""The executor `simulated`: the engine, the policy and the KV-cache manager are the real ones, but no model runs. A step takes as long as a
+step-time model says, on a virtual clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from dovetail.api.clock import VirtualClock
+from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, NewRow, Result
+from dovetail.api.kv_cache import KVGroup, KVLayout
+from dovetail.errors import DovetailError, UnsupportedError
+from dovetail_lab.step_time import StepShape, StepTimeProfile, occupied_s
+
+DEFAULT_BLOCK_SIZE = 16
+FILLER_ID = 1  # what a request answers, again and again, if nobody said what
+
+
+class SimulatedOptions(BaseModel):
+    """Options of the executor `simulated`: the device that it pretends to be."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    step_time: str | dict[str, Any] = Field(
+        "a10g-llama-2-7b", description="A profile's .json file, the name of a shipped one, or a model in place: {kind: linear, base_s: 0.01, …}."
+    )
+    num_blocks: int | None = Field(None, ge=1, description="Blocks in the KV pool. Unset: as many as the engine had that the profile measured.")
+    max_in_flight: int = Field(2, ge=1, le=8, description="Steps submitted before the oldest is collected; 1 if overlap is off.")
+    plans_late: bool = Field(True, description="False: each step is planned as soon as there is room for it in flight, as in other engines.")
+    core_s: float | None = Field(None, ge=0, description="The core's own time a step, hidden where it overlaps. Unset: as the profile says.")
+    core_per_row_s: float | None = Field(None, ge=0, description="What each request in the step adds to it. Unset: as the profile says.")
+    vocab_size: int = Field(32_000, ge=2, description="Token ids are below it.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    step: int
+    token_ids: NDArray[np.int64]
+    shape: StepShape
+    ready: float  # when the core began to hand it over
+    launched: float  # and had done so
+    seconds: float  # that the device computes
+    results_s: float  # until they are delivered
+
+
+class SimulatedExecutor(Executor):
+    """Keeps, for each row, how many tokens are computed and what it answers. Steps run one after the other, each as soon as it was submitted."""
+
+    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False)
+    options: SimulatedOptions
+
+    def __init__(self, options: SimulatedOptions, context: ExecutorContext) -> None:
+        super().__init__(options, context)
+        if not isinstance(context.clock, VirtualClock):
+            raise UnsupportedError(f"executor simulated moves a VirtualClock, and was given a {type(context.clock).__name__}")
+        self.clock = context.clock
+        self.profile = StepTimeProfile.load(options.step_time)
+        self._step_time, self._launch = self.profile.make(), self.profile.make_launch()
+        self._core_s = self.profile.core_s if options.core_s is None else options.core_s
+        self._core_per_row_s = self.profile.core_per_row_s if options.core_per_row_s is None else options.core_per_row_s
+        self.last_core_s = self._core_s  # of the step submitted last
+        self.plan_s = 0.0  # a running mean of what planning and submitting take, as the core of a real engine keeps it
+        self._expected: dict[str, NDArray[np.int32]] = {}
+        self._pending: deque[_Pending] = deque()
+        self._last_ended = -np.inf
+        rows = context.config.max_num_seqs
+        self._computed = np.zeros(rows, np.int64)
+        self._position = np.zeros(rows, np.int64)  # of the next answer
+        self._last = np.zeros(rows, np.int64)  # position of the last answer there is
+        self._answers = np.zeros((rows, 1), np.int64)
+
+    def expect(self, request_id: str, answer: NDArray[np.int32]) -> None:
+        """What a request will answer: [tokens, 1 or more] ids, the last one again and again if it is asked for more. Nobody else can see it."""
+        self._expected[request_id] = answer
+
+    def forget(self, request_id: str) -> None:
+        """It has ended."""
+        self._expected.pop(request_id, None)
+
+    def start(self) -> Capacity:
+        config = self.context.config
+        block_size = config.block_size or DEFAULT_BLOCK_SIZE
+        num_blocks = self.options.num_blocks or (self.profile.kv_tokens or 0) // block_size
+        if not num_blocks:
+            raise UnsupportedError(
+                f"executor simulated: step times {self.profile.name!r} don't say how large the KV pool was: set executor.num_blocks"
+            )
+        return Capacity(
+            num_blocks=num_blocks,
+            max_in_flight=self.options.max_in_flight,
+            layout=KVLayout((KVGroup((0,), None, 1),), block_size, "none"),
+            vocab_size=self.options.vocab_size,
+            max_model_len=config.max_model_len or num_blocks * block_size,
+            details={"step times": self.profile.name},
+        )
+
+    def submit(self, batch: Batch) -> int:
+        for new in batch.added:
+            self._begin(new)
+        rows = batch.rows
+        shape = StepShape.of(batch.num_tokens, self._computed[rows])
+        self._computed[rows] += batch.num_tokens
+        token_ids = self._answers[rows, np.minimum(self._position[rows], self._last[rows])]
+        token_ids[~batch.samples] = -1
+        self._position[rows] += batch.samples
+        seconds = self._step_time.seconds(shape)
+        if not 0.0 < seconds < np.inf:
+            raise DovetailError(f"step times {self.profile.name!r}: {seconds} seconds for {shape}; a step takes more than 0 and less than for ever")
+        self.last_core_s = self._core_s + self._core_per_row_s * shape.rows
+        launch_s = 0.0 if self._launch is None else self._launch.seconds(shape)
+        self.plan_s += 0.1 * (self.last_core_s + launch_s - self.plan_s)
+        results_s = self.profile.results_s + self.profile.results_per_row_s * shape.rows
+        ready = self.clock.now() + self.last_core_s
+        self._pending.append(_Pending(batch.step, token_ids, shape, ready, ready + launch_s, seconds, results_s))
+        if launch_s:  # the core does nothing else meanwhile: it learns late of the step before
+            self.clock.wait_until(ready + launch_s)
+        return batch.step
+
+    def collect(self, handle: int) -> Result:
+        if not self._pending or self._pending[0].step != handle:
+            raise DovetailError(f"executor simulated: step {handle} was asked for, and isn't the oldest of those submitted")
+        pending = self._pending.popleft()
+        started = max(pending.ready, self._last_ended)
+        late_s, after_s = pending.launched - started, self.profile.after_launch_s
+        seconds = pending.seconds if self._launch is None else occupied_s(pending.shape, pending.seconds, late_s, after_s)
+        self._last_ended = started + seconds
+        ended = self._last_ended if self._launch is None else max(self._last_ended, self.clock.now())  # a real executor sees it when it looks
+        self.clock.wait_until(ended + pending.results_s)
+        return Result(pending.step, pending.token_ids, ended - seconds, ended)
+
+    def check(self) -> None:
+        """There is no device to lose."""
+
+    def stop(self) -> None:
+        self._pending.clear()
+        self._expected.clear()
+
+    def _begin(self, new: NewRow) -> None:
+        answer = self._expected.get(new.request_id)
+        if answer is None:
+            answer = np.array([FILLER_ID], np.int32)
+        if len(answer) > self._answers.shape[1]:
+            more = len(answer) - self._answers.shape[1]
+            self._answers = np.pad(self._answers, ((0, 0), (0, more)))
+        self._answers[new.row, : len(answer)] = answer
+        self._last[new.row] = len(answer) - 1
+        self._position[new.row] = len(new.token_ids) - new.prompt_len
+        self._computed[new.row] = new.computed

@@ -1,0 +1,145 @@
+"""Service-level objectives over a run: "ttft_p99<0.5,tpot_p99<50ms", and presets with MLPerf's numbers. `capacity` searches for the rate at which
+they still hold.
+
+An objective is on the distribution of all requests sent. One that was rejected, failed or was aborted took for ever: it counts as a miss. So
+`ttft_p99<0.5` says that of all requests 99 % got their first token within half a second.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.errors import ConfigError
+from dovetail_lab.metrics import PER_REQUEST, itl_s, per_request
+from dovetail_lab.records import RequestRecord, RunResult
+
+Floats = NDArray[np.float64]
+
+METRICS = (*PER_REQUEST, "itl")
+_OBJECTIVE = re.compile(r"(?P<metric>[a-z0-9]+)_(?P<statistic>mean|p\d+(\.\d+)?)\s*<=?\s*(?P<limit>[0-9.eE+-]+)\s*(?P<unit>ms|s)?")
+_SHAPE = "expected METRIC_STATISTIC<SECONDS, like ttft_p99<0.5 or tpot_mean<50ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    objectives: str
+    source: str
+
+
+_MLPERF = "MLPerf Inference Rules, table of benchmarks, and 99th percentile in the server scenario (mlcommons/inference_policies at ac93e89)"
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        f"mlperf-{name}": Preset(objectives, _MLPERF)
+        for name, objectives in {
+            "llama2-70b": "ttft_p99<2,tpot_p99<0.2",
+            "llama2-70b-interactive": "ttft_p99<0.45,tpot_p99<0.04",
+            "llama3.1-8b": "ttft_p99<2,tpot_p99<0.1",
+            "llama3.1-8b-interactive": "ttft_p99<0.5,tpot_p99<0.03",
+            "llama3.1-405b": "ttft_p99<6,tpot_p99<0.175",
+            "llama3.1-405b-interactive": "ttft_p99<4.5,tpot_p99<0.08",
+            "mixtral-8x7b": "ttft_p99<2,tpot_p99<0.2",
+            "deepseek-r1": "ttft_p99<2,tpot_p99<0.08",
+            "deepseek-r1-interactive": "ttft_p99<1.5,tpot_p99<0.015",
+            "gpt-oss-120b": "ttft_p99<3,tpot_p99<0.08",
+            "gpt-oss-120b-interactive": "ttft_p99<2,tpot_p99<0.02",
+        }.items()
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """`value` in seconds; infinite where too many requests never got that far, NaN where there was nothing to judge, which is no miss."""
+
+    value: float
+    met: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """A statistic of a metric, and what it must not exceed."""
+
+    metric: str  # one of METRICS
+    q: float | None  # 0 < q < 1, or None for the mean
+    limit_s: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.metric}_" + ("mean" if self.q is None else f"p{100 * self.q:g}")
+
+    def __str__(self) -> str:
+        return f"{self.name}<{self.limit_s:g}"
+
+    def judge(self, runs: Sequence[RunResult]) -> Judgement:
+        """Of all runs' requests together. The quantile is the smallest value that a share of `q` doesn't exceed."""
+        values = np.concatenate([np.empty(0), *(_values(run, self.metric) for run in runs)])
+        if not len(values):
+            return Judgement(math.nan, True)
+        value = float(values.mean() if self.q is None else np.quantile(values, self.q, method="inverted_cdf"))
+        return Judgement(value, value <= self.limit_s)
+
+
+def _values(run: RunResult, metric: str) -> Floats:
+    """Seconds, infinite for requests that didn't complete; those that completed without having the metric (one token has no TPOT) are left out."""
+    missed = [record for record in run if not record.completed]
+    if metric == "itl":
+        return np.concatenate([itl_s(record for record in run if record.completed), np.full(sum(map(_gaps, missed)), math.inf)])
+    values = per_request(run, metric)
+    return np.concatenate([values[~np.isnan(values)], np.full(len(missed), math.inf)])
+
+
+def _gaps(record: RequestRecord) -> int:
+    """Between the tokens that it should have generated."""
+    return max(1, record.true_tokens - 1)
+
+
+def parse_slo(text: str) -> tuple[Objective, ...]:
+    """A preset's name, or objectives joined by commas. Raises `ConfigError`: what is wrong, and what would be right."""
+    text = text.strip()
+    if text in PRESETS:
+        text = PRESETS[text].objectives
+    elif text and not re.search("[<>=,]", text):
+        raise ConfigError(f"--slo: {text!r} is neither an objective, like ttft_p99<0.5, nor a preset{_suggest(text, PRESETS)}")
+    objectives = tuple(_objective(part.strip()) for part in text.split(","))
+    names = [objective.name for objective in objectives]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--slo: {name} is limited twice")
+    return objectives
+
+
+def _objective(text: str) -> Objective:
+    match = _OBJECTIVE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--slo: {text!r}: {_SHAPE}")
+    metric, statistic = match["metric"], match["statistic"]
+    if metric not in METRICS:
+        raise ConfigError(f"--slo: {text!r}: unknown metric {metric!r}{_suggest(metric, METRICS)}")
+    try:
+        limit = float(match["limit"]) * (1e-3 if match["unit"] == "ms" else 1.0)
+    except ValueError:
+        raise ConfigError(f"--slo: {text!r}: {match['limit']!r} is no number; {_SHAPE}") from None
+    if not 0 < limit < math.inf:
+        raise ConfigError(f"--slo: {text!r}: the limit must be more than 0")
+    q = None if statistic == "mean" else float(statistic[1:]) / 100
+    if q is not None and not 0 < q < 1:
+        raise ConfigError(f"--slo: {text!r}: a percentile must be between 0 and 100, exclusive")
+    return Objective(metric, q, limit)
+
+
+def _suggest(wrong: str, valid: Iterable[str]) -> str:
+    near = difflib.get_close_matches(wrong, list(valid), n=1)
+    return f", did you mean {near[0]}?" if near else f"; there are {', '.join(valid)}"
+
+
+def met(objectives: Sequence[Objective], runs: Sequence[RunResult]) -> bool:
+    return all(objective.judge(runs).met for objective in objectives)

@@ -1,0 +1,310 @@
+"""How long a step takes on the device: `StepTimeModel`, the models built in, and the profiles that hold one with what it was fitted on.
+
+A model sees the shape of a batch, never a request. Its answer is a function of integers by plain float arithmetic in a fixed order, so that it is
+the same on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dovetail.errors import ConfigError
+from dovetail_lab.records import StepTimes
+
+Integers = NDArray[np.int64] | NDArray[np.int32]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class StepShape(NamedTuple):
+    """What a batch asks of the device. A row with more than one new token is a prefill, or a chunk of one; a row with one is a decode."""
+
+    rows: int
+    tokens: int  # new ones, of all rows
+    prefill_rows: int
+    prefill_tokens: int  # new ones, of prefill rows
+    context_tokens: int  # whose K and V are read: of each row those it had and its new ones
+    prefill_pairs: int  # of a query and a key it sees, in prefill rows: the work of causal attention
+
+    @classmethod
+    def of(cls, new_tokens: Integers, context: Integers) -> StepShape:
+        """Both [rows]: tokens that each row computes, and had computed before."""
+        rows, tokens = len(new_tokens), int(np.add.reduce(new_tokens))  # `sum` would take twice as long
+        read = int(np.add.reduce(context)) + tokens
+        if tokens == rows:
+            return cls(rows, tokens, 0, 0, read, 0)
+        prefills = np.flatnonzero(new_tokens > 1)
+        new, had = new_tokens[prefills].astype(np.int64), context[prefills]
+        pairs = int((new * had + new * (new + 1) // 2).sum())
+        return cls(rows, tokens, len(prefills), int(new.sum()), read, pairs)
+
+    @property
+    def decodes(self) -> int:
+        return self.rows - self.prefill_rows
+
+
+class StepTimeModel(Protocol):
+    """Anything that says how long a batch takes."""
+
+    def seconds(self, shape: StepShape) -> float:
+        """On the device, from its first kernel to its sampled ids; more than 0 and finite."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def occupied_s(shape: StepShape, seconds: float, late_s: float, after_launch_s: float) -> float:
+    """How long a step keeps the device that would compute it in `seconds`, if launching it ended `late_s` after the device was free for it (negative:
+    before). Decodes are one recorded graph, which begins when all is launched; what holds prefills is computed while it is launched."""
+    if shape.prefill_rows:
+        return max(seconds, late_s + after_launch_s)
+    return max(late_s, 0.0) + seconds
+
+
+class LinearStepTime(_Model):
+    """A sum of terms: weights are read once (`base_s`), every token runs through them, K and V are read, prefills attend, rows are sampled."""
+
+    kind: Literal["linear"] = "linear"
+    base_s: Seconds
+    per_token_s: Seconds = 0.0
+    per_context_s: Seconds = 0.0
+    per_pair_s: Seconds = 0.0
+    per_row_s: Seconds = 0.0
+
+    def seconds(self, shape: StepShape) -> float:
+        return (
+            self.base_s
+            + self.per_token_s * shape.tokens
+            + self.per_context_s * shape.context_tokens
+            + self.per_pair_s * shape.prefill_pairs
+            + self.per_row_s * shape.rows
+        )
+
+
+class PiecewiseStepTime(_Model):
+    """As linear, but the share of the batch's size is drawn through measured points: flat while reading the weights takes longest, steep where
+    computing does, with the steps of tile sizes and captured graphs between them."""
+
+    kind: Literal["piecewise"] = "piecewise"
+    points: tuple[tuple[int, Seconds], ...] = Field(min_length=2, description="(tokens in the batch, seconds), by tokens; extended beyond both ends.")
+    per_context_s: Seconds = 0.0
+    per_pair_s: Seconds = 0.0
+    per_row_s: Seconds = 0.0
+    least_s: Seconds = Field(default=0.0, description="What launching the step takes: it is never shorter.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> PiecewiseStepTime:
+        tokens = [point[0] for point in self.points]
+        if tokens != sorted(set(tokens)) or tokens[0] < 0:
+            raise ValueError(f"points must be ordered by tokens, each count once, got {tokens}")
+        return self
+
+    @cached_property
+    def _tokens(self) -> list[int]:
+        return [tokens for tokens, _ in self.points]
+
+    def seconds(self, shape: StepShape) -> float:
+        at = min(max(bisect_left(self._tokens, shape.tokens), 1), len(self.points) - 1)
+        (low, low_s), (high, high_s) = self.points[at - 1], self.points[at]
+        own = low_s + (high_s - low_s) * (shape.tokens - low) / (high - low)
+        attention = self.per_context_s * shape.context_tokens + self.per_pair_s * shape.prefill_pairs
+        return max(max(own, 0.0) + attention + self.per_row_s * shape.rows, self.least_s)
+
+
+class RegimeStepTime(_Model):
+    """Decodes alone, steps with prefills, and large ones of these, each piecewise: engines replay recorded graphs where they can, and launch the
+    rest kernel by kernel."""
+
+    kind: Literal["regimes"] = "regimes"
+    decode: PiecewiseStepTime
+    mixed: PiecewiseStepTime = Field(description="A step with prefills, alone or beside decodes.")
+    large: PiecewiseStepTime | None = Field(default=None, description="The same, of more than `large_above` tokens.")
+    large_above: int = Field(default=0, ge=0)
+
+    def seconds(self, shape: StepShape) -> float:
+        if not shape.prefill_rows:
+            return self.decode.seconds(shape)
+        if self.large is not None and shape.tokens > self.large_above:
+            return self.large.seconds(shape)
+        return self.mixed.seconds(shape)
+
+
+class Grid(_Model):
+    """Seconds over two numbers, bilinear between the measured points and beyond them."""
+
+    across: tuple[int, ...] = Field(min_length=2, description="Tokens or rows, rising.")
+    down: tuple[int, ...] = Field(min_length=2, description="Mean context of a row, in tokens, rising.")
+    seconds: tuple[tuple[Seconds, ...], ...] = Field(description="One row for each of `down`, one entry for each of `across`.")
+
+    @model_validator(mode="after")
+    def _whole(self) -> Grid:
+        for name, axis in (("across", self.across), ("down", self.down)):
+            if list(axis) != sorted(set(axis)):
+                raise ValueError(f"{name} must rise, got {list(axis)}")
+        if len(self.seconds) != len(self.down) or any(len(row) != len(self.across) for row in self.seconds):
+            raise ValueError(f"seconds must be {len(self.down)} rows of {len(self.across)} entries, as `down` and `across` say")
+        return self
+
+    def at(self, x: float, y: float) -> float:
+        column, right = _place(self.across, x)
+        row, below = _place(self.down, y)
+        upper, lower = self.seconds[row], self.seconds[row + 1]
+        top = upper[column] + (upper[column + 1] - upper[column]) * right
+        bottom = lower[column] + (lower[column + 1] - lower[column]) * right
+        return max(top + (bottom - top) * below, 0.0)
+
+
+class TableStepTime(_Model):
+    """Measured tables, one of pure decodes and one of pure prefills. A mixed batch takes the sum, less what both have in common: the smallest
+    step, which is the reading of the weights."""
+
+    kind: Literal["table"] = "table"
+    decode: Grid = Field(description="Across: rows. Down: tokens that a row has.")
+    prefill: Grid = Field(description="Across: new tokens of all rows. Down: tokens that a row had before.")
+
+    @cached_property
+    def _common_s(self) -> float:
+        return min(self.decode.seconds[0][0], self.prefill.seconds[0][0])
+
+    def seconds(self, shape: StepShape) -> float:
+        decode = prefill = 0.0
+        prefill_context = 0.0
+        if shape.prefill_tokens:
+            new = shape.prefill_tokens
+            within = new * (new / shape.prefill_rows + 1) / 2  # pairs among the new tokens of prefills of equal length
+            prefill_context = max(0.0, (shape.prefill_pairs - within) / new)
+            prefill = self.prefill.at(new, prefill_context)
+        if shape.decodes:
+            others = shape.prefill_tokens + prefill_context * shape.prefill_rows
+            decode = self.decode.at(shape.decodes, max(0.0, shape.context_tokens - others) / shape.decodes)
+        both = self._common_s if shape.prefill_tokens and shape.decodes else 0.0
+        return max(prefill + decode - both, self._common_s)
+
+
+def _place(axis: Sequence[int], value: float) -> tuple[int, float]:
+    """The interval of a rising axis, and where in it: below 0 or above 1 beyond the ends."""
+    at = min(max(bisect_left(axis, value), 1), len(axis) - 1)
+    return at - 1, (value - axis[at - 1]) / (axis[at] - axis[at - 1])
+
+
+BUILT_IN: Mapping[str, type[BaseModel]] = {
+    "linear": LinearStepTime,
+    "piecewise": PiecewiseStepTime,
+    "regimes": RegimeStepTime,
+    "table": TableStepTime,
+}
+
+
+class StepTimeProfile(_Model):
+    """A step-time model with its papers: which machine, fitted on what, how wrong. A file of it is what `dovetail lab calibrate` writes."""
+
+    dovetail_step_times: Literal[1] = 1
+    name: str = Field(description="For tables and reports.")
+    step_time: dict[str, Any] = Field(
+        description='The model: its kind ("linear", "piecewise", "regimes", "table" or "package.module:Class") and its numbers.'
+    )
+    core_s: Seconds = Field(default=0.0, description="The core's own time before a step: planning, batch.")
+    core_per_row_s: Seconds = Field(default=0.0, description="What each request in the step adds to it.")
+    launch: dict[str, Any] | None = Field(
+        default=None, description="How long handing a step over takes the core: a model, as `step_time` is. Unset: no time."
+    )
+    after_launch_s: Seconds = Field(default=0.0, description="A step with prefills goes on for so long after it was handed over, at least.")
+    results_s: Seconds = Field(default=0.0, description="From a step's end until its tokens are delivered.")
+    results_per_row_s: Seconds = Field(default=0.0, description="What each request in the step adds to it.")
+    error: float | None = Field(default=None, ge=0, description="Mean of |predicted - measured| / measured over the steps it was judged on.")
+    judged_on: str = Field(default="", description="Which steps, how many.")
+    kv_tokens: int | None = Field(default=None, ge=1, description="Tokens in the KV pool of the engine that was measured.")
+    machine: str = ""
+    model: str = ""
+    engine: str = Field(default="", description="What was measured, with its version.")
+    source: str = Field(default="", description="Where the measurements come from, and their licence.")
+    notes: tuple[str, ...] = ()
+
+    def make(self) -> StepTimeModel:
+        """Raises `ConfigError` if `step_time` describes no model."""
+        return self._model(self.step_time)
+
+    def make_launch(self) -> StepTimeModel | None:
+        """Of the time that handing a step over takes. Raises `ConfigError` if `launch` describes no model."""
+        return None if self.launch is None else self._model(self.launch)
+
+    def _model(self, description: Mapping[str, Any]) -> StepTimeModel:
+        values = dict(description)
+        kind = values.get("kind")
+        factory = BUILT_IN.get(kind) if isinstance(kind, str) else None
+        if factory is None:
+            factory = _imported(kind, self.name)
+            values.pop("kind")
+        try:
+            model: StepTimeModel = factory(**values)  # type: ignore[assignment]
+        except (ValidationError, TypeError) as error:
+            raise ConfigError(f"step times {self.name!r}: {_first_problem(error)}") from None
+        return model
+
+    def as_step_times(self) -> StepTimes:
+        """What a run's record says of it."""
+        return StepTimes(self.name, self.error, self.judged_on, {**self.step_time, "core_s": self.core_s, "core_per_row_s": self.core_per_row_s})
+
+    @classmethod
+    def load(cls, source: str | Mapping[str, Any]) -> StepTimeProfile:
+        """From a file that ends in .json, the name of one that the lab ships, a profile as a mapping, or the mapping of a model alone.
+
+        Raises `ConfigError` with the file, or the names that there are.
+        """
+        if isinstance(source, Mapping):
+            values, origin = ({"name": str(source.get("kind", "?")), "step_time": dict(source)} if "kind" in source else dict(source)), "step_time"
+        else:
+            values, origin = _read(source), source
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(f"{origin}: {_first_problem(error)}") from None
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.model_dump_json(indent=1, exclude_defaults=False) + "\n", encoding="utf-8", newline="\n")
+
+
+def shipped_profiles() -> list[str]:
+    """Names that `StepTimeProfile.load` knows."""
+    return sorted(entry.name.removesuffix(".json") for entry in files("dovetail_lab").joinpath("profiles").iterdir() if entry.name.endswith(".json"))
+
+
+def _read(source: str) -> Any:
+    try:
+        if source.endswith(".json"):
+            return json.loads(Path(source).read_text(encoding="utf-8"))
+        if source in shipped_profiles():
+            return json.loads(files("dovetail_lab").joinpath("profiles", f"{source}.json").read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, ValueError) as error:
+        raise ConfigError(f"{source}: can't be read as step times: {getattr(error, 'strerror', None) or error}") from None
+    raise ConfigError(f"step times {source!r}: neither a .json file nor one of those shipped: {', '.join(shipped_profiles())}")
+
+
+def _imported(kind: Any, name: str) -> type[BaseModel]:
+    """Somebody else's model, by "package.module:Class"."""
+    if isinstance(kind, str) and kind.count(":") == 1:
+        module, _, attribute = kind.partition(":")
+        try:
+            found: type[BaseModel] = getattr(import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"step times {name!r}: kind {kind!r} can't be imported: {error}") from None
+        return found
+    raise ConfigError(f'step times {name!r}: kind must be one of {", ".join(BUILT_IN)}, or "package.module:Class", got {kind!r}')
+
+
+def _first_problem(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"

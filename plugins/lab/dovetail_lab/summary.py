@@ -1,0 +1,62 @@
+"""A run on the terminal: one table, and what its figures rest on."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+
+from dovetail_lab.metrics import PERCENTILES, RunMetrics, measure
+from dovetail_lab.records import RunResult, StepTimes
+
+TITLES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL (pooled)", "e2e": "E2E", "queue": "queue"}
+
+
+def print_summary(result: RunResult) -> None:
+    metrics = measure(result)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{result.name}: scheduler {result.settings['scheduler']}, {result.trace}, seed {result.seed}")
+    console.print(_latencies(metrics))
+    for line in (*_counts(metrics), conditions(result), source_of_times(result.step_times), *(f"note: {note}" for note in result.notes)):
+        console.print(line)
+
+
+def _latencies(metrics: RunMetrics) -> Table:
+    table = Table("seconds", "mean", *(f"p{percentile}" for percentile in PERCENTILES), box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, title in TITLES.items():
+        summary = metrics.latencies[name]
+        table.add_row(title, seconds(summary.mean), *(seconds(value) for value in summary.percentiles.values()))
+    return table
+
+
+def _counts(metrics: RunMetrics) -> tuple[str, ...]:
+    share = metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0
+    return (
+        f"{metrics.completed} of {metrics.requests} requests completed in {metrics.duration_s:.1f} s"
+        f" ({metrics.rejected} rejected, {metrics.failed} failed); device busy {metrics.device_share:.0%}",
+        f"{metrics.request_rate:.3g} requests/s, {metrics.output_rate:.5g} output tokens/s, {metrics.total_rate:.5g} tokens/s in all",
+        f"{share:.1%} of prompt tokens found in the prefix cache; {metrics.preemptions} preemptions, {metrics.recomputed_tokens} tokens recomputed",
+    )
+
+
+def conditions(result: RunResult) -> str:
+    settings = result.settings
+    overlap, reuse = ("on" if settings[name] else "off" for name in ("overlap", "prefix_reuse"))
+    return f"overlap {overlap}, prefix reuse {reuse}, {settings['num_blocks']} blocks of {settings['block_size']} tokens"
+
+
+def source_of_times(step_times: StepTimes) -> str:
+    """How far to believe it."""
+    if step_times.name == "measured":
+        return "times are real"
+    if step_times.error is None:
+        return f"simulated with step times {step_times.name}, never held against a measurement"
+    return f"simulated with step times {step_times.name}: off by {step_times.error:.1%} on average ({step_times.judged_on})"
+
+
+def seconds(value: float) -> str:
+    """Three digits that matter, or a dash."""
+    return "-" if math.isnan(value) else f"{value:.3g}" if value < 100 else f"{value:.0f}"

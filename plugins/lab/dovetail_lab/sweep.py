@@ -1,0 +1,129 @@
+"""A grid of engines and rates, a row of figures for each point. The rows don't depend on how many processes computed them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from dovetail.errors import ConfigError
+from dovetail_lab.jobs import Job, run_jobs
+from dovetail_lab.metrics import measure
+from dovetail_lab.records import RunResult
+from dovetail_lab.slo import Objective, met
+
+RATE = "scale_rate"  # the axis of --rates: no key of the engine
+LATENCIES = ("ttft_mean", "ttft_p50", "ttft_p99", "tpot_mean", "tpot_p99", "itl_p99", "e2e_mean", "e2e_p50", "e2e_p99")  # seconds
+COUNTS = ("requests", "completed", "rejected", "failed", "preemptions", "recomputed_tokens", "cached_tokens")
+RATES = ("request_rate", "output_rate", "device_share")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A key of the engine, and the values that it takes, as texts."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One place of the grid: a value for each axis, and the seed."""
+
+    values: Mapping[str, str]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was found at a point."""
+
+    point: Point
+    figures: Mapping[str, float]
+
+
+def parse_axis(text: str) -> Axis:
+    """`scheduler.aging_s=1,2,5`: commas inside brackets or quotes don't count. Raises `ConfigError`."""
+    key, equals, values = text.partition("=")
+    parts = tuple(part.strip() for part in _split(values))
+    if not equals or not key.strip() or not all(parts):
+        raise ConfigError(f"--set: expected key=value,value,…, got {text!r}")
+    for part in parts:
+        if parts.count(part) > 1:
+            raise ConfigError(f"--set: {key.strip()}: {part} is there twice")
+    return Axis(key.strip(), parts)
+
+
+def _split(text: str) -> list[str]:
+    """At commas outside of brackets and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        depth += 0 if quote else (character in "[{(") - (character in "]})")
+        if character == "," and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def grid(axes: Sequence[Axis], seeds: Sequence[int]) -> Iterator[Point]:
+    """Every combination; the last axis turns fastest, seeds faster still. Raises `ConfigError` if an axis is given twice."""
+    keys = [axis.key for axis in axes]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"--set: {key} is given twice: write {key}=a,b")
+    for values in itertools.product(*(axis.values for axis in axes)):
+        for seed in seeds:
+            yield Point(dict(zip(keys, values, strict=True)), seed)
+
+
+def sweep(jobs: Sequence[tuple[Point, Job]], objectives: Sequence[Objective] = (), processes: int = 1) -> list[Row]:
+    """A row for each job, in order. All are checked before the first runs."""
+    for _, job in jobs:
+        job.check()
+    found = run_jobs([job for _, job in jobs], partial(figures, objectives=tuple(objectives)), processes, "sweep")
+    return [Row(point, values) for (point, _), values in zip(jobs, found, strict=True)]
+
+
+def figures(run: RunResult, objectives: Sequence[Objective] = ()) -> dict[str, float]:
+    """What a row holds of a run: NaN where there is nothing to measure; of objectives whether all were met, 1 or 0."""
+    metrics = measure(run)
+    latencies = {}
+    for name in LATENCIES:
+        metric, _, statistic = name.partition("_")
+        summary = metrics.latencies[metric]
+        latencies[name] = summary.mean if statistic == "mean" else summary.percentiles[int(statistic[1:])]
+    judged = {"slo_met": float(met(objectives, [run]))} if objectives else {}
+    return {**{name: float(getattr(metrics, name)) for name in (*COUNTS, *RATES)}, **latencies, **judged}
+
+
+def averaged(rows: Sequence[Row]) -> list[Row]:
+    """One row a place of the grid: the mean over its seeds. The seed of such a row is that of the first."""
+    places: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        places.setdefault(tuple(row.point.values.values()), []).append(row)
+    return [Row(same[0].point, {name: float(np.mean([row.figures[name] for row in same])) for name in same[0].figures}) for same in places.values()]
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """Every run a line, numbers in full; nothing where there was nothing to measure."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*rows[0].point.values, "seed", *rows[0].figures] if rows else [])
+    for row in rows:
+        writer.writerow([*row.point.values.values(), row.point.seed, *(_cell(value) for value in row.figures.values())])
+    return text.getvalue()
+
+
+def _cell(value: float) -> str:
+    return "" if math.isnan(value) else repr(int(value) if value == int(value) else value)

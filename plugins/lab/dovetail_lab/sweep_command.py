@@ -1,0 +1,118 @@
+"""`dovetail lab sweep`: every combination of settings and rates, a line each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dovetail.errors import ConfigError
+from dovetail_lab.command_options import (
+    Arrivals,
+    Columns,
+    Engine,
+    Format,
+    MaxTokens,
+    Predictor,
+    ScaleRate,
+    Seed,
+    Slice,
+    StepTime,
+    TraceName,
+    open_engine,
+)
+from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, make_folder, seeds_from, wide_console
+
+if TYPE_CHECKING:
+    from dovetail_lab.sweep import Row
+
+TABLE_FILE = "sweep.csv"
+_SHOWN = ("completed", "ttft_mean", "ttft_p99", "tpot_p99", "e2e_mean", "e2e_p99", "output_rate", "slo_met")
+_MANY = 10_000  # points that nobody meant
+
+
+def sweep(
+    engine: Engine,
+    trace: TraceName,
+    settings: Annotated[list[str], typer.Option("--set", metavar="KEY=A,B,…", help="A key of the engine, and its values. May be repeated.")] = [],  # noqa: B006 typer makes a list of its own
+    rates: Annotated[str | None, typer.Option("--rates", metavar="A,B,…", help="Factors on the trace's rate.")] = None,
+    seeds: Seeds = 1,
+    slo: Annotated[str | None, typer.Option("--slo", help="Objectives to judge each run by: ttft_p99<0.5,tpot_p99<50ms, or a preset.")] = None,
+    out: Out = None,
+    scale_rate: ScaleRate = None,
+    slice: Slice = None,
+    arrivals: Arrivals = None,
+    max_tokens: MaxTokens = "trace",
+    predictor: Predictor = None,
+    seed: Seed = 0,
+    step_time: StepTime = None,
+    format: Format = None,
+    columns: Columns = None,
+    jobs: Jobs = None,
+) -> None:
+    """Run every combination of settings and rates."""
+    from dovetail_lab import sweep as sweeping
+    from dovetail_lab.jobs import Job
+    from dovetail_lab.slo import parse_slo
+    from dovetail_lab.workloads.load import WorkloadOptions
+
+    objectives = () if slo is None else parse_slo(slo)
+    axes = [*map(sweeping.parse_axis, settings), *([] if rates is None else [sweeping.Axis(sweeping.RATE, _factors(rates))])]
+    if not axes:
+        raise ConfigError("nothing to sweep over: give --set key=value,value,… or --rates")
+    points = list(sweeping.grid(axes, seeds_from(seed, seeds)))
+    if len(points) > _MANY:
+        raise ConfigError(f"the grid has {len(points):,} points: more than {_MANY:,} is surely a mistake")
+    todo = []
+    for point in points:
+        chosen = [f"{key}={value}" for key, value in point.values.items() if key != sweeping.RATE]
+        factor = point.values.get(sweeping.RATE)
+        rate = scale_rate if factor is None else float(factor) * (1.0 if scale_rate is None else scale_rate)
+        options = WorkloadOptions(format, columns, arrivals, slice, rate, max_tokens, predictor, point.seed)
+        todo.append((point, Job(open_engine(engine, chosen, step_time=step_time), trace, options)))
+    if out is not None:
+        make_folder(out)
+    rows = sweeping.sweep(todo, objectives, cores(jobs))
+    print_rows(sweeping.averaged(rows), seeds)
+    if out is not None:
+        (out / TABLE_FILE).write_text(sweeping.as_csv(rows), encoding="utf-8", newline="\n")
+        typer.echo(f"written: {out / TABLE_FILE}")
+
+
+def _factors(text: str) -> tuple[str, ...]:
+    """As given, each a number above 0. Raises `ConfigError`."""
+    parts = tuple(part.strip() for part in text.split(","))
+    for part in parts:
+        try:
+            good = 0 < float(part) < math.inf
+        except ValueError:
+            good = False
+        if not good:
+            raise ConfigError(f"--rates: expected numbers above 0, got {part!r}")
+    return parts
+
+
+def print_rows(rows: Sequence[Row], seeds: int) -> None:
+    from rich.table import Table
+
+    axes = list(rows[0].point.values)
+    shown = [name for name in _SHOWN if name in rows[0].figures]
+    table = Table(*axes, *shown, box=None, pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*row.point.values.values(), *(_cell(row.figures, name) for name in shown))
+    console = wide_console()
+    console.print(table)
+    console.print("latencies in seconds" + (f", means over {seeds} seeds" if seeds > 1 else ""))
+
+
+def _cell(figures: Mapping[str, float], name: str) -> str:
+    value = figures[name]
+    if math.isnan(value):
+        return "-"
+    if name == "slo_met":
+        return "yes" if value == 1 else "no" if value == 0 else f"{value:.0%} of seeds"
+    return f"{value:.4g}" if name != "completed" else f"{value:g}"

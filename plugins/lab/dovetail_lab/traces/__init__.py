@@ -1,0 +1,25 @@
+"""Traces: requests as others recorded them, read from their files."""
+
+from __future__ import annotations
+
+from dovetail_lab.traces.formats import FORMATS, load_trace
+from dovetail_lab.traces.objects import CountTokens
+from dovetail_lab.traces.reading import TraceError
+from dovetail_lab.traces.request import Measured, Span, Trace, TraceRequest
+from dovetail_lab.traces.tables import parse_columns
+from dovetail_lab.traces.transform import scale_rate, set_max_tokens, slice_trace
+
+__all__ = [
+    "CountTokens",
+    "FORMATS",
+    "Measured",
+    "Span",
+    "Trace",
+    "TraceError",
+    "TraceRequest",
+    "load_trace",
+    "parse_columns",
+    "scale_rate",
+    "set_max_tokens",
+    "slice_trace",
+]

@@ -1,0 +1,151 @@
+"""Traces that are JSON: Mooncake's, ShareGPT's, what vLLM's `bench serve` and a measured vLLM leave, and the measurements of the VTC paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from dovetail.request import shown
+from dovetail_lab.traces.reading import Draft, Row, Rows, Source, as_seconds, json_of, json_rows, without_failed
+from dovetail_lab.traces.request import Measured, Span, stream_of
+
+MOONCAKE_BLOCK = 512  # tokens that a hash id stands for
+
+CountTokens = Callable[[str], int]
+
+
+def read_mooncake(source: Source) -> Rows:
+    """Mooncake (Qin et al., FAST '25): equal hash ids are equal blocks of 512 tokens, so a prompt is made of the texts that its ids name."""
+    return Rows([_mooncake(row) for row in json_rows(source)])
+
+
+def _mooncake(row: Row) -> Draft:
+    tokens, ids = row.count("input_length"), row.get("hash_ids")
+    blocks = -(-tokens // MOONCAKE_BLOCK)
+    if not isinstance(ids, list) or len(ids) != blocks or not all(type(id) is int for id in ids):
+        raise row.source.error(
+            f"expected {blocks} whole numbers, one for each {MOONCAKE_BLOCK} of {tokens} tokens, got {shown(ids)}", row.line, "hash_ids"
+        )
+    last = tokens - (blocks - 1) * MOONCAKE_BLOCK
+    spans = [Span(stream_of("mooncake", id), 0, MOONCAKE_BLOCK) for id in ids[:-1]] + [Span(stream_of("mooncake", ids[-1]), 0, last)]
+    return Draft(row.line, row.seconds("timestamp", "ms"), tokens, row.count("output_length"), spans=tuple(spans))
+
+
+def read_vllm_requests(source: Source) -> Rows:
+    """What was measured on a running vLLM, a request a line. Its arrivals are wall-clock times and the rest monotonic ones: the offset between
+    the two is the one that makes the shortest wait for the queue zero."""
+    rows = list(json_rows(source))
+    offset = min(row.seconds("queued_ts") - row.seconds("arrival_time") for row in rows)
+
+    def draft(row: Row) -> Draft:
+        scheduled, first, last = (row.seconds(name) - offset for name in ("scheduled_ts", "first_token_ts", "last_token_ts"))
+        _in_order(row, row.seconds("arrival_time"), scheduled, first, last)
+        measured = Measured(first, last, scheduled)
+        name = str(row.get("request_id"))
+        return Draft(row.line, row.seconds("arrival_time"), row.count("input_toks"), row.count("output_toks"), id=name, measured=measured)
+
+    return Rows([draft(row) for row in rows])
+
+
+def _in_order(row: Row, arrival: float, scheduled: float, first: float, last: float) -> None:
+    if not arrival - 1e-6 <= scheduled <= first <= last:
+        times = ", ".join(f"{time - arrival:.6f}" for time in (scheduled, first, last))
+        raise row.source.error(f"expected arrival <= scheduled <= first token <= last token, got {times} s after arrival", row.line)
+
+
+def read_vtc_measured(source: Source) -> Rows:
+    """Measurements of the artifact of VTC (Sheng et al., OSDI '24). Aborted requests have no first token and are left out."""
+    responses = _list(source, json_of(source), "result", "responses")
+
+    def drafts() -> Iterator[Draft]:
+        for row in _items(source, responses):
+            arrival = row.seconds("req_time")
+            failed = row.get("first_token_latency") == -1
+            times = None if failed else Measured(arrival + row.seconds("first_token_latency"), arrival + row.seconds("request_latency"))
+            output = 0 if failed else row.count("output_len")
+            yield Draft(row.line, arrival, row.count("prompt_len"), output, client=str(row.get("adapter_dir")), measured=times)
+
+    return without_failed(drafts(), "that were aborted")
+
+
+def read_bench_serve(source: Source) -> Rows:
+    """The result of vLLM's `bench serve`. Only with --save-detailed it holds what each request was; older versions give no start times."""
+    result = Row(source, 1, json_of(source)).values
+    missing = [name for name in ("input_lens", "output_lens") if not isinstance(result.get(name), list)]
+    if missing:
+        raise source.error(f"expected a list {missing[0]!r}: only a run of vLLM's bench serve with --save-detailed writes it")
+    names = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "errors")
+    columns = {name: result[name] for name in names if isinstance(result.get(name), list)}
+    lengths = {name: len(values) for name, values in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise source.error(f"expected lists of equal length, got {', '.join(f'{name} {length}' for name, length in lengths.items())}")
+    requests = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return without_failed(map(_bench_serve, _items(source, requests)), "that failed")
+
+
+def _bench_serve(row: Row) -> Draft:
+    values = row.values
+    arrival = row.seconds("start_times") if "start_times" in values else 0.0
+    output = 0 if values.get("errors") else row.count("output_lens", 0)
+    measured = None
+    if output and "start_times" in values and "ttfts" in values:
+        first = arrival + row.seconds("ttfts")
+        gaps = values.get("itls") or []
+        measured = Measured(first, first + sum(as_seconds(row.source, row.line, "itls", gap) for gap in gaps))
+    return Draft(row.line, arrival, row.count("input_lens", 0), output, measured=measured)
+
+
+def count_words(text: str) -> int:
+    """A stand-in for a tokenizer: words, of which English has about three for four tokens."""
+    return len(text.split())
+
+
+def read_sharegpt(source: Source, count_tokens: CountTokens | None = None) -> Rows:
+    """Conversations as ShareGPT has them (`conversations` of `from` and `value`) or as chat APIs do (`messages` of `role` and `content`).
+
+    Each answer is a request, whose prompt is all that was said before, so the turns of a conversation share it. There are no times.
+    `count_tokens` gives a text's length; `None` counts words.
+    """
+    conversations = json_of(source)
+    if not isinstance(conversations, list):
+        raise source.error(f"expected a list of conversations, got {shown(conversations)}")
+    count = count_tokens or count_words
+    drafts = [draft for row in _items(source, conversations) for draft in _answers(row, count)]
+    return Rows(drafts, () if count_tokens else ("lengths are counted in words: no tokenizer was given",))
+
+
+def _answers(row: Row, count: CountTokens) -> Iterator[Draft]:
+    name = str(row.values.get("id", row.line))
+    said = [_turn(row, turn) for turn in _list(row.source, row.values, "conversations" if "conversations" in row.values else "messages")]
+    lengths = [count(text) for _, text in said]
+    stream = stream_of("sharegpt", row.line)
+    for index, before in enumerate(accumulate(lengths, initial=0)):
+        if index < len(said) and said[index][0] and before and lengths[index]:
+            turn = sum(by_model for by_model, _ in said[:index])
+            span = Span(stream, 0, before + lengths[index])
+            yield Draft(row.line, 0.0, before, lengths[index], id=f"{name}/{turn}", spans=(span,))
+
+
+def _turn(row: Row, turn: Any) -> tuple[bool, str]:
+    """Whether the model said it, and what."""
+    if isinstance(turn, dict):
+        speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        if isinstance(speaker, str) and isinstance(text, str):
+            return speaker in ("gpt", "assistant", "chatgpt", "bing", "bard", "model"), text
+    raise row.source.error(f"expected a turn with `from` and `value`, or `role` and `content`, as texts, got {shown(turn)}", row.line)
+
+
+def _list(source: Source, value: Any, *names: str) -> list[Any]:
+    """The list at that path of names."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    if not isinstance(value, list):
+        raise source.error(f"expected a list at {'.'.join(names)}, got {shown(value)}")
+    return value
+
+
+def _items(source: Source, values: list[Any]) -> Iterator[Row]:
+    by_item = replace(source, row_is="item")
+    return (Row(by_item, number, value) for number, value in enumerate(values, 1))

@@ -1,0 +1,161 @@
+"""Reading trace files: text out of whatever it is wrapped in, fields out of rows, and errors that name file, line, column and what was expected."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from dovetail.errors import DovetailError
+from dovetail.request import shown
+from dovetail_lab.traces.request import Measured, Span
+
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_GZIP = b"\x1f\x8b"
+
+
+class TraceError(DovetailError, ValueError):
+    """A trace or a workload can't be used; the text names file, line, column and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file's name and its text, without gzip and byte-order mark."""
+
+    path: str
+    text: str
+    row_is: Literal["line", "item"] = "line"  # of a file, or of a JSON list
+
+    def error(self, message: str, row: int | None = None, column: str | int | None = None) -> TraceError:
+        """`row` counts from 1; `column` is its name, or its number where the format has none."""
+        place = self.path if row is None else f"{self.path}:{row}" if self.row_is == "line" else f"{self.path}: item {row}"
+        return TraceError(": ".join(filter(None, (place, f"column {column}" if column is not None else "", message))))
+
+
+class Draft(NamedTuple):
+    """A row before its trace is put in order: times are on the file's own clock, in seconds."""
+
+    line: int
+    arrival_time: float
+    prompt_tokens: int
+    output_tokens: int
+    id: str | None = None  # None: its number in the file
+    client: str | None = None
+    priority: int = 0
+    deadline: float | None = None
+    max_tokens: int | None = None
+    predicted_tokens: int | None = None
+    spans: tuple[Span, ...] = ()
+    measured: Measured | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a loader returns: the file's rows, and what it did to them."""
+
+    drafts: list[Draft]
+    notes: tuple[str, ...] = ()
+
+
+def read_source(path: str | Path) -> Source:
+    """The file's text. Raises `TraceError` if it can't be read, isn't UTF-8, or is empty."""
+    try:
+        data = Path(path).read_bytes()
+        data = gzip.decompress(data) if data.startswith(_GZIP) else data
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: expected text in UTF-8, byte {error.start} is none") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
+    if not text.strip():
+        raise TraceError(f"{path}: expected a trace, the file is empty")
+    return Source(str(path), text)
+
+
+def json_of(source: Source) -> Any:
+    """The one JSON value of the file."""
+    return _parse(source, source.text, 1)
+
+
+def json_rows(source: Source) -> Iterator[Row]:
+    """The objects of a file of JSON lines; empty lines are skipped."""
+    for number, line in enumerate(source.text.split("\n"), 1):
+        if line.strip():
+            yield Row(source, number, _parse(source, line, number))
+
+
+def _parse(source: Source, text: str, first_line: int) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise source.error("expected JSON: nested too deeply", first_line) from None
+    except json.JSONDecodeError as error:
+        cut_off = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated")
+        said = "the text ends in the middle" if cut_off else error.msg
+        raise source.error(f"expected JSON: {said}", first_line + error.lineno - 1, error.colno) from None
+
+
+class Row:
+    """A JSON object of a trace, whose fields are checked as they are read; `line` is its line, or its item in a list."""
+
+    def __init__(self, source: Source, line: int, values: Any) -> None:
+        self.source, self.line = source, line
+        if not isinstance(values, Mapping):
+            raise source.error(f"expected a JSON object, got {shown(values)}", line)
+        self.values = values
+
+    def get(self, name: str) -> Any:
+        if name not in self.values:
+            raise self.source.error(f"expected this field; there are {', '.join(map(str, self.values)) or 'none'}", self.line, name)
+        return self.values[name]
+
+    def seconds(self, name: str, unit: str = "s") -> float:
+        return as_seconds(self.source, self.line, name, self.get(name), unit)
+
+    def count(self, name: str, least: int = 1) -> int:
+        return as_count(self.source, self.line, name, self.get(name), least)
+
+
+def as_seconds(source: Source, line: int, column: str, value: Any, unit: str = "s") -> float:
+    """A number of `unit`s, as number or text, or a date and time as ISO 8601 has it (without a zone: UTC). Never negative."""
+    try:
+        if isinstance(value, str) and value[4:5] == value[7:8] == "-":
+            seconds = _timestamp(value)
+        else:
+            seconds = float(value) * UNITS[unit] if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise source.error(f"expected a time in {unit} >= 0 or a date and time, got {shown(value)}", line, column)
+    return seconds
+
+
+def _timestamp(value: str) -> float:
+    moment = datetime.fromisoformat(value)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def as_count(source: Source, line: int, column: str, value: Any, least: int) -> int:
+    """A whole number; "12" and 12.0 are fine, 12.5, true and "" are not."""
+    try:
+        count = int(value) if isinstance(value, str) and value.isdecimal() else int(float(value))
+        whole = not isinstance(value, bool) and count == float(value)
+    except (TypeError, ValueError, OverflowError):
+        count, whole = 0, False
+    if not whole or count < least:
+        raise source.error(f"expected a whole number of at least {least}, got {shown(value)}", line, column)
+    return count
+
+
+def without_failed(drafts: Iterable[Draft], what: str) -> Rows:
+    """The rows that got an answer; a note counts the others."""
+    drafts = list(drafts)
+    kept = [draft for draft in drafts if draft.output_tokens > 0 and draft.prompt_tokens > 0]
+    dropped = len(drafts) - len(kept)
+    return Rows(kept, (f"left out {dropped} rows {what}",) if dropped else ())

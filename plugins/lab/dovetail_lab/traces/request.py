@@ -1,0 +1,79 @@
+"""What a trace is once it is read: `Trace`, its `TraceRequest`s, and what was measured of them. Loaders make these, the simulation replays them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
+
+
+def stream_of(*name: str | int) -> int:
+    """The number of the stream of that name: 64 bits of a hash, the same in every run."""
+    return xxhash.xxh64_intdigest("\x1f".join(map(str, name)).encode())
+
+
+class Span(NamedTuple):
+    """Tokens `start` to `start + tokens` of the endless text that the number `stream` names (`dovetail_lab.token_ids`). Equal spans, equal ids."""
+
+    stream: int  # 64 bits, of `stream_of`
+    start: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """When things happened to a request on the real system that the trace was recorded on, in seconds on the trace's clock."""
+
+    first_token_time: float
+    last_token_time: float
+    scheduled_time: float | None = None
+
+    def shifted(self, by: float) -> Measured:
+        """The same, `by` seconds later."""
+        scheduled = None if self.scheduled_time is None else self.scheduled_time + by
+        return Measured(self.first_token_time + by, self.last_token_time + by, scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace. Times are seconds since the trace began."""
+
+    id: str  # unique in its trace
+    arrival_time: float
+    prompt_tokens: int  # 1 or more
+    output_tokens: int  # 1 or more: the true length, which the executor alone may know
+    client: str | None = None
+    priority: int = 0  # smaller is more important
+    deadline: float | None = None  # for the last token
+    max_tokens: int | None = None  # what its user allowed; None: exactly output_tokens
+    predicted_tokens: int | None = None  # a guess of output_tokens (`dovetail_lab.predictors`)
+    spans: tuple[Span, ...] = ()  # what prompt and then output begin with; what they don't reach is text that no other request has
+    measured: Measured | None = None
+
+    @property
+    def limit(self) -> int:
+        """What the engine is told as `max_tokens`, and policies see: `max_tokens`, or the true length where the trace has no such limit."""
+        return self.output_tokens if self.max_tokens is None else self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of arrival. `notes` say what was done to the file's rows (sorted, scaled, cut, ...), for the report."""
+
+    name: str
+    source: str  # a path, or a synthetic workload's spec
+    requests: tuple[TraceRequest, ...]
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return iter(self.requests)
+
+    @property
+    def duration_s(self) -> float:
+        """From the trace's beginning to the last arrival."""
+        return self.requests[-1].arrival_time if self.requests else 0.0

@@ -1,0 +1,120 @@
+"""Traces that are CSV tables: which column holds what is all that tells them apart."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dovetail_lab.traces.reading import UNITS, Draft, Rows, Source, TraceError, as_count, as_seconds, without_failed
+
+_MEANS = {  # a field of a column map -> that of a draft
+    "arrival": "arrival_time",
+    "prompt": "prompt_tokens",
+    "output": "output_tokens",
+    "id": "id",
+    "client": "client",
+    "priority": "priority",
+    "deadline": "deadline",
+    "max_tokens": "max_tokens",
+    "predicted": "predicted_tokens",
+}
+FIELDS = tuple(_MEANS)
+_REQUIRED = ("prompt", "output")
+
+
+class Column(NamedTuple):
+    name: str
+    unit: str = "s"  # of a time
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A known layout: field -> column. `fails`: what a row without an answer is, if such rows are to be left out rather than refused."""
+
+    name: str
+    columns: Mapping[str, Column]
+    fails: str | None = None
+
+
+def _columns(**columns: str) -> dict[str, Column]:
+    return {field: Column(name) for field, name in columns.items()}
+
+
+TABLES = (
+    Table("azure", _columns(arrival="TIMESTAMP", prompt="ContextTokens", output="GeneratedTokens")),  # 2023 and 2024
+    Table("burstgpt", _columns(arrival="Timestamp", prompt="Request tokens", output="Response tokens"), fails="that failed, with no answer"),
+    Table("vtc_arena", _columns(arrival="arrived_at", prompt="prompt_tokens", output="output_tokens", id="req_id", client="client")),
+    Table("sarathi", _columns(prompt="num_prefill_tokens", output="num_decode_tokens")),
+    Table("llmservingsim", _columns(arrival="arrived_at", prompt="input_tokens", output="output_tokens")),
+)
+
+
+def parse_columns(text: str) -> dict[str, Column]:
+    """`arrival=ts:ms,prompt=in,output=out`: field=column, a time with its unit (s if none is named). Raises `TraceError`."""
+    columns = {}
+    for part in text.split(","):
+        field, equals, column = (piece.strip() for piece in part.partition("="))
+        if not equals or field not in FIELDS or not column:
+            raise TraceError(f"column map: expected field=column with a field of {', '.join(FIELDS)}, got {part.strip()!r}")
+        name, colon, unit = column.rpartition(":")
+        columns[field] = Column(name, unit) if colon and unit in UNITS and field in ("arrival", "deadline") else Column(column)
+    for field in _REQUIRED:
+        if field not in columns:
+            raise TraceError(f"column map: {field}=column is missing; every request needs {' and '.join(_REQUIRED)}")
+    return columns
+
+
+def table_of(header: Sequence[str]) -> Table | None:
+    """The known layout with these columns; others may stand beside them."""
+    names = set(header)
+    return next((table for table in TABLES if all(column.name in names for column in table.columns.values())), None)
+
+
+def header_of(source: Source) -> list[str]:
+    """The names in the first line of a CSV file."""
+    return [name.strip() for name in next(csv.reader(source.text.split("\n", 1)[:1]), [])]
+
+
+def read_table(source: Source, table: Table) -> Rows:
+    """All rows of the file. Raises `TraceError` at the first that isn't as `table` says."""
+    lines = csv.reader(source.text.splitlines(), strict=True)
+    try:
+        drafts = list(_drafts(source, table, next(lines), lines))
+    except csv.Error as error:
+        raise source.error(f"expected CSV: {error}", lines.line_num) from None
+    return without_failed(drafts, table.fails) if table.fails else Rows(drafts)
+
+
+def _drafts(source: Source, table: Table, header: list[str], lines: Any) -> Iterator[Draft]:
+    """`lines`: the csv reader, after the header."""
+    names, width = [name.strip() for name in header], len(header)
+    missing = [column.name for column in table.columns.values() if column.name not in names]
+    if missing:
+        raise source.error(f"expected a column {missing[0]!r}; there are {', '.join(map(repr, names))}", 1)
+    least = 0 if table.fails else 1
+    cells = [(_MEANS[field], names.index(column.name), _parser(source, field, column, least)) for field, column in table.columns.items()]
+    values: dict[str, Any] = {"arrival_time": 0.0}
+    for row in lines:
+        line = lines.line_num
+        if len(row) == width:
+            values |= {name: parse(line, row[index].strip()) for name, index, parse in cells}
+            yield Draft(line, **values)
+        elif row:
+            raise source.error(f"expected {width} columns, got {len(row)}", line)
+
+
+def _parser(source: Source, field: str, column: Column, least: int) -> Callable[[int, str], Any]:
+    """What turns (line, cell) into the field's value; an empty cell of an optional field is none."""
+    if field == "arrival":
+        return lambda line, cell: as_seconds(source, line, column.name, cell, column.unit)
+    if field in _REQUIRED:
+        return lambda line, cell: as_count(source, line, column.name, cell, least)
+    if field == "deadline":
+        return lambda line, cell: as_seconds(source, line, column.name, cell, column.unit) if cell else None
+    if field == "priority":
+        return lambda line, cell: as_count(source, line, column.name, cell, -(2**31)) if cell else 0
+    if field in ("max_tokens", "predicted"):
+        return lambda line, cell: as_count(source, line, column.name, cell, 1) if cell else None
+    return lambda line, cell: cell or None

@@ -1,0 +1,75 @@
+"""What may be done to a trace before it is replayed. Each returns a new trace, whose notes say so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from dovetail_lab.traces.reading import TraceError
+from dovetail_lab.traces.request import Trace, TraceRequest
+
+
+def _changed(trace: Trace, requests: Iterable[TraceRequest], note: str) -> Trace:
+    return replace(trace, requests=tuple(requests), notes=(*trace.notes, note))
+
+
+def scale_rate(trace: Trace, factor: float) -> Trace:
+    """`factor` times as many requests a second, in the same order with the same pattern of gaps; a deadline keeps its distance from arrival.
+
+    What was measured belongs to the old arrivals and goes. Raises `TraceError` unless factor > 0.
+    """
+    if not 0 < factor < math.inf:
+        raise TraceError(f"the scale of the rate must be a finite number > 0, got {factor!r}")
+
+    def scaled(request: TraceRequest) -> TraceRequest:
+        arrival = request.arrival_time / factor
+        deadline = None if request.deadline is None else arrival + (request.deadline - request.arrival_time)
+        return replace(request, arrival_time=arrival, deadline=deadline, measured=None)
+
+    return _changed(trace, map(scaled, trace), f"arrival rate scaled by {factor:g}")
+
+
+def slice_trace(trace: Trace, text: str) -> Trace:
+    """The part `text` of a trace: `100:200` requests by place, or `60s:120s` by arrival; either end may be left out, a negative place counts
+    from the end. Times then count from the beginning of the slice, which is the first arrival in a slice by place.
+
+    Raises `TraceError` if it isn't so written, or nothing is left.
+    """
+    low, colon, high = (part.strip() for part in text.partition(":"))
+    by_time = low.endswith("s") or high.endswith("s")
+    try:
+        if not colon or (by_time and not all(not end or end.endswith("s") for end in (low, high))):
+            raise ValueError
+        if by_time:
+            start, end = float(low[:-1]) if low else 0.0, float(high[:-1]) if high else math.inf
+            chosen = [request for request in trace if start <= request.arrival_time < end]
+        else:
+            chosen = list(trace.requests[int(low) if low else None : int(high) if high else None])
+            start = chosen[0].arrival_time if chosen else 0.0
+    except ValueError:
+        raise TraceError(f"expected a slice like 100:200 (requests) or 60s:120s (seconds), got {text!r}") from None
+    if not chosen:
+        raise TraceError(f"the slice {text} of {trace.name} is empty: it has {len(trace)} requests in {trace.duration_s:g} s")
+    return _changed(trace, (_shifted(request, -start) for request in chosen), f"slice {text}: {len(chosen)} of {len(trace)} requests")
+
+
+def _shifted(request: TraceRequest, by: float) -> TraceRequest:
+    deadline = None if request.deadline is None else request.deadline + by
+    measured = None if request.measured is None else request.measured.shifted(by)
+    return replace(request, arrival_time=request.arrival_time + by, deadline=deadline, measured=measured)
+
+
+def set_max_tokens(trace: Trace, value: str) -> Trace:
+    """What policies see as `max_tokens`: `trace` leaves the trace's own (the true length where it has none), a number is the same for all.
+
+    An answer longer than that number ends there, as on a server; the note counts them. Raises `TraceError` for anything else.
+    """
+    if value == "trace":
+        return _changed(trace, trace, "policies see max_tokens as the trace has it")
+    if not value.isdecimal() or int(value) < 1:
+        raise TraceError(f"max_tokens must be 'trace' or a whole number >= 1, got {value!r}")
+    limit = int(value)
+    cut = sum(request.output_tokens > limit for request in trace)
+    requests = (replace(request, max_tokens=limit, output_tokens=min(request.output_tokens, limit)) for request in trace)
+    return _changed(trace, requests, f"policies see max_tokens={limit}" + (f", which ends {cut} of {len(trace)} answers early" if cut else ""))

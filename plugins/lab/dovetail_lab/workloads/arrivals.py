@@ -1,0 +1,120 @@
+"""When requests arrive: processes of points in time. Each is a renewal process of rate one, bent to the rate that is wanted."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, PositiveFloat, model_validator
+
+from dovetail_lab.calls import Value
+
+Times = NDArray[np.float64]
+
+
+class Arrivals(Value):
+    """`units` counts the expected arrivals; `times_at` tells when as many are expected. Rates are arrivals a second."""
+
+    def gaps(self, rng: np.random.Generator, count: int) -> Times:
+        """[count] gaps between arrivals, of mean one; Poisson unless a subclass says otherwise."""
+        return rng.exponential(size=count)
+
+    def times_at(self, units: Times) -> Times:
+        """The inverse of the expected number of arrivals by a time."""
+        raise NotImplementedError
+
+    def times(self, rng: np.random.Generator, count: int | None, duration_s: float | None) -> Times:
+        """The first `count` arrivals, those before `duration_s`, or what both allow. One of them must be given.
+
+        Rounded to microseconds, so that the last bit of a machine's logarithm doesn't show.
+        """
+        chunk = 4096 if count is None else count
+        gaps = self.gaps(rng, chunk)
+        times = self.times_at(np.cumsum(gaps))
+        while count is None and duration_s is not None and times[-1] < duration_s:
+            gaps = np.concatenate([gaps, self.gaps(rng, chunk)])
+            times = self.times_at(np.cumsum(gaps))
+        times = np.round(times, 6)
+        return times if duration_s is None else times[times < duration_s]
+
+
+class Steady(Arrivals):
+    """The same rate all the time."""
+
+    rate: PositiveFloat
+
+    def times_at(self, units: Times) -> Times:
+        return units / self.rate
+
+
+class Poisson(Steady):
+    """Independent arrivals."""
+
+
+class Gamma(Steady):
+    """Gamma-distributed gaps: cv is their standard deviation over their mean; 1 is Poisson, more is burstier."""
+
+    cv: PositiveFloat
+
+    def gaps(self, rng: np.random.Generator, count: int) -> Times:
+        shape = self.cv**-2
+        return rng.gamma(shape, 1 / shape, size=count)
+
+
+class Constant(Steady):
+    """Equal gaps."""
+
+    def gaps(self, rng: np.random.Generator, count: int) -> Times:
+        return np.ones(count)
+
+
+class OnOff(Arrivals):
+    """Poisson for `on` seconds, nothing for `off` seconds, and so on, beginning with on."""
+
+    rate: PositiveFloat
+    on: PositiveFloat
+    off: float = Field(ge=0)
+
+    def times_at(self, units: Times) -> Times:
+        busy = units / self.rate
+        return busy + np.floor(busy / self.on) * self.off
+
+
+class Ramp(Arrivals):
+    """Poisson whose rate goes from `start` to `end` in a straight line over `over` seconds, and stays there."""
+
+    start: float = Field(ge=0)
+    end: float = Field(ge=0)
+    over: PositiveFloat
+
+    @model_validator(mode="after")
+    def _goes_on(self) -> Self:
+        if self.end == 0:
+            raise ValueError("end must be above 0, or arrivals cease; end the workload by its duration instead")
+        return self
+
+    def times_at(self, units: Times) -> Times:
+        """During the ramp, start t + (end - start) t² / (2 over) arrivals are expected by t."""
+        slope = (self.end - self.start) / self.over
+        during = (self.start + self.end) / 2 * self.over
+        inside = np.minimum(units, during)
+        root = np.sqrt(np.maximum(0.0, self.start**2 + 2 * slope * inside))
+        return 2 * inside / (self.start + root) + np.maximum(0.0, units - during) / self.end
+
+
+class AtOnce(Arrivals):
+    """Everybody at the beginning."""
+
+    def times_at(self, units: Times) -> Times:
+        return np.zeros_like(units)
+
+
+ARRIVALS: dict[str, type[Arrivals]] = {
+    "poisson": Poisson,
+    "gamma": Gamma,
+    "constant": Constant,
+    "onoff": OnOff,
+    "ramp": Ramp,
+    "at_once": AtOnce,
+}

@@ -1,0 +1,124 @@
+"""Drawing a trace from a workload's spec: the same spec and seed give the same trace, on any machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from dovetail_lab.traces import Span, Trace, TraceError, TraceRequest, load_trace
+from dovetail_lab.traces.request import stream_of
+from dovetail_lab.workloads.arrivals import Arrivals
+from dovetail_lab.workloads.lengths import Distribution
+from dovetail_lab.workloads.spec import Clients, Stream, WorkloadSpec
+
+
+class _Chat(NamedTuple):
+    """One arrival, with what each of its turns brings."""
+
+    id: str
+    arrival_time: float
+    client: str | None
+    prompts: list[int]  # new tokens
+    outputs: list[int]
+    pauses: list[float]  # before each turn but the first
+    deadline_s: float | None
+
+
+def generate(spec: WorkloadSpec, seed: int = 0, *, name: str = "synthetic", source: str = "") -> Trace:
+    """Requests of all streams, by arrival. Arrivals, lengths and clients come from generators of their own, so that another rate leaves lengths
+    as they are. Raises `TraceError` if there are none."""
+    requests = [
+        request
+        for stream_name, stream in spec.streams.items()
+        for chat in _chats(stream, stream_name, seed)
+        for request in _turns(chat, stream, stream_name)
+    ]
+    if not requests:
+        raise TraceError(f"{source or name}: expected at least one request, nobody arrives in that time")
+    requests.sort(key=lambda request: request.arrival_time)
+    return Trace(name, source, tuple(requests), (f"synthetic, seed {seed}",))
+
+
+def with_arrivals(trace: Trace, arrivals: Arrivals, seed: int = 0) -> Trace:
+    """The trace's requests, in its order, arriving otherwise. What was measured and what was due belong to the old times and go."""
+    times = arrivals.times(_rng(seed, "", "arrivals"), len(trace), None)
+    requests = (replace(request, arrival_time=time, deadline=None, measured=None) for request, time in zip(trace, times.tolist(), strict=True))
+    return replace(trace, requests=tuple(requests), notes=(*trace.notes, f"arrivals drawn anew: {arrivals!r}, seed {seed}"))
+
+
+def _rng(seed: int, stream: str, purpose: str) -> np.random.Generator:
+    return np.random.default_rng([seed, stream_of("workload", stream, purpose)])
+
+
+def _chats(stream: Stream, name: str, seed: int) -> list[_Chat]:
+    def draw(purpose: str, distribution: Distribution, count: int) -> list[float]:
+        values: list[float] = distribution.draw(_rng(seed, name, purpose), count).tolist()
+        return values
+
+    times = stream.arrivals.times(_rng(seed, name, "arrivals"), stream.requests, stream.duration).tolist()
+    turns = [max(1, round(turns)) for turns in draw("turns", stream.turns, len(times))]
+    ends = list(accumulate(turns))
+    prompts, outputs = _lengths(stream, name, seed, sum(turns))
+    pauses = draw("think", stream.think, sum(turns))
+    clients = _clients(stream.clients, name, _rng(seed, name, "clients"), len(times))
+    deadlines = draw("deadline", stream.deadline, len(times)) if stream.deadline is not None else [None] * len(times)
+    return [
+        _Chat(
+            f"{name}-{index}" if name else str(index),
+            time,
+            client,
+            prompts[end - count : end],
+            outputs[end - count : end],
+            pauses[end - count + 1 : end],
+            deadline,
+        )
+        for index, (time, client, count, end, deadline) in enumerate(zip(times, clients, turns, ends, deadlines, strict=True))
+    ]
+
+
+def _lengths(stream: Stream, name: str, seed: int, count: int) -> tuple[list[int], list[int]]:
+    if stream.lengths is not None:
+        trace = load_trace(stream.lengths)
+        chosen = [trace.requests[index] for index in _rng(seed, name, "lengths").integers(len(trace), size=count)]
+        return [request.prompt_tokens for request in chosen], [request.output_tokens for request in chosen]
+    assert stream.prompt is not None  # as `Stream` has checked
+    assert stream.output is not None
+    return tuple(  # type: ignore[return-value]
+        [max(1, round(tokens)) for tokens in distribution.draw(_rng(seed, name, purpose), count).tolist()]
+        for purpose, distribution in (("prompt", stream.prompt), ("output", stream.output))
+    )
+
+
+def _clients(clients: Clients | None, name: str, rng: np.random.Generator, count: int) -> list[str | None]:
+    if clients is None:
+        return [name or None] * count
+    shares = np.arange(1, clients.count + 1) ** -clients.skew
+    chosen = rng.choice(clients.count, size=count, p=shares / shares.sum())
+    return [f"{name or 'client'}-{index}" for index in chosen.tolist()]
+
+
+def _turns(chat: _Chat, stream: Stream, stream_name: str) -> list[TraceRequest]:
+    """Each turn's prompt: the system prompt, all that was said in the chat before, and what is new. So its answer must be the chat's text too."""
+    requests, said, time = [], 0, chat.arrival_time
+    for turn, (prompt, output) in enumerate(zip(chat.prompts, chat.outputs, strict=True)):
+        time += chat.pauses[turn - 1] if turn else 0.0
+        spans = [Span(stream_of("system", stream_name), 0, stream.system)] if stream.system else []
+        if len(chat.prompts) > 1:
+            spans.append(Span(stream_of("chat", chat.id), 0, said + prompt + output))
+        requests.append(
+            TraceRequest(
+                f"{chat.id}/{turn}" if len(chat.prompts) > 1 else chat.id,
+                round(time, 6),
+                stream.system + said + prompt,
+                output,
+                client=chat.client,
+                priority=stream.priority,
+                deadline=None if chat.deadline_s is None else round(time + chat.deadline_s, 6),
+                spans=tuple(spans),
+            )
+        )
+        said += prompt + output
+    return requests

@@ -1,0 +1,73 @@
+"""How long things are: distributions of whole numbers (tokens, turns) and of times."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, PositiveFloat, model_validator
+
+from dovetail_lab.calls import Value
+from dovetail_lab.traces import load_trace
+
+
+class Distribution(Value):
+    """Draws [count] numbers; who asks rounds them and lifts them to what is possible."""
+
+    def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+        raise NotImplementedError
+
+
+class Fixed(Distribution):
+    value: float = Field(ge=0)
+
+    def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+        return np.full(count, self.value)
+
+
+class Uniform(Distribution):
+    """From `low` to `high`, both included."""
+
+    low: float = Field(ge=0)
+    high: float = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.high < self.low:
+            raise ValueError(f"high must be at least low ({self.low:g})")
+        return self
+
+    def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+        if self.low.is_integer() and self.high.is_integer():
+            return rng.integers(int(self.low), int(self.high), size=count, endpoint=True).astype(np.float64)
+        return rng.uniform(self.low, self.high, size=count)
+
+
+class Lognormal(Distribution):
+    """Median times exp(sigma z), z normal; never above `most`."""
+
+    median: PositiveFloat
+    sigma: float = Field(ge=0, le=10)
+    most: PositiveFloat = 1e6
+
+    def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+        return np.minimum(self.median * np.exp(self.sigma * rng.standard_normal(count)), self.most)
+
+
+class Empirical(Distribution):
+    """Lengths of a trace, drawn with replacement: `column` is prompt or output. For pairs that belong together, see `lengths` of a workload."""
+
+    path: str
+    column: str = Field(pattern="^(prompt|output)$")
+
+    @cached_property
+    def _values(self) -> NDArray[np.float64]:
+        return np.array([getattr(request, f"{self.column}_tokens") for request in load_trace(self.path)], np.float64)
+
+    def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+        return rng.choice(self._values, size=count)
+
+
+DISTRIBUTIONS: dict[str, type[Distribution]] = {"fixed": Fixed, "uniform": Uniform, "lognormal": Lognormal, "trace": Empirical}

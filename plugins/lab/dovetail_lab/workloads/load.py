@@ -1,0 +1,71 @@
+"""`load_workload`: what a command line names as its trace — a file of any known format, a YAML spec, or a spec itself — ready to replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dovetail.errors import MissingExtraError
+from dovetail_lab.calls import parse_call
+from dovetail_lab.predictors import parse_predictor, predict
+from dovetail_lab.traces import CountTokens, Trace, TraceError, load_trace, parse_columns, scale_rate, set_max_tokens, slice_trace
+from dovetail_lab.workloads.arrivals import ARRIVALS
+from dovetail_lab.workloads.generate import generate, with_arrivals
+from dovetail_lab.workloads.spec import parse_spec, parse_yaml_spec
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadOptions:
+    """What is done to it, in this order; a field is a command line's option."""
+
+    format: str | None = None  # one of `traces.FORMATS`; None: found by content
+    columns: str | None = None  # field=column,… for CSV that nobody knows
+    arrivals: str | None = None  # such as poisson(4), in place of the trace's own times
+    slice: str | None = None  # 100:200 or 60s:120s
+    scale_rate: float | None = None
+    max_tokens: str = "trace"  # or a number: what policies see
+    predictor: str | None = None  # oracle, noisy(0.5), bucket(2, 0.8)
+    seed: int = 0
+    tokenizer: str | None = None  # a tokenizer.json, to count tokens where a trace holds text; None: words
+
+
+def load_workload(text: str, options: WorkloadOptions = WorkloadOptions()) -> Trace:
+    """The trace that `text` names. Raises `TraceError`."""
+    if options.seed < 0:
+        raise TraceError(f"the seed must be 0 or more, got {options.seed}")
+    trace = _load(text, options)
+    if options.arrivals is not None:
+        trace = with_arrivals(trace, parse_call(options.arrivals, ARRIVALS, "arrivals"), options.seed)
+    if options.slice is not None:
+        trace = slice_trace(trace, options.slice)
+    if options.scale_rate is not None:
+        trace = scale_rate(trace, options.scale_rate)
+    trace = set_max_tokens(trace, options.max_tokens)
+    return trace if options.predictor is None else predict(trace, parse_predictor(options.predictor), options.seed)
+
+
+def _load(text: str, options: WorkloadOptions) -> Trace:
+    path = Path(text)
+    if "=" in text and not path.exists():
+        return generate(parse_spec(text), options.seed, source=text)
+    if path.suffix in (".yaml", ".yml"):
+        try:
+            document = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TraceError(f"{path}: can't be read: {error}") from None
+        return generate(parse_yaml_spec(document, text), options.seed, name=path.name, source=text)
+    columns = None if options.columns is None else parse_columns(options.columns)
+    count_tokens = None if options.tokenizer is None else _counter(options.tokenizer)
+    return load_trace(path, format=options.format, columns=columns, count_tokens=count_tokens)
+
+
+def _counter(path: str) -> CountTokens:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise MissingExtraError("counting tokens needs the package tokenizers: pip install 'dovetail[torch]'") from None
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    except Exception as error:  # the library raises nothing narrower
+        raise TraceError(f"{path}: expected a tokenizer.json: {error}") from None
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)

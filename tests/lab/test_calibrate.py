@@ -1,0 +1,219 @@
+"""Calibration: an executor whose step times are known must be found out; a real one must give a profile that a simulation can use."""
+
+from __future__ import annotations
+
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.errors import ConfigError
+from dovetail_lab.calibrate import Calibration, calibrate
+from dovetail_lab.fitting import Measurement, nonnegative_least_squares
+from dovetail_lab.metrics import per_request
+from dovetail_lab.regime_fitting import fit_regimes
+from dovetail_lab.simulate import replay
+from dovetail_lab.step_time import PiecewiseStepTime, RegimeStepTime, StepShape, StepTimeProfile
+from dovetail_lab.workloads import load_workload
+from tests.lab.commands import lab
+from tests.support import examples
+
+DECODE = PiecewiseStepTime(points=((1, 0.004), (16, 0.005), (64, 0.009)), per_context_s=4e-8)
+MIXED = PiecewiseStepTime(points=((1, 0.004), (1024, 0.03)), per_context_s=4e-8, per_pair_s=2e-10, per_row_s=2e-5, least_s=0.012)
+LARGE = PiecewiseStepTime(points=((1, 0.02), (4096, 0.12)), per_context_s=4e-8, per_pair_s=2e-10, per_row_s=2e-5)
+TRUE = RegimeStepTime(decode=DECODE, mixed=MIXED, large=LARGE, large_above=1024)
+
+
+def pretended(overlap: bool = True, **times: float) -> dict[str, Any]:
+    """An engine whose step times are known."""
+    step_time = {"name": "true", "step_time": TRUE.model_dump(mode="json"), **times}
+    sizes = {"max_num_seqs": 48, "max_num_batched_tokens": 3000, "max_model_len": 8192}
+    return {"scheduler": "fcfs", "overlap": overlap, "executor": {"name": "simulated", "num_blocks": 8000, "step_time": step_time}, **sizes}
+
+
+@pytest.fixture(scope="module")
+def found() -> Calibration:
+    return calibrate(pretended(results_s=0.001, results_per_row_s=1e-5))
+
+
+def shape(*rows: tuple[int, int]) -> StepShape:
+    new, had = np.array(rows, np.int64).T
+    return StepShape.of(new, had)
+
+
+def decodes(rows: int, context: int) -> list[tuple[int, int]]:
+    return [(1, context)] * rows
+
+
+SHAPES = {
+    "few decodes": decodes(3, 300),
+    "many decodes": decodes(40, 1500),
+    "a short prompt joins": [(40, 0), *decodes(6, 700)],
+    "a chunk joins": [(600, 900), *decodes(20, 700)],
+    "a large step": [(2500, 200), *decodes(20, 400)],
+}
+
+
+@pytest.mark.parametrize("rows", SHAPES.values(), ids=SHAPES.keys())
+def test_known_step_times_are_found_out(found: Calibration, rows: list[tuple[int, int]]) -> None:
+    assert found.profile.make().seconds(shape(*rows)) == pytest.approx(TRUE.seconds(shape(*rows)), rel=0.02)
+
+
+def test_the_stated_error_is_that_of_steps_which_were_held_out(found: Calibration) -> None:
+    assert found.complete
+    assert found.profile.error is not None
+    assert found.profile.error < 0.01
+    assert "measurements, that it wasn't fitted on" in found.profile.judged_on
+
+
+def test_the_time_until_tokens_are_delivered_is_found_out(found: Calibration) -> None:
+    assert found.profile.results_s == pytest.approx(0.001, rel=0.01)
+    assert found.profile.results_per_row_s == pytest.approx(1e-5, rel=0.01)
+
+
+def test_more_work_never_takes_less(found: Calibration) -> None:
+    model = found.profile.make()
+    for steps in (
+        [decodes(rows, 500) for rows in range(1, 48)],
+        [decodes(16, context) for context in range(0, 4000, 100)],
+        [[(tokens, 0), *decodes(16, 500)] for tokens in range(2, 900, 20)],
+        [[(100, history), *decodes(16, 500)] for history in range(0, 4000, 100)],
+    ):
+        seconds = [model.seconds(shape(*rows)) for rows in steps]
+        assert all(later >= earlier for earlier, later in pairwise(seconds))
+
+
+def test_a_simulation_with_the_profile_is_like_the_engine_that_was_measured(found: Calibration, tmp_path: Path) -> None:
+    found.profile.save(tmp_path / "found.json")
+    trace = load_workload("arrivals=poisson(6) requests=60 prompt=lognormal(300, 1, most=4000) output=uniform(10, 80)")
+    real = pretended(results_s=0.001, results_per_row_s=1e-5)
+    simulated = {**real, "executor": {"name": "simulated", "num_blocks": 8000, "step_time": str(tmp_path / "found.json")}}
+    for metric in ("ttft", "tpot", "e2e"):
+        ours, theirs = (np.percentile(per_request(replay(config, trace), metric), [50, 99]) for config in (simulated, real))
+        assert ours == pytest.approx(theirs, rel=0.03), metric
+
+
+def test_without_overlap_the_core_is_not_taken_for_the_device() -> None:
+    profile = calibrate(pretended(overlap=False, core_s=0.002), quick=True).profile
+    assert profile.make().seconds(shape(*decodes(2, 30))) == pytest.approx(TRUE.seconds(shape(*decodes(2, 30))), rel=0.01)
+
+
+LAUNCH = {
+    "kind": "regimes",
+    "decode": {"kind": "piecewise", "points": [(1, 0.002), (64, 0.002)]},
+    "mixed": {"kind": "piecewise", "points": [(1, 0.04), (4096, 0.04)]},
+}
+
+
+@pytest.fixture(scope="module")
+def found_launching() -> Calibration:
+    """A step with a prompt is launched for longer than most of them compute, and the decodes before it end unseen meanwhile."""
+    return calibrate(pretended(launch=LAUNCH, after_launch_s=0.0005, results_s=0.0002))
+
+
+@pytest.mark.parametrize("rows", SHAPES.values(), ids=SHAPES.keys())
+def test_the_time_of_launching_is_not_taken_for_the_steps_before(found_launching: Calibration, rows: list[tuple[int, int]]) -> None:
+    model, launch = found_launching.profile.make(), found_launching.profile.make_launch()
+    assert launch is not None
+    step = shape(*rows)
+    launched = 0.002 if step.prefill_rows == 0 else 0.04
+    assert launch.seconds(step) == pytest.approx(launched, rel=0.02)
+    if not step.prefill_rows:
+        assert model.seconds(step) == pytest.approx(TRUE.seconds(step), rel=0.02)
+    else:
+        assert max(launched, model.seconds(step)) == pytest.approx(max(launched, TRUE.seconds(step)), rel=0.05)
+
+
+def test_what_ends_with_its_launching_is_found_out(found_launching: Calibration) -> None:
+    assert found_launching.profile.after_launch_s == pytest.approx(0.0005, rel=0.05)
+    assert found_launching.profile.error is not None
+    assert found_launching.profile.error < 0.02
+
+
+def test_a_simulation_of_a_slow_launcher_is_like_it(found_launching: Calibration, tmp_path: Path) -> None:
+    found_launching.profile.save(tmp_path / "found.json")
+    trace = load_workload("arrivals=poisson(6) requests=60 prompt=lognormal(300, 1, most=4000) output=uniform(10, 80)")
+    real = pretended(launch=LAUNCH, after_launch_s=0.0005, results_s=0.0002)
+    simulated = {**real, "executor": {"name": "simulated", "num_blocks": 8000, "step_time": str(tmp_path / "found.json")}}
+    for metric in ("ttft", "tpot", "e2e"):
+        ours, theirs = (np.percentile(per_request(replay(config, trace), metric), [50, 99]) for config in (simulated, real))
+        assert ours == pytest.approx(theirs, rel=0.03), metric
+
+
+def test_of_launch_bound_steps_the_bound_is_respected() -> None:
+    steps = [shape(*decodes(rows, context)) for rows in range(1, 40) for context in (10, 900)]
+    known = [Measurement((step,), TRUE.seconds(step)) for step in steps]
+    large = [shape((tokens, 0)) for tokens in range(2000, 3000, 20)]
+    small = shape((30, 0))
+    model = fit_regimes([*known, *(Measurement((step,), 0.1) for step in large)], at_most=[Measurement((small,), 0.01)] * 9)
+    assert model.seconds(small) <= 0.011
+
+
+def test_hiccups_are_left_out() -> None:
+    steps = [shape(*decodes(rows, context)) for rows in range(1, 40) for context in (10, 900)]
+    steps += [shape((tokens, 0), *decodes(8, context)) for tokens in range(10, 900, 20) for context in (10, 900)]
+    times = [TRUE.seconds(step) * (30 if index % 17 == 5 else 1) for index, step in enumerate(steps)]
+    model = fit_regimes([Measurement((step,), seconds) for step, seconds in zip(steps, times, strict=True)])
+    for step in steps:
+        assert model.seconds(step) == pytest.approx(TRUE.seconds(step), rel=0.05)
+
+
+def test_when_time_runs_out_the_profile_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic", count().__next__)
+    made = calibrate(pretended(), time_limit_s=600)
+    assert not made.complete
+    assert "time ran out before all of the grid was measured" in made.profile.notes
+    assert made.profile.make().seconds(shape(*decodes(1, 512))) == pytest.approx(TRUE.seconds(shape(*decodes(1, 512))), rel=0.05)
+
+
+def test_too_little_time_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="too little time"):
+        calibrate(pretended(), time_limit_s=0)
+
+
+def test_a_real_engine_gives_a_profile_that_simulates(tmp_path: Path) -> None:
+    (tmp_path / "engine.yaml").write_text(
+        "model: demo\nexecutor: {name: local, device: cpu, threads: 1}\nmax_num_seqs: 4\nmax_model_len: 128\nkv_cache_memory: 16MiB\n"
+    )
+    printed = lab("calibrate", tmp_path / "engine.yaml", "--out", tmp_path / "mine.json", "--quick")
+    profile = StepTimeProfile.load(str(tmp_path / "mine.json"))
+    assert profile.name == "mine"
+    assert profile.machine.startswith("cpu")
+    assert "executor local" in profile.engine
+    assert profile.error is not None
+    assert profile.core_s > 0
+    assert profile.kv_tokens
+    assert f"off by {profile.error:.1%}" in printed
+    simulated = lab(
+        "run", tmp_path / "engine.yaml", "--trace", "arrivals=at_once requests=4 prompt=20 output=5", "--step-time", tmp_path / "mine.json"
+    )
+    assert "4 of 4 requests completed" in simulated
+
+
+@pytest.mark.parametrize(
+    ("executor", "out", "says"),
+    [
+        ("local", "profile.txt", "--out"),
+        ("local", "nowhere/profile.json", "--out"),
+        ("{name: simulated, num_blocks: 9}", "profile.json", "simulated"),
+    ],
+)
+def test_bad_input_says_what_is_wrong(tmp_path: Path, executor: str, out: str, says: str) -> None:
+    (tmp_path / "engine.yaml").write_text(f"model: demo\nexecutor: {executor}\nmax_model_len: 128\n")
+    assert says in lab("calibrate", tmp_path / "engine.yaml", "--out", tmp_path / out, fails=True)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 8), st.integers(0, 12))
+@examples(quick=60, full=1000)
+def test_nonnegative_least_squares_is_as_good_as_scipys(seed: int, columns: int, more: int) -> None:
+    from scipy.optimize import nnls  # type: ignore[import-untyped]
+
+    random = np.random.default_rng(seed)
+    matrix, target = random.normal(size=(columns + more, columns)), random.normal(size=columns + more)
+    ours, (_, least) = nonnegative_least_squares(matrix, target), nnls(matrix, target)
+    assert (ours >= 0).all()
+    assert np.linalg.norm(matrix @ ours - target) == pytest.approx(least, abs=1e-9)

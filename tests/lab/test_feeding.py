@@ -1,0 +1,54 @@
+"""When a trace's requests are made, in real time and in a simulation."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dovetail_lab.feeding import AHEAD_S, Feeder
+from tests.lab.runs import request, trace
+
+EVERY_S = AHEAD_S / 10
+
+
+@pytest.fixture
+def made() -> list[float]:
+    """Arrival times of the requests that the engine was given."""
+    return []
+
+
+def feeder(made: list[float], simulated: bool) -> Feeder:
+    """Of a trace that begins at 0 and brings a request every `EVERY_S`."""
+    engine: Any = SimpleNamespace(
+        capacity=SimpleNamespace(vocab_size=100, max_model_len=100),
+        add_request=lambda *args, arrival_time, **rest: made.append(arrival_time),
+    )
+    executor: Any = SimpleNamespace(expect=lambda *args: None) if simulated else None
+    return Feeder(engine, executor, trace(*(request(index, index * EVERY_S) for index in range(50))), 0.0, lambda *args: None)
+
+
+def test_in_real_time_one_request_is_made_between_two_steps_and_in_time(made: list[float]) -> None:
+    feed = feeder(made, simulated=False).feed
+    feed(-EVERY_S)
+    assert made[-1] > AHEAD_S - 2 * EVERY_S, "before the trace begins there is time for many"
+    for step in range(60):
+        now, before = step * EVERY_S / 2, len(made)
+        feed(now)
+        assert len(made) <= before + 1
+        assert len(made) == 50 or made[-1] > now + AHEAD_S - 2 * EVERY_S
+
+
+def test_who_was_forgotten_is_made_at_once(made: list[float]) -> None:
+    feed = feeder(made, simulated=False).feed
+    feed(0.0)
+    feed(3.0)
+    assert made[-1] > 3.0
+
+
+def test_a_simulation_knows_who_has_arrived_and_the_next(made: list[float]) -> None:
+    feed = feeder(made, simulated=True).feed
+    for now in (0.0, EVERY_S / 2, EVERY_S, 7.5 * EVERY_S):
+        feed(now)
+        assert made == pytest.approx([index * EVERY_S for index in range(int(now / EVERY_S) + 2)])

@@ -1,0 +1,55 @@
+"""What a run leaves behind: it comes back from its file as it was, and a file that is none is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.errors import ConfigError
+from dovetail_lab.records import RunResult
+from tests.lab.made_runs import record, rejected, run
+from tests.support import examples
+
+
+def same(one: RunResult, other: RunResult) -> bool:
+    times = all(np.array_equal(a.token_times_s, b.token_times_s) for a, b in zip(one, other, strict=True))
+    plain = all(getattr(a, name) == getattr(b, name) for a, b in zip(one, other, strict=True) for name in a.__slots__ if name != "token_times_s")
+    columns = all(np.array_equal(getattr(one.timeline, name), getattr(other.timeline, name)) for name in one.timeline.__slots__)
+    head = all(getattr(one, name) == getattr(other, name) for name in ("name", "trace", "trace_source", "seed", "settings", "step_times", "notes"))
+    return times and plain and columns and head
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.25, 1 / 3]), max_size=6), max_size=6))
+@examples(quick=50, full=500)
+def test_a_saved_run_comes_back_as_it_was(tmp_path: Path, gaps: list[list[float]]) -> None:
+    result = run([*(record(index, 0.2, gaps_s=own) for index, own in enumerate(gaps)), rejected(99)], notes=("a note",))
+    result.save(tmp_path / "one.json")
+    loaded = RunResult.load(tmp_path / "one.json")
+    assert same(result, loaded)
+    loaded.save(tmp_path / "two.json")
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "can't be read"),
+        ("[1]", "is no run"),
+        ('{"dovetail_lab_run": 99}', "is no run"),
+        ('{"dovetail_lab_run": 1, "requests": {"id": ["a"]}}', "damaged"),
+    ],
+)
+def test_a_file_that_is_no_run_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"run\.json: .*{says}"):
+        RunResult.load(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.json: can't be read"):
+        RunResult.load(tmp_path / "nowhere.json")

@@ -1,0 +1,63 @@
+"""`dovetail lab run`, as a user types it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dovetail_lab.records import RunResult
+from tests.lab.commands import lab, write_engine
+
+WORKLOAD = "requests=12 arrivals=poisson(8) prompt=uniform(20, 200) output=fixed(10)"
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    return write_engine(tmp_path / "mine.yaml")
+
+
+def test_a_run_prints_its_figures_and_keeps_every_request(engine: Path, tmp_path: Path) -> None:
+    output = lab("run", engine, "--trace", WORKLOAD, "--out", tmp_path / "deep" / "out", "--max-tokens", "50", "--seed", 3)
+    result = RunResult.load(tmp_path / "deep" / "out" / "run.json")
+    assert (result.name, result.seed, len(result)) == ("mine", 3, 12)
+    assert {(record.max_tokens, record.output_tokens) for record in result} == {(50, 10)}
+    for text in ("TTFT", "TPOT", "ITL", "E2E", "12 of 12 requests completed", "overlap on", "blocks of 16", "never held against a measurement"):
+        assert text in output
+
+
+def test_the_same_command_writes_the_same_bytes(engine: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        lab("run", engine, "--trace", WORKLOAD, "--out", tmp_path / name)
+    assert (tmp_path / "one" / "run.json").read_bytes() == (tmp_path / "two" / "run.json").read_bytes()
+
+
+def test_an_engine_for_a_gpu_is_simulated_with_the_step_times_that_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.yaml"
+    path.write_text("model: some/Model-8B\nexecutor: {name: local, device: cuda}\nmax_model_len: 512\n")
+    output = lab("run", path, "--trace", WORKLOAD, "--step-time", "a10g-llama-2-7b", "--set", "executor.num_blocks=100", "--out", tmp_path)
+    assert "step times a10g-llama-2-7b: off by 3.3%" in output
+    assert RunResult.load(tmp_path / "run.json").settings["config"]["model"] == "some/Model-8B"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--trace", "nowhere.csv"), "nowhere.csv: can't be read"),
+        (("--trace", WORKLOAD, "--slice", "9:3"), "9:3"),
+        (("--trace", WORKLOAD, "--scale-rate", "0"), "rate"),
+        (("--trace", WORKLOAD, "--max-tokens", "some"), "max_tokens must be 'trace' or a whole number"),
+        (("--trace", WORKLOAD, "--step-time", "h9000"), "step times 'h9000'"),
+        (("--trace", WORKLOAD, "--set", "scheduler"), "--set: expected key=value"),
+        (("--trace", WORKLOAD, "--set", "max_num_sqs=3"), "max_num_seqs"),
+        (("--trace", WORKLOAD, "--set", "executor.core_s=-1"), "core_s"),
+        (("--trace", WORKLOAD, "--real"), "--real"),
+    ],
+)
+def test_bad_input_says_what_is_wrong(engine: Path, arguments: tuple[str, ...], says: str) -> None:
+    assert says in lab("run", engine, *arguments, fails=True)
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_the_run(engine: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "--out" in lab("run", engine, "--trace", WORKLOAD, "--out", tmp_path / "file" / "below", fails=True)

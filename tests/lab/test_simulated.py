@@ -1,0 +1,201 @@
+"""The simulated executor under the real engine: time is what the model says, and nobody but the executor knows how long an answer will be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.api.scheduler import Step
+from dovetail.errors import ConfigError, DovetailError, PolicyError, UnsupportedError
+from dovetail_lab.simulate import replay
+from dovetail_lab.step_time import LinearStepTime, StepShape
+from dovetail_lab.traces import Span, TraceRequest
+from dovetail_lab.traces.request import stream_of
+from dovetail_schedulers.fcfs import FCFS
+from tests.lab.runs import LINEAR, engine, request, run, trace
+from tests.support import examples
+
+MODEL = LinearStepTime(**LINEAR)  # type: ignore[arg-type]
+
+
+def seconds(*rows: tuple[int, int]) -> float:
+    """Of a step whose rows compute (new, after so many) tokens."""
+    new, had = np.array(rows, np.int64).T
+    return MODEL.seconds(StepShape.of(new, had))
+
+
+def test_a_request_alone_takes_its_prefill_and_then_a_decode_a_token() -> None:
+    [record] = run([request(0, 2.5, prompt=20, output=4)])
+    steps = [seconds((20, 0)), seconds((1, 20)), seconds((1, 21)), seconds((1, 22))]
+    np.testing.assert_allclose(record.token_times_s, 2.5 + np.cumsum(steps), rtol=1e-12)
+    assert (record.first_scheduled_s, record.finish_reason, record.output_tokens) == (2.5, "length", 4)
+
+
+@dataclass
+class _Plain:
+    """A request in the oracle below."""
+
+    arrival: float
+    prompt: int
+    output: int
+    computed: int = 0
+    times: list[float] = field(default_factory=list)
+
+
+def first_come_first_served(requests: list[_Plain], budget: int, seats: int) -> None:
+    """Chunked prefills among decodes, one step after the other, memory without end: an oracle that shares nothing with the engine."""
+    now = 0.0
+    while unfinished := [one for one in requests if len(one.times) < one.output]:
+        here = [one for one in unfinished if one.arrival <= now]
+        if not here:
+            now = min(one.arrival for one in unfinished)
+            continue
+        left = budget
+        rows: list[tuple[_Plain, int, int]] = []
+        for one in sorted(here, key=lambda one: (one.computed < one.prompt, one.computed == 0)):  # decodes, those begun, those new; each by arrival
+            new = min(left, max(one.prompt, one.computed + 1) - one.computed)
+            if new and len(rows) < seats:
+                rows.append((one, new, one.computed))
+                left -= new
+        now += seconds(*((new, had) for _, new, had in rows))
+        for one, new, _ in rows:
+            one.computed += new
+            if one.computed >= one.prompt:
+                one.times.append(now)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 0.5), st.integers(1, 150), st.integers(1, 12)), min_size=1, max_size=12),
+    st.sampled_from([16, 64]),
+)
+@examples(quick=40, full=500)
+def test_every_token_comes_when_a_plain_simulation_says(requests: list[tuple[float, int, int]], budget: int) -> None:
+    plain = [_Plain(*one) for one in sorted(requests, key=lambda one: one[0])]
+    result = run(
+        [request(index, one.arrival, one.prompt, one.output) for index, one in enumerate(plain)], max_num_batched_tokens=budget, max_num_seqs=12
+    )
+    first_come_first_served(plain, budget, seats=12)
+    for record, one in zip(result, plain, strict=True):
+        np.testing.assert_allclose(record.token_times_s, one.times, rtol=1e-9)
+
+
+def test_the_cores_time_lies_between_steps_without_overlap_and_under_them_with() -> None:
+    requests = [request(0, prompt=20, output=6)]
+    bare, serial = run(requests), run(requests, executor={"core_s": 0.004})
+    overlapped = run(requests, executor={"core_s": 0.004, "plans_late": False}, overlap=True)
+    own = [result.requests[0].token_times_s for result in (bare, serial, overlapped)]
+    np.testing.assert_allclose(own[1] - own[0], 0.004 * np.arange(1, 7))
+    np.testing.assert_allclose(own[2] - own[0], 0.004)
+
+
+def test_an_engine_that_plans_at_once_takes_up_an_arrival_a_step_later() -> None:
+    requests = [request(0, prompt=5, output=12), request(1, arrival_s=0.072, prompt=5, output=1)]  # early in the sixth step
+    late, at_once = (run(requests, overlap=True, executor={"plans_late": plans_late}).requests[1] for plans_late in (True, False))
+    assert at_once.token_times_s[0] - late.token_times_s[0] == pytest.approx(seconds((1, 10)), rel=0.01)
+
+
+def test_policies_see_the_limit_and_the_guess_but_never_the_true_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int | None, int]] = []
+    monkeypatch.setattr(FCFS, "on_arrival", lambda _, one: seen.append((one.max_tokens, one.predicted_tokens, one.output_left)))
+    [record] = run([request(0, output=7, max_tokens=100, predicted_tokens=9)])
+    assert seen == [(100, 9, 100)]
+    assert (record.output_tokens, record.finish_reason, record.stop_reason, record.max_tokens) == (7, "stop", None, 100)
+
+
+def test_a_preempted_request_generates_as_many_tokens_and_the_loss_is_counted() -> None:
+    requests = [request(index, prompt=30, output=40) for index in range(4)]
+    result = run(requests, executor={"num_blocks": 40}, max_model_len=120)
+    assert [record.output_tokens for record in result] == [40] * 4
+    assert sum(record.preemptions for record in result) == result.timeline.preemptions.sum() > 0
+    assert sum(record.recomputed_tokens for record in result) == result.timeline.recomputed_tokens.sum() > 0
+
+
+def test_the_timeline_adds_up() -> None:
+    result = run([request(index, index * 0.02, prompt=20 + index, output=5) for index in range(10)])
+    timeline = result.timeline
+    assert timeline.generated_tokens.sum() == sum(record.output_tokens for record in result) == 50
+    assert timeline.prefill_tokens.sum() == sum(record.prompt_tokens for record in result)
+    assert set((timeline.kv_free + timeline.kv_held + timeline.kv_cached).tolist()) == {2000}
+    assert (np.diff(timeline.time_s) > 0).all()
+
+
+def test_a_later_turn_finds_its_history_the_answer_included() -> None:
+    chat = stream_of("chat")
+    first = TraceRequest("first", 0.0, 40, 21, spans=(Span(chat, 0, 61),))
+    second = TraceRequest("second", 9.0, 80, 5, spans=(Span(chat, 0, 80),))
+    result = run([first, second], kv_cache="prefix")
+    assert result.requests[1].cached_tokens == 60  # the last answered token has no K and V
+
+
+def test_what_does_not_fit_is_rejected_and_the_others_go_on() -> None:
+    result = run([request(0, prompt=600), request(1), request(2, prompt=510, output=50)])
+    assert [record.finish_reason for record in result] == ["rejected", "length", "length"]
+    assert "max_model_len 512" in str(result.requests[0].stop_reason)
+    assert result.requests[2].output_tokens == 2
+    assert len(result.notes) == 2
+
+
+def test_a_rejected_request_does_not_hide_those_that_come_after_it() -> None:
+    result = run([request(0), request(1, 5.0, prompt=600), request(2, 9.0), request(3, 20.0, prompt=600)])
+    assert [record.output_tokens for record in result] == [5, 0, 5, 0]
+    assert result.requests[2].first_scheduled_s == 9.0
+
+
+def test_what_ends_the_engine_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def schedule(policy: FCFS, step: Step) -> None:
+        raise ValueError("no idea")
+
+    monkeypatch.setattr(FCFS, "schedule", schedule)
+    with pytest.raises(PolicyError, match="no idea"):
+        run([request(0)])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"step_time": "nowhere.json"}, ConfigError, "nowhere.json"),
+        ({"step_time": "h9000"}, ConfigError, "a10g-llama-2-7b"),
+        ({"step_time": {"kind": "linear"}}, ConfigError, "base_s"),
+        ({"step_time": {"kind": "linear", "base_s": 0.01}, "num_blocks": None}, UnsupportedError, "num_blocks"),
+        ({"num_blocks": 0}, ConfigError, "num_blocks"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        run([request(0)], executor=options)
+
+
+def test_a_step_that_takes_no_time_is_refused() -> None:
+    with pytest.raises(DovetailError, match=r"0\.0 seconds"):
+        run([request(0)], executor={"step_time": {"kind": "linear", "base_s": 0.0}})
+
+
+_SAVE = """
+import sys
+from dovetail_lab.simulate import replay
+from tests.lab.test_simulated import busy
+replay(*busy()).save(sys.argv[1])
+"""
+
+
+def busy() -> tuple[dict[str, object], object]:
+    """Preemptions, overlap, late planning, prefix reuse: all that could depend on something it shouldn't."""
+    requests = [request(index, index * 0.013, prompt=5 + index * 7 % 60, output=1 + index * 11 % 40, client="abc"[index % 3]) for index in range(60)]
+    config = engine(overlap=True, kv_cache="prefix", executor={"num_blocks": 90, "core_s": 0.001}, scheduler="vtc", max_model_len=120)
+    return config, trace(*requests)
+
+
+def test_same_inputs_give_the_same_bytes_whatever_the_process(tmp_path: Path) -> None:
+    config, requests = busy()
+    replay(config, requests).save(tmp_path / "here.json")  # type: ignore[arg-type]
+    environment = {**os.environ, "PYTHONHASHSEED": "271828"}
+    subprocess.run([sys.executable, "-c", _SAVE, str(tmp_path / "there.json")], check=True, env=environment, cwd=Path(__file__).parents[2])
+    assert (tmp_path / "here.json").read_bytes() == (tmp_path / "there.json").read_bytes()

@@ -1,0 +1,158 @@
+"""Step-time models: their formulas, their files, and what is said of a wrong one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from dovetail.errors import ConfigError
+from dovetail_lab.fitting import Measurement, fit_linear, fit_piecewise, relative_errors
+from dovetail_lab.step_time import BUILT_IN, Grid, LinearStepTime, PiecewiseStepTime, StepShape, StepTimeProfile, TableStepTime, shipped_profiles
+from tests.support import examples
+
+LINEAR = LinearStepTime(base_s=0.01, per_token_s=2e-5, per_context_s=3e-8, per_pair_s=1e-9, per_row_s=4e-5)
+
+
+def shape(*rows: tuple[int, int]) -> StepShape:
+    new, had = np.array(rows, np.int64).T
+    return StepShape.of(new, had)
+
+
+rows = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 5000)), min_size=1, max_size=20)
+
+
+@given(rows)
+@examples(quick=100, full=1000)
+def test_a_shape_counts_what_each_row_does(rows: list[tuple[int, int]]) -> None:
+    pairs = sum(sum(had + position for position in range(1, new + 1)) for new, had in rows if new > 1)
+    prefills = [new for new, _ in rows if new > 1]
+    assert shape(*rows) == StepShape(len(rows), sum(new for new, _ in rows), len(prefills), sum(prefills), sum(new + had for new, had in rows), pairs)
+
+
+def test_linear_is_the_sum_of_its_terms() -> None:
+    assert LINEAR.seconds(shape((1, 99), (10, 5))) == pytest.approx(0.01 + 11 * 2e-5 + 115 * 3e-8 + 105 * 1e-9 + 2 * 4e-5)
+
+
+def test_piecewise_goes_through_its_points_and_on_beyond_them() -> None:
+    model = PiecewiseStepTime(points=((1, 0.01), (64, 0.01), (128, 0.02)))
+    seconds = [model.seconds(shape(*[(1, 0)] * rows)) for rows in (1, 32, 64, 96, 128, 192)]
+    assert seconds == pytest.approx([0.01, 0.01, 0.01, 0.015, 0.02, 0.03])
+
+
+def test_a_table_gives_what_was_measured_and_shares_the_weights_among_mixed_batches() -> None:
+    decode = Grid(across=(1, 8), down=(0, 100), seconds=((0.010, 0.012), (0.011, 0.020)))
+    prefill = Grid(across=(16, 64), down=(0, 100), seconds=((0.015, 0.030), (0.016, 0.034)))
+    model = TableStepTime(decode=decode, prefill=prefill)
+    assert model.seconds(shape(*[(1, 99)] * 8)) == pytest.approx(0.020)
+    assert model.seconds(shape((64, 0))) == pytest.approx(0.030)
+    assert model.seconds(shape((32, 100), (32, 100))) == pytest.approx(0.034)
+    assert model.seconds(shape((64, 0), *[(1, 99)] * 8)) == pytest.approx(0.030 + 0.020 - 0.010)
+
+
+@pytest.mark.parametrize(
+    ("model", "values"),
+    [
+        (PiecewiseStepTime, {"points": ((64, 0.1), (1, 0.2))}),
+        (PiecewiseStepTime, {"points": ((64, 0.1),)}),
+        (Grid, {"across": (1, 2), "down": (2, 1), "seconds": ((1, 1), (1, 1))}),
+        (Grid, {"across": (1, 2), "down": (1, 2), "seconds": ((1, 1),)}),
+        (LinearStepTime, {"base_s": -1}),
+        (LinearStepTime, {"base_s": 1, "per_tokn_s": 1}),
+    ],
+)
+def test_nonsense_is_refused(model: type, values: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        model(**values)
+
+
+@given(st.lists(rows, min_size=12, max_size=20))
+@examples(quick=20, full=200)
+def test_a_fit_predicts_the_steps_that_it_was_made_of(batches: list[list[tuple[int, int]]]) -> None:
+    measurements = [Measurement((shape(*batch),), LINEAR.seconds(shape(*batch))) for batch in batches]
+    assert np.abs(relative_errors(fit_linear(measurements), measurements)).max() < 1e-4
+
+
+def test_steps_that_were_timed_together_are_fitted_together() -> None:
+    true = PiecewiseStepTime(points=((1, 0.01), (64, 0.02), (1000, 0.3)), per_context_s=1e-6)
+    groups = [tuple(shape(*[(1, context + done)] * count) for done in range(5)) for count in (1, 30, 64, 200) for context in (10, 400)]
+    groups += [(shape((tokens, 0)),) for tokens in (64, 500, 1000)]
+    measurements = [Measurement(group, sum(map(true.seconds, group))) for group in groups]
+    found = fit_piecewise(measurements, (1, 64, 1000), ("per_context_s",))
+    assert [seconds for _, seconds in found.points] == pytest.approx([0.01, 0.02, 0.3], rel=1e-6)
+    assert found.per_context_s == pytest.approx(1e-6)
+
+
+def test_too_few_measurements_or_no_durations_are_refused() -> None:
+    one = Measurement((shape((1, 1)),), 0.01)
+    with pytest.raises(ConfigError, match="can't tell 5"):
+        fit_linear([one] * 4)
+    with pytest.raises(ConfigError, match="more than 0"):
+        fit_linear([one] * 4 + [Measurement(one.shapes, 0.0)])
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_every_shipped_profile_says_what_it_is_and_works(name: str) -> None:
+    profile = StepTimeProfile.load(name)
+    assert profile.name == name
+    assert all((profile.machine, profile.model, profile.source))
+    assert 1e-4 < profile.make().seconds(shape((1, 100))) < 1
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+def test_a_profile_survives_its_file(tmp_path: Path, kind: str) -> None:
+    step_time = {
+        "linear": {"base_s": 0.1},
+        "piecewise": {"points": [[1, 0.1], [2, 0.25]]},
+        "regimes": {key: {"points": [[1, 0.1], [2, 0.25]]} for key in ("decode", "mixed")},
+        "table": {key: {"across": [1, 2], "down": [1, 2], "seconds": [[0.1, 0.1], [0.2, 0.2]]} for key in ("decode", "prefill")},
+    }[kind]
+    profile = StepTimeProfile(name="mine", step_time={"kind": kind, **step_time}, error=0.02)  # type: ignore[dict-item]
+    profile.save(tmp_path / "mine.json")
+    loaded = StepTimeProfile.load(str(tmp_path / "mine.json"))
+    assert loaded == profile
+    assert loaded.make().seconds(shape((1, 9))) == profile.make().seconds(shape((1, 9)))
+
+
+class Constant:
+    """Somebody else's model."""
+
+    def __init__(self, every_s: float) -> None:
+        self.every_s = every_s
+
+    def seconds(self, shape: StepShape) -> float:
+        return self.every_s
+
+
+def test_a_model_of_ones_own_is_named_by_its_class() -> None:
+    assert StepTimeProfile.load({"kind": "tests.lab.test_step_time:Constant", "every_s": 0.5}).make().seconds(shape((1, 1))) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"kind": "cubic"}, "linear, piecewise, "),
+        ({"kind": "no.such:Model"}, "can't be imported"),
+        ({"kind": "linear", "base_s": "fast"}, "base_s"),
+        ({"name": "x"}, "step_time"),
+        ({"name": "x", "step_time": {}}, "kind"),
+    ],
+)
+def test_a_wrong_profile_says_what_is_wrong(values: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        StepTimeProfile.load(values).make()
+
+
+def test_a_wrong_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"broken\.json"):
+        StepTimeProfile.load(str(path))
+    path.write_text(json.dumps({"name": "x"}))
+    with pytest.raises(ConfigError, match=r"broken\.json: step_time"):
+        StepTimeProfile.load(str(path))
