@@ -1,10 +1,140 @@
-"""Copies to the host keep the value that a tensor had."""
+"""Copies between host and device, with a stand-in for a device that is late: it runs nothing before it is waited for."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import Any
 
-from dovetail.runtime.transfer import HostCopy
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.runtime import transfer
+from dovetail.runtime.transfer import ALIGNMENT, HostCopy, PinnedRing, all_to_device, parts_of, to_device, upload
+from tests.support import examples
+
+CPU = torch.device("cpu")
+DTYPES = [np.int32, np.int64, np.float32, np.bool_]
+
+
+class LateDevice:
+    """Runs what is enqueued, in order, as late as it may."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], None]] = []
+        self.done = 0  # of the queue
+
+    def run_until(self, end: int) -> None:
+        while self.done < end:
+            self.queue[self.done]()
+            self.done += 1
+
+    def event(self) -> LateEvent:
+        return LateEvent(self)
+
+    def tensor(self, num_bytes: int) -> Any:
+        return LateTensor(self, num_bytes)
+
+
+class LateEvent:
+    def __init__(self, device: LateDevice) -> None:
+        self.device, self.point = device, 0
+
+    def record(self) -> None:
+        self.point = len(self.device.queue)
+
+    def synchronize(self) -> None:
+        self.device.run_until(self.point)
+
+
+class LateTensor:
+    """What a ring does to its target."""
+
+    def __init__(self, device: LateDevice, num_bytes: int) -> None:
+        self.device, self.values = device, torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool) -> None:
+        assert non_blocking
+        self.device.queue.append(lambda: self._copy(source))
+
+    def _copy(self, source: torch.Tensor) -> None:
+        """What the source holds by now."""
+        self.values[: len(source)] = source
+
+
+def ring_of(device: LateDevice, slots: int = 3, slot_bytes: int = 64) -> PinnedRing:
+    return PinnedRing(slots, slot_bytes, lambda count: torch.zeros(count, dtype=torch.uint8), device.event)
+
+
+@st.composite
+def some_arrays(draw: st.DrawFn) -> list[np.ndarray]:
+    """Up to three, that fit a slot of 64 bytes."""
+    shapes = draw(st.lists(st.sampled_from([(0,), (1,), (2,), (1, 2)]), min_size=1, max_size=3))
+    rng = np.random.default_rng(draw(st.integers(0, 2**31)))
+    return [rng.integers(0, 2, shape).astype(draw(st.sampled_from(DTYPES))) for shape in shapes]
+
+
+@examples(quick=100, full=3000)
+@given(st.lists(some_arrays(), max_size=12))
+def test_whatever_is_sent_arrives_however_late_the_device_is_and_whatever_becomes_of_the_arrays(sent: list[list[np.ndarray]]) -> None:
+    device, arrived = LateDevice(), []
+    ring = ring_of(device)
+    for arrays in sent:
+        starts = [ALIGNMENT * index for index in range(len(arrays))]
+        target, expected = device.tensor(64), [array.copy() for array in arrays]
+        ring.send(arrays, starts, target)
+        for array in arrays:
+            array[:] = 1 - array.astype(np.int64)
+        arrived.append((target, expected, starts))
+    device.run_until(len(device.queue))
+    for target, expected, starts in arrived:
+        for part, array in zip(parts_of(target.values, expected, starts), expected, strict=True):
+            assert part.numpy().dtype == array.dtype
+            np.testing.assert_array_equal(part.numpy(), array)
+
+
+def test_the_host_waits_for_nothing_until_it_is_a_whole_ring_ahead() -> None:
+    device = LateDevice()
+    ring, array = ring_of(device, slots=3), np.ones(4, np.int32)
+    for _ in range(3):
+        ring.send([array], [0], device.tensor(16))
+    assert device.done == 0
+    ring.send([array], [0], device.tensor(16))
+    assert device.done == 1, "for the one copy whose buffer it needs"
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_arrays_sent_together_keep_their_shapes_and_dtypes(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For "cuda", with memory of the CPU instead of both the GPU's and the pinned."""
+    arrays = [np.arange(3), np.zeros(0, np.int64), np.array([[1, 2], [3, 4]], np.int32).T, np.array([True]), np.arange(5, dtype=np.float32)]
+    device, late = CPU, LateDevice()
+    if device_type == "cuda":
+        device, empty = torch.device("cuda:0"), torch.empty
+        monkeypatch.setattr(transfer, "_ring", lambda device: ring_of(late, slot_bytes=256))
+        monkeypatch.setattr(transfer.torch, "empty", lambda *size, device, **other: empty(*size, **other))
+    sent = all_to_device(arrays, device)
+    assert [tensor.dtype for tensor in sent] == [torch.int64, torch.int64, torch.int32, torch.bool, torch.float32]
+    for tensor, array in zip(sent, arrays, strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), array)
+    if device_type == "cuda":
+        assert [tensor.storage_offset() * tensor.itemsize % ALIGNMENT for tensor in sent] == [0] * len(sent)
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    array = np.arange(4)
+    assert to_device(array, CPU).data_ptr() == array.ctypes.data
+
+
+def test_an_upload_fills_its_target_and_lets_the_array_go() -> None:
+    array, target = np.arange(6, dtype=np.int32).reshape(2, 3), torch.zeros(6, dtype=torch.int32)
+    upload(array, target)
+    array[:] = 9
+    assert target.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_copy_keeps_its_value_when_the_tensor_is_overwritten() -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from dovetail.api.attention import AttentionBackend, AttentionBatch
 from dovetail.api.sampler import Sampler
 from dovetail.runtime.row_state import RowState
+from dovetail.runtime.transfer import upload
 
 Int64 = NDArray[np.int64]
 
@@ -51,7 +52,7 @@ class Inputs:
         numbers[0, :count], numbers[0, count:] = rows, self._nobody
         numbers[1, :count], numbers[1, count:] = slots, -1
         host[4 * self.size : 4 * self.size + count] = kv_lens
-        self._all.copy_(torch.from_numpy(host).pin_memory(), non_blocking=True)
+        upload(host, self._all)
 
 
 def graph_sizes(max_rows: int) -> list[int]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dovetail.api.executor import Batch, NewRow
 from dovetail.api.sampler import RowHistory
 from dovetail.errors import DovetailError
-from dovetail.runtime.transfer import to_device
+from dovetail.runtime.transfer import all_to_device
 
 Int64 = NDArray[np.int64]
 
@@ -77,10 +77,11 @@ class RowState:
 
     def append(self, token_ids: torch.Tensor, rows: torch.Tensor, host_rows: Int64) -> None:
         """One sampled token a row, [n] int64 on the device, becomes its next known one. `host_rows` are the same rows."""
-        places = to_device(host_rows * self.row_width + self.known[host_rows], self.device)
+        known = self.known[host_rows]
+        places, grown = all_to_device([host_rows * self.row_width + known, (known + 1).astype(np.int32)], self.device)
         self.token_ids.view(-1).index_copy_(0, places, token_ids.to(torch.int32))
+        self.num_tokens.index_copy_(0, rows, grown)
         self.known[host_rows] += 1
-        self.num_tokens.index_copy_(0, rows, to_device(self.known[host_rows].astype(np.int32), self.device))
 
     def _check_added(self, added: tuple[NewRow, ...]) -> None:
         for new in added:
@@ -101,9 +102,10 @@ class RowState:
             self.request_ids[new.row] = new.request_id
             self.host_blocks[new.row, : len(new.blocks)] = new.blocks
             self.prompt_logprobs[new.row] = -1 if new.sampling.prompt_logprobs is None else new.sampling.prompt_logprobs
-        device_rows = to_device(rows, self.device)
-        self.num_tokens.index_copy_(0, device_rows, to_device(self.known[rows].astype(np.int32), self.device))
-        self.prompt_lens.index_copy_(0, device_rows, to_device(np.array([new.prompt_len for new in added], np.int32), self.device))
+        prompt_lens = np.array([new.prompt_len for new in added], np.int32)
+        device_rows, device_known, device_lens = all_to_device([rows, self.known[rows].astype(np.int32), prompt_lens], self.device)
+        self.num_tokens.index_copy_(0, device_rows, device_known)
+        self.prompt_lens.index_copy_(0, device_rows, device_lens)
         _put(self.token_ids, rows * self.row_width, [new.token_ids for new in added])
         _put(self.block_table, rows * self.max_blocks, [new.blocks for new in added])
 
@@ -116,8 +118,8 @@ class RowState:
             raise DovetailError(f"request {self.request_ids[row]!r} was given more than the {self.max_blocks} blocks that a row holds")
         np.add.at(self.num_blocks, rows, 1)
         self.host_blocks[rows, places] = blocks[order]
-        flat = to_device(rows * self.max_blocks + places, self.device)
-        self.block_table.view(-1).index_copy_(0, flat, to_device(blocks[order], self.device))
+        flat, ids = all_to_device([rows * self.max_blocks + places, blocks[order]], self.device)
+        self.block_table.view(-1).index_copy_(0, flat, ids)
 
 
 def counts_within(groups: Int64) -> Int64:
@@ -131,5 +133,5 @@ def _put(table: torch.Tensor, starts: Int64, values: list[NDArray[np.int32]]) ->
     """Write each of `values` into the flattened `table` from its start on."""
     lens = np.array([len(part) for part in values])
     places = np.repeat(starts - (np.cumsum(lens) - lens), lens) + np.arange(lens.sum())
-    flat = np.concatenate(values).astype(np.int32, copy=False)
-    table.view(-1).index_copy_(0, to_device(places, table.device), to_device(flat, table.device))
+    flat, ids = all_to_device([places, np.concatenate(values).astype(np.int32, copy=False)], table.device)
+    table.view(-1).index_copy_(0, flat, ids)

@@ -22,7 +22,7 @@ from dovetail.nn.logprobs import top_logprobs
 from dovetail.runtime.decode_graphs import DecodeGraphs
 from dovetail.runtime.mixed_graphs import MixedGraphs
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.transfer import HostCopy, to_device
+from dovetail.runtime.transfer import HostCopy, all_to_device
 
 LOGITS_AT_ONCE = 1 << 24  # numbers: prompt logprobs are computed in slices of so many
 SHARING_WORTH = 4096  # tokens of K and V not read: with fewer, reading together costs more than it saves
@@ -173,7 +173,7 @@ class Runner:
             self.sampler.update(batch.removed.tolist(), [(new.row, new.sampling) for new in batch.added])
         if batch.copies:
             src, dst = (np.array(ids, np.int64) for ids in zip(*((copy.src, copy.dst) for copy in batch.copies), strict=True))
-            self.backend.copy_blocks(to_device(src, self.device), to_device(dst, self.device))
+            self.backend.copy_blocks(*all_to_device([src, dst], self.device))
 
     def _inputs(self, batch: Batch, size: int | None = None) -> StepInputs:
         """`size`: tokens that attention is told of, padding included."""
@@ -182,31 +182,35 @@ class Runner:
         num_tokens = int(ends[-1])
         row_of = np.repeat(rows, counts)  # [tokens]
         host_positions = np.arange(num_tokens) + np.repeat(computed - (ends - counts), counts)
-        slots = np.full(size or num_tokens, -1)
-        slots[:num_tokens] = state.slots(row_of, host_positions)
-        kv_lens = (computed + counts).astype(np.int32)
-        max_blocks = -(-int(kv_lens.max()) // state.block_size)
+        host_slots = np.full(size or num_tokens, -1)
+        host_slots[:num_tokens] = state.slots(row_of, host_positions)
+        host_kv_lens = (computed + counts).astype(np.int32)
+        max_blocks = -(-int(host_kv_lens.max()) // state.block_size)
+        places, starts = row_of * state.row_width + host_positions, np.concatenate([[0], ends]).astype(np.int32)
+        places_of_tokens, positions, slots, device_rows, query_starts, kv_lens = all_to_device(
+            [places, host_positions, host_slots, rows, starts, host_kv_lens], self.device
+        )
         return StepInputs(
-            token_ids=state.token_ids.view(-1).index_select(0, to_device(row_of * state.row_width + host_positions, self.device)).long(),
-            positions=to_device(host_positions, self.device),
+            token_ids=state.token_ids.view(-1).index_select(0, places_of_tokens).long(),
+            positions=positions,
             ends=ends,
             attention=AttentionBatch(
                 num_rows=len(rows),
                 num_tokens=num_tokens,
-                query_starts=to_device(np.concatenate([[0], ends]).astype(np.int32), self.device),
-                kv_lens=to_device(kv_lens, self.device),
-                block_table=state.block_table[:, :max_blocks].index_select(0, to_device(rows, self.device)),
-                slots=to_device(slots, self.device),
+                query_starts=query_starts,
+                kv_lens=kv_lens,
+                block_table=state.block_table[:, :max_blocks].index_select(0, device_rows),
+                slots=slots,
                 host_query_lens=batch.num_tokens,
-                host_kv_lens=kv_lens,
+                host_kv_lens=host_kv_lens,
                 shared_prefix_blocks=self._worth_sharing(batch),
             ),
         )
 
     def _sample(self, batch: Batch, inputs: StepInputs, hidden: torch.Tensor, pending: PendingStep) -> None:
         host_rows = batch.rows[batch.samples].astype(np.int64)
-        rows = to_device(host_rows, self.device)
-        last = hidden.index_select(0, to_device(inputs.ends[batch.samples] - 1, self.device))  # [n, hidden]
+        rows, ends = all_to_device([host_rows, inputs.ends[batch.samples] - 1], self.device)
+        last = hidden.index_select(0, ends)  # [n, hidden]
         sampled = self.sampler.sample(self.model.logits(last), rows, host_rows)
         self.rows.append(sampled.token_ids, rows, host_rows)
         pending.token_ids = HostCopy(sampled.token_ids)

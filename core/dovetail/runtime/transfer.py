@@ -1,21 +1,121 @@
-"""Numbers on their way between host and device: without waiting on a GPU, without copying where both are one memory."""
+"""Numbers on their way between host and device: without waiting on a GPU, without copying where both are one memory.
+
+A GPU reads host memory in its own time, and only where it is pinned. So what goes there is put into a ring of pinned buffers, which are made once:
+
+      next ─┐
+      ┌───┬─▼─┬───┬───┬─ ─┬────┐      a buffer holds the numbers of one copy, and has the event that the copy records behind it;
+      │ 0 │ 1 │ 2 │ 3 │ … │ 63 │      before it is filled again, its event is waited for: in vain, unless the host is a whole ring
+      └───┴───┴───┴───┴─ ─┴────┘      of copies ahead of the device
+
+What comes back (`HostCopy`) has memory of its own, for it is the host that decides when it has read it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+SLOTS = 64  # more copies than the steps in flight have
+SLOT_BYTES = 256 << 10  # all that a step of 8,192 tokens sends at once
+# Bytes: where each of several arrays begins. Kernels read so many at once, and Triton compiles anew for an address that is no multiple.
+ALIGNMENT = 16
+
+
+class Event(Protocol):
+    """A point in the device's queue, as `torch.cuda.Event`."""
+
+    def record(self) -> None:
+        """The point is behind all that is enqueued by now."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed it; at once, if there is none yet."""
+
+
+class PinnedRing:
+    """`slots` buffers of `slot_bytes`, used in turn by one thread. `make_buffer(bytes)` makes all of them, [bytes] uint8."""
+
+    def __init__(self, slots: int, slot_bytes: int, make_buffer: Callable[[int], torch.Tensor], make_event: Callable[[], Event]) -> None:
+        self.slot_bytes = slot_bytes
+        self._buffers = make_buffer(slots * slot_bytes).view(slots, slot_bytes).unbind()
+        self._arrays = [buffer.numpy() for buffer in self._buffers]  # the same memory
+        self._events = [make_event() for _ in range(slots)]
+        self._next = 0
+
+    def send(self, arrays: Sequence[NDArray[Any]], starts: Sequence[int], target: torch.Tensor) -> None:
+        """Enqueue a copy: in target [bytes] uint8 each of `arrays` begins at its start; what lies between them is undefined. The arrays may be
+        changed at once. `target` has `slot_bytes` at most."""
+        slot, self._next = self._next, (self._next + 1) % len(self._events)
+        self._events[slot].synchronize()
+        for array, start in zip(arrays, starts, strict=True):
+            self._arrays[slot][start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        target.copy_(self._buffers[slot][: len(target)], non_blocking=True)
+        self._events[slot].record()
+
+
+class _Rings(threading.local):
+    """Each thread's own."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.device, PinnedRing] = {}
+
+
+_rings = _Rings()
+
+
+def _ring(device: torch.device) -> PinnedRing:
+    """This thread's ring for the device, which is the current one: its events are recorded in the current stream."""
+    if device not in _rings.of:
+        _rings.of[device] = PinnedRing(SLOTS, SLOT_BYTES, _pinned, torch.cuda.Event)
+    return _rings.of[device]
+
+
+def _pinned(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def upload(array: NDArray[Any], target: torch.Tensor) -> None:
+    """Enqueue `target` = `array`: of the same dtype, and as many numbers; `target` is contiguous. The array may be changed at once."""
+    if target.device.type == "cpu":
+        target.copy_(torch.from_numpy(array).reshape(target.shape))
+    elif array.nbytes <= SLOT_BYTES:
+        _ring(target.device).send([array], [0], target.view(-1).view(torch.uint8))
+    else:  # torch keeps the memory until the copy has run
+        target.copy_(torch.from_numpy(array).reshape(target.shape).pin_memory(), non_blocking=True)
+
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """`array` on the device, with its dtype. On a GPU by way of pinned memory, which torch keeps until the copy has run; on the CPU the tensor
-    shares the array's memory, so neither may be changed later."""
+    """`array` on the device, with its dtype. On the CPU the tensor shares the array's memory, so neither may be changed later."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cpu":
         return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    target = torch.empty_like(tensor, device=device)
+    upload(array, target)
+    return target
+
+
+def all_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """The same of several arrays, in one copy: what a copy costs the host is worth some 10 KiB. On a GPU they are parts of one piece of memory."""
+    starts = [0, *accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
+    if device.type == "cpu" or starts[-1] > SLOT_BYTES:
+        return [to_device(array, device) for array in arrays]
+    target = torch.empty(starts.pop(), dtype=torch.uint8, device=device)
+    _ring(device).send(arrays, starts, target)
+    return parts_of(target, arrays, starts)
+
+
+def parts_of(target: torch.Tensor, arrays: Sequence[NDArray[Any]], starts: Sequence[int]) -> list[torch.Tensor]:
+    """Of target [bytes] uint8, filled as `PinnedRing.send` says: tensors with the arrays' shapes and dtypes."""
+    parts = []
+    for array, start in zip(arrays, starts, strict=True):
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        parts.append(target[start : start + array.nbytes].view(dtype).view(array.shape))
+    return parts
 
 
 class HostCopy:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBatch, LayerSpec
 from dovetail.errors import DovetailError
+from dovetail.runtime.transfer import upload
 from dovetail_attention.triton_schedule import DecodeTables, Prefix, StepRows, most_prefill_tiles, prefill_tiles
 from dovetail_attention.triton_tuning import Shape, Tilings
 
@@ -121,12 +120,12 @@ class Schedule:
         if self.decodes:
             step = self.decode_tiling.keys
             filled = self.tables.fill(decodes, self.likeness.window, step, self.prefix, padding if only_decodes else 0, batch.num_tokens)
-            _upload(filled, self.decode)
+            upload(filled, self.decode[: len(filled)])
         self.num_tiles = 0
         if not only_decodes:
             tiles = prefill_tiles(prefills, self.likeness.group, self.prefill_tiling.queries)
             self.num_tiles = len(tiles)
-            _upload(tiles.ravel(), self.tiles)
+            upload(tiles, self.tiles[: tiles.size])
 
     def _prefix(self, decodes: StepRows, batch: AttentionBatch) -> Prefix:
         """The blocks that all rows share; of each row something is left to read by itself."""
@@ -141,9 +140,3 @@ class Schedule:
         parts = max(1, min(PREFIX_PARTS, self.limits.processors * 2 // tiles, tokens // step))
         steps = -(-tokens // step // parts)
         return Prefix(tokens, -(-(tokens // step) // steps))  # so that no part is empty
-
-
-def _upload(array: NDArray[np.int32], buffer: torch.Tensor) -> None:
-    """Put `array` at the beginning of `buffer`, without waiting: torch keeps pinned memory until its copy has run."""
-    host = torch.from_numpy(array)
-    buffer[: len(host)].copy_(host.pin_memory() if buffer.is_cuda else host, non_blocking=True)
