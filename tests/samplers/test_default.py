@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from dovetail.api.sampler import RowSampling
 from dovetail_samplers import default, filters, order, penalties
 from dovetail_samplers.filters import FEW
-from tests.samplers.helpers import Row, sample, tokens
+from tests.runtime.questions import nothing_asked
+from tests.samplers.helpers import Row, ready, sample, tokens
 from tests.support import examples
 
 VOCAB = 4 * FEW  # enough for every path
@@ -65,6 +66,16 @@ def test_the_ways_of_the_cpu_and_of_a_device_agree(rows: list[Row]) -> None:
             patch.setattr(module, "on_cpu", lambda tensor: False)
         as_on_a_device = tokens(rows)
     assert as_on_a_device == tokens(rows)
+
+
+@examples(quick=40, full=500)
+@given(st.lists(any_rows(), min_size=1, max_size=6))
+def test_on_a_device_sampling_waits_for_nothing(rows: list[Row]) -> None:
+    batch = ready(rows)
+    with pytest.MonkeyPatch.context() as patch, nothing_asked():
+        for module in (default, filters, order, penalties):
+            patch.setattr(module, "on_cpu", lambda tensor: False)
+        batch.sample()
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerCapabilities
 from dovetail.nn.kernels.available import has_triton, use_kernels
 from dovetail.nn.logprobs import top_logprobs
+from dovetail.runtime.transfer import to_device
 from dovetail_samplers import penalties, rules
 from dovetail_samplers.device_rows import DeviceRows
 from dovetail_samplers.filters import cut_top_k, cut_top_p, keep, keep_min_p
@@ -121,7 +122,7 @@ class DefaultSampler(Sampler):
         first, last = int(places[0]), int(places[-1])
         if last - first + 1 == len(places):
             return slice(first, last + 1)
-        return torch.from_numpy(places).to(self._device, non_blocking=True)
+        return to_device(places, self._device)
 
     def _draw_alike(self, way: Needs, logits: torch.Tensor, keys: torch.Tensor, host_rows: Rows) -> torch.Tensor:
         """Rows that go the same way: logits [n, vocab], keys [n, 2] -> token ids [n]."""

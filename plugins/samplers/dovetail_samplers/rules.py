@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dovetail.api.sampler import RowHistory, RowSampling
+from dovetail.runtime.transfer import to_device
 
 NEVER = float("-inf")
 ANY = -1  # in a bad word's shorter prefix: whatever token, or none
@@ -54,8 +56,8 @@ class RowRules:
     def of(cls, sampling: RowSampling, vocab_size: int, device: torch.device) -> RowRules | None:
         """None: the row has no rules. Ids that the vocabulary doesn't have are left out."""
 
-        def tensor(values: object) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
+        def tensor(values: object, dtype: type[np.generic] = np.int64) -> torch.Tensor:
+            return to_device(np.array(values, dtype), device)
 
         def known(ids: tuple[int, ...]) -> list[int]:
             return sorted({i for i in ids if 0 <= i < vocab_size})
@@ -64,7 +66,7 @@ class RowRules:
         words = [word for word in sampling.bad_words if word and 0 <= word[-1] < vocab_size]
         stop_ids = known(sampling.stop_token_ids) if sampling.min_tokens > 0 else []
         rules = cls(
-            bias=Bias(tensor(list(biases)), torch.tensor(list(biases.values()), dtype=torch.float32, device=device)) if biases else None,
+            bias=Bias(tensor(list(biases)), tensor(list(biases.values()), np.float32)) if biases else None,
             allowed=tensor(known(sampling.allowed_token_ids)) if sampling.allowed_token_ids is not None else None,
             bad_words=BadWords(tensor([word[-1] for word in words]), tensor(_left_padded([word[:-1] for word in words]))) if words else None,
             stops=Stops(tensor(stop_ids), tensor([sampling.min_tokens] * len(stop_ids))) if stop_ids else None,
@@ -87,9 +89,8 @@ def apply(logits: torch.Tensor, rules: list[RowRules], history: RowHistory, rows
 def _joined(parts: list[tuple[int, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """(index, ids) pairs -> flat indices and ids, [total] int64 each."""
     ids = torch.cat([part for _, part in parts])
-    index = torch.tensor([i for i, _ in parts], dtype=torch.int64)
-    sizes = torch.tensor([part.shape[0] for _, part in parts], dtype=torch.int64)
-    return torch.repeat_interleave(index, sizes).to(ids.device, non_blocking=True), ids
+    index = np.repeat([i for i, _ in parts], [len(part) for _, part in parts])
+    return to_device(index, ids.device), ids
 
 
 def _add_biases(logits: torch.Tensor, rules: list[RowRules]) -> None:
@@ -105,7 +106,7 @@ def _keep_allowed(logits: torch.Tensor, rules: list[RowRules]) -> None:
     if allowed:
         where = _joined(allowed)
         kept = logits[where].clamp_(min=LEAST)
-        logits[torch.tensor([i for i, _ in allowed], device=logits.device)] = NEVER
+        logits.index_fill_(0, to_device(np.array([i for i, _ in allowed]), logits.device), NEVER)
         logits[where] = kept
 
 
@@ -127,8 +128,9 @@ def _bad_word_bans(rules: list[RowRules], history: RowHistory, rows: torch.Tenso
     bans: _Bans = []
     for i, words in ((i, r.bad_words) for i, r in enumerate(rules) if r.bad_words is not None):
         longest = words.prefix.shape[1]
-        position = history.num_tokens[rows[i]] - longest + torch.arange(longest, device=rows.device)
-        tail = history.token_ids[rows[i], position.clamp(min=0)].masked_fill(position < 0, NO_TOKEN)  # [longest] int32
+        row = rows[i : i + 1]  # as an index of one: a single number would have to be known to the host
+        position = history.num_tokens[row] - longest + torch.arange(longest, device=rows.device)
+        tail = history.token_ids[row, position.clamp(min=0)].masked_fill(position < 0, NO_TOKEN)  # [longest] int32
         active = ((tail == words.prefix) | (words.prefix == ANY)).all(dim=-1)  # [w]
         bans.append((torch.full_like(words.last, i), words.last, active))
     return bans

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.api.sampler import RowSampling
+from dovetail.runtime.transfer import to_device
 from dovetail_samplers.noise import seed_state
 from dovetail_samplers.rules import RowRules
 
@@ -96,7 +97,7 @@ class RowTable:
 
     def send(self, column: NDArray[np.generic], rows: NDArray[np.integer]) -> torch.Tensor:
         """The column's values for `rows` [n], on the device."""
-        return torch.from_numpy(column[rows]).to(self.device, non_blocking=True)
+        return to_device(column[rows], self.device)
 
     def rules_of(self, rows: Sequence[int]) -> list[RowRules]:
         return [self.rules[row] for row in rows]
