@@ -11,8 +11,9 @@ import pytest
 from dovetail.api.executor import Batch, ExecutorContext, Result
 from dovetail.api.observer import EngineStopped, Observer, RequestFinished
 from dovetail.api.scheduler import Scheduler, Step
-from dovetail.engine.core import STORM_STEPS, Finish
+from dovetail.engine.flight import Finish
 from dovetail.engine.observers import MAX_ERRORS
+from dovetail.engine.stats import STORM_STEPS
 from dovetail.errors import DovetailError, EngineDeadError, PolicyError, RequestError, SchedulerStalled
 from dovetail.request import Request
 from dovetail.testing import FakeExecutorOptions

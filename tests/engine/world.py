@@ -16,8 +16,9 @@ from dovetail.api.kv_cache import KVContext
 from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContext, StepFinished
 from dovetail.api.sampler import RowSampling
 from dovetail.api.scheduler import Context, Scheduler, Step, StepDone
-from dovetail.engine.core import CoreSettings, Delivery, EngineCore, Finish
+from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.family import Family
+from dovetail.engine.flight import Delivery, Finish
 from dovetail.engine.observers import ObserverHub
 from dovetail.request import Request, SamplingParams, Status
 from dovetail.testing import FakeExecutor, FakeExecutorOptions

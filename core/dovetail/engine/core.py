@@ -18,16 +18,15 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dovetail.api.clock import Clock, VirtualClock
-from dovetail.api.executor import Batch, Capacity, Executor, HostLogprobs, NewRow, Result
-from dovetail.api.kv_cache import BlockCounts, KVCacheManager
+from dovetail.api.executor import Batch, Capacity, Executor, NewRow, Result
+from dovetail.api.kv_cache import KVCacheManager
 from dovetail.api.observer import (
-    Decision,
     EngineStopped,
     RequestAdmitted,
     RequestArrived,
@@ -35,16 +34,17 @@ from dovetail.api.observer import (
     RequestPreempted,
     StepFinished,
 )
-from dovetail.api.scheduler import Ran, Scheduler, StepDone
+from dovetail.api.scheduler import Scheduler, StepDone
 from dovetail.engine.books import Books
+from dovetail.engine.flight import Delivery, Finish, Flight
 from dovetail.engine.observers import ObserverHub
+from dovetail.engine.stats import EngineStats, StormWatch
 from dovetail.engine.step import PlannedStep
 from dovetail.errors import DovetailError, EngineDeadError, PolicyError, RequestError, SchedulerStalled
-from dovetail.request import FinishReason, Request, Status
+from dovetail.request import Request, Status
 
 logger = logging.getLogger("dovetail")
 
-STORM_STEPS = 1_000  # a recompute storm: more tokens recomputed than computed anew over this many steps
 NONE = np.zeros(0, np.int32)
 NONE.flags.writeable = False
 LATE_SHARE = 0.7  # planning late: at this share of the running step's estimated time
@@ -58,83 +58,6 @@ class CoreSettings:
     max_num_batched_tokens: int
     overlap: bool
     scheduler_name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    reason: FinishReason
-    stop_reason: int | str | None = None
-
-
-@dataclass(slots=True)
-class Delivery:
-    """What a call of `step` brings to the front end: `token_ids[i]` is new for `requests[i]`. Requests may finish without a token."""
-
-    requests: list[Request] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    finished: dict[Request, Finish] = field(default_factory=dict)
-    logprobs: dict[Request, tuple[HostLogprobs, int]] = field(default_factory=dict)  # and the position in it
-    prompt_logprobs: list[tuple[Request, HostLogprobs]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counts since the engine started, and the present state. Times in seconds."""
-
-    waiting: int = 0
-    running: int = 0
-    steps: int = 0
-    arrived: int = 0
-    finished: int = 0
-    prefill_tokens: int = 0  # computed, those of re-prefill included
-    decode_tokens: int = 0
-    generated_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    device_s: float = 0.0
-    core_s: float = 0.0  # wall time of the core itself: planning, batches, results
-    blocks: BlockCounts = field(default_factory=lambda: BlockCounts(0, 0, 0))
-
-
-@dataclass(slots=True)
-class Flight:
-    """A step that was submitted and whose results aren't in."""
-
-    index: int
-    handle: Any
-    planned: float
-    requests: list[Request]
-    tokens: list[int]
-    samples: list[bool] | None  # None: all
-    prefilled: dict[Request, int]  # those that prefill in it -> tokens they had computed before
-    recomputed: dict[Request, int]  # of these, in how many of their tokens nothing is new
-    prefill_tokens: int
-    decode_tokens: int
-    context_tokens: int
-    cached_tokens: int
-    preempted: int
-    recomputed_tokens: int
-    core_s: float
-    decisions: tuple[Decision, ...]
-
-    def forget(self, index: int) -> None:
-        """The row of a request that had ended before its results came: it counts nowhere."""
-        request, tokens = self.requests[index], self.tokens[index]
-        if request in self.prefilled:
-            self.prefill_tokens -= tokens
-            self.recomputed_tokens -= self.recomputed.get(request, 0)
-        else:
-            self.decode_tokens -= tokens
-
-    def fresh_prompt_logprobs(self, request: Request, logprobs: HostLogprobs) -> HostLogprobs | None:
-        """Those that were not given out before a preemption, and are of prompt tokens."""
-        if request not in self.prefilled:
-            return None
-        begin, end = self.recomputed.get(request, 0), request.prompt_tokens - 1 - self.prefilled[request]
-        if begin >= min(end, len(logprobs.ranks)):
-            return None
-        return HostLogprobs(logprobs.token_ids[begin:end], logprobs.logprobs[begin:end], logprobs.ranks[begin:end])
 
 
 class EngineCore:
@@ -172,7 +95,7 @@ class EngineCore:
         self._may_share = capacity.shared_prefix
         self._sharing: tuple[list[Request], int] = [], 0  # of the last step: who ran, and the blocks that all of them begin with
         self._plan_s = 0.0  # a running mean of the time from planning to the end of submitting
-        self._storm = _StormWatch(settings.scheduler_name)
+        self._storm = StormWatch(settings.scheduler_name)
 
     # For the front end
 
@@ -484,7 +407,7 @@ class EngineCore:
         stats.device_s += result.ended - result.started
         self._storm.saw(flight.recomputed_tokens, flight.prefill_tokens + flight.decode_tokens)
         if self._watches_steps:
-            self._ask("on_step", StepDone(flight.index, result.started, result.ended, _ran(flight, delivery)))
+            self._ask("on_step", StepDone(flight.index, result.started, result.ended, flight.ran(delivery.requests)))
         for request, finish in delivery.finished.items():
             if finish.reason == "error" and request._blocks:
                 self.kv.uncommit(request, 0)
@@ -571,39 +494,3 @@ def _new_row(request: Request, granted: int) -> NewRow:
         blocks=np.array(request._blocks, np.int32),
         sampling=request._sampling,
     )
-
-
-def _ran(flight: Flight, delivery: Delivery) -> tuple[Ran, ...]:
-    """What the policy is told. A request that had ended before these results came isn't among them."""
-    delivered = set(delivery.requests)
-    return tuple(
-        Ran(request, tokens, int(request in delivered))
-        for request, tokens in zip(flight.requests, flight.tokens, strict=True)
-        if request._status is not Status.FINISHED
-    )
-
-
-class _StormWatch:
-    """Warns once when, over a thousand steps, more was recomputed after preemptions than computed anew."""
-
-    def __init__(self, policy_name: str) -> None:
-        self._policy_name = policy_name
-        self._steps = self._recomputed = self._computed = 0
-        self.seen = False
-
-    def saw(self, recomputed: int, computed: int) -> None:
-        self._steps += 1
-        self._recomputed += recomputed
-        self._computed += computed - recomputed
-        if self._steps < STORM_STEPS:
-            return
-        if self._recomputed > self._computed and not self.seen:
-            self.seen = True
-            logger.warning(
-                "scheduler %s preempts so much that %d tokens were recomputed and only %d computed anew in the last %d steps",
-                self._policy_name,
-                self._recomputed,
-                self._computed,
-                self._steps,
-            )
-        self._steps = self._recomputed = self._computed = 0

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.api.clock import Clock
 from dovetail.engine.assembly import Assembly, assemble
-from dovetail.engine.core import EngineStats
 from dovetail.engine.family import Family
 from dovetail.engine.outputs import OutputBuilder, RequestGroup, SampleOutput
+from dovetail.engine.stats import EngineStats
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.request import Request, RequestOutput, SamplingParams, as_number, is_integer, shown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dovetail.engine.core import Delivery, Finish
+from dovetail.engine.flight import Delivery, Finish
 from dovetail.request import CompletionOutput, Logprob, OutputKind, Request, RequestMetrics, RequestOutput, SamplingParams, TokenLogprobMap
 
 if TYPE_CHECKING:

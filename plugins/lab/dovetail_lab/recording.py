@@ -12,7 +12,8 @@ from dovetail_lab.token_ids import STOP_ID
 from dovetail_lab.traces.request import Trace, TraceRequest
 
 if TYPE_CHECKING:
-    from dovetail.engine.core import Delivery, EngineCore, Finish
+    from dovetail.engine.core import EngineCore
+    from dovetail.engine.flight import Delivery, Finish
 
 
 class Recorder:

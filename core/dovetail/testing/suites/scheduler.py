@@ -17,7 +17,7 @@ from typing import Any
 from hypothesis.strategies import SearchStrategy
 
 from dovetail.api.scheduler import Claims, Context, Refusal
-from dovetail.engine.core import EngineStats
+from dovetail.engine.stats import EngineStats
 from dovetail.errors import PolicyError, SchedulerStalled
 from dovetail.request import Request, Status
 from dovetail.testing.checks import check, fail, require

@@ -21,8 +21,9 @@ from dovetail.api.kv_cache import KVCacheManager, KVContext
 from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContext
 from dovetail.api.sampler import RowSampling
 from dovetail.api.scheduler import Context, Scheduler, Step, StepDone
-from dovetail.engine.core import CoreSettings, EngineCore, Finish
+from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.family import Family
+from dovetail.engine.flight import Finish
 from dovetail.engine.observers import ObserverHub
 from dovetail.engine.step import PlannedStep
 from dovetail.errors import DovetailError

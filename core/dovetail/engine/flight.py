@@ -1,0 +1,78 @@
+"""A step on its way: what the core keeps of it until its results are in (`Flight`), and what it then has for the front end (`Delivery`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.api.executor import HostLogprobs
+from dovetail.api.observer import Decision
+from dovetail.api.scheduler import Ran
+from dovetail.request import FinishReason, Request, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class Delivery:
+    """What a call of `step` brings to the front end: `token_ids[i]` is new for `requests[i]`. Requests may finish without a token."""
+
+    requests: list[Request] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finished: dict[Request, Finish] = field(default_factory=dict)
+    logprobs: dict[Request, tuple[HostLogprobs, int]] = field(default_factory=dict)  # and the position in it
+    prompt_logprobs: list[tuple[Request, HostLogprobs]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was submitted and whose results aren't in."""
+
+    index: int
+    handle: Any
+    planned: float
+    requests: list[Request]
+    tokens: list[int]
+    samples: list[bool] | None  # None: all
+    prefilled: dict[Request, int]  # those that prefill in it -> tokens they had computed before
+    recomputed: dict[Request, int]  # of these, in how many of their tokens nothing is new
+    prefill_tokens: int
+    decode_tokens: int
+    context_tokens: int
+    cached_tokens: int
+    preempted: int
+    recomputed_tokens: int
+    core_s: float
+    decisions: tuple[Decision, ...]
+
+    def forget(self, index: int) -> None:
+        """The row of a request that had ended before its results came: it counts nowhere."""
+        request, tokens = self.requests[index], self.tokens[index]
+        if request in self.prefilled:
+            self.prefill_tokens -= tokens
+            self.recomputed_tokens -= self.recomputed.get(request, 0)
+        else:
+            self.decode_tokens -= tokens
+
+    def fresh_prompt_logprobs(self, request: Request, logprobs: HostLogprobs) -> HostLogprobs | None:
+        """Those that were not given out before a preemption, and are of prompt tokens."""
+        if request not in self.prefilled:
+            return None
+        begin, end = self.recomputed.get(request, 0), request.prompt_tokens - 1 - self.prefilled[request]
+        if begin >= min(end, len(logprobs.ranks)):
+            return None
+        return HostLogprobs(logprobs.token_ids[begin:end], logprobs.logprobs[begin:end], logprobs.ranks[begin:end])
+
+    def ran(self, delivered: Iterable[Request]) -> tuple[Ran, ...]:
+        """What the policy is told, now that its results are in. A request that had ended before them isn't among it."""
+        given = set(delivered)
+        return tuple(
+            Ran(request, tokens, int(request in given))
+            for request, tokens in zip(self.requests, self.tokens, strict=True)
+            if request._status is not Status.FINISHED
+        )
