@@ -6,7 +6,9 @@ python=${VENV:-.venv}/bin/python
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 "$python" -m venv "$dir/venv"
-"$dir/venv/bin/pip" install --quiet -c constraints.txt ".[testing]"
+mkdir "$dir/src"
+cp -r pyproject.toml README.md LICENSE core plugins "$dir/src"  # building leaves things behind
+"$dir/venv/bin/pip" install --quiet -c constraints.txt "$dir/src[testing]"
 ! "$dir/venv/bin/python" -c 'import torch' 2>/dev/null || { echo "this venv was meant to have no torch"; exit 1; }
 "$dir/venv/bin/dovetail" plugins list
 "$dir/venv/bin/python" -m pytest -q -p no:cacheprovider tests/engine tests/testing tests/schedulers tests/kv_cache tests/registry tests/config \
