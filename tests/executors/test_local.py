@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,14 @@ def test_a_step_that_fails_names_its_requests_and_ends_the_executor() -> None:
     with pytest.raises(DovetailError, match="stopped computing"):
         local.submit(decode(2, 8))
     local.stop()
+
+
+def test_steps_run_on_the_executors_own_gpu_whichever_thread_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    local, current = executor(), []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    local._runner = SimpleNamespace(device=torch.device("cuda", 1), submit=lambda batch: current.append("submitted"))  # type: ignore[assignment]
+    local.submit(decode(1, 0))
+    assert current == [torch.device("cuda", 1), "submitted"]
 
 
 def test_the_first_backend_with_no_reason_against_it_is_taken() -> None:

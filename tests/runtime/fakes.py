@@ -98,7 +98,7 @@ class Bench:
         self.backend.allocate(self.num_blocks)
         self.backend.prepare(self.max_rows, 256, self.max_len)
         self.rows = RowState(self.max_rows, self.max_len, self.block_size, device)
-        self.sampler = Greedy(NoOptions(), SamplerContext("cpu", VOCAB, self.rows.history))
+        self.sampler: Greedy = Greedy(NoOptions(), SamplerContext("cpu", VOCAB, self.rows.history))
         self.sampler.prepare(self.max_rows)
         self.runner = Runner(self.model, self.backend, self.sampler, self.rows, WallClock(), VOCAB)
         self.free_blocks = np.random.default_rng(1).permutation(self.num_blocks).tolist()

@@ -72,17 +72,19 @@ class DecodeGraphs:
     """All sizes, sharing one memory pool: one replay at a time uses it. A backend that can read a shared prefix once gets graphs of their own for
     that, so that all other steps don't pay for looking."""
 
-    def __init__(self, model: Any, backend: AttentionBackend, sampler: Sampler, rows: RowState) -> None:
+    def __init__(self, model: Any, backend: AttentionBackend, sampler: Sampler, rows: RowState, max_tokens: int) -> None:
+        """For steps of as many rows as there are, or as a step may have tokens."""
         self._model, self._backend, self._sampler, self._rows = model, backend, sampler, rows
+        self._most = min(rows.max_rows, max_tokens)
         self._graphs: dict[tuple[bool, int], DecodeGraph] = {}  # (shares a prefix, size)
-        self._size_for = np.zeros((2, rows.max_rows + 1), np.int64)  # the same, number of rows -> size
+        self._size_for = np.zeros((2, self._most + 1), np.int64)  # the same, number of rows -> size
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Record every size. The KV pool must be there."""
-        wanted = [(False, size) for size in graph_sizes(self._rows.max_rows)]
+        wanted = [(False, size) for size in graph_sizes(self._most)]
         if self._backend.capabilities.shared_prefix:
-            wanted += [(True, size) for size in sharing_sizes(self._rows.max_rows)]
+            wanted += [(True, size) for size in sharing_sizes(self._most)]
         pool = None
         for done, (shares, size) in enumerate(wanted):
             captured = self._capture(shares, size, pool, WARM_UPS if done == 0 else 1)
@@ -107,7 +109,7 @@ class DecodeGraphs:
 
     def _batch(self, inputs: Inputs, kv_lens: Int64, shared_prefix_blocks: int) -> AttentionBatch:
         state, count = self._rows, len(kv_lens)
-        widest = -(-int(kv_lens.max()) // state.block_size)
+        widest = -(-int(kv_lens.max(initial=1)) // state.block_size)
         return AttentionBatch(
             num_rows=count,
             num_tokens=count,
@@ -121,19 +123,24 @@ class DecodeGraphs:
         )
 
     def _capture(self, shares: bool, size: int, pool: Any, warm_ups: int) -> DecodeGraph:
-        """Of a step of nobody's row alone, which reads one token of block 0 and writes nothing."""
+        """Of a step of padding alone, which reads and writes nothing."""
         inputs = Inputs(size, self._rows.max_rows, self._rows.device)
-        self._backend.plan(self._batch(inputs, np.ones(1, np.int64), int(shares)))
+        self._backend.plan(self._batch(inputs, np.zeros(0, np.int64), int(shares)))
+        graph, outputs = self._record(lambda: self._decode(inputs.rows), pool, warm_ups)
+        return DecodeGraph(graph, inputs, outputs)
+
+    def _record(self, run: Callable[[], torch.Tensor], pool: Any, warm_ups: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """A graph of `run`, and the tensor that it returned: its replays overwrite it."""
         stream = torch.cuda.Stream(self._rows.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(warm_ups):
-                self._decode(inputs.rows)
+                run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            outputs = self._decode(inputs.rows)
-        return DecodeGraph(graph, inputs, outputs)
+            outputs = run()
+        return graph, outputs
 
     def _decode(self, rows: torch.Tensor) -> torch.Tensor:
         """What is recorded: device work only, at fixed addresses. rows [size] int64 -> `DecodeGraph.outputs`."""

@@ -157,16 +157,16 @@ class MixedGraphs:
         return Recording(token_ids, positions, hidden, tuple(recorder.pieces))
 
     def _padding(self, size: int) -> AttentionBatch:
-        """A step of one token, which reads block 0 and writes nothing, and of padding."""
+        """A step of padding alone, which reads and writes nothing."""
         ints: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
-        one = np.ones(1, np.int32)
+        nothing = np.zeros(0, np.int32)
         return AttentionBatch(
-            num_rows=1,
-            num_tokens=1,
-            query_starts=torch.tensor([0, 1], **ints),
-            kv_lens=torch.ones(1, **ints),
-            block_table=torch.zeros((1, 1), **ints),
+            num_rows=0,
+            num_tokens=0,
+            query_starts=torch.zeros(1, **ints),
+            kv_lens=torch.zeros(0, **ints),
+            block_table=torch.zeros((0, 1), **ints),
             slots=torch.full((size,), -1, dtype=torch.int64, device=self._device),
-            host_query_lens=one,
-            host_kv_lens=one,
+            host_query_lens=nothing,
+            host_kv_lens=nothing,
         )

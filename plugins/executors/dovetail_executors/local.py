@@ -116,6 +116,8 @@ class LocalExecutor(Executor):
     def _running(self) -> Runner:
         if self._runner is None:
             raise DovetailError("executor local isn't running: start() hasn't been called, or stop() has")
+        if self._runner.device.type == "cuda":
+            torch.cuda.set_device(self._runner.device)  # each thread has a current device, and steps may be another's than `start`
         return self._runner
 
     def _failed(self, step: int, error: Exception, rows: list[int]) -> DovetailError:
@@ -142,11 +144,12 @@ class LocalExecutor(Executor):
         runner = self._running()
         if backend.capabilities.cuda_graph == "none":
             return "none"
-        runner.mixed_graphs = MixedGraphs(model.module, cuts, backend, self.context.config.max_num_batched_tokens, device)
+        max_tokens = self.context.config.max_num_batched_tokens
+        runner.mixed_graphs = MixedGraphs(model.module, cuts, backend, max_tokens, device)
         runner.mixed_graphs.capture(self.context.progress)
         if not runner.sampler.capabilities.cuda_graph:
             return "mixed"
-        graphs = DecodeGraphs(model.module, backend, runner.sampler, runner.rows)
+        graphs = DecodeGraphs(model.module, backend, runner.sampler, runner.rows, max_tokens)
         graphs.capture(self.context.progress)
         runner.graphs = graphs
         return "decode, mixed"

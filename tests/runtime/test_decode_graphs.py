@@ -1,0 +1,143 @@
+"""Decode graphs without a GPU: what would be recorded is run anew at each replay, on the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from dovetail.runtime.decode_graphs import DecodeGraphs, Inputs, graph_sizes, sharing_sizes
+from dovetail.runtime.mixed_graphs import MOST_TOKENS, token_sizes
+from dovetail_attention.sdpa import TorchAttention
+from tests.runtime.fakes import Bench, Greedy, generate
+from tests.support import examples
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5], [8]]
+
+
+@dataclass
+class Again:
+    """Stands for a recording."""
+
+    run: Callable[[], torch.Tensor]
+    outputs: torch.Tensor
+
+    def replay(self) -> None:
+        self.outputs.copy_(self.run())
+
+    def pool(self) -> None:
+        return None
+
+
+class GraphsOnCpu(DecodeGraphs):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.replayed: list[tuple[bool, int]] = []
+
+    def _record(self, run: Callable[[], torch.Tensor], pool: Any, warm_ups: int) -> Any:
+        outputs = run()
+        return Again(run, outputs), outputs
+
+    def replay(self, host_rows: NDArray[np.int64], shared_prefix_blocks: int) -> torch.Tensor:
+        outputs = super().replay(host_rows, shared_prefix_blocks)
+        self.replayed.append((shared_prefix_blocks > 0, outputs.shape[1]))
+        return outputs
+
+
+class CapturableGreedy(Greedy):
+    def capturable(self, host_rows: NDArray[np.int64]) -> bool:
+        return True
+
+    def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return logits.argmax(dim=1)
+
+
+class SharingAttention(TorchAttention):
+    """Says that it could read a shared prefix once."""
+
+    capabilities = replace(TorchAttention.capabilities, shared_prefix=True)
+
+
+def with_graphs(bench: Bench, max_tokens: int = 256) -> GraphsOnCpu:
+    bench.sampler.__class__ = CapturableGreedy
+    graphs = GraphsOnCpu(bench.model, bench.backend, bench.sampler, bench.rows, max_tokens)
+    graphs.capture()
+    bench.runner.graphs = graphs
+    return graphs
+
+
+def begin(bench: Bench, prompts: list[list[int]]) -> list[list[int]]:
+    """Each prompt in its own row: the first token of each."""
+    result = bench.run({row: len(prompt) for row, prompt in enumerate(prompts)}, [bench.new(row, prompt) for row, prompt in enumerate(prompts)])
+    return [[int(token)] for token in result.token_ids]
+
+
+@examples(quick=8, full=200)
+@given(st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=5))
+def test_whichever_rows_are_replayed_get_their_tokens_and_padding_harms_nobody(steps: list[set[int]]) -> None:
+    bench = Bench(max_rows=4)
+    graphs = with_graphs(bench)
+    tokens = begin(bench, PROMPTS)
+    for rows in steps:
+        result = bench.run(dict.fromkeys(sorted(rows), 1))
+        assert result.failed == {}
+        for row, token in zip(sorted(rows), result.token_ids.tolist(), strict=True):
+            tokens[row].append(token)
+    assert len(graphs.replayed) == len(steps)
+    assert tokens == [generate(prompt, len(told)) for prompt, told in zip(PROMPTS, tokens, strict=True)]
+    assert bench.rows.num_tokens[:4].tolist() == bench.rows.known.tolist()
+    assert bench.rows.num_tokens[4] == 1, "nobody's row stays as it was"
+
+
+def test_a_step_is_replayed_in_the_smallest_graph_that_holds_it() -> None:
+    bench = Bench(max_rows=7, num_blocks=60)
+    graphs = with_graphs(bench)
+    begin(bench, [[row, row] for row in range(5)])
+    for rows in (1, 2, 3, 4, 5):
+        bench.run(dict.fromkeys(range(rows), 1))
+    assert graphs.replayed == [(False, 1), (False, 2), (False, 4), (False, 4), (False, 7)]
+
+
+def test_steps_that_share_a_prefix_have_graphs_of_their_own_where_the_backend_can_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.runtime.fakes.TorchAttention", SharingAttention)
+    monkeypatch.setattr("dovetail.runtime.runner.SHARING_WORTH", 4)
+    bench = Bench(max_rows=4)
+    graphs = with_graphs(bench)
+    tokens = begin(bench, PROMPTS[:2])
+    batch = bench.batch({0: 1, 1: 1}, [], [], [])
+    result = bench.runner.collect(bench.runner.submit(replace(batch, shared_prefix_blocks=1)))
+    assert graphs.replayed == [(True, 4)]
+    assert [[*told, int(token)] for told, token in zip(tokens, result.token_ids, strict=True)] == [generate(prompt, 2) for prompt in PROMPTS[:2]]
+
+
+def test_no_graph_is_larger_than_a_step_may_be() -> None:
+    bench = Bench(max_rows=8, num_blocks=60)
+    bench.backend.prepare(8, 3, 64)
+    graphs = with_graphs(bench, max_tokens=3)
+    assert sorted(size for _, size in graphs._graphs) == [1, 2, 3]
+
+
+def test_what_a_graph_reads_of_a_step_is_padded_with_nobodys_row() -> None:
+    inputs = Inputs(4, 99, torch.device("cpu"))
+    inputs.fill(np.array([5, 6, 7, 8]), np.array([50, 60, 70, 80]), np.array([1, 2, 3, 4]))
+    inputs.fill(np.array([3]), np.array([30]), np.array([9]))
+    assert inputs.rows.tolist() == [3, 99, 99, 99]
+    assert inputs.slots.tolist() == [30, -1, -1, -1]
+    assert inputs.kv_lens.tolist() == [9, 0, 0, 0]
+    assert inputs.query_starts.tolist() == [0, 1, 2, 3, 4]
+
+
+@given(st.integers(1, 3000))
+@examples(quick=50, full=2000)
+def test_sizes_descend_from_the_largest_step_and_the_smallest_is_small(most: int) -> None:
+    for sizes, largest in ((graph_sizes(most), most), (sharing_sizes(most + 1), most + 1), (token_sizes(most), min(most, MOST_TOKENS))):
+        assert sizes == sorted(set(sizes), reverse=True)
+        assert sizes[0] == largest
+        assert sizes[-1] <= 32

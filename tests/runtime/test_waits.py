@@ -1,0 +1,81 @@
+"""All that the host does for a step, with the backends of GPUs, asks the device for nothing. What is computed is left out: a model of zeros."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dovetail.api.attention import AttentionBackend, AttentionContext, LayerSpec
+from dovetail.api.clock import WallClock
+from dovetail.api.component import NoOptions
+from dovetail.api.executor import Batch
+from dovetail.api.kv_cache import BlockCopy
+from dovetail.runtime.row_state import RowState
+from dovetail.runtime.runner import Runner
+from dovetail_attention.flash import FlashAttention
+from tests.attention import fake_flash
+from tests.runtime.fakes import HEADS, HIDDEN, KV_HEADS, SIZE, VOCAB, Bench
+from tests.runtime.questions import nothing_asked
+from tests.runtime.test_decode_graphs import with_graphs
+
+
+class Zeros(nn.Module):
+    """Layers that exist, and are never called."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        super().__init__()
+        self.layers = [backend.make_layer(LayerSpec(i, HEADS, KV_HEADS, SIZE, 0.5, window)) for i, window in enumerate((None, 9))]
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(token_ids), HIDDEN)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(hidden), VOCAB)
+
+
+def backend_of(name: str, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
+    """On the CPU, where it can plan; attending would take a GPU."""
+    context = AttentionContext("cpu", "float32", 256)
+    if name == "triton":
+        pytest.importorskip("triton")
+        from dovetail_attention.triton_backend import TritonAttention
+
+        return TritonAttention(NoOptions(), context)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash.flash_attn_2())
+    return FlashAttention(NoOptions(), context)
+
+
+def bench_of(backend: AttentionBackend, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr(backend, "copy_blocks", lambda src, dst: None)
+    bench = Bench(max_rows=4, max_len=600, block_size=256, num_blocks=40)
+    bench.backend, bench.model = backend, Zeros(backend)  # type: ignore[assignment]
+    backend.allocate(40)
+    backend.prepare(4, 256, 600)
+    bench.rows = RowState(4, 600, 256, torch.device("cpu"))
+    bench.runner = Runner(bench.model, backend, bench.sampler, bench.rows, WallClock(), VOCAB)
+    return bench
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", ["triton", "flash_attn"])
+def test_planning_a_step_waits_for_nothing(name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_of(backend_of(name, monkeypatch), monkeypatch)
+    if graphs:
+        with_graphs(bench)
+
+    def step(batch: Batch) -> None:
+        with nothing_asked():
+            pending = bench.runner.submit(batch)
+        bench.runner.collect(pending)
+
+    step(bench.batch({0: 200, 1: 3}, [bench.new(0, list(range(20)) * 15), bench.new(1, [1, 2, 3])], [], []))
+    step(bench.batch({0: 100, 1: 1}, [], [], []))
+    step(bench.batch({0: 1, 1: 1}, [], [], []))
+    bench.blocks[2] = [bench.free_blocks.pop()]
+    step(bench.batch({2: 1, 0: 1}, [bench.new(2, [1, 2, 3], computed=2)], [1], [BlockCopy(bench.blocks[0][0], bench.blocks[2][0])]))
+    assert np.array_equal(bench.rows.known[[0, 2]], [303, 4])
