@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,6 +44,7 @@ def test_gzip_a_byte_order_mark_and_other_line_ends_change_nothing(format: str, 
     assert read(gzip.compress(EVERY[format].encode())) == plain
     assert read(b"\xef\xbb\xbf" + EVERY[format].encode()) == plain
     assert read(EVERY[format].replace("\n", "\r\n")) == plain
+    assert read(EVERY[format].replace("\n", "\r")) == plain
 
 
 def test_azure_of_both_years_counts_from_its_first_arrival(read: Read) -> None:
@@ -53,7 +55,7 @@ def test_azure_of_both_years_counts_from_its_first_arrival(read: Read) -> None:
 def test_burstgpt_s_failures_are_left_out_and_said_so(read: Read) -> None:
     trace = read(trace_files.BURSTGPT)
     assert rows(trace) == [(0.0, 472, 18), (113.0, 417, 276)]
-    assert trace.notes == ("left out 1 rows that failed, with no answer",)
+    assert trace.notes == ("left out 1 row that failed, with no answer",)
 
 
 def test_the_arena_has_clients(read: Read) -> None:
@@ -64,7 +66,7 @@ def test_the_arena_has_clients(read: Read) -> None:
 def test_lengths_without_times_all_arrive_at_once_and_it_is_said(read: Read) -> None:
     trace = read(trace_files.SARATHI)
     assert rows(trace) == [(0.0, 74, 918), (0.0, 290, 905)]
-    assert trace.notes == ("no arrival times: all arrive at once",)
+    assert trace.notes == ("all requests arrive at once",)
 
 
 def test_mooncake_s_equal_hash_ids_are_equal_tokens(read: Read) -> None:
@@ -89,7 +91,7 @@ def test_the_artifact_s_measurements_lack_who_was_aborted(read: Read) -> None:
     trace = read(trace_files.VTC_MEASURED)
     assert rows(trace) == [(0.0, 13, 9), (1.0, 14, 8)]
     assert trace.requests[1].measured == Measured(first_token_time=2.5, last_token_time=6.0)
-    assert trace.notes == ("left out 1 rows that were aborted",)
+    assert trace.notes == ("left out 1 row of aborted requests",)
 
 
 def test_bench_serve_with_and_without_start_times(read: Read) -> None:
@@ -98,10 +100,10 @@ def test_bench_serve_with_and_without_start_times(read: Read) -> None:
     measured = trace.requests[0].measured
     assert measured is not None
     assert (measured.first_token_time, measured.last_token_time) == pytest.approx((0.5, 0.7))
-    assert trace.notes == ("left out 1 rows that failed",)
+    assert trace.notes == ("left out 1 row that failed",)
     without = read(trace_files.BENCH_SERVE_WITHOUT_TIMES)
     assert rows(without) == [(0.0, 11, 3), (0.0, 10, 2)]
-    assert without.notes[-1] == "no arrival times: all arrive at once"
+    assert without.notes[-1] == "all requests arrive at once"
 
 
 def test_each_answer_of_a_chat_is_a_request_whose_prompt_is_all_before(read: Read) -> None:
@@ -110,6 +112,11 @@ def test_each_answer_of_a_chat_is_a_request_whose_prompt_is_all_before(read: Rea
     assert trace.notes[0] == "lengths are counted in words: no tokenizer was given"
     first, second = (prompt_ids(request, 1000).tolist() for request in trace)
     assert second[:4] == first
+
+
+def test_chats_may_stand_in_a_list_or_a_line_each(read: Read) -> None:
+    a_line_each = "\n".join(map(json.dumps, json.loads(trace_files.SHAREGPT)))
+    assert rows(read(a_line_each)) == rows(read(trace_files.SHAREGPT))
 
 
 def test_a_tokenizer_gives_lengths_where_there_is_one(read: Read) -> None:
@@ -130,7 +137,7 @@ def test_rows_out_of_order_are_sorted_and_it_is_said(read: Read) -> None:
     trace = read("arrived_at,input_tokens,output_tokens\n2,1,1\n1,2,2\n1,3,3\n5,4,4\n")
     assert rows(trace) == [(0.0, 2, 2), (0.0, 3, 3), (1.0, 1, 1), (4.0, 4, 4)]
     assert [request.id for request in trace] == ["1", "2", "0", "3"]
-    assert trace.notes == ("sorted by arrival: 1 rows came before the row above them",)
+    assert trace.notes == ("sorted by arrival: 1 row came before the one above",)
 
 
 def test_reading_needs_neither_torch_nor_pandas(tmp_path: Path) -> None:

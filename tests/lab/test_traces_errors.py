@@ -33,7 +33,10 @@ def error_of(folder: Path, text: str | bytes, **options: object) -> str:
         ("1,2.5,3", "trace:3: column input_tokens: expected a whole number of at least 1, got '2.5'"),
         ("1,2,0", "trace:3: column output_tokens: expected a whole number of at least 1, got '0'"),
         ("1,2,", "trace:3: column output_tokens: expected a whole number of at least 1, got ''"),
-        ("1,2,1e999", "trace:3: column output_tokens: expected a whole number of at least 1, got '1e999'"),
+        ("1,2,1e999", "trace:3: column output_tokens: expected a whole number from 1 to 16,777,216, got '1e999'"),
+        ("1,1e300,3", "trace:3: column input_tokens: expected a whole number from 1 to 16,777,216, got '1e300'"),
+        ("1,1_000,3", "trace:3: column input_tokens: expected a whole number of at least 1, got '1_000'"),
+        ("1_0,2,3", "trace:3: column arrived_at: expected a time in s >= 0 or a date and time, got '1_0'"),
         ("nan,2,3", "trace:3: column arrived_at: expected a time in s >= 0 or a date and time, got 'nan'"),
         ("-1,2,3", "trace:3: column arrived_at: expected a time in s >= 0 or a date and time, got '-1'"),
         ("inf,2,3", "trace:3: column arrived_at: expected a time in s >= 0 or a date and time, got 'inf'"),
@@ -77,17 +80,21 @@ def test_a_bad_row_of_json_is_named(change: dict[str, object], message: str, tmp
         (gzip.compress(trace_files.AZURE.encode(), mtime=0)[:20] + bytes(30), "trace: can't be read: "),
         (HEADER, "trace: expected at least one request, there is none"),
         ("a,b\n1,2\n", "trace:1: no known format has the columns 'a', 'b'; say which is what, such as arrival=ts:ms,prompt=in,output=out"),
-        ("{'single': 'quotes'}", "trace:1: expected JSON, or JSON lines; the text is neither"),
+        ("arrived_at,input_tokens\n1,2\n", "trace:1: no known format has the columns 'arrived_at', 'input_tokens'; for llmservingsim the column"),
+        (HEADER.replace("\n", ",arrived_at\n1,2,3,4\n"), "trace:1: expected a column 'arrived_at'; it is there 2 times"),
+        ("{'single': 'quotes'}", "trace:1: column 2: expected JSON: Expecting property name"),
         ('{"x": 1}', "trace:1: no known format has the fields 'x'"),
+        ('{\n "input_lens": [1, 2],\n "outp', "trace:3: column 2: expected JSON: the text ends in the middle"),
+        ('{"input_lens": [1], "output_lens": [1], "start_times": [0], "ttfts": [1], "itls": [3]}', "trace: item 1: column itls: expected a list of"),
         (trace_files.SHAREGPT[:60], "trace:1: column 61: expected JSON: the text ends in the middle"),
         (trace_files.MOONCAKE[:-20], "trace:2: column 63: expected JSON: the text ends in the middle"),
         ("[1]", "trace: item 1: expected a JSON object, got 1"),
-        ("[{}]", "trace: expected a list at messages, got None"),
+        ("[{}]", "trace: item 1: expected a list at messages, got None"),
         ('[{"messages": [7]}]', "trace: item 1: expected a turn with `from` and `value`, or `role` and `content`, as texts, got 7"),
         ("[]", "trace: expected at least one request, there is none"),
         ('{"total_input_tokens": 4}', "trace: expected a list 'input_lens': only a run of vLLM's bench serve with --save-detailed writes it"),
         ('{"input_lens": [1, 2], "output_lens": [1]}', "trace: expected lists of equal length, got input_lens 2, output_lens 1"),
-        ('{"config": 1, "result": []}', "trace: expected a list at result.responses, got None"),
+        ('{"config": 1, "result": []}', "trace:1: expected a list at result.responses, got None"),
     ],
 )
 def test_nonsense_is_answered_in_words(text: str | bytes, message: str, tmp_path: Path) -> None:
@@ -100,7 +107,9 @@ def test_a_header_that_never_ends_is_answered_in_words(tmp_path: Path) -> None:
 
 def test_two_requests_of_one_id_are_refused(tmp_path: Path) -> None:
     text = trace_files.VTC_ARENA.replace("\n1,", "\n0,")
-    assert error_of(tmp_path, text) == "trace:3: expected ids that differ, '0' is also in row 2"
+    assert error_of(tmp_path, text) == "trace:3: expected ids that differ, '0' is also in line 2"
+    chats = json.dumps(2 * json.loads(trace_files.SHAREGPT))
+    assert error_of(tmp_path, chats).startswith("trace: item ")
 
 
 def test_times_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
@@ -128,7 +137,7 @@ def test_a_wrong_format_is_answered_in_words(options: dict[str, object], message
     assert error_of(tmp_path, trace_files.LLMSERVINGSIM, **options).startswith(message)
 
 
-@pytest.mark.parametrize("text", ["", "prompt", "prompt=", "size=a,output=b", "prompt=a", "output=b"])
+@pytest.mark.parametrize("text", ["", "prompt", "prompt=", "size=a,output=b", "prompt=a", "output=b", "prompt=a,prompt=b,output=c"])
 def test_a_column_map_must_say_where_lengths_are(text: str) -> None:
     with pytest.raises(TraceError, match="column map: "):
         parse_columns(text)
@@ -141,7 +150,7 @@ def test_a_damaged_file_is_read_or_refused_but_nothing_else(data: st.DataObject,
     for _ in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, len(text)))
         text[start : start + data.draw(st.integers(0, 8))] = data.draw(
-            st.sampled_from([b"", b",", b"\n", b'"', b"-", b"nan", b"[]", b"\xff", b"\0", b"1e400"])
+            st.sampled_from([b"", b",", b"\n", b"\r", b'"', b"-", b"nan", b"[]", b"\xff", b"\0", b"1e400"])
         )
     try:
         trace = load_trace(written(tmp_path, bytes(text)))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from dovetail_lab.traces.objects import CountTokens, read_bench_serve, read_mooncake, read_sharegpt, read_vllm_requests, read_vtc_measured
-from dovetail_lab.traces.reading import Draft, Rows, Source, TraceError, read_source
+from dovetail_lab.traces.reading import Draft, Rows, Source, TraceError, counted, json_of, read_source
 from dovetail_lab.traces.request import Trace, TraceRequest
-from dovetail_lab.traces.tables import TABLES, Column, Table, header_of, read_table, table_of
+from dovetail_lab.traces.tables import TABLES, Column, Table, almost, header_of, read_table, table_of
 
 _OBJECTS: Mapping[str, Callable[[Source], Rows]] = {
     "mooncake": read_mooncake,
@@ -65,15 +66,16 @@ def _found_by_content(source: Source) -> Callable[[Source], Rows]:
         return _OBJECTS[_kind_of_json(source)]
     table = table_of(header_of(source))
     if table is None:
-        names = ", ".join(map(repr, header_of(source)))
-        raise source.error(f"no known format has the columns {names}; say which is what, such as arrival=ts:ms,prompt=in,output=out", 1)
+        names, near = ", ".join(map(repr, header_of(source))), almost(header_of(source))
+        raise source.error(f"no known format has the columns {names}{near}; say which is what, such as arrival=ts:ms,prompt=in,output=out", 1)
     return partial(read_table, table=table)
 
 
 def _kind_of_json(source: Source) -> str:
     if source.text.lstrip().startswith("["):
         return "sharegpt"
-    keys = _keys(source.text.lstrip().split("\n", 1)[0]) or _keys(source.text)
+    first_line = source.text.lstrip().split("\n", 1)[0]
+    keys = _keys(first_line) or list(json_of(source))
     if "hash_ids" in keys:
         return "mooncake"
     if "queued_ts" in keys:
@@ -82,9 +84,9 @@ def _kind_of_json(source: Source) -> str:
         return "vtc_measured"
     if "total_input_tokens" in keys or "input_lens" in keys:
         return "bench_serve"
-    if not keys:
-        raise source.error("expected JSON, or JSON lines; the text is neither", 1)
-    raise source.error(f"no known format has the fields {', '.join(map(repr, keys))}", 1)
+    if "conversations" in keys or "messages" in keys:
+        return "sharegpt"
+    raise source.error(f"no known format has the fields {', '.join(map(repr, keys)) or 'none'}", 1)
 
 
 def _keys(text: str) -> Sequence[str]:
@@ -102,11 +104,11 @@ def _in_order(source: Source, rows: Rows) -> Trace:
     early = sum(after.arrival_time < before.arrival_time for before, after in pairwise(rows.drafts))
     notes = rows.notes
     if early:
-        notes += (f"sorted by arrival: {early} rows came before the row above them",)
+        notes += (f"sorted by arrival: {counted(early)} came before the one above",)
     if drafts[0].arrival_time == drafts[-1].arrival_time and len(drafts) > 1:
-        notes += ("no arrival times: all arrive at once",)
+        notes += ("all requests arrive at once",)
     start = drafts[0].arrival_time
-    _check_ids(source, rows.drafts)
+    _check_ids(replace(source, row_is=rows.row_is), rows.drafts)
     requests = tuple(_request(draft, str(number) if draft.id is None else draft.id, start) for number, draft in numbered)
     return Trace(Path(source.path).name, source.path, requests, notes)
 
@@ -132,4 +134,4 @@ def _check_ids(source: Source, drafts: Sequence[Draft]) -> None:
     seen: dict[str, int] = {}
     for draft in drafts:
         if draft.id is not None and seen.setdefault(draft.id, draft.line) != draft.line:
-            raise source.error(f"expected ids that differ, {draft.id!r} is also in row {seen[draft.id]}", draft.line)
+            raise source.error(f"expected ids that differ, {draft.id!r} is also in {source.row_is} {seen[draft.id]}", draft.line)

@@ -22,7 +22,7 @@ def read_mooncake(source: Source) -> Rows:
 
 
 def _mooncake(row: Row) -> Draft:
-    tokens, ids = row.count("input_length"), row.get("hash_ids")
+    tokens, ids = row.tokens("input_length"), row.get("hash_ids")
     blocks = -(-tokens // MOONCAKE_BLOCK)
     if not isinstance(ids, list) or len(ids) != blocks or not all(type(id) is int for id in ids):
         raise row.source.error(
@@ -30,7 +30,7 @@ def _mooncake(row: Row) -> Draft:
         )
     last = tokens - (blocks - 1) * MOONCAKE_BLOCK
     spans = [Span(stream_of("mooncake", id), 0, MOONCAKE_BLOCK) for id in ids[:-1]] + [Span(stream_of("mooncake", ids[-1]), 0, last)]
-    return Draft(row.line, row.seconds("timestamp", "ms"), tokens, row.count("output_length"), spans=tuple(spans))
+    return Draft(row.line, row.seconds("timestamp", "ms"), tokens, row.tokens("output_length"), spans=tuple(spans))
 
 
 def read_vllm_requests(source: Source) -> Rows:
@@ -44,7 +44,7 @@ def read_vllm_requests(source: Source) -> Rows:
         _in_order(row, row.seconds("arrival_time"), scheduled, first, last)
         measured = Measured(first, last, scheduled)
         name = str(row.get("request_id"))
-        return Draft(row.line, row.seconds("arrival_time"), row.count("input_toks"), row.count("output_toks"), id=name, measured=measured)
+        return Draft(row.line, row.seconds("arrival_time"), row.tokens("input_toks"), row.tokens("output_toks"), id=name, measured=measured)
 
     return Rows([draft(row) for row in rows])
 
@@ -57,17 +57,17 @@ def _in_order(row: Row, arrival: float, scheduled: float, first: float, last: fl
 
 def read_vtc_measured(source: Source) -> Rows:
     """Measurements of the artifact of VTC (Sheng et al., OSDI '24). Aborted requests have no first token and are left out."""
-    responses = _list(source, json_of(source), "result", "responses")
+    responses = _list(Row(source, 1, json_of(source)), "result", "responses")
 
     def drafts() -> Iterator[Draft]:
         for row in _items(source, responses):
             arrival = row.seconds("req_time")
             failed = row.get("first_token_latency") == -1
             times = None if failed else Measured(arrival + row.seconds("first_token_latency"), arrival + row.seconds("request_latency"))
-            output = 0 if failed else row.count("output_len")
-            yield Draft(row.line, arrival, row.count("prompt_len"), output, client=str(row.get("adapter_dir")), measured=times)
+            output = 0 if failed else row.tokens("output_len")
+            yield Draft(row.line, arrival, row.tokens("prompt_len"), output, client=str(row.get("adapter_dir")), measured=times)
 
-    return without_failed(drafts(), "that were aborted")
+    return without_failed(drafts(), "of aborted requests")
 
 
 def read_bench_serve(source: Source) -> Rows:
@@ -88,13 +88,15 @@ def read_bench_serve(source: Source) -> Rows:
 def _bench_serve(row: Row) -> Draft:
     values = row.values
     arrival = row.seconds("start_times") if "start_times" in values else 0.0
-    output = 0 if values.get("errors") else row.count("output_lens", 0)
+    output = 0 if values.get("errors") else row.tokens("output_lens", 0)
     measured = None
     if output and "start_times" in values and "ttfts" in values:
         first = arrival + row.seconds("ttfts")
         gaps = values.get("itls") or []
+        if not isinstance(gaps, list):
+            raise row.source.error(f"expected a list of seconds, got {shown(gaps)}", row.line, "itls")
         measured = Measured(first, first + sum(as_seconds(row.source, row.line, "itls", gap) for gap in gaps))
-    return Draft(row.line, arrival, row.count("input_lens", 0), output, measured=measured)
+    return Draft(row.line, arrival, row.tokens("input_lens", 0), output, measured=measured)
 
 
 def count_words(text: str) -> int:
@@ -103,22 +105,22 @@ def count_words(text: str) -> int:
 
 
 def read_sharegpt(source: Source, count_tokens: CountTokens | None = None) -> Rows:
-    """Conversations as ShareGPT has them (`conversations` of `from` and `value`) or as chat APIs do (`messages` of `role` and `content`).
+    """Conversations as ShareGPT has them (`conversations` of `from` and `value`) or as chat APIs do (`messages` of `role` and `content`),
+    in a list or a line each.
 
     Each answer is a request, whose prompt is all that was said before, so the turns of a conversation share it. There are no times.
     `count_tokens` gives a text's length; `None` counts words.
     """
-    conversations = json_of(source)
-    if not isinstance(conversations, list):
-        raise source.error(f"expected a list of conversations, got {shown(conversations)}")
+    conversations = _items(source, json_of(source)) if source.text.lstrip().startswith("[") else json_rows(source)
     count = count_tokens or count_words
-    drafts = [draft for row in _items(source, conversations) for draft in _answers(row, count)]
-    return Rows(drafts, () if count_tokens else ("lengths are counted in words: no tokenizer was given",))
+    drafts = [draft for row in conversations for draft in _answers(row, count)]
+    notes = () if count_tokens else ("lengths are counted in words: no tokenizer was given",)
+    return Rows(drafts, notes, "item" if source.text.lstrip().startswith("[") else "line")
 
 
 def _answers(row: Row, count: CountTokens) -> Iterator[Draft]:
     name = str(row.values.get("id", row.line))
-    said = [_turn(row, turn) for turn in _list(row.source, row.values, "conversations" if "conversations" in row.values else "messages")]
+    said = [_turn(row, turn) for turn in _list(row, "conversations" if "conversations" in row.values else "messages")]
     lengths = [count(text) for _, text in said]
     stream = stream_of("sharegpt", row.line)
     for index, before in enumerate(accumulate(lengths, initial=0)):
@@ -137,12 +139,13 @@ def _turn(row: Row, turn: Any) -> tuple[bool, str]:
     raise row.source.error(f"expected a turn with `from` and `value`, or `role` and `content`, as texts, got {shown(turn)}", row.line)
 
 
-def _list(source: Source, value: Any, *names: str) -> list[Any]:
+def _list(row: Row, *names: str) -> list[Any]:
     """The list at that path of names."""
+    value: Any = row.values
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     if not isinstance(value, list):
-        raise source.error(f"expected a list at {'.'.join(names)}, got {shown(value)}")
+        raise row.source.error(f"expected a list at {'.'.join(names)}, got {shown(value)}", row.line)
     return value
 
 

@@ -18,6 +18,7 @@ from dovetail_lab.traces.request import Measured, Span
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _GZIP = b"\x1f\x8b"
+MOST_TOKENS = 1 << 24  # of a request, more than any model has room for: beyond it is a slip, whose token ids would fill the memory
 
 
 class TraceError(DovetailError, ValueError):
@@ -29,7 +30,7 @@ class Source:
     """A file's name and its text, without gzip and byte-order mark."""
 
     path: str
-    text: str
+    text: str  # lines end in \n
     row_is: Literal["line", "item"] = "line"  # of a file, or of a JSON list
 
     def error(self, message: str, row: int | None = None, column: str | int | None = None) -> TraceError:
@@ -61,6 +62,7 @@ class Rows:
 
     drafts: list[Draft]
     notes: tuple[str, ...] = ()
+    row_is: Literal["line", "item"] = "line"  # as of a `Source`: what a draft's `line` counts
 
 
 def read_source(path: str | Path) -> Source:
@@ -75,7 +77,7 @@ def read_source(path: str | Path) -> Source:
         raise TraceError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
     if not text.strip():
         raise TraceError(f"{path}: expected a trace, the file is empty")
-    return Source(str(path), text)
+    return Source(str(path), text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def json_of(source: Source) -> Any:
@@ -118,8 +120,8 @@ class Row:
     def seconds(self, name: str, unit: str = "s") -> float:
         return as_seconds(self.source, self.line, name, self.get(name), unit)
 
-    def count(self, name: str, least: int = 1) -> int:
-        return as_count(self.source, self.line, name, self.get(name), least)
+    def tokens(self, name: str, least: int = 1) -> int:
+        return as_tokens(self.source, self.line, name, self.get(name), least)
 
 
 def as_seconds(source: Source, line: int, column: str, value: Any, unit: str = "s") -> float:
@@ -128,7 +130,7 @@ def as_seconds(source: Source, line: int, column: str, value: Any, unit: str = "
         if isinstance(value, str) and value[4:5] == value[7:8] == "-":
             seconds = _timestamp(value)
         else:
-            seconds = float(value) * UNITS[unit] if not isinstance(value, bool) else math.nan
+            seconds = _number(value) * UNITS[unit]
     except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not 0 <= seconds < math.inf:
@@ -141,16 +143,28 @@ def _timestamp(value: str) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def as_count(source: Source, line: int, column: str, value: Any, least: int) -> int:
+def as_tokens(source: Source, line: int, column: str, value: Any, least: int = 1) -> int:
+    """How many tokens: a whole number from `least` to `MOST_TOKENS`."""
+    return as_whole(source, line, column, value, least, MOST_TOKENS)
+
+
+def as_whole(source: Source, line: int, column: str, value: Any, least: int, most: int) -> int:
     """A whole number; "12" and 12.0 are fine, 12.5, true and "" are not."""
     try:
-        count = int(value) if isinstance(value, str) and value.isdecimal() else int(float(value))
-        whole = not isinstance(value, bool) and count == float(value)
+        number = _number(value)
     except (TypeError, ValueError, OverflowError):
-        count, whole = 0, False
-    if not whole or count < least:
-        raise source.error(f"expected a whole number of at least {least}, got {shown(value)}", line, column)
-    return count
+        number = math.nan
+    if not least <= number <= most or not number.is_integer():
+        bounds = f"from {least:,} to {most:,}" if number > most else f"of at least {least:,}"
+        raise source.error(f"expected a whole number {bounds}, got {shown(value)}", line, column)
+    return int(number)
+
+
+def _number(value: Any) -> float:
+    """Python would also take true for 1, and 1_000 for 1000."""
+    if isinstance(value, bool) or (isinstance(value, str) and "_" in value):
+        raise ValueError
+    return float(value)
 
 
 def without_failed(drafts: Iterable[Draft], what: str) -> Rows:
@@ -158,4 +172,9 @@ def without_failed(drafts: Iterable[Draft], what: str) -> Rows:
     drafts = list(drafts)
     kept = [draft for draft in drafts if draft.output_tokens > 0 and draft.prompt_tokens > 0]
     dropped = len(drafts) - len(kept)
-    return Rows(kept, (f"left out {dropped} rows {what}",) if dropped else ())
+    return Rows(kept, (f"left out {counted(dropped)} {what}",) if dropped else ())
+
+
+def counted(rows: int) -> str:
+    """For a note."""
+    return f"{rows} row{'' if rows == 1 else 's'}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dovetail_lab.traces.reading import UNITS, Draft, Rows, Source, TraceError, as_count, as_seconds, without_failed
+from dovetail_lab.traces.reading import UNITS, Draft, Rows, Source, TraceError, as_seconds, as_tokens, as_whole, without_failed
 
 _MEANS = {  # a field of a column map -> that of a draft
     "arrival": "arrival_time",
@@ -22,6 +23,7 @@ _MEANS = {  # a field of a column map -> that of a draft
 }
 FIELDS = tuple(_MEANS)
 _REQUIRED = ("prompt", "output")
+_PRIORITIES = 2**31  # below it, and down to its negative
 
 
 class Column(NamedTuple):
@@ -58,6 +60,8 @@ def parse_columns(text: str) -> dict[str, Column]:
         field, equals, column = (piece.strip() for piece in part.partition("="))
         if not equals or field not in FIELDS or not column:
             raise TraceError(f"column map: expected field=column with a field of {', '.join(FIELDS)}, got {part.strip()!r}")
+        if field in columns:
+            raise TraceError(f"column map: {field} is given twice")
         name, colon, unit = column.rpartition(":")
         columns[field] = Column(name, unit) if colon and unit in UNITS and field in ("arrival", "deadline") else Column(column)
     for field in _REQUIRED:
@@ -68,8 +72,20 @@ def parse_columns(text: str) -> dict[str, Column]:
 
 def table_of(header: Sequence[str]) -> Table | None:
     """The known layout with these columns; others may stand beside them."""
-    names = set(header)
-    return next((table for table in TABLES if all(column.name in names for column in table.columns.values())), None)
+    return next((table for table in TABLES if not missing_of(table, header)), None)
+
+
+def missing_of(table: Table, header: Sequence[str]) -> list[str]:
+    """The columns of `table` that aren't there."""
+    return [column.name for column in table.columns.values() if column.name not in header]
+
+
+def almost(header: Sequence[str]) -> str:
+    """Which known layout was probably meant, if all but one of its columns are there: in words, to follow others. Else nothing."""
+    near = [(table, missing_of(table, header)) for table in TABLES]
+    return "".join(
+        f"; for {table.name} the column {missing[0]!r} is missing" for table, missing in near if len(missing) == 1 < len(table.columns) - 1
+    )
 
 
 def header_of(source: Source) -> list[str]:
@@ -79,7 +95,7 @@ def header_of(source: Source) -> list[str]:
 
 def read_table(source: Source, table: Table) -> Rows:
     """All rows of the file. Raises `TraceError` at the first that isn't as `table` says."""
-    lines = csv.reader(source.text.splitlines(), strict=True)
+    lines = csv.reader(io.StringIO(source.text), strict=True)
     try:
         drafts = list(_drafts(source, table, next(lines), lines))
     except csv.Error as error:
@@ -90,9 +106,10 @@ def read_table(source: Source, table: Table) -> Rows:
 def _drafts(source: Source, table: Table, header: list[str], lines: Any) -> Iterator[Draft]:
     """`lines`: the csv reader, after the header."""
     names, width = [name.strip() for name in header], len(header)
-    missing = [column.name for column in table.columns.values() if column.name not in names]
-    if missing:
-        raise source.error(f"expected a column {missing[0]!r}; there are {', '.join(map(repr, names))}", 1)
+    for column in table.columns.values():
+        if names.count(column.name) != 1:
+            found = f"it is there {names.count(column.name)} times" if column.name in names else f"there are {', '.join(map(repr, names))}"
+            raise source.error(f"expected a column {column.name!r}; {found}", 1)
     least = 0 if table.fails else 1
     cells = [(_MEANS[field], names.index(column.name), _parser(source, field, column, least)) for field, column in table.columns.items()]
     values: dict[str, Any] = {"arrival_time": 0.0}
@@ -110,11 +127,11 @@ def _parser(source: Source, field: str, column: Column, least: int) -> Callable[
     if field == "arrival":
         return lambda line, cell: as_seconds(source, line, column.name, cell, column.unit)
     if field in _REQUIRED:
-        return lambda line, cell: as_count(source, line, column.name, cell, least)
+        return lambda line, cell: as_tokens(source, line, column.name, cell, least)
     if field == "deadline":
         return lambda line, cell: as_seconds(source, line, column.name, cell, column.unit) if cell else None
     if field == "priority":
-        return lambda line, cell: as_count(source, line, column.name, cell, -(2**31)) if cell else 0
+        return lambda line, cell: as_whole(source, line, column.name, cell, -_PRIORITIES, _PRIORITIES) if cell else 0
     if field in ("max_tokens", "predicted"):
-        return lambda line, cell: as_count(source, line, column.name, cell, 1) if cell else None
+        return lambda line, cell: as_tokens(source, line, column.name, cell) if cell else None
     return lambda line, cell: cell or None

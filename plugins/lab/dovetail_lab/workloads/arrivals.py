@@ -9,8 +9,11 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveFloat, model_validator
 
 from dovetail_lab.calls import Value
+from dovetail_lab.traces import TraceError
 
 Times = NDArray[np.float64]
+
+MOST_ARRIVALS = 10_000_000  # beyond it is a slip, and would fill the memory
 
 
 class Arrivals(Value):
@@ -27,13 +30,15 @@ class Arrivals(Value):
     def times(self, rng: np.random.Generator, count: int | None, duration_s: float | None) -> Times:
         """The first `count` arrivals, those before `duration_s`, or what both allow. One of them must be given.
 
-        Rounded to microseconds, so that the last bit of a machine's logarithm doesn't show.
+        Rounded to microseconds, so that the last bit of a machine's logarithm doesn't show. Raises `TraceError` for more than `MOST_ARRIVALS`.
         """
         chunk = 4096 if count is None else count
         gaps = self.gaps(rng, chunk)
         times = self.times_at(np.cumsum(gaps))
         while count is None and duration_s is not None and times[-1] < duration_s:
-            gaps = np.concatenate([gaps, self.gaps(rng, chunk)])
+            if len(gaps) > MOST_ARRIVALS:
+                raise TraceError(f"more than {MOST_ARRIVALS:,} would arrive in {duration_s:g} s: surely a mistake")
+            gaps = np.concatenate([gaps, self.gaps(rng, len(gaps))])
             times = self.times_at(np.cumsum(gaps))
         times = np.round(times, 6)
         return times if duration_s is None else times[times < duration_s]

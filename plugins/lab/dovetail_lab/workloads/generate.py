@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dovetail_lab.traces import Span, Trace, TraceError, TraceRequest, load_trace
+from dovetail_lab.traces.reading import MOST_TOKENS
 from dovetail_lab.traces.request import stream_of
-from dovetail_lab.workloads.arrivals import Arrivals
+from dovetail_lab.workloads.arrivals import MOST_ARRIVALS, Arrivals
 from dovetail_lab.workloads.lengths import Distribution
 from dovetail_lab.workloads.spec import Clients, Stream, WorkloadSpec
 
@@ -61,6 +62,8 @@ def _chats(stream: Stream, name: str, seed: int) -> list[_Chat]:
     times = stream.arrivals.times(_rng(seed, name, "arrivals"), stream.requests, stream.duration).tolist()
     turns = [max(1, round(turns)) for turns in draw("turns", stream.turns, len(times))]
     ends = list(accumulate(turns))
+    if sum(turns) > MOST_ARRIVALS:
+        raise TraceError(f"more than {MOST_ARRIVALS:,} turns: surely a mistake")
     prompts, outputs = _lengths(stream, name, seed, sum(turns))
     pauses = draw("think", stream.think, sum(turns))
     clients = _clients(stream.clients, name, _rng(seed, name, "clients"), len(times))
@@ -86,10 +89,14 @@ def _lengths(stream: Stream, name: str, seed: int, count: int) -> tuple[list[int
         return [request.prompt_tokens for request in chosen], [request.output_tokens for request in chosen]
     assert stream.prompt is not None  # as `Stream` has checked
     assert stream.output is not None
-    return tuple(  # type: ignore[return-value]
-        [max(1, round(tokens)) for tokens in distribution.draw(_rng(seed, name, purpose), count).tolist()]
-        for purpose, distribution in (("prompt", stream.prompt), ("output", stream.output))
-    )
+
+    def drawn(purpose: str, distribution: Distribution) -> list[int]:
+        tokens = [max(1, round(tokens)) for tokens in distribution.draw(_rng(seed, name, purpose), count).tolist()]
+        if max(tokens, default=0) > MOST_TOKENS:
+            raise TraceError(f"{purpose}: {max(tokens):,} tokens were drawn; more than {MOST_TOKENS:,} are surely a mistake")
+        return tokens
+
+    return drawn("prompt", stream.prompt), drawn("output", stream.output)
 
 
 def _clients(clients: Clients | None, name: str, rng: np.random.Generator, count: int) -> list[str | None]:

@@ -9,6 +9,7 @@ from dovetail.errors import MissingExtraError
 from dovetail_lab.calls import parse_call
 from dovetail_lab.predictors import parse_predictor, predict
 from dovetail_lab.traces import CountTokens, Trace, TraceError, load_trace, parse_columns, scale_rate, set_max_tokens, slice_trace
+from dovetail_lab.traces.reading import read_source
 from dovetail_lab.workloads.arrivals import ARRIVALS
 from dovetail_lab.workloads.generate import generate, with_arrivals
 from dovetail_lab.workloads.spec import parse_spec, parse_yaml_spec
@@ -49,11 +50,7 @@ def _load(text: str, options: WorkloadOptions) -> Trace:
     if "=" in text and not path.exists():
         return generate(parse_spec(text), options.seed, source=text)
     if path.suffix in (".yaml", ".yml"):
-        try:
-            document = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TraceError(f"{path}: can't be read: {error}") from None
-        return generate(parse_yaml_spec(document, text), options.seed, name=path.name, source=text)
+        return generate(parse_yaml_spec(read_source(path).text, text), options.seed, name=path.name, source=text)
     columns = None if options.columns is None else parse_columns(options.columns)
     count_tokens = None if options.tokenizer is None else _counter(options.tokenizer)
     return load_trace(path, format=options.format, columns=columns, count_tokens=count_tokens)

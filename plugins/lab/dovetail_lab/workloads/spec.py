@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, Posi
 from dovetail.request import shown
 from dovetail_lab.calls import Value, parse_call
 from dovetail_lab.traces.reading import TraceError
-from dovetail_lab.workloads.arrivals import ARRIVALS, Arrivals, AtOnce
+from dovetail_lab.workloads.arrivals import ARRIVALS, MOST_ARRIVALS, Arrivals, AtOnce
 from dovetail_lab.workloads.lengths import DISTRIBUTIONS, Distribution, Fixed
 
 _PAIR = re.compile(r"(\w+)\s*=\s*([^\s()=]+(?:\s*\([^()]*\))?)(?:\s+|$)")
@@ -36,10 +36,12 @@ def _arrivals(value: Any) -> Any:
 def _distribution(value: Any) -> Any:
     if isinstance(value, Distribution):
         return value
+    text = str(value)
     try:
-        return Fixed(value=float(value))
+        float(text)
     except ValueError:
-        return parse_call(str(value), DISTRIBUTIONS, "distribution")
+        return parse_call(text, DISTRIBUTIONS, "distribution")
+    return parse_call(f"fixed({text})", DISTRIBUTIONS, "distribution")
 
 
 def _clients(value: Any) -> Any:
@@ -56,7 +58,7 @@ class Stream(Value):
     """One stream of requests. A chat of several turns is one arrival; each turn's prompt is all that was said before and `prompt` new tokens."""
 
     arrivals: Annotated[Arrivals, BeforeValidator(_arrivals)]
-    requests: PositiveInt | None = Field(default=None, description="How many arrive.")
+    requests: PositiveInt | None = Field(default=None, le=MOST_ARRIVALS, description="How many arrive.")
     duration: PositiveFloat | None = Field(default=None, description="Seconds after which nobody arrives.")
     lengths: str | None = Field(default=None, description="A trace whose pairs of prompt and output are drawn, in place of `prompt` and `output`.")
     prompt: Lengths | None = Field(default=None, description="New prompt tokens of a turn.")
