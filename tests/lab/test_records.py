@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,12 +44,32 @@ def test_a_saved_run_comes_back_as_it_was(tmp_path: Path, gaps: list[list[float]
         ("[1]", "is no run"),
         ('{"dovetail_lab_run": 99}', "is no run"),
         ('{"dovetail_lab_run": 1, "requests": {"id": ["a"]}}', "damaged"),
+        ('{"dovetail_lab_run": 1, "requests": 3}', "damaged"),
     ],
 )
 def test_a_file_that_is_no_run_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"run\.json: .*{says}"):
+        RunResult.load(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda document: document["requests"]["prompt_tokens"].__setitem__(0, "ten"), r"requests\.prompt_tokens\.0: .*, got 'ten'"),
+        (lambda document: document["tokens"].__setitem__(0, [7, 99]), "tokens beyond the last instant"),
+        (lambda document: document["settings"].pop("scheduler"), "settings lack scheduler"),
+        (lambda document: document["timeline"].pop("kv_held"), "kv_held"),
+    ],
+)
+def test_a_damaged_run_is_refused_by_name(tmp_path: Path, damage: Callable[[Any], object], says: str) -> None:
+    path = tmp_path / "run.json"
+    run([record(0, 0.2)]).save(path)
+    document = json.loads(path.read_text())
+    damage(document)
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=rf"run\.json: .*damaged: .*{says}"):
         RunResult.load(path)
 
 

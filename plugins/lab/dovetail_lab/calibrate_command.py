@@ -10,6 +10,7 @@ import typer
 from dovetail import EngineConfig
 from dovetail.errors import ConfigError
 from dovetail_lab.command_options import Engine, Settings, open_engine, progress_bar
+from dovetail_lab.writing import make_folder
 
 
 def calibrate(
@@ -20,13 +21,14 @@ def calibrate(
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
 ) -> None:
     """Measure this machine's engine, so that simulations take as long as it does."""
-    if out.suffix != ".json" or not out.parent.is_dir():
-        raise ConfigError(f"--out: expected a .json file in a folder that is there, got {out}")
+    if out.suffix != ".json":
+        raise ConfigError(f"--out: expected a .json file, got {out}")
     from dovetail_lab.simulate import SIMULATED
 
     if EngineConfig.load(engine).executor.name in SIMULATED:
         raise ConfigError(f"{engine}: the executor simulated has no step times of its own: name the one to be measured, such as local")
     config = open_engine(engine, settings, real=True)
+    make_folder(out.parent)
     from dovetail_lab.calibrate import calibrate as measure
 
     with progress_bar("calibrating", unit="cells") as progress:

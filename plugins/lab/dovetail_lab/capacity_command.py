@@ -26,7 +26,8 @@ from dovetail_lab.command_options import (
     TraceName,
     open_engine,
 )
-from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, make_folder, seeds_from, wide_console
+from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, seeds_from, wide_console
+from dovetail_lab.writing import make_folder, write_whole
 
 if TYPE_CHECKING:
     from dovetail import EngineConfig
@@ -81,7 +82,7 @@ def capacity(
         if first is not None and own is not None:
             typer.echo(f"{name} bears {own / first:.2f} times the rate of {names[0]}")
     if out is not None:
-        (out / TABLE_FILE).write_text(_as_csv(found, objectives, own_rate), encoding="utf-8", newline="\n")
+        write_whole(out / TABLE_FILE, _as_csv(found, objectives, own_rate))
         typer.echo(f"written: {out / TABLE_FILE}")
 
 

@@ -25,7 +25,8 @@ from dovetail_lab.command_options import (
     TraceName,
     open_engine,
 )
-from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, make_folder, need, seeds_from, shown_command, wide_console
+from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, need, seeds_from, shown_command, wide_console
+from dovetail_lab.writing import make_folder, write_whole
 
 if TYPE_CHECKING:
     from dovetail import EngineConfig
@@ -111,7 +112,7 @@ def write_comparison(found: Comparison, runs: Mapping[str, Sequence[RunResult]],
 
     first = next(iter(runs.values()))[0]
     written = write_report(Report(f"{', '.join(runs)} on {first.trace}", shown_command(), runs, found), out)
-    (out / "comparison.json").write_text(json.dumps(as_json(found), indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
+    write_whole(out / "comparison.json", json.dumps(as_json(found), indent=2, ensure_ascii=False) + "\n")
     typer.echo(f"written: {written[0]}")
 
 

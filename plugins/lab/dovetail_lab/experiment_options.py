@@ -44,14 +44,6 @@ def cores(jobs: int | None) -> int:
     return jobs or os.cpu_count() or 1
 
 
-def make_folder(out: Path) -> None:
-    """Before the runs, so that nothing is lost for want of a place. Raises `ConfigError`."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out: {out}: can't be made: {error.strerror}") from None
-
-
 def wide_console() -> Console:
     """For tables that a narrow terminal must not cut; it breaks lines by itself."""
     from rich.console import Console

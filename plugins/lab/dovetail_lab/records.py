@@ -6,15 +6,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 
 from dovetail.errors import ConfigError
-from dovetail.request import FinishReason
+from dovetail.request import FinishReason, shown
+from dovetail_lab.writing import write_whole
 
+SETTINGS = ("config", "scheduler", "executor", "overlap", "prefix_reuse", "block_size", "num_blocks", "max_model_len")  # of a run
 FORMAT = 1  # of the file; raised when what older readers expect changes
 
 Times = NDArray[np.float64]
@@ -109,7 +113,7 @@ class RunResult:
     trace: str
     trace_source: str
     seed: int
-    settings: Mapping[str, Any]  # the engine's config as plain values, and what follows from it: blocks, block size, overlap
+    settings: Mapping[str, Any]  # all of `SETTINGS`: the engine's config as plain values, and what follows from it
     step_times: StepTimes
     requests: tuple[RequestRecord, ...]  # in the order of the trace
     timeline: Timeline
@@ -124,18 +128,17 @@ class RunResult:
     def save(self, path: str | Path) -> None:
         """As JSON. The same result gives the same bytes."""
         instants, runs = _as_runs([record.token_times_s for record in self.requests])
-        columns = [f.name for f in fields(RequestRecord) if f.name != "token_times_s"]
         document = {
             "dovetail_lab_run": FORMAT,
             **{name: getattr(self, name) for name in ("name", "trace", "trace_source", "seed", "settings", "notes")},
             "step_times": {f.name: getattr(self.step_times, f.name) for f in fields(StepTimes)},
-            "requests": {name: [getattr(record, name) for record in self.requests] for name in columns},
+            "requests": {name: [getattr(record, name) for record in self.requests] for name in _columns()},
             "instants_s": instants,  # when tokens were delivered
             "tokens": runs,  # a request: first instant, how many in a row, the next first instant, …
             "timeline": {f.name: getattr(self.timeline, f.name).tolist() for f in fields(Timeline)},
         }
         text = json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-        Path(path).write_text(text + "\n", encoding="utf-8", newline="\n")
+        write_whole(path, text + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> RunResult:
@@ -148,14 +151,17 @@ class RunResult:
             raise ConfigError(f'{path}: is no run of the lab: expected "dovetail_lab_run": {FORMAT}, as `dovetail lab run --out` writes it')
         try:
             return cls._from(document)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise ConfigError(f"{path}: a run of the lab, but damaged: {type(error).__name__}: {error}") from None
 
     @classmethod
     def _from(cls, document: dict[str, Any]) -> RunResult:
-        columns = document["requests"]
+        columns = {name: _checked(name, document["requests"][name]) for name in _columns()}
         times = _from_runs(np.array(document["instants_s"], np.float64), document["tokens"])
         rows = zip(*columns.values(), strict=True)
+        settings = document["settings"]
+        if missing := [name for name in SETTINGS if name not in settings]:
+            raise ValueError(f"settings lack {', '.join(missing)}")
         records = [RequestRecord(**dict(zip(columns, row, strict=True)), token_times_s=own) for row, own in zip(rows, times, strict=True)]
         timeline = [document["timeline"][f.name] for f in fields(Timeline)]
         return cls(
@@ -179,7 +185,24 @@ def _as_runs(times: Sequence[Times]) -> tuple[list[float], list[list[int]]]:
     return instants.tolist(), runs
 
 
+@cache
+def _columns() -> dict[str, TypeAdapter[list[Any]]]:
+    """What each column of a file's requests must hold."""
+    return {name: TypeAdapter(list[kind]) for name, kind in get_type_hints(RequestRecord).items() if name != "token_times_s"}  # type: ignore[valid-type]
+
+
+def _checked(name: str, values: Any) -> list[Any]:
+    """Raises `ValueError` naming the column and the first entry that isn't what it should be."""
+    try:
+        return _columns()[name].validate_python(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"requests.{'.'.join(map(str, (name, *first['loc'])))}: {first['msg']}, got {shown(first['input'])}") from None
+
+
 def _from_runs(instants: Times, runs: Sequence[Sequence[int]]) -> list[Times]:
+    if any(first < 0 or first + count > len(instants) for own in runs for first, count in zip(own[::2], own[1::2], strict=True)):
+        raise ValueError("tokens beyond the last instant")
     return [
         np.concatenate([instants[first : first + count] for first, count in zip(own[::2], own[1::2], strict=True)] or [instants[:0]]) for own in runs
     ]

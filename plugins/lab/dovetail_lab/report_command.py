@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dovetail.errors import ConfigError
-from dovetail_lab.experiment_options import make_folder, need, shown_command
+from dovetail_lab.experiment_options import need, shown_command
+from dovetail_lab.writing import make_folder
 
 if TYPE_CHECKING:
     from dovetail_lab.compare import Comparison

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from dovetail.errors import ConfigError
 from dovetail_lab.command_options import (
     Arrivals,
     Columns,
@@ -26,6 +25,7 @@ from dovetail_lab.command_options import (
     open_trace,
     progress_bar,
 )
+from dovetail_lab.writing import make_folder
 
 RUN_FILE = "run.json"
 
@@ -59,7 +59,8 @@ def run(
         predictor=predictor,
         seed=seed,
     )
-    _make_folder(out)
+    if out is not None:
+        make_folder(out)
     from dovetail_lab.simulate import replay
     from dovetail_lab.summary import print_summary
 
@@ -69,12 +70,3 @@ def run(
     if out is not None:
         result.save(out / RUN_FILE)
         typer.echo(f"written: {out / RUN_FILE}")
-
-
-def _make_folder(out: Path | None) -> None:
-    """Before the run, so that nothing is lost for want of a place."""
-    try:
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out: {out}: can't be made: {error.strerror}") from None

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dovetail.errors import ConfigError
 from dovetail_lab.records import StepTimes
+from dovetail_lab.writing import write_whole
 
 Integers = NDArray[np.int64] | NDArray[np.int32]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -272,7 +273,7 @@ class StepTimeProfile(_Model):
             raise ConfigError(f"{origin}: {_first_problem(error)}") from None
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.model_dump_json(indent=1, exclude_defaults=False) + "\n", encoding="utf-8", newline="\n")
+        write_whole(path, self.model_dump_json(indent=1) + "\n")
 
 
 def shipped_profiles() -> list[str]:
@@ -306,5 +307,6 @@ def _imported(kind: Any, name: str) -> type[BaseModel]:
 def _first_problem(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"
+    first = error.errors(include_url=False)[0]
+    message = "unknown key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
+    return f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {message}"

@@ -23,7 +23,8 @@ from dovetail_lab.command_options import (
     TraceName,
     open_engine,
 )
-from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, make_folder, seeds_from, wide_console
+from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, seeds_from, wide_console
+from dovetail_lab.writing import make_folder, write_whole
 
 if TYPE_CHECKING:
     from dovetail_lab.sweep import Row
@@ -77,7 +78,7 @@ def sweep(
     rows = sweeping.sweep(todo, objectives, cores(jobs))
     print_rows(sweeping.averaged(rows), seeds)
     if out is not None:
-        (out / TABLE_FILE).write_text(sweeping.as_csv(rows), encoding="utf-8", newline="\n")
+        write_whole(out / TABLE_FILE, sweeping.as_csv(rows))
         typer.echo(f"written: {out / TABLE_FILE}")
 
 
@@ -91,6 +92,8 @@ def _factors(text: str) -> tuple[str, ...]:
             good = False
         if not good:
             raise ConfigError(f"--rates: expected numbers above 0, got {part!r}")
+        if parts.count(part) > 1:
+            raise ConfigError(f"--rates: {part} is there twice")
     return parts
 
 

@@ -21,6 +21,7 @@ from dovetail_lab.report.figures import Drawing
 from dovetail_lab.report.style import lay_out, png, svg
 from dovetail_lab.statistics import Change
 from dovetail_lab.summary import TITLES, conditions, seconds, source_of_times
+from dovetail_lab.writing import make_folder, write_whole
 
 PAGE = "report.html"
 _COLUMNS = ("mean", "p50", "p90", "p99")
@@ -41,16 +42,15 @@ def write_report(report: Report, out: Path) -> list[Path]:
     if not report.runs or not all(report.runs.values()):
         raise ConfigError("a report needs at least one run of each policy")
     drawings = _drawings(report)
-    files = {PAGE: _page(report, drawings), **_tables(report)}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (out / name).write_text(text, encoding="utf-8", newline="\n")
-        for drawing in drawings:
-            png(drawing.figure, out / f"{drawing.name}.png")
-    except OSError as error:
-        raise ConfigError(f"{out}: can't be written: {error.strerror}") from None
-    return [out / name for name in (*files, *(f"{drawing.name}.png" for drawing in drawings))]
+    files: dict[str, str | bytes] = {
+        PAGE: _page(report, drawings),
+        **_tables(report),
+        **{f"{drawing.name}.png": png(drawing.figure) for drawing in drawings},
+    }
+    make_folder(out)
+    for name, content in files.items():
+        write_whole(out / name, content)
+    return [out / name for name in files]
 
 
 def _drawings(report: Report) -> list[Drawing]:

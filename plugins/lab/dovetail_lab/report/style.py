@@ -6,7 +6,6 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -104,9 +103,11 @@ def lay_out(figure: Figure) -> None:
     figure.set_layout_engine("none")
 
 
-def png(figure: Figure, path: Path) -> None:
+def png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
     with styled():
-        figure.savefig(path, format="png", dpi=_PNG_DPI, facecolor="white", metadata={"Software": None})
+        figure.savefig(buffer, format="png", dpi=_PNG_DPI, facecolor="white", metadata={"Software": None})
+    return buffer.getvalue()
 
 
 def svg(figure: Figure, prefix: str) -> str:
