@@ -4,12 +4,13 @@
     python bench/core_overhead.py --json out.json
 
 Each figure is the median, over the steps, of the wall time of `LLMEngine.step()`. The work of a step doesn't depend on how long the requests are:
-the two contexts show it.
+the two contexts show it. "Streamed" is the mean of an `AsyncLLMEngine`, ids only, each request read by a task of its own in one event loop.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import time
@@ -24,6 +25,7 @@ from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
 from dovetail.api.scheduler import Context
 from dovetail.config import EngineConfig
 from dovetail.engine.assembly import Assembly
+from dovetail.engine.async_engine import AsyncLLMEngine
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.generation_defaults import GenerationDefaults
 from dovetail.engine.llm_engine import LLMEngine
@@ -92,6 +94,20 @@ def measure(num_seqs: int, context: int, text: bool, steps: int) -> float:
     return statistics.median(times) * 1e3
 
 
+async def measure_streamed(num_seqs: int, context: int, steps: int) -> float:
+    """Mean milliseconds from one token of a request to the next, while `num_seqs` are streamed."""
+    params = SamplingParams(max_tokens=steps, ignore_eos=True, detokenize=False, output_kind=OutputKind.DELTA)
+    async with AsyncLLMEngine(make_engine(num_seqs, context)) as engine:
+
+        async def read(index: int) -> float:
+            times = []
+            async for _ in engine.generate(str(index), [index % 512 + 1] + [5] * (context - 1), params):
+                times.append(time.perf_counter())
+            return (times[-1] - times[steps // 2]) / (steps - 1 - steps // 2)  # by half of them, all requests are under way
+
+        return statistics.mean(await asyncio.gather(*map(read, range(num_seqs)))) * 1e3
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
@@ -99,12 +115,13 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     rows = []
-    print(f"{'requests':>8} {'context':>8} {'ids only':>10} {'with text':>10}   (median ms a step)")
+    print(f"{'requests':>8} {'context':>8} {'ids only':>10} {'with text':>10} {'streamed':>10}   (median ms a step)")
     for num_seqs in (256, 1024):
         for context in args.contexts:
             ids, text = (measure(num_seqs, context, text, args.steps) for text in (False, True))
-            rows.append({"requests": num_seqs, "context": context, "ids_ms": ids, "text_ms": text})
-            print(f"{num_seqs:>8} {context:>8} {ids:>10.2f} {text:>10.2f}", flush=True)
+            streamed = asyncio.run(measure_streamed(num_seqs, context, args.steps))
+            rows.append({"requests": num_seqs, "context": context, "ids_ms": ids, "text_ms": text, "streamed_ms": streamed})
+            print(f"{num_seqs:>8} {context:>8} {ids:>10.2f} {text:>10.2f} {streamed:>10.2f}", flush=True)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(rows, file, indent=2)

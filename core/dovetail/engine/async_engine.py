@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dovetail")
 
 Item = RequestOutput | BaseException | None  # None: it was aborted, and nothing more comes
-Send = Callable[[Item], None]
+
+
+class _Reader:
+    """Who awaits the outputs of one request, and where."""
+
+    __slots__ = ("items", "loop")
+
+    def __init__(self) -> None:
+        self.loop, self.items = asyncio.get_running_loop(), asyncio.Queue[Item]()
 
 
 class AsyncLLMEngine:
@@ -38,7 +46,8 @@ class AsyncLLMEngine:
         self.engine = engine
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the engine's thread
         self._wake = threading.Event()  # set after each call
-        self._streams: dict[str, Send] = {}
+        self._readers: dict[str, _Reader] = {}  # by request id
+        self._given: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, Item]]] = {}  # since the last call of `_hand_over`
         self._stopping = False
         self._door = threading.Lock()  # calls come in while there is no failure; none is left behind when it closes
         self._failure: BaseException | None = None
@@ -57,17 +66,12 @@ class AsyncLLMEngine:
         """Outputs of one request as they come; `fields` as for `LLMEngine.add_request`, which is called, and whose errors are raised, when the
         first is asked for. Closing the iterator, or cancelling the task that reads it, aborts the request. Raises `EngineDeadError` when the
         engine fails or is closed before the request has finished."""
-        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Item]()
-
-        def send(item: Item) -> None:
-            with suppress(RuntimeError):  # the loop was closed: nobody listens
-                loop.call_soon_threadsafe(outputs.put_nowait, item)
-
-        self._call(lambda: self._add(request_id, send, prompt, params, fields))
+        reader = _Reader()
+        self._call(lambda: self._add(request_id, reader, prompt, params, fields))
         done = False
         try:
             while not done:
-                item = await outputs.get()
+                item = await reader.items.get()
                 done = not isinstance(item, RequestOutput) or item.finished
                 if isinstance(item, BaseException):
                     raise item
@@ -76,7 +80,7 @@ class AsyncLLMEngine:
         finally:
             if not done:
                 with suppress(EngineDeadError):  # then there is nothing to abort
-                    self._call(lambda: self._drop(request_id, send))
+                    self._call(lambda: self._drop(request_id, reader))
 
     async def abort(self, request_id: str) -> None:
         """End a request: its iterator stops after what has been sent. An unknown id is nobody's: nothing happens."""
@@ -127,6 +131,7 @@ class AsyncLLMEngine:
                 if self.engine.has_unfinished_requests():
                     for output in self.engine.step():
                         self._send(output)
+                    self._hand_over()
                     self.engine.core.check_alive()
                 else:
                     self._wake.wait()
@@ -137,9 +142,10 @@ class AsyncLLMEngine:
         with self._door:
             self._failure = failure
         self._take_calls()  # the last that came in
-        for send in self._streams.values():
-            send(self._dead())
-        self._streams.clear()
+        for reader in self._readers.values():
+            self._give(reader, self._dead())
+        self._readers.clear()
+        self._hand_over()
 
     def _take_calls(self) -> None:
         """Those that are there: who calls without end must not keep the engine from its steps, nor from its end."""
@@ -148,6 +154,7 @@ class AsyncLLMEngine:
             if self._stopping and self._failure is None:
                 return
             self._calls.get()()
+        self._hand_over()
 
     def _wait_until(self, instant: float) -> None:
         """The engine's idle wait: until `instant`, or somebody calls."""
@@ -155,35 +162,50 @@ class AsyncLLMEngine:
         if remaining > 0 and self._calls.empty():
             self._wake.wait(min(remaining, threading.TIMEOUT_MAX))
 
-    def _add(self, request_id: str, send: Send, prompt: Prompt, params: SamplingParams | None, fields: Mapping[str, Any]) -> None:
+    def _add(self, request_id: str, reader: _Reader, prompt: Prompt, params: SamplingParams | None, fields: Mapping[str, Any]) -> None:
         if self._failure is not None:  # it came as the engine ended
-            send(self._dead())
+            self._give(reader, self._dead())
             return
         try:
             self.engine.add_request(request_id, prompt, params, **fields)
         except Exception as error:  # whatever it is, it is this caller's alone
-            send(error)
+            self._give(reader, error)
         else:
-            self._streams[request_id] = send
+            self._readers[request_id] = reader
 
     def _send(self, output: RequestOutput) -> None:
         """To its reader; but who failed because the engine died hears of that, as an error."""
-        send = self._streams.get(output.request_id)
+        reader = self._readers.get(output.request_id)
         died = self.engine.core.dead is not None and any(sample.finish_reason == "error" for sample in output.outputs)
-        if send is None or died:
+        if reader is None or died:
             return
         if output.finished:
-            del self._streams[output.request_id]
-        send(output)
+            del self._readers[output.request_id]
+        self._give(reader, output)
 
-    def _drop(self, request_id: str, send: Send) -> None:
+    def _drop(self, request_id: str, reader: _Reader) -> None:
         """Its reader has gone; unless the id is another's by now."""
-        if self._streams.get(request_id) is send:
-            del self._streams[request_id]
+        if self._readers.get(request_id) is reader:
+            del self._readers[request_id]
             self.engine.abort_request(request_id)
 
     def _abort(self, request_id: str) -> None:
-        send = self._streams.pop(request_id, None)
+        reader = self._readers.pop(request_id, None)
         self.engine.abort_request(request_id)
-        if send is not None:
-            send(None)
+        if reader is not None:
+            self._give(reader, None)
+
+    def _give(self, reader: _Reader, item: Item) -> None:
+        self._given.setdefault(reader.loop, []).append((reader, item))
+
+    def _hand_over(self) -> None:
+        """Wake each event loop once for all that its readers were given: a call for each would take longer than planning the step."""
+        given, self._given = self._given, {}
+        for loop, items in given.items():
+            with suppress(RuntimeError):  # the loop was closed: nobody listens
+                loop.call_soon_threadsafe(_put, items)
+
+
+def _put(items: list[tuple[_Reader, Item]]) -> None:
+    for reader, item in items:
+        reader.items.put_nowait(item)
