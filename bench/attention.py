@@ -1,7 +1,7 @@
 """How near an attention backend comes to what the GPU can do: TB/s of K and V read by decode, TFLOP/s of prefill, a layer.
 
-    python bench/attention.py                        # the triton backend, beside the device's copy bandwidth and, if importable, flash-attn
-    python bench/attention.py --only decode --tune   # every candidate of the tuning table, quickest first
+    python -m bench.attention                        # the triton backend, beside the device's copy bandwidth and, if importable, flash-attn
+    python -m bench.attention --only decode --tune   # every candidate of the tuning table, quickest first
 
 Random data, blocks in random order, medians of CUDA events. The layers' caches take turns, so that together they exceed the L2 many times. Decode
 is replayed from a CUDA graph, as an engine does; prefill is launched.
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from bench.limits import require_gpu
 from dovetail.api.attention import AttentionBatch, AttentionContext, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail_attention.triton_backend import TritonAttention
@@ -349,6 +350,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["decode", "prefill"])
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
+    require_gpu()
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} TB/s")
     for what in ("decode", "prefill") if args.only is None else (args.only,):

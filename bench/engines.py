@@ -29,7 +29,10 @@ class Measured:
 
 
 def settings_of(texts: list[str]) -> dict[str, Any]:
-    """`KEY=VALUE`s, as of the command line's `--set`."""
+    """`KEY=VALUE`s, as of the command line's `--set`. Ends the program if one is something else."""
+    for text in texts:
+        if not text.partition("=")[1]:
+            raise SystemExit(f"--set {text}: expected KEY=VALUE, as in --set max_num_seqs=64")
     return {key: parse_value(value) for key, _, value in (text.partition("=") for text in texts)}
 
 
@@ -75,6 +78,8 @@ def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any]) -> 
             "device_ms_a_step": 1e3 * (stats.device_s - before.device_s) / steps,
             "core_ms_a_step": 1e3 * (stats.core_s - before.core_s) / steps,
             "wall_ms_a_step": 1e3 * sum(times) / steps,
+            "gap_ms_a_step": 1e3 * (sum(times) - stats.device_s + before.device_s) / steps,
+            "device_busy_share": (stats.device_s - before.device_s) / sum(times),
             "preemptions": stats.preemptions - before.preemptions,
         }
     return Measured(times, started, details)

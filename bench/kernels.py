@@ -1,8 +1,8 @@
 """The kernels of `dovetail.nn` and of the sampler beside their twins in plain torch: how exact both are, how long they take, bytes a second.
 
-    python bench/kernels.py                 # check, then time; needs a GPU
-    python bench/kernels.py --only check    # also without one: TRITON_INTERPRET=1, small and slow
-    python bench/kernels.py --only tune     # how the sampler's work is cut: every candidate, quickest first
+    python -m bench.kernels                 # check, then time; needs a GPU
+    python -m bench.kernels --only check    # also without one: TRITON_INTERPRET=1, small and slow
+    python -m bench.kernels --only tune     # how the sampler's work is cut: every candidate, quickest first
 
 Errors are ‖out - exact‖ / ‖exact‖ against float64, of kernel and twin; for the sampler, how many of the tokens differ from the twin's. Times are
 medians of CUDA events, of calls in a CUDA graph whose inputs take turns, so that together they exceed the L2. Where the twin of the sampler asks
@@ -31,7 +31,7 @@ from dovetail.api.model import BuildContext
 from dovetail.api.sampler import RowHistory, RowSampling, SamplerContext
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.logprobs import top_logprobs
-from dovetail.nn.norm import QKNorm, add_rms_norm
+from dovetail.nn.norm import QKNorm, rms_norm
 from dovetail.nn.qkv import turn_and_write
 from dovetail.nn.rotary import Rope, RotaryEmbedding
 from dovetail.runtime.parallel import SINGLE
@@ -101,27 +101,24 @@ class Case(ABC):
 
 
 @dataclass(frozen=True)
-class AddNorm(Case):
+class Norm(Case):
     size: int
 
     def __str__(self) -> str:
-        return f"add + norm {self.size}"
+        return f"norm {self.size}"
 
     def draw(self, dtype: torch.dtype) -> Draw:
-        x, residual, weight = (randn(*shape, dtype=dtype) for shape in ((self.n, self.size), (self.n, self.size), (self.size,)))
-
-        def run() -> torch.Tensor:
-            return add_rms_norm(x, residual, weight, 1e-6)
+        x, weight = randn(self.n, self.size, dtype=dtype), randn(self.size, dtype=dtype)
 
         def exact() -> Tensors:
-            total = (x + residual).double()
-            return total / torch.sqrt((total**2).mean(-1, keepdim=True) + 1e-6) * weight.double(), total
+            wide = x.double()
+            return (wide / torch.sqrt((wide**2).mean(-1, keepdim=True) + 1e-6) * weight.double(),)
 
-        return Draw(run, lambda: (run(), residual), exact)
+        return Draw(lambda: rms_norm(x, weight, 1e-6), lambda: (rms_norm(x, weight, 1e-6),), exact)
 
     @property
     def numbers(self) -> int:
-        return 4 * self.n * self.size
+        return 2 * self.n * self.size
 
 
 @dataclass(frozen=True)
@@ -232,13 +229,13 @@ class Logprobs(Case):
 def nn_cases() -> list[Case]:
     """Of a small and a middling model."""
     if not ON_GPU:
-        return [AddNorm(3, 48), SiluMul(3, 40), TurnAndWrite(5, 4, 2, 8, True), TurnAndWrite(5, 3, 1, 24, False), Logprobs(3, 300)]
+        return [Norm(3, 48), SiluMul(3, 40), TurnAndWrite(5, 4, 2, 8, True), TurnAndWrite(5, 3, 1, 24, False), Logprobs(3, 300)]
     cases: list[Case] = []
     for n in (1, 8, 64, 256, 8192):
         for hidden, inner, heads in ((1024, 3072, 16), (4096, 12_288, 32)):
-            cases += [AddNorm(n, hidden), SiluMul(n, inner), TurnAndWrite(n, heads, 8, 128, True)]
+            cases += [Norm(n, hidden), SiluMul(n, inner), TurnAndWrite(n, heads, 8, 128, True)]
         cases.append(TurnAndWrite(n, 32, 8, 64, False))
-    return cases + [AddNorm(n, 16_384) for n in (1, 2048)] + [Logprobs(n, 151_936) for n in (1, 64)]
+    return cases + [Norm(n, 16_384) for n in (1, 2048)] + [Logprobs(n, 151_936) for n in (1, 64)]
 
 
 # ---- the sampler
@@ -432,7 +429,7 @@ def main() -> None:
     only = parser.parse_args().only
     if not ON_GPU:
         if os.environ.get("TRITON_INTERPRET") != "1" or only != "check":
-            raise SystemExit("no GPU: only `TRITON_INTERPRET=1 python bench/kernels.py --only check` works here")
+            raise SystemExit("no GPU: only `TRITON_INTERPRET=1 python -m bench.kernels --only check` works here")
         from tests.attention import interpreter
 
         interpreter.mend()

@@ -24,7 +24,7 @@ import torch
 
 from bench.driver import Driver, Timeline, poisson, quantiles
 from bench.engines import settings_of
-from bench.limits import Limits, busy_floor_seconds, measure_limits
+from bench.limits import Limits, busy_floor_seconds, measure_limits, require_gpu
 from bench.shapes import SHAPES, write_checkpoint
 from dovetail import LLMEngine
 
@@ -185,6 +185,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    require_gpu()
     settings: dict[str, Any] = {"attention": args.attention, **settings_of(args.set)}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:

@@ -19,26 +19,43 @@ class Limits:
     flop_per_s: float
 
 
-def seconds(run: Callable[[], object], repeat: int = 20) -> float:
+def require_gpu() -> None:
+    """End the program where there is none."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"this measures a GPU, and torch {torch.__version__} sees none")
+
+
+def seconds(run: Callable[[], object], repeat: int = 20, warm_ups: int = 3) -> float:
     """Median device time, after warming up."""
     times = []
-    for turn in range(repeat + 3):
+    for turn in range(repeat + warm_ups):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         run()
         end.record()
         end.synchronize()
-        if turn >= 3:
+        if turn >= warm_ups:
             times.append(begin.elapsed_time(end) / 1e3)
     return statistics.median(times)
 
 
+def sustained_seconds(run: Callable[[], object], for_s: float = 1.0) -> float:
+    """Device time of one run among so many that the clocks have settled."""
+    count = max(1, round(for_s / seconds(run)))
+
+    def all_runs() -> None:
+        for _ in range(count):
+            run()
+
+    return seconds(all_runs, repeat=1, warm_ups=0) / count
+
+
 def measure_limits(shape: Shape) -> Limits:
-    """A copy of 4 GiB, and the best product rate over 8192³ and the model's own shapes; random data."""
+    """A copy of 4 GiB, and the best product rate over 8192³ and the model's own shapes, each kept up for a second; random data."""
     copy, rates = _copy_bytes_per_s(), []
     for m, n, k in [(8192, 8192, 8192), (8192, 2 * shape.intermediate, shape.hidden), (8192, shape.hidden, shape.intermediate)]:
         a, b = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((m, k), (n, k)))
-        rates.append(2 * m * n * k / seconds(lambda a=a, b=b: a @ b.T))
+        rates.append(2 * m * n * k / sustained_seconds(lambda a=a, b=b: a @ b.T))
     return Limits(copy, max(rates))
 
 

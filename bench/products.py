@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from bench.limits import require_gpu
 from bench.shapes import SHAPES, Shape
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.kernels import one_row
@@ -97,8 +98,10 @@ def _randn(*size: int) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", default=["qwen3-0.6b", "qwen3-8b"], choices=SHAPES)
+    args = parser.parse_args()
+    require_gpu()
     with torch.inference_mode():
-        for shape in parser.parse_args().shape:
+        for shape in args.shape:
             for product in products(SHAPES[shape]):
                 work = Work(product)
                 plain, ours = work.seconds(work.torch), work.seconds(work.ours)

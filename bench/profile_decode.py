@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bench.limits import require_gpu
 from bench.shapes import SHAPES, write_checkpoint
 from dovetail import LLMEngine, SamplingParams
 
@@ -52,6 +53,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=800)
     parser.add_argument("--attention", default="triton")
     args = parser.parse_args()
+    require_gpu()
     for rows in args.rows:
         profile_rows(args.shape, rows, args.context, args.attention)
 

@@ -1,6 +1,7 @@
 """Tokens per second of whole workloads on one GPU, as a share of what the memory and the matrix units allow.
 
     python -m bench.throughput --workload nano --attention triton
+    python -m bench.throughput --workload nano --shape llama-3.2-1b
     python -m bench.throughput --workload nano one eight --engine dovetail nano-vllm vllm transformers --json out.json
 
 Random weights in the model's true shape, bfloat16; one warm-up call, then three timed runs with fresh token ids each; detokenization on. The floor
@@ -14,13 +15,14 @@ import gc
 import json
 import statistics
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.engines import ENGINES, Measured, run_engine, settings_of
-from bench.limits import Limits, floor_seconds, measure_limits
+from bench.limits import Limits, floor_seconds, measure_limits, require_gpu
 from bench.shapes import SHAPES, write_checkpoint
 from bench.workloads import WORKLOADS, Workload
 
@@ -30,6 +32,7 @@ def report(name: str, engine: str, work: Workload, measured: Measured, limits: L
     median = statistics.median(measured.seconds)
     row = {
         "workload": name,
+        "shape": work.shape,
         "engine": engine,
         "seconds": measured.seconds,
         "median_s": median,
@@ -53,15 +56,17 @@ def report(name: str, engine: str, work: Workload, measured: Measured, limits: L
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", nargs="+", default=["nano"], choices=WORKLOADS)
+    parser.add_argument("--shape", choices=SHAPES, help="of the model, instead of the workload's own")
     parser.add_argument("--engine", nargs="+", default=["dovetail"], choices=ENGINES)
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
+    require_gpu()
     overrides: dict[str, Any] = {"attention": args.attention, **settings_of(args.set)}
     rows, limits = [], {}
     for name in args.workload:
-        work = WORKLOADS[name]
+        work = WORKLOADS[name] if args.shape is None else replace(WORKLOADS[name], shape=args.shape)
         if work.shape not in limits:
             limits[work.shape] = measure_limits(SHAPES[work.shape])
         with tempfile.TemporaryDirectory() as directory:
