@@ -19,6 +19,7 @@ def flash_attn_2() -> ModuleType:
         softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
     ):  # fmt: skip
         refuse_others(dropout_p, softcap, alibi_slopes, deterministic, return_attn_probs)
+        check_pages(k)
         check_starts(cu_seqlens_k, len(block_table))
         lens = cu_seqlens_k.diff()
         require(max_seqlen_k >= int(lens.max()), "max_seqlen_k is the longest row")
@@ -30,7 +31,7 @@ def flash_attn_2() -> ModuleType:
         num_splits=0, return_softmax_lse=False,
     ):  # fmt: skip
         refuse_others(k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, softcap, alibi_slopes, num_splits, return_softmax_lse)
-        require(k_cache.shape[1] % 256 == 0, "pages are multiples of 256 tokens")
+        check_pages(k_cache)
         return attend_rectangle(q, k_cache, v_cache, cache_seqlens, block_table, softmax_scale, causal, window_size)
 
     return module("flash_attn", flash_attn_varlen_func, flash_attn_with_kvcache)
@@ -69,6 +70,9 @@ def attend_rectangle(q, k, v, lens, table, scale, causal, window):
 def attend_rows(q, k, v, starts, longest, lens, table, scale: float, causal: bool, window: Window):
     """q [tokens, heads, size]; k, v [blocks, block_size, kv_heads, size] -> like q. Bottom-right aligned; a query that sees nothing gets zeros."""
     check_starts(starts, len(table))
+    require(len(table) > 0, "batch size must be positive")
+    require(q.dtype == k.dtype == v.dtype, "query, key and value must have the same dtype")
+    require(q.shape[1] % k.shape[2] == 0, "the number of heads in key and value must divide that in query")
     require(lens.dtype == table.dtype == torch.int32, "lengths and tables are int32")
     require(len(lens) == len(table) and table.stride(-1) == 1, "a length and a table a row")
     require(k.shape == v.shape and k.stride(-1) == v.stride(-1) == q.stride(-1) == 1, "the last dimension is contiguous")
@@ -85,6 +89,10 @@ def attend_rows(q, k, v, starts, longest, lens, table, scale: float, causal: boo
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
         out[begin:end] = torch.einsum("hqk,khd->qhd", weights, values.double()).to(q.dtype)
     return out
+
+
+def check_pages(cache: torch.Tensor) -> None:
+    require(cache.shape[1] % 256 == 0, "pages are multiples of 256 tokens")  # version 3 takes any
 
 
 def check_starts(starts: torch.Tensor, rows: int) -> None:

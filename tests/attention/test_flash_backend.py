@@ -176,8 +176,14 @@ def test_a_package_that_does_not_load_is_told_apart_from_one_that_is_absent(monk
 
     monkeypatch.setattr("dovetail_attention.flash_library.import_module", fail)
     reasons = FlashAttention.reasons_against(AttentionContext("cuda:0", "bfloat16", 256), HEADS_OF_64)
-    assert "importing it failed" in reasons[0]
-    assert "undefined symbol" in reasons[0]
+    assert "importing flash_attn failed: undefined symbol" in reasons[0]
+
+
+def test_a_package_that_is_not_made_for_the_device_is_told_apart_from_one_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, fake_flash.flash_attn_3())
+    monkeypatch.setattr(FlashAttention3, "runs_on", classmethod(lambda cls, device: False))
+    with pytest.raises(ImportError, match="flash_attn_interface isn't made for cpu; install it with: pip install flash-attn"):
+        find_library(CPU)
 
 
 @pytest.mark.parametrize(

@@ -126,19 +126,20 @@ class FlashAttention3(FlashLibrary):
 
 
 def find_library(device: torch.device) -> FlashLibrary:
-    """The newest that is installed and made for the device. Raises `ImportError` that says what to install, or why importing one failed."""
+    """The newest that is installed and made for the device. Raises `ImportError` that says what to install, or why one that is there won't do."""
     failures = []
     for library in (FlashAttention3, FlashAttention2):
         try:
             functions = import_module(library.module)
             if library.runs_on(device):
                 return library(functions)
+            failures.append(f"{library.module} isn't made for {device}")
         except ModuleNotFoundError as error:
             if error.name != library.module:
-                failures.append(f"{library.module}: {error}")
+                failures.append(f"importing {library.module} failed: {error}")
         except (ImportError, OSError) as error:  # built for another torch
-            failures.append(f"{library.module}: {error}")
-    why = f"importing it failed ({'; '.join(failures)})" if failures else "it isn't installed"
+            failures.append(f"importing {library.module} failed: {error}")
+    why = "; ".join(failures) or "it isn't installed"
     raise ImportError(f"it needs FlashAttention, and {why}; install it with: {INSTALL}")
 
 
