@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.errors import ConfigError
-from dovetail_lab.records import RunResult
+from dovetail_lab.records import RunResult, Timeline
 from tests.lab.made_runs import record, rejected, run
 from tests.support import examples
 
@@ -71,6 +71,11 @@ def test_a_damaged_run_is_refused_by_name(tmp_path: Path, damage: Callable[[Any]
     path.write_text(json.dumps(document))
     with pytest.raises(ConfigError, match=rf"run\.json: .*damaged: .*{says}"):
         RunResult.load(path)
+
+
+def test_a_storm_is_a_stretch_in_which_more_was_recomputed_than_computed_anew() -> None:
+    calm, storm = (0.0, 0.1, 0, 1, 4, 1, 1, 0, 2, 0, 9, 1, 0), (0.0, 0.1, 0, 1, 4, 1, 1, 0, 3, 1, 9, 1, 0)
+    assert [Timeline.of_rows(rows).storms(2) for rows in ([], [storm], [storm, calm], [storm, storm], [storm, storm, calm, calm])] == [0, 0, 0, 1, 1]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

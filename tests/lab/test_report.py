@@ -96,12 +96,12 @@ def test_the_page_tells_verdict_conditions_error_notes_settings_and_command(writ
 
 def test_every_figure_is_in_the_page_in_its_colours_and_beside_it(written: Path) -> None:
     drawings = re.findall(r"<svg.*?</svg>", (written / "report.html").read_text(), re.DOTALL)
-    assert len(drawings) == 5
+    assert len(drawings) == 6
     for drawing in drawings:
         ET.fromstring(drawing)
         assert "var(--ink)" in drawing
         assert not re.search("#[0-9a-f]{6}", drawing.replace("#ffffff", ""))
-    for name in ("changes", "latencies", "over-time", "clients", "work"):
+    for name in ("changes", "latencies", "over-time", "clients", "service", "work"):
         assert (written / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -112,6 +112,11 @@ def test_tables_hold_every_request_and_change(written: Path) -> None:
     changes = list(csv.DictReader((written / "comparison.csv").open()))
     assert {(row["metric"], row["statistic"]) for row in changes} >= {("ttft", "p99"), ("output_rate", "")}
     assert float(next(row for row in changes if row["statistic"] == "p99")["change"]) == pytest.approx(-0.3)
+    clients = list(csv.DictReader((written / "clients.csv").open()))
+    assert sum(int(row["requests"]) for row in clients) == 120
+    own = [row for row in requests if (row["policy"], row["client"]) == ("A<1>", "a")]
+    assert float(clients[0]["service"]) == sum(int(row["prompt_tokens"]) + 2 * int(row["output_tokens"]) for row in own)
+    assert float(clients[0]["ttft_mean_s"]) == pytest.approx(np.mean([float(row["ttft_s"]) for row in own]))
     assert (written / "summary.csv").stat().st_size
     assert (written / "timeline.csv").stat().st_size
 
@@ -136,6 +141,11 @@ def test_a_run_in_which_little_happened_has_a_report_too(made: RunResult, says: 
     page = (tmp_path / "report.html").read_text()
     assert says in page
     assert "nan" not in re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL)
+
+
+def test_a_note_says_whose_it_is_unless_all_have_it(written: Path) -> None:
+    page = (written / "report.html").read_text()
+    assert "B &amp; co: a note" in page
 
 
 def test_a_missing_package_is_named_with_the_line_that_installs_it() -> None:

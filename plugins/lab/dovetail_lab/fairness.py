@@ -72,7 +72,7 @@ def service_over_time(work: Sequence[Work], centres_s: Floats, window_s: float) 
 def service_difference(service: ServiceOverTime) -> Floats:
     """[windows] of each window, summed over clients: how far it stays behind the client that got most, as far as it asked for more (or less) than
     it got. Who asks for nothing lags behind nobody."""
-    behind = service.served.max(axis=0) - service.served
+    behind = service.served.max(axis=0, initial=0.0) - service.served
     return np.asarray(np.minimum(behind, np.abs(service.asked - service.served)).sum(axis=0), np.float64)
 
 

@@ -86,6 +86,13 @@ class Timeline:
     def __len__(self) -> int:
         return len(self.time_s)
 
+    def storms(self, steps: int) -> int:
+        """In how many stretches of so many steps more tokens were recomputed after preemptions than computed anew."""
+        starts = np.arange(0, len(self) - steps + 1, steps)
+        again = self.recomputed_tokens
+        anew = self.prefill_tokens + self.decode_tokens - again
+        return sum(int(again[at : at + steps].sum()) > int(anew[at : at + steps].sum()) for at in starts)
+
     @classmethod
     def of_rows(cls, rows: Sequence[tuple[float, ...]]) -> Timeline:
         """From one tuple a step, in the order of the columns."""

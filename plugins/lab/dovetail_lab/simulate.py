@@ -11,7 +11,7 @@ from dovetail import EngineConfig, LLMEngine
 from dovetail.api.clock import VirtualClock
 from dovetail_lab.feeding import Feeder
 from dovetail_lab.recording import Recorder
-from dovetail_lab.records import RequestRecord, RunResult, StepTimes
+from dovetail_lab.records import RequestRecord, RunResult, StepTimes, Timeline
 from dovetail_lab.simulated import SimulatedExecutor
 from dovetail_lab.traces.request import Trace
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dovetail.registry.registry import Registry
 
 SIMULATED = ("simulated", "dovetail:simulated")  # the executor's names
+STORM_STEPS = 1_000  # over which the engine itself watches, too
 LEAD_S = 0.1  # real time between the engine's start and the trace's
 UNREAD_MODEL = "demo"  # a simulation reads no model: any that is always there will do
 
@@ -61,7 +62,7 @@ def replay(
             step_times=StepTimes("measured") if executor is None else executor.profile.as_step_times(),
             requests=recorder.records,
             timeline=recorder.timeline,
-            notes=(*trace.notes, *_notes(recorder.records, feeder.cut, engine.capacity.max_model_len)),
+            notes=(*trace.notes, *_notes(recorder.records, recorder.timeline, feeder.cut, engine.capacity.max_model_len)),
         )
 
 
@@ -112,9 +113,12 @@ def _settings(config: EngineConfig, engine: LLMEngine, simulated: bool) -> dict[
     }
 
 
-def _notes(records: tuple[RequestRecord, ...], cut: int, max_model_len: int) -> Iterator[str]:
-    refused = sum(record.finish_reason == "rejected" and record.first_scheduled_s is None for record in records)
+def _notes(records: tuple[RequestRecord, ...], timeline: Timeline, cut: int, max_model_len: int) -> Iterator[str]:
+    refused = [record for record in records if record.finish_reason == "rejected" and record.first_scheduled_s is None]
     if refused:
-        yield f"{refused} requests were rejected before they ran; the record of each says why"
+        yield f"{len(refused)} requests were rejected before they ran, the first ({refused[0].id}) because {refused[0].stop_reason}"
+    storms = timeline.storms(STORM_STEPS)
+    if storms:
+        yield f"{storms} times {STORM_STEPS:,} steps in a row recomputed more tokens after preemptions than they computed anew"
     if cut:
         yield f"{cut} requests would generate more than max_model_len {max_model_len} has room for, and end there"

@@ -24,7 +24,9 @@ Runs = Mapping[str, Sequence[RunResult]]
 BINS = 400  # of a line over time
 POINTS = 250  # of a distribution's line
 WINDOW_S = 60.0  # for service of clients, as in the VTC paper
+CENTRES = 120  # of such windows
 CLIENTS = 12  # shown by name
+SERVED = 6  # whose service is drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ def work(runs: Runs) -> Drawing | None:
             panel.set_xlim(0, end_s / unit_s)
             panel.set_ylim(bottom=0)
             panel.xaxis.set_major_locator(MaxNLocator(4))
+            panel.yaxis.set_major_locator(MaxNLocator(5, integer=True))
             panel.yaxis.set_major_formatter(FuncFormatter(_thousands))
         name_lines(figure, list(runs))
     return Drawing(
@@ -160,32 +163,71 @@ def clients(runs: Runs) -> Drawing | None:
         return None
     shown = list(shares)[:CLIENTS]
     end_s, unit, unit_s = _time_axis(firsts.values())
+    window_s = _window(end_s)
+    centres = np.linspace(window_s / 2, end_s - window_s / 2, CENTRES)
     with styled():
         figure, (left, right) = make(1, 2, 1.3 + 0.19 * len(shown), width_ratios=(3, 4))
         for index, run in enumerate(firsts.values()):
             waits = _mean_ttft(run, shown)
             left.plot(waits, np.arange(len(shown)) + _nudge(index, len(firsts)), "o", color=color_of(index), markersize=4)
-            if end_s > 2 * WINDOW_S:
-                centres = np.linspace(WINDOW_S / 2, end_s - WINDOW_S / 2, 120)
-                unequal = service_difference(service_over_time(work_of(run), centres, WINDOW_S))
-                right.plot(centres / unit_s, unequal, **line_of(index))
+            right.plot(centres / unit_s, service_difference(service_over_time(work_of(run), centres, window_s)), **line_of(index))
         left.set_yticks(range(len(shown)), [f"{_client(name)}  {100 * shares[name]:.0f} %" for name in shown])
         left.invert_yaxis()
         left.grid(visible=False, axis="y")
-        left.set_title("mean TTFT by client, s", fontweight="normal")
+        left.set_title("mean TTFT by client", fontweight="normal")
+        left.set_xlabel("s")
         left.set_xlim(left=0)
         right.set_title("service that clients lag behind, tokens/s", fontweight="normal")
         right.set_xlabel(f"time, {unit}")
         right.set_ylim(bottom=0)
-        if end_s <= 2 * WINDOW_S:
-            right.set_visible(False)
         name_lines(figure, list(runs))
     caption = "Beside each client its share of the work (input + 2 x output tokens)."
     if len(shares) > len(shown):
         caption += f" The {len(shown)} with most work of {len(shares)}."
-    if right.get_visible():
-        caption += f" Right: over {WINDOW_S:g} s; lower is fairer."
+    caption += f" Right: over windows of {window_s:.3g} s, of the first seed's runs; lower is fairer."
     return Drawing("clients", "Clients", caption, figure)
+
+
+def service(runs: Runs) -> Drawing | None:
+    """What the clients with most work got over time; None for a trace of one client."""
+    firsts = {name: of_policy[0] for name, of_policy in runs.items()}
+    shares = _client_shares(next(iter(firsts.values())))
+    if len(shares) < 2:
+        return None
+    shown = list(shares)[:SERVED]
+    end_s, unit, unit_s = _time_axis(firsts.values())
+    window_s = _window(end_s)
+    centres = np.linspace(window_s / 2, end_s - window_s / 2, CENTRES)
+    columns = min(3, len(shown))
+    rows = math.ceil(len(shown) / columns)
+    with styled():
+        figure, panels = make(rows, columns, 0.6 + 1.6 * rows, sharex=True, sharey=True)
+        for index, run in enumerate(firsts.values()):
+            over_time = service_over_time(work_of(run), centres, window_s)
+            for panel, client in zip(panels, shown, strict=False):
+                if client in over_time.clients:
+                    panel.plot(centres / unit_s, over_time.served[over_time.clients.index(client)], **line_of(index))
+        for panel, client in zip(panels, shown, strict=False):
+            panel.set_title(_client(client), fontweight="normal")
+            panel.set_xlim(0, end_s / unit_s)
+        for panel in panels[len(shown) :]:
+            panel.set_visible(False)
+        panels[0].set_ylim(bottom=0)
+        figure.supxlabel(f"time since the trace began, {unit}", fontsize="medium")
+        figure.supylabel("service, tokens/s", fontsize="medium")
+        name_lines(figure, list(runs))
+    return Drawing(
+        "service",
+        "Service of clients",
+        f"Input + 2 x output tokens a second, each request's spread from its first token to its last; means over {window_s:.3g} s, of the first "
+        f"seed's runs{'' if len(shown) == len(shares) else f'; the {len(shown)} clients with most work of {len(shares)}'}.",
+        figure,
+    )
+
+
+def _window(end_s: float) -> float:
+    """As in the VTC paper, or a tenth of a run that is too short for it."""
+    return min(WINDOW_S, end_s / 10)
 
 
 def _client_shares(run: RunResult) -> dict[str | None, float]:

@@ -56,7 +56,7 @@ def write_report(report: Report, out: Path) -> list[Path]:
 def _drawings(report: Report) -> list[Drawing]:
     runs = report.runs
     changes = None if report.comparison is None else figures.forest(report.comparison)
-    made = (changes, figures.latencies(runs), figures.over_time(runs), figures.clients(runs), figures.work(runs))
+    made = (changes, figures.latencies(runs), figures.over_time(runs), figures.clients(runs), figures.service(runs), figures.work(runs))
     drawings = [drawing for drawing in made if drawing is not None]
     for drawing in drawings:
         lay_out(drawing.figure)
@@ -65,7 +65,12 @@ def _drawings(report: Report) -> list[Drawing]:
 
 def _tables(report: Report) -> dict[str, str]:
     runs = report.runs
-    made = {"requests.csv": tables.requests(runs), "summary.csv": tables.summary(runs), "timeline.csv": tables.timeline(runs)}
+    made = {
+        "requests.csv": tables.requests(runs),
+        "clients.csv": tables.clients(runs),
+        "summary.csv": tables.summary(runs),
+        "timeline.csv": tables.timeline(runs),
+    }
     return made if report.comparison is None else {**made, "comparison.csv": tables.comparison(report.comparison)}
 
 
@@ -82,13 +87,22 @@ def _page(report: Report, drawings: Sequence[Drawing]) -> str:
         columns=_COLUMNS,
         drawings=[(drawing, Markup(svg(drawing.figure, drawing.name))) for drawing in drawings],
         settings={name: json.dumps(run.settings, indent=2, sort_keys=True, ensure_ascii=False) for name, run in first.items()},
-        notes=list(dict.fromkeys(note for runs in report.runs.values() for run in runs for note in run.notes)),
+        notes=_notes(report.runs),
         absent=_absent(report, drawings),
         per_cent=_per_cent,
         share=_share,
         interval=_interval,
         seconds=seconds,
     )
+
+
+def _notes(runs: Mapping[str, Sequence[RunResult]]) -> list[str]:
+    """Each once, with the names of those that have it, unless all do."""
+    names: dict[str, list[str]] = {}
+    for name, of_policy in runs.items():
+        for note in dict.fromkeys(note for run in of_policy for note in run.notes):
+            names.setdefault(note, []).append(name)
+    return [note if len(own) == len(runs) else f"{', '.join(own)}: {note}" for note, own in names.items()]
 
 
 @dataclass(frozen=True, slots=True)

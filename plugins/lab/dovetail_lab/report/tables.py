@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from dovetail_lab.compare import Comparison, Line, Versus
-from dovetail_lab.metrics import PERCENTILES, e2e_s, measure, queue_s, tpot_s, ttft_s
+from dovetail_lab.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT
+from dovetail_lab.metrics import PERCENTILES, e2e_s, measure, per_request, queue_s, tpot_s, ttft_s
 from dovetail_lab.records import RequestRecord, RunResult
 from dovetail_lab.report.figures import BINS, held_means
 
@@ -46,6 +47,23 @@ def requests(runs: Runs) -> str:
             for record in run
         ),
     )
+
+
+def clients(runs: Runs) -> str:
+    """A line a client, policy and seed; `service` is input + 2 x output tokens of its completed requests."""
+    header = ("policy", "seed", "client", "requests", "completed", "prompt_tokens", "output_tokens", "service", "ttft_mean_s", "e2e_mean_s")
+    return _csv(header, (row for name, of_policy in runs.items() for run in of_policy for row in _clients(name, run)))
+
+
+def _clients(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
+    of_client: dict[str | None, list[RequestRecord]] = {}
+    for record in run:
+        of_client.setdefault(record.client, []).append(record)
+    for client, own in sorted(of_client.items(), key=lambda item: item[0] or ""):
+        done = [record for record in own if record.completed]
+        prompt, output = sum(record.prompt_tokens for record in done), sum(record.output_tokens for record in done)
+        means = (float(np.mean(per_request(done, metric))) if done else math.nan for metric in ("ttft", "e2e"))
+        yield name, run.seed, client, len(own), len(done), prompt, output, INPUT_WEIGHT * prompt + OUTPUT_WEIGHT * output, *means
 
 
 def summary(runs: Runs) -> str:
