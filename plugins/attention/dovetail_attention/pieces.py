@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBatch, LayerSpec
+from dovetail.runtime.transfer import to_device
 from dovetail_attention.bags import Bags, bags_work, make_bags
 
 MAX_PIECE_BYTES = 2 << 20  # of gathered K, if more than one row
@@ -202,7 +203,7 @@ class _BatchCutter:
             first = int(self.first_query[rows[0]])
             return Piece(1, longest, longest, slice(first, first + longest), keys, causal=True)
         places = np.minimum(self.first_query[rows][:, None] + np.arange(longest), self.batch.num_tokens - 1)
-        real = None if seen is None else seen.flatten().nonzero().flatten()
+        real = None if seen is None else self._to_device(np.flatnonzero(np.arange(longest) < lens[:, None]))
         return Piece(len(rows), longest, longest, self._to_device(places.ravel()), keys, causal=True, real=real)
 
     def _stretches(self, row: int) -> list[Piece | Bags]:
@@ -249,7 +250,7 @@ class _BatchCutter:
         return self._to_device(places)
 
     def _to_device(self, array: NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return to_device(array, self.device)
 
 
 def _take(tensor: torch.Tensor, where: Where) -> torch.Tensor:
