@@ -136,6 +136,24 @@ def test_a_step_that_fails_names_its_requests_and_ends_the_executor() -> None:
     local.stop()
 
 
+def test_an_error_that_shows_late_names_the_requests_of_its_own_step() -> None:
+    """As those of a GPU do: when the step is waited for, and its rows have been given to others."""
+    local = executor({"num_blocks": 30, "max_in_flight": 2})
+    capacity = local.start()
+    first = local.submit(prefill(capacity, PROMPTS[:2], step=1))
+    others = prefill(capacity, PROMPTS[1:], step=2)
+    added = tuple(replace(new, request_id=f"other-{new.row}") for new in others.added)
+    local.submit(replace(others, removed=others.rows, added=added))
+
+    def lost(*_: Any) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    local._runner._wait = lost  # type: ignore[method-assign, union-attr]
+    with pytest.raises(DovetailError, match=r"step 1 failed: .*device-side assert triggered; requests in it: request-0, request-1$"):
+        local.collect(first)
+    local.stop()
+
+
 def test_steps_run_on_the_executors_own_gpu_whichever_thread_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     local, current = executor(), []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)

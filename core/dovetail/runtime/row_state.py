@@ -37,7 +37,7 @@ class RowState:
         self.computed = np.zeros(max_rows, np.int64)  # tokens whose K and V are there, or enqueued
         self.num_blocks = np.zeros(max_rows, np.int64)
         self.prompt_logprobs = np.full(max_rows, -1, np.int64)  # alternatives asked for, a token; -1: none
-        self.request_ids = [""] * max_rows
+        self.request_ids = [""] * max_rows  # a new list where it changes: a step in flight keeps its own
 
     @property
     def history(self) -> RowHistory:
@@ -98,6 +98,7 @@ class RowState:
         self.known[rows] = [len(new.token_ids) for new in added]
         self.computed[rows] = [new.computed for new in added]
         self.num_blocks[rows] = [len(new.blocks) for new in added]
+        self.request_ids = self.request_ids.copy()
         for new in added:
             self.request_ids[new.row] = new.request_id
             self.host_blocks[new.row, : len(new.blocks)] = new.blocks

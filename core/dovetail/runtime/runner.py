@@ -58,6 +58,7 @@ class PendingStep:
 
     step: int
     rows: NDArray[np.int32]  # [b]
+    request_ids: list[str]  # of each row there is: by the time of `collect` it may be another's
     samples: NDArray[np.bool_]  # [b]
     started: float  # when submitted, in seconds on the engine's clock
     token_ids: HostCopy | None = None  # [n] of the rows that sample
@@ -93,11 +94,12 @@ class Runner:
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingStep:
         """Enqueue a step. Raises `DovetailError` if it doesn't fit what the rows hold."""
-        pending = PendingStep(batch.step, batch.rows, batch.samples, self.clock.now())
-        if self.device.type == "cuda":
-            pending.events = (_timing_event(), _timing_event())
-            pending.events[0].record()
+        started = self.clock.now()
+        events = (_timing_event(), _timing_event()) if self.device.type == "cuda" else None
+        if events is not None:
+            events[0].record()
         self._change_rows(batch)
+        pending = PendingStep(batch.step, batch.rows, self.rows.request_ids, batch.samples, started, events=events)
         if self.graphs is not None and self._is_plain_decode(batch):
             self._replay(self.graphs, batch, pending)
         else:

@@ -91,14 +91,15 @@ class LocalExecutor(Executor):
         try:
             return self._running().submit(batch)
         except Exception as error:
-            raise self._failed(batch.step, error, batch.rows.tolist()) from error
+            names = self._runner.rows.request_ids if self._runner else []
+            raise self._failed(batch.step, error, batch.rows.tolist(), names) from error
 
     def collect(self, handle: PendingStep) -> Result:
         self.check()
         try:
             return self._running().collect(handle)
         except Exception as error:
-            raise self._failed(handle.step, error, handle.rows.tolist()) from error
+            raise self._failed(handle.step, error, handle.rows.tolist(), handle.request_ids) from error
 
     def check(self) -> None:
         if self._failure is not None:
@@ -120,8 +121,7 @@ class LocalExecutor(Executor):
             torch.cuda.set_device(self._runner.device)  # each thread has a current device, and steps may be another's than `start`
         return self._runner
 
-    def _failed(self, step: int, error: Exception, rows: list[int]) -> DovetailError:
-        names = self._runner.rows.request_ids if self._runner else []
+    def _failed(self, step: int, error: Exception, rows: list[int], names: list[str]) -> DovetailError:
         requests = ", ".join(names[row] for row in rows if row < len(names))
         self._failure = DovetailError(f"step {step} failed: {type(error).__name__}: {error}; requests in it: {requests or 'none'}")
         return self._failure
