@@ -1,4 +1,4 @@
-"""Which tile sizes the `triton` kernels use for which shape: tables, measured with `bench/attention.py --tune`; nothing is tuned at run time."""
+"""Which tile sizes the `triton` kernels use for which shape: tables, measured with `bench.attention --tune`; nothing is tuned at run time."""
 
 from __future__ import annotations
 
@@ -49,30 +49,32 @@ class Tilings:
 INTERPRETED = Tilings(lambda shape: DecodeTiling(16, 1, 1, 1), lambda shape: PrefillTiling(32, 32, 1, 1), (64, 1024))
 
 
-# One H200 (device copy: 4.28 TB/s). Decode: 16 heads over 8 kv heads, 256 rows of 100 to 2,000 tokens; prefill: 32 over 8, 16 rows of 8,192 tokens
-# (head size 256: 64 of 1,024); blocks of 16. Beside each choice the next best ones: (keys, warps, stages, programs).
+# One H200 (device copy: 4.28 TB/s), blocks of 16. Beside each choice what it was measured at, and the next best ones.
 #
-# `programs` is how many fit on a multiprocessor (by shared memory: 70 KiB each). One fewer is 1 % quicker with 256 rows, 2 % slower with 64.
+# Decode: 16 heads over 8 kv heads, 256 rows of 100 to 2,000 tokens. `programs` is how many fit on a multiprocessor (by shared memory: 70 KiB each).
+# One fewer is 1 % quicker with 256 rows, 2 % slower with 64.
+_HOPPER_DECODE = {  # bytes of one head's K of a token, at most: (keys, warps, stages, programs)
+    128: DecodeTiling(128, 4, 3, 3),  # 4.08 TB/s; (64, 4, 4, 3) 3.98, (128, 4, 4, 2) 3.83, (256, 8, 3, 2) 2.97
+    256: DecodeTiling(64, 4, 3, 3),  # 4.24 TB/s; (64, 4, 4, 2) 4.22, (32, 4, 4, 3) 4.20, (128, 4, 2, 3) 4.20, (128, 8, 3, 1) 3.9
+    512: DecodeTiling(32, 4, 3, 3),  # 4.34 TB/s; (16, 4, 4, 3) 4.38, (64, 8, 3, 1) 4.19; float32 1.66 TB/s, (16, 4, 4, 3) 0.89
+    1024: DecodeTiling(16, 4, 3, 2),  # not measured
+}
+# Prefill: 32 heads over 8, 16 rows of 8,192 tokens (head size 256: 64 of 1,024).
+_HOPPER_PREFILL = {  # bytes of a number, and head size at most: (queries, keys, warps, stages)
+    # 422 TFLOP/s (head size 64: 385); (128, 128, 8, 3) 424 but 254 of 292 with rows of 1,024, (64, 64, 4, 3) 360, (128, 64, 8, 2) 336
+    (2, 128): PrefillTiling(128, 64, 8, 3),
+    (2, 256): PrefillTiling(128, 64, 8, 2),  # 316 TFLOP/s; (64, 32, 4, 2) 276, (128, 32, 8, 2) 267
+    (4, 64): PrefillTiling(64, 32, 8, 2),
+    (4, 256): PrefillTiling(32, 16, 8, 2),
+}
 
 
 def _hopper_decode(shape: Shape) -> DecodeTiling:
-    row_bytes = shape.head_size * shape.itemsize
-    if row_bytes <= 128:
-        return DecodeTiling(128, 4, 3, 3)  # 4.08 TB/s; (64, 4, 4, 3) 3.98, (128, 4, 4, 2) 3.83, (256, 8, 3, 2) 2.97
-    if row_bytes <= 256:
-        return DecodeTiling(64, 4, 3, 3)  # 4.24 TB/s; (64, 4, 4, 2) 4.22, (32, 4, 4, 3) 4.20, (128, 4, 2, 3) 4.20, (128, 8, 3, 1) 3.9
-    if row_bytes <= 512:
-        return DecodeTiling(32, 4, 3, 3)  # 4.34 TB/s; (16, 4, 4, 3) 4.38, (64, 8, 3, 1) 4.19; float32 1.66 TB/s, (16, 4, 4, 3) 0.89
-    return DecodeTiling(16, 4, 3, 2)
+    return next(tiling for most, tiling in _HOPPER_DECODE.items() if shape.head_size * shape.itemsize <= most)
 
 
 def _hopper_prefill(shape: Shape) -> PrefillTiling:
-    if shape.itemsize == 4:
-        return PrefillTiling(64, 32, 8, 2) if shape.head_size <= 64 else PrefillTiling(32, 16, 8, 2)
-    if shape.head_size <= 128:
-        # 422 TFLOP/s (head size 64: 385); (128, 128, 8, 3) 424 but 254 of 292 with rows of 1,024, (64, 64, 4, 3) 360, (128, 64, 8, 2) 336
-        return PrefillTiling(128, 64, 8, 3)
-    return PrefillTiling(128, 64, 8, 2)  # 316 TFLOP/s; (64, 32, 4, 2) 276, (128, 32, 8, 2) 267
+    return next(tiling for (itemsize, most), tiling in _HOPPER_PREFILL.items() if shape.itemsize == itemsize and shape.head_size <= most)
 
 
 HOPPER = Tilings(_hopper_decode, _hopper_prefill, (4, 1024))
