@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dovetail.errors import ConfigError
-from dovetail_lab.compare import Comparison, compare
+from dovetail_lab.compare import Comparison, Line, compare
 from dovetail_lab.records import RunResult
-from dovetail_lab.statistics import BlockDraws, SeedDraws
+from dovetail_lab.statistics import BlockDraws, Change, SeedDraws
 from tests.lab.made_runs import record, rejected, run, run_of_ttfts
 
 
@@ -47,6 +47,11 @@ def test_the_order_of_the_policies_turns_the_verdict_around() -> None:
     assert "cuts p99 TTFT by 50 %" in forth.verdict
     assert "raises p99 TTFT by 100 %" in back.verdict
     assert (forth.line("ttft", "p99").better, back.line("ttft", "p99").better) == (True, False)
+
+
+def test_an_interval_without_zero_is_never_shown_with_one() -> None:
+    changed = Line("ttft", "p99", Change(1.0, 1.2, 0.2, 0.003, 0.6))
+    assert changed.finding == "raises p99 TTFT by 20.0 % [0.3, 60.0]"
 
 
 def test_many_times_as_long_is_said_as_a_factor() -> None:

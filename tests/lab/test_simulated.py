@@ -199,3 +199,11 @@ def test_same_inputs_give_the_same_bytes_whatever_the_process(tmp_path: Path) ->
     environment = {**os.environ, "PYTHONHASHSEED": "271828"}
     subprocess.run([sys.executable, "-c", _SAVE, str(tmp_path / "there.json")], check=True, env=environment, cwd=Path(__file__).parents[2])
     assert (tmp_path / "here.json").read_bytes() == (tmp_path / "there.json").read_bytes()
+
+
+def test_clients_read_along_and_fcfs_spares_them() -> None:
+    requests = [request(0, prompt=20, output=60), *(request(index, 0.3, prompt=1000, output=2) for index in range(1, 4))]
+    sizes = {"max_num_batched_tokens": 1024, "max_model_len": 2048}
+    stretch = {limit: run(requests, scheduler={"name": "fcfs", "max_stretch": limit}, **sizes).requests[0] for limit in (None, 2.0)}
+    longest = {limit: float(np.diff(record.token_times_s).max()) for limit, record in stretch.items()}
+    assert longest[2.0] < longest[None] / 2

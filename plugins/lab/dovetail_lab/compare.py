@@ -72,6 +72,16 @@ class Line:
     def label(self) -> str:
         return f"{self.statistic} {PAIRED[self.metric]}" if self.metric in PAIRED else RATES[self.metric]
 
+    @property
+    def finding(self) -> str:
+        """ "cuts p99 TTFT by 31 % [27, 35]", or "makes p99 TTFT 3.1 times as much [2.8, 3.4]" where per cents grow unwieldy."""
+        change = self.change
+        if change.relative > 1:
+            return f"makes {self.label} {1 + change.relative:.2g} times as much [{1 + change.low:.2g}, {1 + change.high:.2g}]"
+        verb, low, high = ("cuts", -change.high, -change.low) if change.relative < 0 else ("raises", change.low, change.high)
+        digits = 0 if abs(change.relative) >= 0.1 and min(abs(low), abs(high)) >= 0.005 else 1  # an end that isn't zero mustn't be shown as zero
+        return f"{verb} {self.label} by {100 * abs(change.relative):.{digits}f} % [{100 * low:.{digits}f}, {100 * high:.{digits}f}]"
+
 
 class Sides(NamedTuple):
     """Of the requests that both completed, the shares for which the other is quicker, and slower; the rest are the same. NaN if there are none."""
@@ -104,7 +114,7 @@ class Versus:
         if self.identical:
             return f"{self.other} does what {self.base} does: no measurable difference, every token came at the same time"
         lines = [self.line(*headline) for headline in HEADLINES]
-        found = [_finding(line) for line in lines if line.change.measurable]
+        found = [line.finding for line in lines if line.change.measurable]
         silent = [line.label for line in lines if not line.change.measurable and not math.isnan(line.change.low)]
         unsure = [f"{line.label} {_signed(line.change.relative)}" for line in lines if math.isnan(line.change.low) and line.change.relative]
         parts = [f"{self.other} {', '.join(found)}"] if found else []
@@ -254,16 +264,6 @@ def _alike(a: RunResult, b: RunResult) -> bool:
 def _sides(pairs: Sequence[Pairs]) -> Sides:
     gained = np.concatenate([(pair.a - pair.b)[pair.complete] for pair in pairs])
     return Sides(float((gained > 0).mean()), float((gained < 0).mean())) if len(gained) else Sides(math.nan, math.nan)
-
-
-def _finding(line: Line) -> str:
-    """ "cuts p99 TTFT by 31 % [27, 35]", or "makes p99 TTFT 3.1 times as long [2.8, 3.4]" where per cents grow unwieldy."""
-    change, label = line.change, line.label
-    if change.relative > 1:
-        return f"makes {label} {1 + change.relative:.2g} times as much [{1 + change.low:.2g}, {1 + change.high:.2g}]"
-    verb, low, high = ("cuts", -change.high, -change.low) if change.relative < 0 else ("raises", change.low, change.high)
-    digits = 0 if abs(change.relative) >= 0.1 else 1
-    return f"{verb} {label} by {100 * abs(change.relative):.{digits}f} % [{100 * low:.{digits}f}, {100 * high:.{digits}f}]"
 
 
 def _signed(relative: float) -> str:

@@ -72,8 +72,9 @@ class Feeder:
         return True
 
     def _params(self, request: TraceRequest) -> SamplingParams:
+        """Its client reads along, since what is measured is when each token comes: policies may spare those who do."""
         stop = (STOP_ID,) if self._simulated is not None else ()
-        return SamplingParams(max_tokens=request.limit, ignore_eos=True, detokenize=False, output_kind=OutputKind.FINAL, stop_token_ids=stop)
+        return SamplingParams(max_tokens=request.limit, ignore_eos=True, detokenize=False, output_kind=OutputKind.DELTA, stop_token_ids=stop)
 
 
 def _answer(request: TraceRequest, vocab_size: int) -> NDArray[np.int32]:
