@@ -53,6 +53,7 @@ def test_a_row_gets_the_token_that_it_gets_alone(rows: list[Row], random: Random
     places = random.sample(range(40), len(rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(default, "CPU_CHUNK", chunk)
+        patch.setattr(default, "AT_ONCE", chunk)
         together = tokens(rows, places)
     assert together == [token for row in rows for token in tokens([row])]
 

@@ -28,6 +28,7 @@ from dovetail_samplers.order import first_argmax, on_cpu
 from dovetail_samplers.table import Needs, RowTable
 
 Rows = NDArray[np.int64]  # row numbers, or places in the batch, on the host
+AT_ONCE = 2**24  # numbers of all rows' logits, or of their histories, that rules and penalties work on: each takes some 30 bytes meanwhile
 CPU_CHUNK = 2**17  # logits that the CPU draws from at once: what its cache holds
 
 
@@ -76,10 +77,10 @@ class DefaultSampler(Sampler):
 
     def _change_logits(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows, needs: NDArray[np.uint8]) -> None:
         """Rules and penalties, in place, each for the rows that have it. logits [n, vocab] float32."""
+        most = max(1, AT_ONCE // max(self.context.history.token_ids.shape[1], logits.shape[1]))
         changes = {Needs.RULES: self._apply_rules, Needs.REPETITION: self._penalise_repetition, Needs.FREQUENCY: self._penalise_output}
         for need, change in changes.items():
-            places = np.flatnonzero(needs & need)
-            if len(places):
+            for places in _cut(np.flatnonzero(needs & need), most):
                 at = self._index(places)
                 part = logits[at]
                 change(part, rows[at], host_rows[places])
@@ -176,6 +177,11 @@ def _alike(needs: NDArray[np.uint8], most: int) -> Iterator[tuple[Needs, Rows]]:
     """The places [n] of the batch, in groups that need the same way of drawing, `most` at once."""
     ways = needs & int(Needs.RANDOM | Needs.FILTERS)
     for way in np.unique(ways):
-        places = np.flatnonzero(ways == way)
-        for start in range(0, len(places), most):
-            yield Needs(int(way)), places[start : start + most]
+        for places in _cut(np.flatnonzero(ways == way), most):
+            yield Needs(int(way)), places
+
+
+def _cut(places: Rows, most: int) -> Iterator[Rows]:
+    """In pieces of `most`, and what is left."""
+    for start in range(0, len(places), most):
+        yield places[start : start + most]
