@@ -62,7 +62,7 @@ def test_tokens_are_the_same_with_and_without_graphs_overlap_chunks_and_preempti
     with checkpoint(SMALL) as (directory, _):
         plain = settings_for("triton", overlap=False, cuda_graphs=False, max_model_len=256)
         expected = tokens_of(run(directory, prompts, params, **plain))
-        changed = [{"cuda_graphs": True, "overlap": True}, {"max_num_batched_tokens": 33}]
+        changed = [{"cuda_graphs": True, "overlap": True}, {"max_num_batched_tokens": 33}, {"max_num_batched_tokens": 5}]
         changed += [{"executor": {"name": "local", "device": "cuda", "num_blocks": 20}}, {"attention": "torch"}, {"block_size": 64}]
         for change in changed:
             assert tokens_of(run(directory, prompts, params, **{**plain, "cuda_graphs": True, "overlap": True, **change})) == expected, change
