@@ -66,6 +66,17 @@ def test_the_cap_on_a_batch_s_prompt_tokens_holds_but_not_for_one_alone() -> Non
     assert list(admits([make_request("a", 60), make_request("b", 1)], 999, batch_max_tokens=39).granted) == ["a"]
 
 
+def test_a_prompt_longer_than_the_cap_joins_others_if_memory_is_there() -> None:
+    def joined(free_blocks: int) -> list[str]:
+        options, room = LightLLMOptions(every=1, batch_max_tokens=39), {"free_blocks": free_blocks, "block_size": 1}
+        policy = plan(LightLLM, options=options, running=[make_request("answer", 10, generated=2)], **room).policy
+        running = [make_request("answer", 10, generated=2, max_tokens=20)]
+        return list(plan(policy, running=running, waiting=[make_request("long", 60, max_tokens=9)], **room).granted)
+
+    assert joined(200) == ["long"]
+    assert joined(62) == ["answer"], "both together would not fit to their end"
+
+
 def test_each_client_of_the_batch_takes_its_share_of_the_pool() -> None:
     def waiting(*clients: str) -> list[Request]:
         return [make_request(f"r{i}", 10, max_tokens=10, client=client) for i, client in enumerate(clients)]

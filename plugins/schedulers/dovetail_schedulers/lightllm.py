@@ -52,16 +52,15 @@ class LightLLM(Scheduler):
             self._decoded += 1
 
     def _admit(self, step: Step) -> None:
-        pool, prompt_tokens = self.context.total_blocks * self.context.block_size, 0
-        sizes, clients = list(map(self._size, step.running)), {request.client for request in step.running}
+        pool, cap = self.context.total_blocks * self.context.block_size, self.options.batch_max_tokens or self.context.max_tokens
+        sizes, clients, prompt_tokens = list(map(self._size, step.running)), {request.client for request in step.running}, 0
         for request in step.waiting if self.options.order == "arrival" else self.counters.in_turn(step.waiting):
+            too_many = 0 < prompt_tokens > cap - request.num_tokens  # one alone may have more
             prompt_tokens += request.num_tokens
             sizes.append(self._size(request))
             clients.add(request.client)
             fits = peak_tokens(sizes) < pool - self.options.client_tokens * len(clients) and len(sizes) <= self.context.max_seqs
-            if len(sizes) > 1 and not (fits and prompt_tokens <= (self.options.batch_max_tokens or self.context.max_tokens)):
-                break
-            if not step.grant(request, min_tokens=self.context.max_tokens, reserve=True):
+            if (len(sizes) > 1 and (too_many or not fits)) or not step.grant(request, min_tokens=self.context.max_tokens, reserve=True):
                 break
             self.counters.admitted(request)
         self.counters.still_wait(step.waiting)
