@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bench.shapes import write_weights
 from bench.workloads import Workload
 from dovetail.yaml_source import parse_value
 
@@ -86,8 +87,11 @@ def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any]) -> 
 
 
 def run_nano_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
+    """It has no random weights of its own: where a checkpoint lacks them, it computes with whatever lies in memory."""
     from nanovllm import LLM, SamplingParams
 
+    if not list(directory.glob("*.safetensors")):
+        write_weights(directory)
     begun = time.perf_counter()
     llm = LLM(str(directory), enforce_eager=False, max_model_len=work.longest, max_num_seqs=work.seqs)
     started = time.perf_counter() - begun

@@ -1,11 +1,13 @@
-"""True shapes of models, as checkpoint directories without weights: for `load_format: dummy`, which fills them with random numbers."""
+"""True shapes of models, as checkpoint directories: without weights, for `load_format: dummy`, which fills them with random numbers; or with them."""
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models
 
 
@@ -74,3 +76,16 @@ def write_checkpoint(shape: Shape, directory: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": shape.max_len}))
+
+
+def write_weights(directory: Path) -> float:
+    """Random weights beside the config that lies there, made on the GPU if there is one. Returns their GB."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.bfloat16)  # which draws them
+    model.save_pretrained(directory)
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()  # an engine may look at what is free
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors")) / 1e9

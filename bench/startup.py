@@ -19,10 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench.engines import settings_of
-from bench.shapes import SHAPES, write_checkpoint
+from bench.shapes import SHAPES, write_checkpoint, write_weights
 
 CHILD = """
 import json, sys, time
@@ -38,16 +36,6 @@ with LLMEngine.from_config(json.loads(sys.argv[1]), progress=progress) as engine
     stages["first token"] = time.monotonic()
     print(json.dumps(stages), flush=True)
 """
-
-
-def write_weights(directory: Path) -> float:
-    """Random weights beside the config that lies there, made on the GPU if there is one. Returns their GB."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.bfloat16)  # which draws them
-    model.save_pretrained(directory)
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors")) / 1e9
 
 
 def first_token(directory: Path, settings: dict[str, Any], kernels: Path) -> dict[str, float]:

@@ -81,9 +81,12 @@ def test_vllm_gets_random_weights_the_lengths_and_room_for_all_requests(monkeypa
     check_asked(VLLM, lambda prompts: [prompt["prompt_token_ids"] for prompt in prompts])
 
 
-def test_nano_vllm_gets_the_lengths_and_room_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nano_vllm_gets_weights_the_lengths_and_room_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "nanovllm", NanoVLLM)
+    filled: list[Path] = []
+    monkeypatch.setattr(engines, "write_weights", filled.append)
     engines.run_nano_vllm(WORK, DIRECTORY, {})
+    assert filled == [DIRECTORY]
     assert NanoVLLM.made == {"model": str(DIRECTORY), "enforce_eager": False, "max_model_len": 9, "max_num_seqs": 2}
     assert NanoVLLM.asked[-1] == "exit"
     check_asked(NanoVLLM, lambda prompts: prompts)
