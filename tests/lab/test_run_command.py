@@ -26,6 +26,11 @@ def test_a_run_prints_its_figures_and_keeps_every_request(engine: Path, tmp_path
         assert text in output
 
 
+def test_goodput_counts_the_requests_that_keep_their_limits(engine: Path) -> None:
+    assert "goodput 0 requests/s: 0.0% of all requests" in lab("run", engine, "--trace", WORKLOAD, "--goodput", "ttft<1e-9")
+    assert "100.0% of all requests met the objectives" in lab("run", engine, "--trace", WORKLOAD, "--goodput", "ttft<99,tpot<9000ms,e2e<=99s")
+
+
 def test_the_same_command_writes_the_same_bytes(engine: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
         lab("run", engine, "--trace", WORKLOAD, "--out", tmp_path / name)
@@ -52,6 +57,11 @@ def test_an_engine_for_a_gpu_is_simulated_with_the_step_times_that_are_named(tmp
         (("--trace", WORKLOAD, "--set", "max_num_sqs=3"), "max_num_seqs"),
         (("--trace", WORKLOAD, "--set", "executor.core_s=-1"), "core_s"),
         (("--trace", WORKLOAD, "--real"), "--real"),
+        (("--trace", WORKLOAD, "--goodput", "ttft"), "expected METRIC<SECONDS, like ttft<0.5"),
+        (("--trace", WORKLOAD, "--goodput", "tftt<1"), "unknown metric 'tftt', did you mean ttft?"),
+        (("--trace", WORKLOAD, "--goodput", "ttft<1,ttft<2"), "ttft is limited twice"),
+        (("--trace", WORKLOAD, "--goodput", "ttft<0"), "the limit must be more than 0"),
+        (("--trace", WORKLOAD, "--goodput", "ttft<1e"), "'1e' is no number"),
     ],
 )
 def test_bad_input_says_what_is_wrong(engine: Path, arguments: tuple[str, ...], says: str) -> None:

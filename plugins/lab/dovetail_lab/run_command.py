@@ -34,6 +34,9 @@ def run(
     engine: Engine,
     trace: TraceName,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help=f"Where to write {RUN_FILE}: every request and every step.")] = None,
+    goodput: Annotated[
+        str | None, typer.Option("--goodput", metavar="METRIC<LIMIT,…", help='Count the requests that keep limits: "ttft<0.5,tpot<50ms".')
+    ] = None,
     scale_rate: ScaleRate = None,
     slice: Slice = None,
     arrivals: Arrivals = None,
@@ -47,6 +50,9 @@ def run(
     real: Real = False,
 ) -> None:
     """Replay a trace through an engine."""
+    from dovetail_lab.slo import parse_goodput
+
+    slo = None if goodput is None else parse_goodput(goodput)
     config = open_engine(engine, settings, step_time=step_time, real=real)
     workload = open_trace(
         trace,
@@ -66,7 +72,7 @@ def run(
 
     with progress_bar(workload.name) as progress:
         result = replay(config, workload, name=Path(engine).stem, seed=seed, progress=progress)
-    print_summary(result)
+    print_summary(result, slo)
     if out is not None:
         result.save(out / RUN_FILE)
         typer.echo(f"written: {out / RUN_FILE}")

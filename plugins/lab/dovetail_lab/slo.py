@@ -18,14 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.errors import ConfigError
-from dovetail_lab.metrics import PER_REQUEST, itl_s, per_request
+from dovetail_lab.metrics import PER_REQUEST, Slo, itl_s, per_request
 from dovetail_lab.records import RequestRecord, RunResult
 
 Floats = NDArray[np.float64]
 
 METRICS = (*PER_REQUEST, "itl")
-_OBJECTIVE = re.compile(r"(?P<metric>[a-z0-9]+)_(?P<statistic>mean|p\d+(\.\d+)?)\s*<=?\s*(?P<limit>[0-9.eE+-]+)\s*(?P<unit>ms|s)?")
+_LIMIT = r"\s*<=?\s*(?P<limit>[0-9.eE+-]+)\s*(?P<unit>ms|s)?"
+_OBJECTIVE = re.compile(r"(?P<metric>[a-z0-9]+)_(?P<statistic>mean|p\d+(\.\d+)?)" + _LIMIT)
 _SHAPE = "expected METRIC_STATISTIC<SECONDS, like ttft_p99<0.5 or tpot_mean<50ms"
+_OF_REQUEST = re.compile(r"(?P<metric>[a-z0-9]+)" + _LIMIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,16 +126,38 @@ def _objective(text: str) -> Objective:
     metric, statistic = match["metric"], match["statistic"]
     if metric not in METRICS:
         raise ConfigError(f"--slo: {text!r}: unknown metric {metric!r}{_suggest(metric, METRICS)}")
-    try:
-        limit = float(match["limit"]) * (1e-3 if match["unit"] == "ms" else 1.0)
-    except ValueError:
-        raise ConfigError(f"--slo: {text!r}: {match['limit']!r} is no number; {_SHAPE}") from None
-    if not 0 < limit < math.inf:
-        raise ConfigError(f"--slo: {text!r}: the limit must be more than 0")
+    limit = _limit(match, f"--slo: {text!r}")
     q = None if statistic == "mean" else float(statistic[1:]) / 100
     if q is not None and not 0 < q < 1:
         raise ConfigError(f"--slo: {text!r}: a percentile must be between 0 and 100, exclusive")
     return Objective(metric, q, limit)
+
+
+def parse_goodput(text: str) -> Slo:
+    """`ttft<0.5,tpot<50ms`: what each request must keep to count as good. Raises `ConfigError`."""
+    limits: dict[str, float] = {}
+    for part in map(str.strip, text.split(",")):
+        match = _OF_REQUEST.fullmatch(part)
+        if match is None:
+            raise ConfigError(f"--goodput: {part!r}: expected METRIC<SECONDS, like ttft<0.5 or tpot<50ms")
+        field = f"{match['metric']}_s"
+        if field not in Slo.__slots__:
+            raise ConfigError(f"--goodput: {part!r}: unknown metric {match['metric']!r}{_suggest(match['metric'], ('ttft', 'tpot', 'e2e'))}")
+        if field in limits:
+            raise ConfigError(f"--goodput: {match['metric']} is limited twice")
+        limits[field] = _limit(match, f"--goodput: {part!r}")
+    return Slo(**limits)
+
+
+def _limit(match: re.Match[str], where: str) -> float:
+    """In seconds."""
+    try:
+        limit = float(match["limit"]) * (1e-3 if match["unit"] == "ms" else 1.0)
+    except ValueError:
+        raise ConfigError(f"{where}: {match['limit']!r} is no number") from None
+    if not 0 < limit < math.inf:
+        raise ConfigError(f"{where}: the limit must be more than 0")
+    return limit
 
 
 def _suggest(wrong: str, valid: Iterable[str]) -> str:

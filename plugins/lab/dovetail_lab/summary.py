@@ -7,14 +7,15 @@ import math
 from rich.console import Console
 from rich.table import Table
 
-from dovetail_lab.metrics import PERCENTILES, RunMetrics, measure
+from dovetail_lab.metrics import PERCENTILES, RunMetrics, Slo, measure
 from dovetail_lab.records import RunResult, StepTimes
 
 TITLES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL (pooled)", "e2e": "E2E", "queue": "queue"}
 
 
-def print_summary(result: RunResult) -> None:
-    metrics = measure(result)
+def print_summary(result: RunResult, slo: Slo | None = None) -> None:
+    """`slo`: what a request must keep to count towards the goodput; None: nothing is said of it."""
+    metrics = measure(result, slo)
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{result.name}: scheduler {result.settings['scheduler']}, {result.trace}, seed {result.seed}")
     console.print(_latencies(metrics))
@@ -34,12 +35,15 @@ def _latencies(metrics: RunMetrics) -> Table:
 
 def _counts(metrics: RunMetrics) -> tuple[str, ...]:
     share = metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0
-    return (
+    lines = (
         f"{metrics.completed} of {metrics.requests} requests completed in {metrics.duration_s:.1f} s"
         f" ({metrics.rejected} rejected, {metrics.failed} failed); device busy {metrics.device_share:.0%}",
         f"{metrics.request_rate:.3g} requests/s, {metrics.output_rate:.5g} output tokens/s, {metrics.total_rate:.5g} tokens/s in all",
         f"{share:.1%} of prompt tokens found in the prefix cache; {metrics.preemptions} preemptions, {metrics.recomputed_tokens} tokens recomputed",
     )
+    if metrics.goodput is None:
+        return lines
+    return (*lines, f"goodput {metrics.goodput:.3g} requests/s: {metrics.attainment:.1%} of all requests met the objectives")
 
 
 def conditions(result: RunResult) -> str:
