@@ -44,3 +44,13 @@ class SchedulerStalled(DovetailError):
 
 class EngineDeadError(DovetailError):
     """The engine stopped after an error (its cause, `__cause__`) and takes no more work."""
+
+
+def describe(error: BaseException) -> str:
+    """Its type and its text. Also of an error that somebody else has written, whose `__str__` may raise."""
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except BaseException as another:
+        text = f"(its text can't be had: {type(another).__name__})"
+    return f"{name}: {text}" if text else name

@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint
 from typing import Literal
 
 from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec
+from dovetail.errors import describe
 
 BUILT_IN = "dovetail"  # the distribution whose plugins are the built-ins
 
@@ -64,8 +65,7 @@ class PluginFailure:
     @property
     def reason(self) -> str:
         """One line."""
-        text = " ".join(str(self.error).split())
-        return f"{type(self.error).__name__}: {text}" if text else type(self.error).__name__
+        return " ".join(describe(self.error).split())
 
     def __str__(self) -> str:
         return f"{self.origin} failed ({self.phase}): {self.reason}"

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from dovetail import api
 from dovetail.api.component import API_VERSIONS, CommandSpec, ComponentSpec, Kind, NoOptions
-from dovetail.errors import DovetailError, MissingExtraError, PluginError
+from dovetail.errors import DovetailError, MissingExtraError, PluginError, describe
 from dovetail.registry.plugin import PluginOrigin
 from dovetail.registry.requirements import missing_requirements, pip_line
 from dovetail.where import Where, explain
@@ -125,7 +125,7 @@ class ResolvedComponent:
         except DovetailError:
             raise
         except Exception as error:
-            raise self._wrong(f"making it failed: {_describe(error)}") from error
+            raise self._wrong(f"making it failed: {describe(error)}") from error
 
     def request_extra(self) -> type[BaseModel] | None:
         """The model of what requests may carry for this distribution, or None. Raises `PluginError` if it can't be imported."""
@@ -168,11 +168,7 @@ def _import(target: str, wrong: Any) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too
-        raise wrong(f"importing {target} failed: {_describe(error)}") from error
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise wrong(f"importing {target} failed: {describe(error)}") from error
 
 
 def _version(text: str) -> tuple[int, int]:
