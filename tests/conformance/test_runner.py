@@ -47,9 +47,28 @@ def test_a_component_that_always_ends_the_process_is_given_up(component: type) -
     assert sum("it didn't run: checks before it ended the process" in message for message in messages) == len(messages) - 3 > 0
 
 
-@pytest.mark.parametrize("component", [unruly.ExitsPolitely, unruly.Raises])
+@pytest.mark.parametrize("component", [unruly.ExitsPolitely, unruly.Raises, unruly.RaisesWithoutWords])
 def test_what_a_component_raises_fails_the_check(component: type) -> None:
     assert CHECK in [finding.id for finding in run("observer", component).findings]
+
+
+@pytest.mark.parametrize("component", [unruly.WritesToAnyFile, unruly.ForksItself])
+def test_a_component_that_meddles_with_its_process_has_a_verdict(component: type) -> None:
+    verdict = run("observer", component, time_limit_s=60)
+    assert component.__name__ in verdict.component
+    assert verdict.expected >= verdict.passed > 5
+
+
+def test_no_component_can_say_that_a_required_check_is_not_wanted() -> None:
+    verdict = run("observer", unruly.SaysThatItIsAbsent)
+    assert "the check broke off: Absent: anything isn't declared\n  in __init__ (unruly.py:" in verdict.findings[0].message
+    assert (verdict.conformant, verdict.expected) == (False, 13)
+
+
+def test_what_is_not_text_is_told_too(site: Site) -> None:  # noqa: F811
+    site.install("dovetail-mute", modules={"mute": components('kind="observer", name="mute", target="tests.conformance.unruly:RaisesNoText"')})
+    done = CliRunner().invoke(app, ["plugins", "test", "observer", "mute"])
+    assert "ValueError: no text: \\udcff" in done.stdout
 
 
 def test_what_a_component_prints_is_not_in_the_json(site: Site) -> None:  # noqa: F811
@@ -65,6 +84,20 @@ def test_a_component_that_cannot_be_imported_has_a_verdict(site: Site) -> None: 
     assert done.exit_code == 1
     assert "importing nowhere.at_all:Gone failed" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("NOT CONFORMANT observer api=0.1, 0/0")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("raise SystemExit(0)", "dovetail-gone/main 1.0 failed (import): SystemExit: 0"),
+        (components('kind="observer", name="gone", target="nowhere:Gone", api="7.0"'), "written for observer api 7.0"),
+    ],
+)
+def test_a_component_whose_plugin_is_to_blame_has_a_verdict(site: Site, source: str, message: str) -> None:  # noqa: F811
+    site.install("dovetail-gone", modules={"gone": source})
+    verdict = run("observer", "gone")
+    assert not verdict.conformant
+    assert message in verdict.findings[0].message
 
 
 def test_wrong_words_are_errors_and_no_verdict() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 
 from dovetail.api.observer import EngineStopped, Observer
+from dovetail.testing.checks import Absent
 
 
 class Unruly(Observer):
@@ -35,6 +37,38 @@ class ExitsPolitely(Unruly):
 class Raises(Unruly):
     def misbehave(self) -> None:
         raise RuntimeError("on purpose")
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words for it")
+
+
+class RaisesWithoutWords(Unruly):
+    def misbehave(self) -> None:
+        raise Wordless
+
+
+class WritesToAnyFile(Unruly):
+    def misbehave(self) -> None:
+        for file in range(3, 64):
+            with suppress(OSError):
+                os.write(file, b'\xff\n{"event": "ended"\n[]\n')
+
+
+class ForksItself(Unruly):
+    def misbehave(self) -> None:
+        os.fork()
+
+
+class SaysThatItIsAbsent(Observer):
+    def __init__(self, *args: object) -> None:
+        raise Absent("anything")
+
+
+class RaisesNoText(Observer):
+    def __init__(self, *args: object) -> None:
+        raise ValueError("no text: \udcff")
 
 
 class Prints(Unruly):

@@ -26,7 +26,8 @@ def run_suite(
     from dovetail.testing.runner import run
 
     verdict = run(kind, name, parse_options(options), time_limit_s=time_limit_s)  # type: ignore[arg-type]
-    typer.echo(json.dumps(verdict.to_json(), indent=2) if as_json else "\n".join(verdict.report()))
+    text = json.dumps(verdict.to_json(), indent=2) if as_json else "\n".join(verdict.report())
+    typer.echo(text.encode(errors="backslashreplace").decode())  # what a component has said need not be text
     if not verdict.conformant:
         raise typer.Exit(1)
 

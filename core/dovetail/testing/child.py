@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import sys
 from collections.abc import Generator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -19,11 +21,14 @@ from typing import IO, Any
 import pytest
 
 from dovetail.api.component import Kind
-from dovetail.errors import ConfigError, DovetailError, PluginError
+from dovetail.errors import ConfigError, DovetailError, PluginError, describe
+from dovetail.testing import frames
+from dovetail.testing.binding import installed
 
 COMMAND = "import sys; from dovetail.testing.child import main; main(sys.argv[1])"
 MODULE = "from dovetail.testing.child import generated_suite\n\nTestComponent = generated_suite({job!r})\n"
-PYTEST = ["-q", "-p", "dovetail.testing.pytest_plugin", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--noconftest", "--tb=no", "-c"]
+PYTEST = ["-p", "dovetail.testing.pytest_plugin", "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--noconftest", "-c"]
+LARGEST_FILE = 2**28  # bytes that it may write to one file: one that never stops printing doesn't fill the disk
 REGULAR = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
@@ -69,6 +74,7 @@ def main(job_path: str) -> None:
     """Run the checks of a job that aren't done."""
     job = Job.read(job_path)
     sys.path[:] = job.path
+    _limit_files()
     with job.trace.open("w") as trace, job.ledger.open("a", buffering=1) as file:
         ledger = Ledger(job, file, trace)
         ledger.limit()
@@ -81,6 +87,14 @@ def main(job_path: str) -> None:
         if code not in REGULAR:  # interrupted, perhaps by the component
             sys.exit(f"pytest was ended: {code!r}")
         ledger.tell("ended")
+
+
+def _limit_files() -> None:
+    with suppress(ImportError):  # not a Unix
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, most))  # to write more is an OSError
 
 
 def generated_suite(job_path: str) -> Any:
@@ -108,8 +122,11 @@ class Ledger:
 
     def __init__(self, job: Job, file: IO[str], trace: IO[str]) -> None:
         self.job, self.file, self.trace = job, file, trace
+        self.process = os.getpid()
 
     def tell(self, event: str, **values: Any) -> None:
+        if os.getpid() != self.process:
+            os._exit(1)  # a component has forked this process, and the copy came back
         self.file.write(json.dumps({"event": event, **values}) + "\n")
 
     def limit(self) -> None:
@@ -120,11 +137,12 @@ class Ledger:
         """Load the component, so that one that can't be loaded is told once, and not by every check."""
         try:
             suite = generated_suite(job_path)()
-            misuse = None if self.job.is_class else _misuse(suite)
+            misuse = None if self.job.is_class else _misuse(suite, self.job)
             if misuse is None:
                 _ = suite.component_class
         except BaseException as error:  # SystemExit too
-            self.tell("broken", message=f"{type(error).__name__}: {error}")
+            message = str(error) if isinstance(error, DovetailError) else describe(error) + frames.of_error(error)
+            self.tell("broken", message=message)
             return False
         if misuse is not None:
             self.tell("misused", error=type(misuse).__name__, message=str(misuse))
@@ -147,11 +165,16 @@ class Ledger:
         return result
 
 
-def _misuse(suite: Any) -> DovetailError | None:
-    """Why nobody could test that: there is no such component, or it has no such options. That its options are broken, a check will say."""
+def _misuse(suite: Any, job: Job) -> DovetailError | None:
+    """Why nobody could test that: there is no such component, or it has no such options. That its options are broken, a check will say.
+    Raises `PluginError` if a plugin is to blame: one that failed may have offered it, or it was written for another version of the api."""
     try:
         resolved = suite.resolved
     except PluginError as error:
+        registry = installed(tuple(sys.path))
+        offered = [c for c in registry.components(job.kind) if job.component in (c.spec.name, c.qualified_name)]
+        if len(offered) == 1 or (registry.failures and not offered):
+            raise
         return error
     try:
         resolved.validate_options()

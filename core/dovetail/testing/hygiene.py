@@ -10,6 +10,7 @@ import pickle
 from pydantic import ValidationError
 
 from dovetail import api
+from dovetail.errors import describe
 from dovetail.registry.resolved import BASE_CLASSES
 from dovetail.testing.binding import Binding
 from dovetail.testing.checks import check, fail, require
@@ -85,7 +86,7 @@ class Hygiene(Binding):
         try:
             again = pickle.loads(pickle.dumps(options))
         except Exception as error:
-            fail(f"{options!r} can't be pickled: {type(error).__name__}: {error}")
+            fail(f"{options!r} can't be pickled: {describe(error)}")
         require(type(again) is type(options) and again == options, f"pickling turned {options!r} into {again!r}")
 
     @check("hygiene.spawn", since="0.1")

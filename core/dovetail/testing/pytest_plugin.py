@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from dovetail.testing.checks import Check
     from dovetail.testing.ledger import Expected, Outcome, Verdict
 
 _EXPECTED = "dovetail_expected"  # of a pytest-xdist worker's output
@@ -61,7 +62,7 @@ class SuiteWatch:
         uneventful = call.when != "call" and report.passed
         if check is None or uneventful or node not in self.expected or item.name != check.attribute:
             return report
-        outcome = _outcome(report, call, tuple(getattr(item.instance, "notes", ())))
+        outcome = _outcome(check, report, call, tuple(getattr(item.instance, "notes", ())))
         report.dovetail = {"node": node, "id": check.id, "outcome": asdict(outcome)}
         if outcome.status in ("absent", "untried"):
             report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {outcome.message}")
@@ -110,16 +111,14 @@ class SuiteWatch:
                 terminalreporter.write_line(line, green=verdict.conformant, red=not verdict.conformant)
 
 
-def _outcome(report: Any, call: Any, notes: tuple[str, ...]) -> Outcome:
-    """What a report says of the check itself."""
+def _outcome(check: Check, report: Any, call: Any, notes: tuple[str, ...]) -> Outcome:
+    """What a report says of the check itself. Only a check that is tied to a capability can be absent or untried, whoever says so."""
     from dovetail.testing.checks import Absent, Untried
     from dovetail.testing.ledger import Outcome
 
     error = call.excinfo.value if call.excinfo is not None else None
-    if isinstance(error, Absent):
-        return Outcome("absent", str(error), capability=error.capability)
-    if isinstance(error, Untried):
-        return Outcome("untried", str(error), capability=error.capability)
+    if isinstance(error, Absent | Untried) and error.capability == check.capability:
+        return Outcome("absent" if isinstance(error, Absent) else "untried", str(error), capability=error.capability)
     if hasattr(report, "wasxfail"):
         return Outcome("skipped", "it is marked as expected to fail; a waiver says why, `waivers = {id: Waiver(reason, url)}`")
     if report.skipped:
@@ -131,8 +130,12 @@ def _outcome(report: Any, call: Any, notes: tuple[str, ...]) -> Outcome:
 
 
 def _message(error: BaseException | None) -> str:
-    """The error in words, with what hypothesis says of the example that raised it."""
+    """What the check says, with the example that showed it; of any other error, that it broke the check off, and where."""
+    from dovetail.errors import describe
+    from dovetail.testing import frames
+    from dovetail.testing.checks import CheckFailed
+
     if error is None:
         return "failed"
-    text = str(error) if type(error).__name__ == "CheckFailed" else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, CheckFailed) else f"the check broke off: {describe(error)}{frames.of_error(error)}"
     return "\n".join([text, *getattr(error, "__notes__", ())])

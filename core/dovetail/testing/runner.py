@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import IO, Any
 
 from dovetail.api.component import API_VERSIONS, KINDS, Kind
 from dovetail.errors import ConfigError, DovetailError, PluginError
+from dovetail.testing import frames
 from dovetail.testing.checks import Waiver
 from dovetail.testing.child import COMMAND, Job
 from dovetail.testing.ledger import Expected, Finding, Outcome, Verdict, judge
@@ -29,8 +29,7 @@ MAX_DEATHS = 3  # of the process; after them the remaining checks are given up
 GRACE_S = 10.0  # that a process gets to end itself after its time limit
 POLL_S = 0.02
 LOADING = "loading"  # in place of a check's id
-FRAMES = 6  # of a traceback that are shown
-OUTPUT_LINES = 5
+OUTPUT_LINES, OUTPUT_BYTES = 5, 4_000  # of what it said at last that are shown
 
 
 def run(
@@ -94,7 +93,7 @@ class _Run:
         output, environ = Path(job.folder, "output.txt"), {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
         environ["PYTHONPATH"] = os.pathsep.join(job.path)
         job.ledger.write_text("")
-        with output.open("wb") as sink, job.ledger.open() as ledger:
+        with output.open("wb") as sink, job.ledger.open(errors="replace") as ledger:
             process = subprocess.Popen(
                 [sys.executable, "-c", COMMAND, str(path)], env=environ, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
             )
@@ -104,11 +103,10 @@ class _Run:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # and what it has started
                 process.wait()
-        trace = job.trace.read_text() if job.trace.exists() else ""
-        if hung or trace:
-            return f"it hung, and was ended after {job.time_limit_s:g} s{_innermost(trace)}"
-        said = output.read_text(errors="replace").splitlines()[-OUTPUT_LINES:]
-        return "\n  ".join([f"it ended the process, with exit code {process.returncode}", *said])
+        trace = job.trace.read_text(errors="replace") if job.trace.exists() else ""
+        if hung or "Timeout" in trace:
+            return f"it hung, and was ended after {job.time_limit_s:g} s{frames.of_dump(trace)}"
+        return "\n  ".join([f"it ended the process, {_exit(process.returncode)}", *_last_words(output)])
 
     def _follow(self, process: subprocess.Popen[bytes], ledger: IO[str]) -> bool:
         """Read the ledger until the process has ended, or is so late that it can't even end itself: True."""
@@ -118,7 +116,7 @@ class _Run:
             if text := ledger.read():
                 *lines, unread = (unread + text).split("\n")
                 for line in lines:
-                    self._heed(json.loads(line))
+                    self._heed(_event(line))
                 begun = time.monotonic()
             if over or self.ended:
                 return False
@@ -127,7 +125,7 @@ class _Run:
             time.sleep(POLL_S)
 
     def _heed(self, told: dict[str, Any]) -> None:
-        match told["event"]:
+        match told.get("event"):
             case "expected":
                 self.expected = Expected.from_json(told["expected"])
             case "started":
@@ -142,7 +140,22 @@ class _Run:
                 self.broken = told["message"]
 
 
-def _innermost(trace: str) -> str:
-    """The innermost frames of the main thread, which `faulthandler` writes last."""
-    frames = re.findall(r'File "(?:.*/)?(.+?)", line (\d+) in (.+)', trace.strip().split("\n\n")[-1])
-    return "".join(f"\n  in {function} ({file}:{line})" for file, line, function in frames[:FRAMES])
+def _event(line: str) -> dict[str, Any]:
+    """Empty, if it isn't one: a component can write to any file that is open."""
+    with suppress(ValueError):
+        told = json.loads(line)
+        if isinstance(told, dict):
+            return told
+    return {}
+
+
+def _exit(code: int) -> str:
+    if code >= 0:
+        return f"with exit code {code}"
+    return f"by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"by signal {-code}"
+
+
+def _last_words(output: Path) -> list[str]:
+    with output.open("rb") as file:
+        file.seek(max(0, output.stat().st_size - OUTPUT_BYTES))
+        return file.read().decode(errors="replace").splitlines()[-OUTPUT_LINES:]

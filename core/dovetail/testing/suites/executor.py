@@ -24,7 +24,7 @@ from dovetail.api.clock import Clock, VirtualClock, WallClock
 from dovetail.api.executor import Capacity, Executor, ExecutorContext, HostLogprobs
 from dovetail.api.kv_cache import BlockCopy
 from dovetail.config import EngineConfig
-from dovetail.errors import DovetailError
+from dovetail.errors import DovetailError, describe
 from dovetail.parts import find_parts
 from dovetail.registry.models import resolve_model
 from dovetail.testing.binding import installed
@@ -97,7 +97,7 @@ class ExecutorSuite(Suite):
         except DovetailError:
             pass
         except Exception as error:
-            fail(f"start of a model that isn't there raised {type(error).__name__}: {error}")
+            fail(f"start of a model that isn't there raised {describe(error)}")
         finally:
             _stop(executor, "after a start that failed")
 
@@ -476,14 +476,14 @@ def _stop(executor: Executor, when: str) -> None:
     try:
         executor.stop()
     except Exception as error:
-        fail(f"stop() {when} raised {type(error).__name__}: {error}")
+        fail(f"stop() {when} raised {describe(error)}")
 
 
 def _quiet(executor: Executor, when: str) -> None:
     try:
         executor.check()
     except Exception as error:
-        fail(f"check() {when} raised {type(error).__name__}: {error}")
+        fail(f"check() {when} raised {describe(error)}")
 
 
 def _same(bench: Bench, name: str, expected: list[int], how: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.api.kv_cache import KVCacheManager, KVContext, KVGroup, KVLayout
+from dovetail.errors import describe
 from dovetail.request import Request, SamplingParams
 from dovetail.testing.checks import CheckFailed
 
@@ -281,7 +282,7 @@ class KVWorld:
             member = getattr(manager, name)
             return member(*arguments) if callable(member) else member
         except Exception as error:
-            self._broken("lawful", f"{name}{arguments} is a lawful call and raised {type(error).__name__}: {error}")
+            self._broken("lawful", f"{name}{arguments} is a lawful call and raised {describe(error)}")
 
     def _lookup(self, row: Row) -> int:
         """What it finds, judged."""
@@ -380,7 +381,7 @@ class KVWorld:
         try:
             self.kv.check_integrity()
         except Exception as error:
-            self._broken("integrity", f"check_integrity raised {type(error).__name__}: {error}, after lawful calls alone")
+            self._broken("integrity", f"check_integrity raised {describe(error)}, after lawful calls alone")
         running = [row for row in self.live if row.table]
         for group in (running[:1], running[:2], running):
             self._check_sharing(group, [row for row in running if row not in group])

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from dovetail.api.model import ModelArch, ModelContext, ParallelGroup
+from dovetail.errors import describe
 from dovetail.runtime.weights import load_weights
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
@@ -220,7 +221,7 @@ class ModelSuite(Suite):
         try:
             load_weights(bench.model, folder)
         except Exception as error:
-            fail(f"a checkpoint of {_told(config)} can't be loaded: {type(error).__name__}: {error}")
+            fail(f"a checkpoint of {_told(config)} can't be loaded: {describe(error)}")
         return bench
 
     @check("model.tied", since="0.1")
