@@ -70,6 +70,22 @@ class PlainAttention(TorchAttention):
         self.batch = batch
 
 
+@mutant(caught_by="attention.values")
+class LeavesOutRowsBeyondATile(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def rows(self) -> Iterator[tuple[int, slice, int]]:
+            yield from (row for row in super().rows() if row[0] < 64)
+
+
+@mutant(caught_by="attention.values")
+class ForgetsWhatIsLongAgo(PlainAttention):
+    """Sees as many tokens as its buffer for scores holds."""
+
+    class layer(PlainLayer):  # noqa: N801
+        def seen(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return super().seen(at, key) & (key > at - 4096)
+
+
 @mutant(caught_by="attention.causal")
 class SeesOneTokenTooFar(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
@@ -144,6 +160,42 @@ class HeadsTakeTurnsAtKVHeads(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def kv_head(self) -> torch.Tensor:
             return torch.arange(self.spec.heads) % self.spec.kv_heads
+
+
+@mutant(caught_by="attention.window")
+class WindowOneTooWideForDecodes(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def seen(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            before = super().seen(at, key)
+            return before | (key == at - self.spec.window) if self.spec.window and len(at) == 1 else before
+
+
+@mutant(caught_by="attention.window")
+class AlwaysSeesTheFirstToken(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def seen(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return super().seen(at, key) | (key == 0)
+
+
+@mutant(caught_by="attention.gqa")
+class LargeGroupsReadTheFirstHead(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def kv_head(self) -> torch.Tensor:
+            return super().kv_head() * (self.spec.heads <= 16 * self.spec.kv_heads)
+
+
+@mutant(caught_by="attention.gqa")
+class InterleavesManyKVHeads(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def kv_head(self) -> torch.Tensor:
+            return super().kv_head() if self.spec.kv_heads < 4 else torch.arange(self.spec.heads) % self.spec.kv_heads
+
+
+@mutant(caught_by="attention.scale")
+class UsualScaleWithAWindow(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def scale(self) -> float:
+            return self.spec.head_size**-0.5 if self.spec.window else self.spec.scale
 
 
 @mutant(caught_by="attention.block_table")
@@ -298,6 +350,15 @@ class CopiesTheFirstLayerAlone(TorchAttention):
         layers, self._layers = self._layers, self._layers[:1]
         super().copy_blocks(src, dst)
         self._layers = layers
+
+
+@mutant(caught_by="attention.copies")
+class CopiesVAlone(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor, block_size: int) -> None:
+            k = self._k.clone()
+            super().copy_blocks(src, dst, block_size)
+            self._k = k
 
 
 @mutant(caught_by="attention.memory")

@@ -295,6 +295,13 @@ class UncommitsWhatOthersComputed(PrefixCache):
         super().uncommit(request, upto)
 
 
+@mutant(caught_by="kv_cache.reuse")
+class CutsTokenIdsTo16Bits(PrefixCache):
+    def _chain(self, request: Request) -> HashChain:
+        tokens = [token & 0xFFFF for token in (*request.prompt_token_ids, *request.output_token_ids)]
+        return HashChain(Request(request.id, tokens, request.params, max_tokens=1, cache_keys=request.cache_keys), self._block_size, 0)
+
+
 @mutant(caught_by="kv_cache.reset")
 class ResetForgetsCachedBlocksAlone(PrefixCache):
     def reset(self) -> None:
@@ -310,6 +317,17 @@ class PublishesAfterAReset(PrefixCache):
         self._pool.forget()
         for table in self._tables.values():
             table.num_committed = table.num_found = 0
+
+
+@mutant(caught_by="kv_cache.reset")
+class ForksForgetTheReset(PrefixCache):
+    """A sample publishes what it computes, though what it has from its parent was disowned."""
+
+    def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
+        allocation = super().fork(parent, child, num_tokens)
+        if allocation is not None:
+            self._tables[child.id].publishes = True
+        return allocation
 
 
 # Forks and windows
@@ -343,6 +361,19 @@ class CopiesTheWrongWay(PrefixCache):
         return [BlockCopy(copy.dst, copy.src) for copy in super().take_copies()]
 
 
+@mutant(caught_by="kv_cache.private")
+class TellsACopyAgain(PrefixCache):
+    def take_copies(self) -> Sequence[BlockCopy]:
+        return list(self._copies)
+
+
+@mutant(caught_by="kv_cache.fork_copies")
+class ForgetsCopiesAtAReset(PrefixCache):
+    def reset(self) -> None:
+        super().reset()
+        self._copies.clear()
+
+
 @mutant(caught_by="kv_cache.failed_fork")
 class SharesBeforeItLooksForABlock(PrefixCache):
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
@@ -362,3 +393,9 @@ class TrimsABlockStillNeeded(PrefixCache):
 @mutant(caught_by="kv_cache.trim")
 class NeverTrims(PrefixCache):
     def trim(self, request: Request, first_needed_token: int) -> None: ...
+
+
+@mutant(caught_by="kv_cache.trim")
+class TrimsOneTokenLate(PrefixCache):
+    def trim(self, request: Request, first_needed_token: int) -> None:
+        super().trim(request, max(0, first_needed_token - 1))

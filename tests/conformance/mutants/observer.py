@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import random
+import signal
 import threading
+import warnings
 
 from pydantic import BaseModel
 
 from dovetail.api.observer import (
+    EngineStarted,
     EngineStopped,
     Observer,
     ObserverCapabilities,
@@ -86,6 +91,30 @@ class SeedsForEverybody(Observer):
 
     def on_arrived(self, event: RequestArrived) -> None:
         random.seed(0)
+
+
+@mutant(caught_by="observer.process_untouched")
+class TurnsGarbageCollectionOff(Observer):
+    def on_started(self, event: EngineStarted) -> None:
+        gc.disable()
+
+
+@mutant(caught_by="observer.process_untouched")
+class ConfiguresLoggingForAll(Observer):
+    def on_started(self, event: EngineStarted) -> None:
+        logging.getLogger().setLevel(logging.DEBUG)
+
+
+@mutant(caught_by="observer.process_untouched")
+class SilencesWarnings(Observer):
+    def on_started(self, event: EngineStarted) -> None:
+        warnings.filterwarnings("ignore", message="from this observer")
+
+
+@mutant(caught_by="observer.process_untouched")
+class HandlesASignal(Observer):
+    def on_started(self, event: EngineStarted) -> None:
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)
 
 
 @mutant(caught_by="observer.leaves_nothing")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dovetail.api.sampler import RowHistory, RowSampling, SampledTokens, SamplerCapabilities, TopLogprobs
+from dovetail.nn.logprobs import top_logprobs
 from dovetail.testing.checks import Untried
 from dovetail_samplers.default import DefaultSampler
 from dovetail_samplers.device_rows import draw_plain
@@ -99,6 +100,12 @@ class KeepsOneLessThanK(Misread):
         return replace(sampling, top_k=max(1, sampling.top_k - 1) if sampling.top_k else 0)
 
 
+@mutant(caught_by="sampler.top_k")
+class KeepsNoMoreThanAHundred(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, top_k=min(sampling.top_k, 100))
+
+
 class CutsProbabilities(DefaultSampler):
     """Does the filters by itself, on sorted probabilities."""
 
@@ -126,6 +133,12 @@ class LeavesOutTheTokenThatCrossesP(CutsProbabilities):
         kept = probabilities.cumsum(-1) < sampling.top_p
         kept[0] = True
         return kept | (sampling.top_p == 1)
+
+
+@mutant(caught_by="sampler.top_p")
+class RoundsPToBfloat16(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, top_p=float(torch.tensor(sampling.top_p).bfloat16()))
 
 
 @mutant(caught_by="sampler.min_p")
@@ -169,6 +182,16 @@ class NoiseInHalfPrecision(DefaultSampler):
         return (weights / -torch.log1p(-uniform)).argmax(-1)
 
 
+@mutant(caught_by="sampler.large_vocabulary")
+class NoiseBeginsAgain(DefaultSampler):
+    """Ids are cut to 16 bits where noise is made."""
+
+    def prepare(self, max_rows: int) -> None:
+        super().prepare(max_rows)
+        hashes = self._device_rows.hashes
+        self._device_rows.hashes = hashes[torch.arange(len(hashes)) % 2**16]
+
+
 @mutant(caught_by="sampler.extremes")
 class ForbidsByALargeNumber(DefaultSampler):
     """-inf becomes -100, which a high temperature makes as likely as anything."""
@@ -202,6 +225,12 @@ class GivesABiasToTheNextToken(Misread):
         return replace(sampling, logit_bias=tuple(((token + 1) % 12, value) for token, value in sampling.logit_bias))
 
 
+@mutant(caught_by="sampler.logit_bias")
+class KeepsEightBiases(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, logit_bias=sampling.logit_bias[:8])
+
+
 @mutant(caught_by="sampler.allowed_token_ids")
 class ForgetsTheLastAllowedToken(Misread):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
@@ -209,10 +238,29 @@ class ForgetsTheLastAllowedToken(Misread):
         return replace(sampling, allowed_token_ids=allowed and (allowed[:-1] or allowed))
 
 
+@mutant(caught_by="sampler.allowed_token_ids")
+class KeepsSixteenAllowedTokens(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        allowed = sampling.allowed_token_ids
+        return sampling if allowed is None else replace(sampling, allowed_token_ids=allowed[:16])
+
+
 @mutant(caught_by="sampler.bad_words")
 class BansTheLastTokenAlways(Misread):
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
         return replace(sampling, bad_words=tuple(word[-1:] for word in sampling.bad_words))
+
+
+@mutant(caught_by="sampler.bad_words")
+class KeepsFourBadWords(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, bad_words=sampling.bad_words[:4])
+
+
+@mutant(caught_by="sampler.bad_words")
+class LooksAtThreeTokensOfAWord(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, bad_words=tuple(word[-3:] for word in sampling.bad_words))
 
 
 @mutant(caught_by="sampler.min_tokens")
@@ -225,6 +273,12 @@ class StopsOneTokenEarly(Misread):
 class CountsThePromptTowardsMinTokens(WithHistory):
     def told(self, history: RowHistory) -> RowHistory:
         return replace(history, prompt_lens=torch.zeros_like(history.prompt_lens))
+
+
+@mutant(caught_by="sampler.min_tokens")
+class KeepsFourStopTokens(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, stop_token_ids=sampling.stop_token_ids[:4])
 
 
 @mutant(caught_by="sampler.bans_lifted")
@@ -262,6 +316,14 @@ class CountsPresence(Misread):
 
     def read(self, row: int, sampling: RowSampling) -> RowSampling:
         return replace(sampling, presence_penalty=sampling.frequency_penalty, frequency_penalty=sampling.presence_penalty)
+
+
+@mutant(caught_by="sampler.presence_penalty")
+class LooksBackEightTokens(WithHistory):
+    """Penalties forget what was generated longer ago."""
+
+    def told(self, history: RowHistory) -> RowHistory:
+        return replace(history, prompt_lens=torch.maximum(history.prompt_lens, history.num_tokens - 8))
 
 
 @mutant(caught_by="sampler.frequency_penalty")
@@ -303,6 +365,29 @@ class SharesNoiseAcrossPositions(WithHistory):
 class CountsPositionsFromThePrompt(WithHistory):
     def told(self, history: RowHistory) -> RowHistory:
         return replace(history, prompt_lens=torch.zeros_like(history.prompt_lens))
+
+
+@mutant(caught_by="sampler.seed")
+class TakesSeedsForFloats(Misread):
+    """Large neighbouring seeds become one."""
+
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, seed=int(float(sampling.seed)))
+
+
+@mutant(caught_by="sampler.seed")
+class DropsTheSign(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, seed=sampling.seed % 2**63)
+
+
+@mutant(caught_by="sampler.seed")
+class PositionsBeginAgain(WithHistory):
+    """The noise of the 1,024th token is that of the first."""
+
+    def told(self, history: RowHistory) -> RowHistory:
+        positions = (history.num_tokens - history.prompt_lens) % 1024
+        return replace(history, num_tokens=history.prompt_lens + positions)
 
 
 @mutant(caught_by="sampler.row")
@@ -387,6 +472,39 @@ class RanksFromZero(DefaultSampler):
     def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
         result = super().sample(logits, rows, host_rows)
         return replace(result, logprobs=result.logprobs and replace(result.logprobs, ranks=result.logprobs.ranks - 1))
+
+
+@mutant(caught_by="sampler.logprobs")
+class RanksBehindItsEquals(DefaultSampler):
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits, rows, host_rows)
+        if result.logprobs is None:
+            return result
+        ranks = (logits >= logits.gather(1, result.token_ids[:, None])).sum(-1)
+        return replace(result, logprobs=replace(result.logprobs, ranks=ranks))
+
+
+@mutant(caught_by="sampler.logprobs")
+class NeverMoreThanFiveLogprobs(DefaultSampler):
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        result = super().sample(logits, rows, host_rows)
+        if result.logprobs is None:
+            return result
+        ids, logprobs = result.logprobs.token_ids[:, :6], result.logprobs.logprobs[:, :6]
+        return replace(result, logprobs=replace(result.logprobs, token_ids=ids, logprobs=logprobs))
+
+
+@mutant(caught_by="sampler.logprobs")
+class LogprobsOfWhatTopKLeft(DefaultSampler):
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        cut = logits.clone()
+        for place, top_k in enumerate(self._table.top_k[host_rows].tolist()):
+            if top_k < logits.shape[1]:
+                cut[place][logits[place] < logits[place].topk(top_k).values[-1]] = -torch.inf
+        result = super().sample(logits, rows, host_rows)
+        if result.logprobs is None:
+            return result
+        return SampledTokens(result.token_ids, top_logprobs(cut, result.token_ids, result.logprobs.token_ids.shape[1] - 1))
 
 
 @mutant(caught_by="sampler.logprobs_harmless")

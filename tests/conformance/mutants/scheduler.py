@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
@@ -158,6 +158,24 @@ class ForgetsOnlyWhoWasServed(Remembers):
             self.seen.remove(request)
 
 
+@mutant(caught_by="scheduler.forgets")
+class RemembersInAClosure(Plain):
+    def __init__(self, options: BaseModel, context: Context) -> None:
+        super().__init__(options, context)
+        self.later: list[Callable[[], Request]] = []
+
+    def on_arrival(self, request: Request) -> None:
+        self.later.append(lambda: request)
+
+
+@mutant(caught_by="scheduler.forgets")
+class RemembersInItsClass(Plain):
+    seen: ClassVar[list[Request]] = []
+
+    def on_arrival(self, request: Request) -> None:
+        self.seen.append(request)
+
+
 # Promises
 
 
@@ -219,6 +237,20 @@ class ShortestFirst(Plain):
         serve(step, sorted(step.waiting, key=lambda request: request.prompt_tokens))
 
 
+@mutant(caught_by="scheduler.no_starvation")
+class SamplesComeLast(Plain):
+    def schedule(self, step: Step) -> None:
+        serve(step, sorted(step.waiting, key=lambda request: request.parent is not None))
+
+
+@mutant(caught_by="scheduler.no_starvation")
+class ThePreemptedComeLast(Plain):
+    """As if they had arrived when they were evicted, and behind all who come after that too."""
+
+    def schedule(self, step: Step) -> None:
+        serve(step, sorted(step.waiting, key=lambda request: request.preemptions > 0))
+
+
 @mutant(caught_by="scheduler.no_idling")
 class AdmitsOneAStep(Plain):
     def schedule(self, step: Step) -> None:
@@ -231,6 +263,15 @@ class WaitsForTheWholeBatch(Plain):
 
     def schedule(self, step: Step) -> None:
         serve(step, () if step.running else step.waiting)
+
+
+@mutant(caught_by="scheduler.no_idling")
+class KeepsASeatFree(Plain):
+    def schedule(self, step: Step) -> None:
+        serve(step, ())
+        for request in step.waiting:
+            if (step.seqs_left <= 1 and step.running) or not step.grant(request):
+                break
 
 
 @mutant(caught_by="scheduler.no_rejection")
@@ -260,6 +301,12 @@ class EvictsTheOldest(FCFS):
         for request in step.waiting:
             if not step.grant(request):
                 break
+
+
+@mutant(caught_by="scheduler.order")
+class PutsThePreemptedAtTheBack(FCFS):
+    def schedule(self, step: Step) -> None:
+        serve(step, sorted(step.waiting, key=lambda request: request.preemptions > 0))
 
 
 @mutant(caught_by="scheduler.recompute")

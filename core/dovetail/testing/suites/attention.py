@@ -27,6 +27,8 @@ SOME_HEAD_SIZES = (4, 8, 20, 64, 80, 128, 256)  # tried where any is declared
 SOME_BLOCK_SIZES = (1, 3, 8, 16, 64, 256)
 COPIES = ((), ((0, 1),), ((0, 1), (1, 2), (2, 3)), ((0, 1), (1, 0)), ((0, 1), (2, 1), (1, 3)), ((3, 0), (0, 3), (2, 0), (0, 1)))  # (from, to)
 LONG = 1200  # tokens: enough for sums in half precision to go astray
+LONGER = 4500  # tokens: more than a kernel takes in one part
+MANY_ROWS = 70
 
 
 class AttentionSuite(Suite):
@@ -113,6 +115,9 @@ class AttentionSuite(Suite):
             assert_as_defined(self.bench(replace(case, device=self.place, dtype=self.tried_dtypes()[0])))
 
         each()
+        # what a kernel with tiles of rows, or parts of a row, can get wrong
+        assert_as_defined(self.bench(self.case((3,) * MANY_ROWS, (1, 2) * (MANY_ROWS // 2), heads=2, kv_heads=1)))
+        assert_as_defined(self.bench(self.case((LONGER, LONGER), (1, 3), heads=2, kv_heads=1)))
 
     @check("attention.causal", since="0.1")
     def test_a_query_sees_the_tokens_up_to_its_own(self) -> None:
@@ -130,8 +135,8 @@ class AttentionSuite(Suite):
 
     @check("attention.gqa", since="0.1")
     def test_heads_share_kv_heads_in_groups_that_follow_each_other(self) -> None:
-        """Head h reads kv head h // (heads // kv_heads), for any ratio: 1, odd, larger than a tile."""
-        for heads, kv_heads in ((2, 2), (3, 1), (6, 2), (7, 1), (9, 3), (16, 1)):
+        """Head h reads kv head h // (heads // kv_heads), for any ratio: 1, odd, larger than a tile; and for any number of kv heads."""
+        for heads, kv_heads in ((2, 2), (3, 1), (6, 2), (7, 1), (9, 3), (16, 1), (12, 4), (5, 5), (40, 2)):
             case = self.case((0, 20), (9, 1), heads=heads, kv_heads=kv_heads)
             bench = self.bench(case)
             for row in bench.v[0]:
@@ -147,9 +152,10 @@ class AttentionSuite(Suite):
 
     @check("attention.scale", since="0.1")
     def test_scores_are_scaled_by_what_the_layer_says(self) -> None:
-        """`LayerSpec.scale` multiplies q·k; 1 / sqrt(head_size) is only the usual value of it."""
+        """`LayerSpec.scale` multiplies q·k, in a layer with a window too; 1 / sqrt(head_size) is only the usual value of it."""
+        windows = (None, 12) if self.claims.window else (None,)
         for scale in (0.02, 1.0):
-            assert_as_defined(self.bench(self.case((0, 20), (30, 1), scale=scale)))
+            assert_as_defined(self.bench(self.case((0, 20), (30, 1), scale=scale, windows=windows)))
 
     @check("attention.huge_scores", since="0.1")
     def test_huge_scores_overflow_nothing(self) -> None:
@@ -258,20 +264,20 @@ class AttentionSuite(Suite):
 
     @check("attention.copies", since="0.1")
     def test_copies_of_blocks_run_as_if_one_after_the_other(self) -> None:
-        """`copy_blocks` may name a block twice, and copy what an earlier pair has written; all layers take part."""
-
+        """`copy_blocks` may name a block twice, and copy what an earlier pair has written; all layers take part, with K and V."""
+        size = self.claims.default_block_size()
         for pairs in COPIES:
-            size = self.claims.default_block_size()
             bench = self.bench(self.case((0,), (4 * size,), windows=(None, None), spare_blocks=0))
-            bench.write_pool(torch.arange(4.0).repeat_interleave(size)[:, None, None].expand(4 * size, bench.case.kv_heads, bench.case.head_size))
+            number_blocks(bench)
             blocks = list(range(4))
             for src, dst in pairs:
                 blocks[dst] = blocks[src]
             sources, targets = (torch.tensor([pair[i] for pair in pairs], dtype=torch.int64, device=self.place) for i in range(2))
             bench.backend.copy_blocks(sources, targets)
             for index, layer in enumerate(bench.layers):
-                found = held_by_blocks(bench, layer)
-                require(found == blocks, f"after the copies {pairs} (from, to), layer {index} holds the blocks {found}, expected {blocks}")
+                for what, found in numbers_of_blocks(bench, layer).items():
+                    told = f"after the copies {pairs} (from, to), layer {index} holds {what} of the blocks {found}, expected {blocks}"
+                    require(found == [block % size if what == "K" else block for block in blocks], told)
 
     @check("attention.memory", since="0.1")
     def test_blocks_take_the_memory_that_bytes_per_block_says(self) -> None:
@@ -419,12 +425,21 @@ def assert_sees(bench: Bench) -> None:
             )
 
 
-def held_by_blocks(bench: Bench, layer: Any) -> list[int]:
-    """The number that each block of the pool holds, as attention reads it."""
+def number_blocks(bench: Bench) -> None:
+    """Give each block of the pool its number (below 8): its K makes a query look at the token of that number, its V tells it and the token's."""
+    case, size = bench.case, bench.case.block_size
+    block, token = torch.arange(case.num_blocks).repeat_interleave(size), torch.arange(size).repeat(case.num_blocks)
+    k, v = 30.0 * (token == block % size), 8.0 * block + token
+    bench.write_pool(*(values[:, None, None].expand(-1, case.kv_heads, case.head_size) for values in (k, v)))
+
+
+def numbers_of_blocks(bench: Bench, layer: Any) -> dict[str, list[int]]:
+    """The numbers that the K and the V of each block hold, as attention reads them; -1 where it reads NaN."""
     count, size = bench.case.num_blocks, bench.case.block_size
     bench.plan_rows(np.arange(count, dtype=np.int32)[:, None], np.ones(count, np.int64), np.full(count, size))
-    q = torch.zeros((count, bench.case.heads, bench.case.head_size), dtype=bench.case.torch_dtype, device=bench.case.device)
-    return [round(value) if value == value else -1 for value in layer.attend(q).double().cpu().mean((1, 2)).tolist()]
+    q = torch.ones((count, bench.case.heads, bench.case.head_size), dtype=bench.case.torch_dtype, device=bench.case.device)
+    values = [round(value) for value in layer.attend(q).double().cpu().mean((1, 2)).nan_to_num(-1).tolist()]
+    return {"K": [value % 8 if value >= 0 else -1 for value in values], "V": [value // 8 for value in values]}
 
 
 def share_prefix(bench: Bench, blocks: int) -> None:

@@ -118,17 +118,17 @@ class Bench:
             table[row, :size] = labels[end - size : end]
         return table
 
-    def poison(self, value: float = torch.nan) -> None:
-        """`value` in every slot of the pool."""
-        self.write_pool(torch.full((self.case.num_blocks * self.case.block_size, self.case.kv_heads, self.case.head_size), value))
+    def poison(self) -> None:
+        """NaN in every slot of the pool."""
+        nan = torch.full((self.case.num_blocks * self.case.block_size, self.case.kv_heads, self.case.head_size), torch.nan)
+        self.write_pool(nan, nan)
 
-    def write_pool(self, values: torch.Tensor) -> None:
-        """K and V of every slot of the pool, in every layer: [slots, kv_heads, head_size]."""
-        count = np.array([len(values)])
+    def write_pool(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """K and V of every slot of the pool, in every layer: [slots, kv_heads, head_size] each."""
+        count = np.array([len(k)])
         self.plan_rows(np.arange(self.case.num_blocks, dtype=np.int32)[None], count, count)
-        on_device = values.to(dtype=self.case.torch_dtype, device=self.case.device)
         for layer in self.layers:
-            layer.write(on_device, on_device)
+            layer.write(*(values.to(dtype=self.case.torch_dtype, device=self.case.device) for values in (k, v)))
 
     def plan_rows(self, table: NDArray[np.int32], queries: NDArray[np.int64], lens: NDArray[np.int64], padding: int = 0, shared: int = 0) -> None:
         """Plan a step of rows with these block tables, that compute their last `queries` of `lens` tokens."""

@@ -19,6 +19,7 @@ from dovetail.testing.suite import Suite
 from dovetail.testing.suites.kv_model import Broken, KVWorld, Shape, generate, make_request
 from dovetail.testing.suites.kv_scripts import BLOCK_SIZES, draw_script, draw_shape, shortest
 
+TOKEN_BITS = 31  # of a token id that count
 SCRIPTS = 250  # drawn a manager; of about 30 acts each
 KEYS: tuple[tuple[str, ...], ...] = ((), ("a",), ("b",), ("a", "b"), ("b", "a"), ("ab",), ("a", ""), ("a", "", "b"))
 
@@ -152,6 +153,12 @@ class KVCacheSuite(Suite):
                     other = make_request("other", [*tokens[:same], *[-1] * (len(tokens) - same), 7])
                     self._finds(kv, other, same // block_size * block_size, f"whose first {same} tokens were computed")
                 self._finds(kv, make_request("again", tokens), 2 * block_size, "all of whose tokens were computed")
+        kv = self._manager(4)
+        _compute(kv, make_request("first", range(4)))
+        for bit in range(TOKEN_BITS):
+            self._finds(
+                kv, make_request("other", [0, 1, 2, 3 ^ 1 << bit, 7]), 0, f"with a token id that differs from the computed one in bit {bit} alone"
+            )
         self._explore("reuse")
 
     @check("kv_cache.same_step", since="0.1", capability="reuse")
@@ -237,10 +244,23 @@ class KVCacheSuite(Suite):
             generate(running, [7])
             _compute(kv, running)
             self._finds(kv, other, 0, "whose prefix was held at a reset and committed again after it")
+            sample = self._forked(kv, running) if self.capabilities.fork else tokens
             kv.free(running)
             self._finds(kv, other, 0, "whose prefix was held at a reset and freed after it")
             _compute(kv, make_request("anew", tokens))
             self._finds(kv, other, 2 * block_size, "whose prefix was computed anew after a reset")
+            again = make_request("again", [*sample, 7])
+            self._finds(kv, again, 2 * block_size, "of which a sample, forked after a reset from a request that was held at it, computed more")
+
+    def _forked(self, kv: KVCacheManager, parent: Request) -> list[int]:
+        """The tokens of a sample that was forked, computed a block more and ended."""
+        sample = make_request("sample", parent.prompt_token_ids)
+        require(kv.fork(parent, sample, parent.prompt_tokens - 1) is not None, "fork answered None, with blocks available")
+        kv.take_copies()
+        generate(sample, range(50, 51 + kv.context.layout.block_size))
+        _compute(kv, sample)
+        kv.free(sample)
+        return [*sample.prompt_token_ids, *sample.output_token_ids]
 
     # Forks and windows
 

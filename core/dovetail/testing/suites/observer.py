@@ -6,12 +6,15 @@ the same run without the observer. Needs no torch.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
 import signal
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from dovetail.api.component import NoOptions
 from dovetail.api.observer import EngineStarted, Observer, ObserverCapabilities, ObserverContext
 from dovetail.api.scheduler import Claims, Context, Scheduler, Step
 from dovetail.engine.observers import ObserverHub
+from dovetail.errors import describe
 from dovetail.testing.checks import check, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.footprint import Footprint, temporary_folder
@@ -48,6 +52,17 @@ class ObserverSuite(Suite):
     """Runs with preemptions, rejects, aborts, samples of one prompt and late arrivals; with nothing to do; and one that an error ends."""
 
     kind = "observer"
+
+    # First, since what an observer changes for the whole process it can't change again.
+    @check("observer.process_untouched", since="0.1")
+    def test_what_belongs_to_the_whole_process_is_left_alone(self) -> None:
+        """The observer changed what others in this process rely on: the seeds of `random` or numpy, the environment, the working directory, the
+        import path, standard output, signal handlers, exception hooks, warnings, garbage collection, or the root of all loggers. An observer is a
+        guest in a server; it may do with a logger of its own as it likes."""
+        before = _process()
+        self._play(BUSY)
+        for name, value in _process().items():
+            require(value == before[name], f"{name} isn't what it was before the run")
 
     @check("observer.no_effect", since="0.1")
     def test_an_observer_changes_nothing(self) -> None:
@@ -87,15 +102,6 @@ class ObserverSuite(Suite):
         for request in world.requests:
             changed = {name: getattr(request, name) for name, value in world.given[request].items() if getattr(request, name) != value}
             require(not changed, f"{request} has now {changed}")
-
-    @check("observer.process_untouched", since="0.1")
-    def test_what_belongs_to_the_whole_process_is_left_alone(self) -> None:
-        """The observer changed what others in this process rely on: the seeds of `random` or numpy, the environment, the working directory, standard
-        output, signal handlers, or whether logging is disabled. An observer is a guest in a server."""
-        before = _process()
-        self._play(BUSY)
-        for name, value in _process().items():
-            require(value == before[name], f"{name} isn't what it was before the run")
 
     @check("observer.leaves_nothing", since="0.1")
     def test_nothing_is_left_behind(self) -> None:
@@ -138,7 +144,7 @@ class Spy(Observer):
             try:
                 getattr(self.observer, method)(event)
             except BaseException as error:
-                self.raised.append(f"{method} raised {type(error).__name__}: {error}")
+                self.raised.append(f"{method} raised {describe(error)}")
                 raise RuntimeError(self.raised[-1]) from error
             finally:
                 self.own_s += time.perf_counter() - begun
@@ -201,6 +207,11 @@ def _process() -> dict[str, object]:
         "os.environ": dict(os.environ),
         "the working directory": Path.cwd(),
         "sys.stdout or sys.stderr": (sys.stdout, sys.stderr),
-        "the handler of SIGINT or SIGTERM": (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)),
-        "logging.disable": logging.root.manager.disable,
+        "sys.path": list(sys.path),
+        "sys.excepthook or threading.excepthook": (sys.excepthook, threading.excepthook),
+        "the recursion limit": sys.getrecursionlimit(),
+        "a signal handler": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "the garbage collector": (gc.isenabled(), gc.get_threshold()),
+        "warnings.filters": list(warnings.filters),
+        "the root logger": (logging.root.level, list(logging.root.handlers), logging.root.manager.disable),
     }

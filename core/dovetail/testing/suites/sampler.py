@@ -6,7 +6,7 @@ alone (a joint test hides an off-by-one), at a level of 1e-5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from dovetail.testing.checks import Untried, check, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.sampler_bench import Bench, Row, draws
 from dovetail.testing.suites.sampler_oracle import changed_logits, distribution, p_value
+from dovetail.testing.suites.sampler_rows import MANY, SMALL, SORTS, VOCAB, mixed_rows, random_rows, rows_of_many, some_tokens
 
 ALPHA = 1e-5  # a right sampler fails a chi-square test once in so many
 DRAWS = 5_000  # for a chi-square test, where it is known which tokens may come
@@ -27,25 +28,11 @@ SUPPORT_DRAWS = 1_000
 LOGITS = (np.random.default_rng(1).normal(size=40) * 1.5).tolist()
 HALF = [float(np.log(300)), *[0.0] * 300]  # one token as likely as all others together: no logits of this size tell temperatures apart as well
 SLOPE = [(7 * token % 20) / -10 for token in range(20)]  # each token likely enough to be seen in a thousand draws, no two alike
-VOCAB = 1024  # of mixed rows: enough for a sampler to take its ways for large vocabularies
-SMALL = 12  # of rows with rules, so that these meet
-
-SORTS = (  # of rows that may share a batch
-    RowSampling(temperature=0.0),
-    RowSampling(),
-    RowSampling(temperature=0.6),
-    RowSampling(top_k=1),
-    RowSampling(top_k=5),
-    RowSampling(temperature=1.5, top_k=700, top_p=0.9),
-    RowSampling(top_p=0.9),
-    RowSampling(temperature=3.0, top_p=0.99, min_p=0.001),
-    RowSampling(min_p=0.05),
-    RowSampling(temperature=0.0, repetition_penalty=1.3),
-    RowSampling(frequency_penalty=0.7, presence_penalty=-0.2),
-    RowSampling(top_k=20, logit_bias=((3, 4.0),), bad_words=((1, 2), (5,))),
-    RowSampling(allowed_token_ids=(4, 8, 15, 16, 23, 42), top_p=0.8),
-    RowSampling(min_tokens=3, stop_token_ids=(0, 1)),
-)
+GENTLE = [token / -1000 for token in range(400)]
+NEAR = 1e-4  # to where a filter ends: more than float32's error, less than that of half precision
+LARGEST_VOCAB = 2**17 + 2**14
+ASKED = (0, 1, 3, 20)  # logprobs
+SOME_SEED = 0x5DEECE66D1234567
 
 
 class SamplerSuite(Suite):
@@ -66,9 +53,9 @@ class SamplerSuite(Suite):
     def draws(self, logits: Sequence[float], sampling: RowSampling, count: int, **fields: Any) -> NDArray[np.int64]:
         return draws(self.make, logits, sampling, count, device=self.place, **fields)
 
-    def assert_support(self, logits: Sequence[float], sampling: RowSampling) -> None:
-        """So many draws bring exactly the tokens that may come; each of those must have a probability of 2 % or so."""
-        came = set(np.flatnonzero(self.draws(logits, sampling, SUPPORT_DRAWS)).tolist())
+    def assert_support(self, logits: Sequence[float], sampling: RowSampling, count: int = SUPPORT_DRAWS) -> None:
+        """So many draws bring exactly the tokens that may come; each of those must have a probability of 20 / count or so."""
+        came = set(np.flatnonzero(self.draws(logits, sampling, count)).tolist())
         may = set(np.flatnonzero(distribution(logits, sampling)).tolist())
         require(
             came == may,
@@ -133,14 +120,16 @@ class SamplerSuite(Suite):
         comes in 2 % of 1,000 draws and more."""
         for k in (0, 1, 2, 8, 19, 20, 50):
             self.assert_support(SLOPE, RowSampling(top_k=k))
+        self.assert_support(GENTLE, RowSampling(top_k=300), 6_000)
         self.assert_drawn_in_proportion(RowSampling(top_k=8))
 
     @check("sampler.top_p", since="0.1")
     def test_top_p(self) -> None:
-        """The fewest tokens, likeliest first, whose probability reaches p: the one that crosses p stays. 1 leaves all. Power: one token more or less
-        is always seen, as for top-k."""
-        for p in (0.01, 0.3, 0.5, 0.8, 0.95, 1.0):
-            self.assert_support(SLOPE, RowSampling(top_p=p))
+        """The fewest tokens, likeliest first, whose probability reaches p: the one that crosses p stays. 1 leaves all. Sum in float32, and don't
+        round p. Power: one token more or less is always seen, as for top-k."""
+        reached = np.sort(distribution(SLOPE, RowSampling()))[::-1].cumsum()[[0, 6, 13]]
+        for p in (0.01, 0.3, 0.5, 0.8, 0.95, 1.0, *(reached - NEAR), *(reached + NEAR)):
+            self.assert_support(SLOPE, RowSampling(top_p=float(p)))
         self.assert_support([0.0, 0.0, 0.0, 0.0], RowSampling(top_p=0.5))  # reached exactly by two
         self.assert_drawn_in_proportion(RowSampling(top_p=0.8))
 
@@ -148,8 +137,9 @@ class SamplerSuite(Suite):
     def test_min_p(self) -> None:
         """Tokens stay that are at least p times as likely as the likeliest one (not: as likely as p). 0 leaves all, 1 the likeliest and its
         equals. Power: one token more or less is always seen, as for top-k."""
-        for p in (0.0, 0.15, 0.5, 0.85):
-            self.assert_support(SLOPE, RowSampling(min_p=p))
+        shares = np.exp([-0.3, -0.8, -1.4])  # of tokens of SLOPE
+        for p in (0.0, 0.15, 0.5, 0.85, *(shares - NEAR), *(shares + NEAR)):
+            self.assert_support(SLOPE, RowSampling(min_p=float(p)))
         self.assert_support([1.0, 3.0, 3.0, 2.0], RowSampling(min_p=1.0))
         self.assert_drawn_in_proportion(RowSampling(min_p=0.1))
 
@@ -170,7 +160,8 @@ class SamplerSuite(Suite):
     @check("sampler.large_vocabulary", since="0.1")
     def test_large_vocabulary(self) -> None:
         """50,000 tokens in five classes of equal logits come in proportion. They win by the smallest of many random numbers, which must be exact
-        where they are small. Power: noise of 11 bits (half precision), whose ties shut out the rarer classes, is always seen."""
+        where they are small, and each id's own. Power: noise of 11 bits (half precision), whose ties shut out the rarer classes, is always seen, and
+        so is noise that begins again after 2^16 ids; after 2^17, but once in 10^6."""
         classes = np.arange(50_000) % 5
         logits = classes * -1.0
         counts = self.draws(logits.tolist(), RowSampling(), 2_000, seeds=50)
@@ -178,6 +169,11 @@ class SamplerSuite(Suite):
         by_class = (np.array([x[classes == c].sum() for c in range(5)]) for x in (counts, weights))
         p = p_value(*by_class)
         require(p > ALPHA, f"rare tokens don't come in proportion (chi-square test: p = {p:.1e})")
+        counts = self.draws([0.0] * LARGEST_VOCAB, RowSampling(), 128, seeds=32)
+        parts = {f"{start} to {end - 1}": int(counts[start:end].sum()) for start, end in ((0, 2**16), (2**16, 2**17), (2**17, LARGEST_VOCAB))}
+        require(
+            all(parts.values()), f"of {LARGEST_VOCAB} tokens that are equally likely came, by id: {parts}. Noise that repeats shuts out the latter"
+        )
 
     @check("sampler.extremes", since="0.1")
     def test_extremes(self) -> None:
@@ -216,12 +212,14 @@ class SamplerSuite(Suite):
     @check("sampler.logit_bias", since="0.1")
     def test_logit_bias(self) -> None:
         """Each bias is added to its token's logit, in its own row."""
-        self.assert_greedy(random_rows(lambda rng: {"logit_bias": tuple((int(t), float(rng.integers(-8, 9))) for t in _some(rng, 3))}))
+        self.assert_greedy(random_rows(lambda rng: {"logit_bias": tuple((int(t), float(rng.integers(-8, 9))) for t in some_tokens(rng, 3))}))
+        self.assert_greedy(rows_of_many(lambda tokens: {"logit_bias": tuple((t, float(t + 1)) for t in tokens if t < MANY // 2)}))
 
     @check("sampler.allowed_token_ids", since="0.1")
     def test_allowed_token_ids(self) -> None:
         """Only these come, also when the model gives them -inf; ids beyond the vocabulary are passed over."""
-        self.assert_greedy(random_rows(lambda rng: {"allowed_token_ids": tuple(_some(rng, 5)) or (3,)}))
+        self.assert_greedy(random_rows(lambda rng: {"allowed_token_ids": tuple(some_tokens(rng, 5)) or (3,)}))
+        self.assert_greedy(rows_of_many(lambda tokens: {"allowed_token_ids": tuple(t for t in tokens if t < MANY // 2)}))
         excluded = [0.0, -np.inf, -np.inf, 0.0]
         rows = [Row(excluded, RowSampling(seed=s, allowed_token_ids=(1, 2, 99))) for s in range(64)]
         came = set(self.bench(rows).tokens())
@@ -231,16 +229,20 @@ class SamplerSuite(Suite):
     def test_bad_words(self) -> None:
         """The last token of a bad word doesn't come after its others, wherever these stand: in the prompt, the output or across. Half a word bans
         nothing, and neither does one longer than the history."""
-        self.assert_greedy(random_rows(lambda rng: {"bad_words": tuple(tuple(_some(rng, 3)) or (5,) for _ in range(4))}))
+        self.assert_greedy(random_rows(lambda rng: {"bad_words": tuple(tuple(some_tokens(rng, 3)) or (5,) for _ in range(4))}))
+        self.assert_greedy(rows_of_many(lambda tokens: {"bad_words": tuple((t,) for t in tokens if t > MANY // 2)}))
         wants_3, word = [0.0, 1.0, 0.0, 9.0], RowSampling(temperature=0.0, bad_words=((1, 2, 3),))
         said = [((0, 1, 2), ()), ((0, 1), (2,)), ((0,), (1, 2)), ((1, 2), ())]
         half = [((2,), ()), ((1, 2, 0), ()), ((0,), (2, 1)), ((0,), (2, 2)), ((0, 2), ())]
         self.assert_greedy([Row(wants_3, word, prompt, output) for prompt, output in said + half])
+        long = RowSampling(temperature=0.0, bad_words=((0, 1, 2, 0, 1, 2, 0, 3),))
+        self.assert_greedy([Row(wants_3, long, (first, 1, 2, 0, 1), (2, 0)) for first in (0, 1)])
 
     @check("sampler.min_tokens", since="0.1")
     def test_min_tokens(self) -> None:
         """Stop tokens don't come before `min_tokens` are generated (the prompt doesn't count), and may come from then on."""
-        self.assert_greedy(random_rows(lambda rng: {"min_tokens": int(rng.integers(0, 5)), "stop_token_ids": tuple(_some(rng, 4))}))
+        self.assert_greedy(random_rows(lambda rng: {"min_tokens": int(rng.integers(0, 5)), "stop_token_ids": tuple(some_tokens(rng, 4))}))
+        self.assert_greedy(rows_of_many(lambda tokens: {"min_tokens": 1, "stop_token_ids": tuple(t for t in tokens if t > MANY // 2)}))
 
     @check("sampler.bans_lifted", since="0.1")
     def test_bans_lifted(self) -> None:
@@ -272,8 +274,8 @@ class SamplerSuite(Suite):
         self.assert_greedy(
             random_rows(
                 lambda rng: {
-                    "logit_bias": tuple((int(t), float(rng.integers(-8, 9))) for t in _some(rng, 2)),
-                    "bad_words": tuple((int(t),) for t in _some(rng, 3)),
+                    "logit_bias": tuple((int(t), float(rng.integers(-8, 9))) for t in some_tokens(rng, 2)),
+                    "bad_words": tuple((int(t),) for t in some_tokens(rng, 3)),
                     "repetition_penalty": float(rng.choice([0.5, 1.0, 2.0])),
                     "presence_penalty": float(rng.choice([0.0, 0.5])),
                     "frequency_penalty": float(rng.choice([0.0, 0.25])),
@@ -297,15 +299,23 @@ class SamplerSuite(Suite):
         """The same seed gives the same tokens, other seeds and other output positions give others; the prompt's length has no part in it. All 64 bits
         count."""
         flat = [0.0] * 1000
-        seeds = [*range(40), *(seed << 32 for seed in range(1, 11))]
-        one, two = (self.bench([Row(flat, RowSampling(seed=s)) for s in seeds]).tokens() for _ in range(2))
+        seeds = [*range(40), *(SOME_SEED ^ 1 << bit for bit in range(64)), SOME_SEED]
+        one, two = (self.streams(seeds) for _ in range(2))
         require(one == two, "a second sampler gave other tokens for the same seeds")
-        require(len(set(one)) > 40, f"{len(seeds)} seeds gave only {len(set(one))} different tokens of 1,000 that are equally likely")
-        by_position = self.bench([Row(flat, RowSampling(seed=1), output=(0,) * n) for n in range(50)]).tokens()
-        require(len(set(by_position)) > 40, f"50 output positions gave only {len(set(by_position))} different tokens: they share their noise")
+        told = f"{len(seeds)} seeds, of which many differ from another in one bit, gave only {len(set(one))} different sequences of three tokens"
+        require(len(set(one)) == len(seeds), told)
+        positions = [*range(20), *(1 << bit for bit in range(5, 17))]
+        by_position = [self.bench([Row(flat, RowSampling(seed=s), output=(0,) * n) for s in (1, 2, 3)]).tokens() for n in positions]
+        told = f"at the output positions {positions} three seeds gave only {len(set(map(tuple, by_position)))} different triples of tokens"
+        require(len(set(map(tuple, by_position))) == len(positions), f"{told}: positions share their noise")
         by_prompt = self.bench([Row(flat, RowSampling(seed=3), prompt=(1,) * n) for n in range(1, 9)]).tokens()
         require(len(set(by_prompt)) == 1, f"the first token changes with the prompt's length: {by_prompt}")
         require(len(self.bench([Row(flat, RowSampling(seed=s)) for s in (-(2**63), 2**64 - 1)]).tokens()) == 2, "seeds of 64 bits")
+
+    def streams(self, seeds: Sequence[int]) -> list[tuple[int, ...]]:
+        """The first three tokens of each, of 1,000 that are equally likely."""
+        steps = [self.bench([Row([0.0] * 1000, RowSampling(seed=seed), output=(0,) * n) for seed in seeds]).tokens() for n in range(3)]
+        return list(zip(*steps, strict=True))
 
     @check("sampler.row", since="0.1")
     def test_row(self) -> None:
@@ -383,18 +393,23 @@ class SamplerSuite(Suite):
         the k likeliest, best first; its rank is 1 if none is likelier."""
         generator = np.random.default_rng(7)
         rows = [
-            Row(generator.normal(size=VOCAB).tolist(), replace(s, logprobs=i % 4, temperature=0.5 * s.temperature), (1,), (2, 3))
+            Row(generator.normal(size=VOCAB).tolist(), replace(s, logprobs=ASKED[i % 4], temperature=0.5 * s.temperature), (1,), (2, 3))
             for i, s in enumerate(SORTS)
         ]
+        tied = np.where(np.arange(VOCAB) % 9 == 5, 4.0, rows[0].logits).tolist()
+        rows.append(Row(tied, RowSampling(temperature=0.0, logprobs=1)))
         result = self.bench(rows).sample()
         exact = torch.log_softmax(torch.tensor([row.logits for row in rows], dtype=torch.float64), dim=-1)
         require(result.logprobs is not None, "rows asked for logprobs, and none came")
         found = result.logprobs
         ids, values, ranks = (tensor.cpu() for tensor in (found.token_ids, found.logprobs, found.ranks))  # type: ignore[union-attr]
-        require(ids.shape == values.shape == (len(rows), 1 + 3), f"1 + k columns are expected, k = 3 the most asked for; found {list(ids.shape)}")
+        require(
+            ids.shape == values.shape == (len(rows), 1 + max(ASKED)),
+            f"1 + k columns are expected, k the most asked for, {max(ASKED)}; found {list(ids.shape)}",
+        )
         require(ids[:, 0].tolist() == result.token_ids.tolist(), "column 0 isn't the sampled token")
         require(_near(values, exact.gather(1, ids)), "logprobs aren't those of the raw distribution")
-        require(_near(values[:, 1:], exact.topk(3).values), "columns 1 to k aren't the likeliest tokens, best first")
+        require(_near(values[:, 1:], exact.topk(max(ASKED)).values), "columns 1 to k aren't the likeliest tokens, best first")
         own = exact.gather(1, ids[:, :1])
         expected = (1 + (exact > own).sum(-1)).tolist()
         require(ranks.tolist() == expected, f"the ranks of the sampled tokens are {expected}, found {ranks.tolist()}")
@@ -460,34 +475,6 @@ class SamplerSuite(Suite):
         logits.copy_(bench.logits)
         graph.replay()
         require(out.tolist() == bench.tokens(), f"replayed for other seeds: {out.tolist()}, sample() gives {bench.tokens()}")
-
-
-def mixed_rows() -> list[Row]:
-    """A row of each sort, and of some again with other seeds, logits and histories."""
-    rng = np.random.default_rng(3)
-    rows = []
-    for seed, sampling in enumerate([*SORTS, *SORTS[:9]]):
-        prompt, output = (tuple(int(t) for t in rng.integers(0, VOCAB, rng.integers(low, 6))) for low in (1, 0))
-        logits = rng.normal(size=VOCAB).astype(np.float32) * rng.choice([0.5, 4.0])
-        rows.append(Row(logits.tolist(), replace(sampling, seed=seed * 2**57 + 5), prompt, output))
-    return rows
-
-
-def random_rows(fields: Callable[[np.random.Generator], dict[str, Any]], count: int = 200) -> list[Row]:
-    """Greedy rows with these fields over a small vocabulary. Logits are eighths and penalties powers of 2, so that float32 is exact."""
-    rng = np.random.default_rng(5)
-    rows = []
-    for _ in range(count):
-        sampling = RowSampling(temperature=0.0, **fields(rng))
-        prompt, output = (tuple(int(t) for t in rng.integers(0, SMALL, rng.integers(low, 8))) for low in (1, 0))
-        logits = rng.integers(-32, 33, SMALL) / 8 + rng.choice([-5.0, 0.0])  # also of all negative ones
-        rows.append(Row(logits.tolist(), sampling, prompt, output))
-    return rows
-
-
-def _some(rng: np.random.Generator, most: int) -> list[int]:
-    """Up to `most` different tokens of the small vocabulary."""
-    return [int(token) for token in rng.permutation(SMALL)[: rng.integers(0, most + 1)]]
 
 
 def _near(values: torch.Tensor, exact: torch.Tensor) -> bool:

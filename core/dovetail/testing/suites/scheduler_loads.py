@@ -35,11 +35,14 @@ VICTIMS = {  # whom a policy may be tempted to pass over for ever, while the flo
     "the one with the latest deadline": Arrive((7, 7, 7, 7), max_tokens=3, client="flood", deadline=9e5, predicted_tokens=3),
     "a client with one request": Arrive((7, 7, 7, 7), max_tokens=3, client="alone", deadline=1e5, predicted_tokens=3),
     "a request of nobody": Arrive((5, 6), max_tokens=3),
+    "one of two samples": replace(FLOOD, n=2),
 }
 FLOOD_S = 400  # seconds for which a request arrives each, twice as many as can be served
 
 
 BEFORE_VICTIM = 5  # requests
+CROWDED = 12  # requests of a crowd that are watched
+CROWD = Arrive((7, 7, 7, 7), max_tokens=8, client="crowd", deadline=1e5, predicted_tokens=8)
 
 
 def flooded(victim: Arrive, overlap: bool) -> Scenario:
@@ -49,3 +52,9 @@ def flooded(victim: Arrive, overlap: bool) -> Scenario:
     )
     flood = [replace(FLOOD, delay=float(second)) for second in range(FLOOD_S)]
     return Scenario(shape, (*flood[:BEFORE_VICTIM], replace(victim, delay=BEFORE_VICTIM - 0.5), *flood[BEFORE_VICTIM:]))
+
+
+def crowded(overlap: bool) -> Scenario:
+    """The same where more can begin than can stay: each needs three times the memory in the end, so whoever came last is likely to be preempted."""
+    shape = Shape(num_blocks=12, max_seqs=6, max_model_len=12, overlap=overlap, seconds_per_step=1.0, seconds_per_token=0.0)
+    return Scenario(shape, tuple(replace(CROWD, delay=float(second)) for second in range(FLOOD_S)))
