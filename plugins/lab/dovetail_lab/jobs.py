@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,10 +17,14 @@ from dovetail.api.component import Kind
 from dovetail.registry.registry import Registry
 from dovetail_lab.records import RunResult
 from dovetail_lab.simulate import replay
+from dovetail_lab.simulated import SimulatedOptions
+from dovetail_lab.step_time import StepTimeProfile
 from dovetail_lab.traces import Trace
 from dovetail_lab.workloads.load import WorkloadOptions, load_workload
 
 Made = TypeVar("Made")
+
+SHOWN_EVERY_S = 0.5  # how many requests are finished, while runs go on
 
 CHECKED: tuple[Kind, ...] = ("scheduler", "kv_cache", "executor")  # their options, before any run
 
@@ -39,7 +43,9 @@ class Job:
         registry = Registry.discover(self.config.plugins)
         for kind in CHECKED:
             choice = getattr(self.config, kind)
-            registry.resolve(kind, choice.name, choice.options, choice.where).validate_options()
+            options = registry.resolve(kind, choice.name, choice.options, choice.where).validate_options()
+            if isinstance(options, SimulatedOptions):
+                StepTimeProfile.load(options.step_time).make()
         cached_workload(self.workload, self.options)
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> RunResult:
@@ -67,14 +73,38 @@ def run_jobs(jobs: Sequence[Job], make: Callable[[RunResult], Made], processes: 
                 yield make(job.run(progress=partial(_show, bar)))
                 bar.update()
             return
-        with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=multiprocessing.get_context("spawn")) as pool:
-            for made in pool.map(partial(_run_and_make, make), jobs):
-                bar.update()
-                yield made
+        context = multiprocessing.get_context("spawn")
+        finished = context.Value("q", 0)  # requests, of all processes
+        with ProcessPoolExecutor(min(processes, len(jobs)), context, initializer=_count_in, initargs=(finished,)) as pool:
+            waiting = [pool.submit(_run_and_make, make, job) for job in jobs]
+            try:
+                for future in waiting:
+                    while wait([future], timeout=SHOWN_EVERY_S).not_done:
+                        bar.set_postfix_str(f"{finished.value:,} requests")
+                    bar.update()
+                    yield future.result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+
+_finished: Any = None  # in a process of `run_jobs`: the count that all of them share
+
+
+def _count_in(finished: Any) -> None:
+    global _finished
+    _finished = finished
 
 
 def _run_and_make(make: Callable[[RunResult], Made], job: Job) -> Made:
-    return make(job.run())
+    counted = 0
+
+    def count(done: int, total: int) -> None:
+        nonlocal counted
+        with _finished.get_lock():
+            _finished.value += done - counted
+        counted = done
+
+    return make(job.run(progress=count))
 
 
 def _show(bar: tqdm[Any], done: int, total: int) -> None:

@@ -250,7 +250,7 @@ class StepTimeProfile(_Model):
         try:
             model: StepTimeModel = factory(**values)  # type: ignore[assignment]
         except (ValidationError, TypeError) as error:
-            raise ConfigError(f"step times {self.name!r}: {_first_problem(error)}") from None
+            raise ConfigError(f"step times {self.name!r}: {_first_problem(error, factory)}") from None
         return model
 
     def as_step_times(self) -> StepTimes:
@@ -270,7 +270,7 @@ class StepTimeProfile(_Model):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError(f"{origin}: {_first_problem(error)}") from None
+            raise ConfigError(f"{origin}: {_first_problem(error, cls)}") from None
 
     def save(self, path: str | Path) -> None:
         write_whole(path, self.model_dump_json(indent=1) + "\n")
@@ -304,9 +304,11 @@ def _imported(kind: Any, name: str) -> type[BaseModel]:
     raise ConfigError(f'step times {name!r}: kind must be one of {", ".join(BUILT_IN)}, or "package.module:Class", got {kind!r}')
 
 
-def _first_problem(error: Exception) -> str:
+def _first_problem(error: Exception, model: type[BaseModel]) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False)[0]
-    message = "unknown key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "unknown key" + (f"; there are {', '.join(model.model_fields)}" if len(first["loc"]) == 1 else "")
     return f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {message}"
