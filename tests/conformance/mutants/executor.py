@@ -384,3 +384,53 @@ class LogprobsOfRowsThatAskAlone(_WithLogprobs):
 class PromptLogprobsOfTheTokenItself(_WithLogprobs):
     def after(self, row: _Row, count: int) -> list[int]:
         return row.tokens[row.computed - count : row.computed][: len(super().after(row, count))]
+
+
+# Added rows and limits
+
+
+@mutant(caught_by="executor.row_reuse")
+class MovesTheLastRowIntoTheGap(FakeExecutor):
+    """So that its rows lie together, and nobody is told."""
+
+    def _change_rows(self, batch: Batch) -> None:
+        super()._change_rows(batch)
+        for row in batch.removed.tolist():
+            if row not in self._rows and row < max(self._rows, default=0):
+                self._rows[row] = self._rows.pop(max(self._rows))
+
+
+@mutant(caught_by="executor.row_reuse")
+class ForgetsWhoCameAfterTheRemoved(FakeExecutor):
+    def _change_rows(self, batch: Batch) -> None:
+        for row, state in self._rows.items():
+            if len(batch.removed) and row > batch.removed.min():
+                state.tokens[-1] = 0
+        super()._change_rows(batch)
+
+
+@mutant(caught_by="executor.limits", options={"num_blocks": 128})
+class BufferForATokenLess(FakeExecutor):
+    def submit(self, batch: Batch) -> int:
+        if batch.num_tokens.sum() >= self.context.config.max_num_batched_tokens:
+            raise ValueError("index out of range")
+        return super().submit(batch)
+
+
+@mutant(caught_by="executor.limits")
+class BufferForARowLess(FakeExecutor):
+    def submit(self, batch: Batch) -> int:
+        if len(batch.rows) >= self.context.config.max_num_seqs:
+            raise ValueError("index out of range")
+        return super().submit(batch)
+
+
+@mutant(caught_by="executor.limits")
+class LastPositionIsTheFirst(FakeExecutor):
+    """Positions begin again one too early."""
+
+    def _read(self, row: _Row, count: int, samples: bool) -> int:
+        token = super()._read(row, count, samples)
+        if samples and count == 1 and row.computed == self.options.max_model_len - 1:
+            row.tokens[-1] = token = (token + 1) % self.options.vocab_size
+        return token

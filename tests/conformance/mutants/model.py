@@ -134,7 +134,7 @@ class CountsPositionsItself(Altered):
 @mutant(caught_by="model.ragged")
 class TakesAStepForOneSequence(Altered):
     def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
-        return torch.arange(len(positions)) + positions[0]
+        return (torch.arange(len(positions)) + positions[0]) % 64
 
 
 @mutant(caught_by="model.side_by_side")
@@ -281,3 +281,17 @@ class RotatesInHalfPrecision(Qwen3):
             table = model.rotary.table
             table.copy_(table.acos().nan_to_num().to(torch.float8_e4m3fn).float().cos())
         return model  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.decode")
+class NeedsTwoTokensToBegin(Altered):
+    """A prompt of one token is taken for a decode."""
+
+    def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
+        return positions + 1 if positions.tolist() == [0] else positions
+
+
+@mutant(caught_by="model.ragged")
+class TurnsTheFirst64TokensOfAStep(Altered):
+    def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
+        return torch.cat((positions[:64], torch.zeros_like(positions[64:])))

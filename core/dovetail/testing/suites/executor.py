@@ -297,8 +297,8 @@ class ExecutorSuite(Suite):
 
     @check("executor.row_reuse", since="0.1")
     def test_a_row_given_away_begins_anew(self) -> None:
-        """A row was removed and added in one batch, and the new request generated other tokens than alone, or the step failed. `removed` comes before
-        `added`, and of the old request nothing stays: tokens, blocks, sampling."""
+        """A row was removed and added in one batch, and the new request generated other tokens than alone, or the step failed; or those that kept
+        their rows did. `removed` comes before `added`, of the old request nothing stays (tokens, blocks, sampling), and nobody else moves."""
         with self._bench() as bench:
             expected = {name: bench.alone(name, self._prompt(bench, name), 3, **SEEDED.get(name, {})) for name in LENGTHS}
             for name in ("c", "b", "a", "c"):
@@ -307,6 +307,39 @@ class ExecutorSuite(Suite):
                 bench.decode(name, steps=2)
                 _same(bench, name, expected[name], "in a row that another had before")
                 bench.remove(name)
+            self._seat(bench, *LENGTHS, rows={"b": 0, "a": 1, "c": 4})
+            bench.prefill("a", "b", "c")
+            bench.decode("c", "a")
+            bench.tokens["b"] = []
+            bench.remove("b")
+            bench.decode("a", "c")
+            self._seat(bench, "b", rows={"b": 0})
+            bench.prefill("b")
+            for name in LENGTHS:
+                _same(bench, name, expected[name], "while b left its row and came back to it")
+
+    @check("executor.limits", since="0.1")
+    def test_what_the_config_allows_can_be_used_up(self) -> None:
+        """A step of as many rows, or tokens, as the config allows, or a sequence of `Capacity.max_model_len`, failed or gave other tokens than small
+        ones. Buffers hold all of that, and the last row, token and position are as good as the others."""
+        rows, step = SETTINGS["max_num_seqs"], SETTINGS["max_num_batched_tokens"]
+        with self._bench() as bench:
+            longest = bench.capacity.max_model_len
+            length = min(step // rows, longest - 1, bench.capacity.num_blocks // rows * bench.block_size - 1)
+            prompts = {f"r{row}": bench.prompt(length, variant=row) for row in range(rows)}
+            expected = {name: bench.alone(name, prompt, 2, room=1) for name, prompt in prompts.items()}
+            for name, prompt in prompts.items():
+                bench.add(name, prompt, room=1)
+            bench.prefill(*prompts)
+            bench.decode(*prompts)
+            for name in prompts:
+                _same(bench, name, expected[name], f"in a step of {rows} rows and {rows * length} tokens")
+            bench.remove(*prompts)
+            whole = bench.alone("whole", bench.prompt(longest - 1), 1, room=1)
+            bench.add("parts", bench.prompt(longest - 1), room=1)
+            bench.run({"parts": longest - 2})
+            bench.prefill("parts")
+            _same(bench, "parts", whole, f"as the last of {longest} tokens, where the prompt came in two chunks")
 
     # Blocks
 

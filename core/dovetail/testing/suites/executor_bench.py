@@ -144,9 +144,9 @@ class Bench:
         for _ in range(steps):
             self.run(dict.fromkeys(names, 1))
 
-    def alone(self, name: str, tokens: Sequence[int], count: int, **sampling: Any) -> list[int]:
+    def alone(self, name: str, tokens: Sequence[int], count: int, **fields: Any) -> list[int]:
         """What a request generates when nobody else runs, its prompt computed in one step: what other ways to run it are compared with."""
-        self.add(name, tokens, row=0, **sampling)
+        self.add(name, tokens, row=0, **fields)
         self.prefill(name)
         self.decode(name, steps=count - 1)
         generated = self.tokens.pop(name)
