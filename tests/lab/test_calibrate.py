@@ -170,6 +170,16 @@ def test_when_time_runs_out_the_profile_says_so(monkeypatch: pytest.MonkeyPatch)
     assert made.profile.make().seconds(shape(*decodes(1, 512))) == pytest.approx(TRUE.seconds(shape(*decodes(1, 512))), rel=0.05)
 
 
+def test_an_engine_too_small_for_the_grid_is_measured_over_the_tiny_one() -> None:
+    small = calibrate({**pretended(), "max_model_len": 128, "max_num_seqs": 4}).profile
+    assert small.make().seconds(shape(*decodes(4, 50))) == pytest.approx(TRUE.seconds(shape(*decodes(4, 50))), rel=0.02)
+
+
+def test_an_engine_with_no_room_at_all_says_what_it_takes() -> None:
+    with pytest.raises(ConfigError, match=r"expected a max_model_len of 41 or more, .*; got 40"):
+        calibrate({**pretended(), "max_model_len": 40})
+
+
 def test_too_little_time_is_an_error() -> None:
     with pytest.raises(ConfigError, match="too little time"):
         calibrate(pretended(), time_limit_s=0)
@@ -198,7 +208,7 @@ def test_a_real_engine_gives_a_profile_that_simulates(tmp_path: Path) -> None:
     ("executor", "out", "says"),
     [
         ("local", "profile.txt", "--out"),
-        ("local", "nowhere/profile.json", "--out"),
+        ("local", "engine.yaml/profile.json", "--out"),
         ("{name: simulated, num_blocks: 9}", "profile.json", "simulated"),
     ],
 )

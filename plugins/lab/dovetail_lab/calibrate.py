@@ -66,17 +66,22 @@ class Design:
 
     @classmethod
     def of(cls, engine: LLMEngine, quick: bool) -> Design:
-        """As much of the grid as the engine has room for. Raises `ConfigError` if it has none."""
+        """As much of the grid as the engine has room for; of the tiny one, if it is `quick` or too small. Raises `ConfigError` if it has no room."""
         capacity, config = engine.capacity, engine.config
         pool = int(0.6 * capacity.num_blocks * capacity.layout.block_size)
         most_rows = min(config.max_num_seqs, 4 if quick else 256)
         rows = sorted({rows for rows in ROWS if rows < most_rows} | {most_rows})
         steps, repeats = (2 * TOGETHER, 1) if quick else (4 * TOGETHER, 3)
         longest = min(capacity.max_model_len - 1 - steps, pool)
-        contexts = [(context, chunk) for context, chunk in (QUICK_CONTEXTS if quick else CONTEXTS) if 2 * context <= longest]
+        tiny = quick or 2 * min(CONTEXTS)[0] > longest
+        contexts = [(context, chunk) for context, chunk in (QUICK_CONTEXTS if tiny else CONTEXTS) if 2 * context <= longest]
         if not contexts:
-            raise ConfigError(f"max_model_len {capacity.max_model_len} is too short to calibrate with")
-        joining = [group for group in (QUICK_JOINING if quick else JOINING) if sum(group) <= min(config.max_num_batched_tokens, longest)]
+            least = 2 * min(QUICK_CONTEXTS)[0]
+            raise ConfigError(
+                f"the engine is too small to calibrate: expected a max_model_len of {least + 1 + steps} or more, and room for {least} tokens in "
+                f"60 % of its KV pool; got {capacity.max_model_len}, and {pool}"
+            )
+        joining = [group for group in (QUICK_JOINING if tiny else JOINING) if sum(group) <= min(config.max_num_batched_tokens, longest)]
         levels = [
             Level(
                 context,
@@ -86,7 +91,7 @@ class Design:
             )
             for index, (context, chunk) in enumerate(contexts)
         ]
-        prefills = [(tokens, chunk) for tokens, chunk in (QUICK_PREFILLS if quick else PREFILLS) if tokens <= longest]
+        prefills = [(tokens, chunk) for tokens, chunk in (QUICK_PREFILLS if tiny else PREFILLS) if tokens <= longest]
         return cls(levels[0], tuple(prefills), tuple(levels), steps, repeats)
 
     @property
