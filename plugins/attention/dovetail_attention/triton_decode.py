@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.chain import fetch, let_next_begin, wait
-from dovetail_attention.triton_tile import HIDDEN, attend_range, block_ids
+from dovetail_attention.triton_tile import HIDDEN, attend_range, block_ids, nothing_seen
 
 LINE = tl.constexpr(64)  # numbers of 2 bytes that lie in a line of memory
 
@@ -72,10 +72,11 @@ def decode_shares(
     wait(CHAINED)
     for segment in range(first_segment, last_segment):
         query = tl.load(q + token * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=real, other=0.0)
+        acc, top, total = nothing_seen(M, D_PADDED)
         acc, top, total = attend_range(
-            tl.zeros([M, D_PADDED], tl.float32),
-            tl.full([M], float("-inf"), tl.float32),
-            tl.zeros([M], tl.float32),
+            acc,
+            top,
+            total,
             query,
             k_cache + kv_head * HEAD_STRIDE,
             v_cache + kv_head * HEAD_STRIDE,
@@ -218,10 +219,11 @@ def attend_prefix(
     query = tl.load(q + token[:, None] * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=mask, other=0.0)
     steps = tl.cdiv(tl.cdiv(tokens, N), parts)
     first = part * steps * N
+    acc, top, total = nothing_seen(M, D_PADDED)
     acc, top, total = attend_range(
-        tl.zeros([M, D_PADDED], tl.float32),
-        tl.full([M], float("-inf"), tl.float32),
-        tl.zeros([M], tl.float32),
+        acc,
+        top,
+        total,
         query,
         k_cache + kv_head * HEAD_STRIDE,
         v_cache + kv_head * HEAD_STRIDE,

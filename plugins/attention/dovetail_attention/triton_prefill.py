@@ -3,7 +3,7 @@
 """Prefill and chunks of prefills: rows of several query tokens, over paged K and V, the row's own included.
 
 The queries of a row and the heads of a group are one flat list, query by query, so that a tile of M reads each K and V once for a whole group,
-whatever the group's size. The tiles of a step are listed by `triton_schedule.PrefillSchedule`.
+whatever the group's size. The tiles of a step are listed by `triton_schedule.prefill_tiles`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dovetail_attention.triton_tile import attend_range
+from dovetail_attention.triton_tile import attend_range, nothing_seen
 
 
 @triton.jit
@@ -70,9 +70,7 @@ def prefill_tiles(
     k_head = k_cache + kv_head * HEAD_STRIDE
     v_head = v_cache + kv_head * HEAD_STRIDE
     table_row = table + row.to(tl.int64) * TABLE_STRIDE
-    acc = tl.zeros([M, D_PADDED], tl.float32)
-    top = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
+    acc, top, total = nothing_seen(M, D_PADDED)
     if WINDOW > 0:
         acc, top, total = attend_range(
             acc, top, total, q_tile, k_head, v_head, table_row, low // N * N, edge, low, position, scale,

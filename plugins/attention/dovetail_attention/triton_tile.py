@@ -25,6 +25,12 @@ def block_ids(table_row, start, last, low, N: tl.constexpr, BLOCK_SIZE: tl.const
 
 
 @triton.jit
+def nothing_seen(M: tl.constexpr, D_PADDED: tl.constexpr):
+    """(acc, top, total) of queries before their first key."""
+    return tl.zeros([M, D_PADDED], tl.float32), tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+
+
+@triton.jit
 def attend_range(
     acc,  # [M, D_PADDED] float32: sum of the weighted values
     top,  # [M] float32: largest score so far

@@ -1,6 +1,6 @@
 """What a request says of single tokens: logit_bias, allowed_token_ids, bad words and the stop tokens before min_tokens.
 
-A row's rules are made into a few tensors when it begins (`RowRules`), joined for the rows of a step (`StepRules`) and applied at once: the
+A row's rules are made into a few tensors when it begins (`RowRules`), joined for the rows of a step and applied at once: the
 wishes (bias, allowed ids), then the bans (bad words, stop tokens). Something can always be sampled: if a row's bans leave nothing of what its
 wishes allow, they are lifted in that step; if the model gives every allowed token -inf, they are equally likely.
 """
