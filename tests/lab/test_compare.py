@@ -52,6 +52,7 @@ def test_the_order_of_the_policies_turns_the_verdict_around() -> None:
 def test_an_interval_without_zero_is_never_shown_with_one() -> None:
     changed = Line("ttft", "p99", Change(1.0, 1.2, 0.2, 0.003, 0.6))
     assert changed.finding == "raises p99 TTFT by 20.0 % [0.3, 60.0]"
+    assert Line("ttft", "p99", Change(1.0, 2.3, 1.3, 0.04, 1.4)).finding == "makes p99 TTFT 2.3 times as much [1.04, 2.4]"
 
 
 def test_many_times_as_long_is_said_as_a_factor() -> None:

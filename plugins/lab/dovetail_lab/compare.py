@@ -77,9 +77,10 @@ class Line:
         """ "cuts p99 TTFT by 31 % [27, 35]", or "makes p99 TTFT 3.1 times as much [2.8, 3.4]" where per cents grow unwieldy."""
         change = self.change
         if change.relative > 1:
-            return f"makes {self.label} {1 + change.relative:.2g} times as much [{1 + change.low:.2g}, {1 + change.high:.2g}]"
+            digits = 2 if change.low >= 0.05 else 3  # an end that isn't one mustn't be shown as one, nor below as zero
+            return f"makes {self.label} {1 + change.relative:.{digits}g} times as much [{1 + change.low:.{digits}g}, {1 + change.high:.{digits}g}]"
         verb, low, high = ("cuts", -change.high, -change.low) if change.relative < 0 else ("raises", change.low, change.high)
-        digits = 0 if abs(change.relative) >= 0.1 and min(abs(low), abs(high)) >= 0.005 else 1  # an end that isn't zero mustn't be shown as zero
+        digits = 0 if abs(change.relative) >= 0.1 and min(abs(low), abs(high)) >= 0.005 else 1
         return f"{verb} {self.label} by {100 * abs(change.relative):.{digits}f} % [{100 * low:.{digits}f}, {100 * high:.{digits}f}]"
 
 

@@ -283,7 +283,10 @@ def forest(comparison: Comparison) -> Drawing:
         panels[0].set_ylim(len(lines) - 0.4, -0.6)
     level = 100 * comparison.method.confidence
     return Drawing(
-        "changes", "Changes", f"With {level:g} % intervals; hollow: no measurable difference. For latencies, left of zero is better.", figure
+        "changes",
+        "Changes",
+        f"With {level:g} % intervals, where there is a line; hollow: no measurable difference, or no interval. Of latencies, left is better.",
+        figure,
     )
 
 
