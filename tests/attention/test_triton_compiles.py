@@ -1,0 +1,81 @@
+"""All kernels compile for a Hopper, on a machine without any GPU: with what only exists there, and within its shared memory."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from dovetail.api.attention import AttentionBatch, AttentionContext, FusedCache, LayerSpec
+from dovetail.api.component import NoOptions
+from dovetail.api.sampler import RowHistory
+from dovetail_attention.triton_backend import TritonAttention
+from dovetail_attention.triton_tuning import HOPPER
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="a GPU compiles what it runs, and the interpreter nothing"
+)
+CHAINED = "griddepcontrol.wait"
+
+
+def attend(dtype: str, head_size: int, block_size: int, window: int | None) -> None:
+    """A step of decodes with a shared prefix and of a prefill, as on an H200."""
+    backend = TritonAttention(NoOptions(), AttentionContext("cpu", dtype, block_size))
+    backend.tilings, backend.processors = HOPPER, 132
+    layer = backend.make_layer(LayerSpec(0, 16, 8, head_size, head_size**-0.5, window))
+    backend.allocate(4)
+    backend.prepare(max_rows=32, max_tokens=1024, max_len=4096)
+    lens, queries = np.array([3000] * 20 + [1500], np.int32), np.array([1] * 20 + [700], np.int32)
+    starts, tokens = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32), int(queries.sum())
+    table, slots = torch.zeros((21, 4096 // block_size), dtype=torch.int32), torch.full((tokens,), -1)
+    shared = 1024 // block_size
+    backend.plan(AttentionBatch(21, tokens, torch.from_numpy(starts), torch.from_numpy(lens), table, slots, queries, lens, shared))
+    q, k = (torch.zeros(tokens, heads, head_size, dtype=backend.dtype) for heads in (16, 8))
+    layer.write(k, k)
+    layer.attend(q)
+    layer.copy_blocks(torch.tensor([0, 1]), torch.tensor([2, 3]))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "block_size", "window"), [("bfloat16", 128, 16, None), ("bfloat16", 80, 256, 512), ("float32", 256, 8, None)]
+)
+def test_attention_compiles_within_the_shared_memory(dtype: str, head_size: int, block_size: int, window: int | None) -> None:
+    from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
+
+    with compiling_for_hopper() as kernels:
+        attend(dtype, head_size, block_size, window)
+    names = {kernel.name: kernel for kernel in kernels}
+    assert names.keys() == {"scatter", "decode_shares", "prefill_tiles", "copy_in_order", *([] if window else ["attend_prefix"])}
+    for kernel in kernels:
+        assert kernel.shared_bytes <= SHARED_MEMORY_BYTES, kernel.name
+    assert names["decode_shares"].shared_bytes * 2 <= SHARED_MEMORY_BYTES, "several run on a multiprocessor"
+    assert CHAINED in names["decode_shares"].ptx
+    assert "prefetch.global.L2" in names["decode_shares"].ptx
+
+
+def test_the_kernels_around_attention_compile() -> None:
+    from dovetail.nn.kernels import gate, logprobs, one_row, qkv, rms_norm
+    from dovetail_samplers import fused
+    from dovetail_samplers.device_rows import DeviceRows
+    from tests.attention.hopper import compiling_for_hopper
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    cache = FusedCache(zeros(4, 16, 8, 128), zeros(4, 16, 8, 128), torch.zeros(5, dtype=torch.int64))
+    rows, ints = DeviceRows(4, 5000, torch.device("cpu")), torch.zeros(5, dtype=torch.int32)
+    with compiling_for_hopper() as kernels:
+        rms_norm.rms_norm(zeros(5, 1024), zeros(1024), 1e-6)
+        gate.silu_mul(zeros(5, 6144))
+        qkv.norm_turn_write(zeros(5, 32, 128), 8, zeros(24 * 128), 1e-6, torch.zeros(64, 128), torch.zeros(5, dtype=torch.int64), cache)
+        one_row.linear(zeros(1, 1024), zeros(6144, 1024), norm=(zeros(1024), 1e-6), gated=True)
+        one_row.linear(zeros(1, 3072), zeros(1024, 3072), out=zeros(1, 1024))
+        logprobs.normalizer_and_rank(zeros(3, 5000), torch.zeros(3, dtype=torch.int64))
+        fused.draw(zeros(3, 5000), torch.arange(3), rows.records, RowHistory(ints[:, None], ints, ints), rows.hashes)
+    names = [kernel.name for kernel in kernels]
+    assert names == ["_rms_norm", "_silu_mul", "_norm_turn_write", "_linear", "_linear", "_normalizer_and_rank", "_survey", "_choose"]
+    assert all(CHAINED in kernel.ptx for kernel in kernels[:5])
