@@ -40,6 +40,18 @@ class Timeline:
         return [later - earlier for earlier, later in pairwise(self.stamps) if since <= later < until]
 
 
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A step, by what it computed and where its time went."""
+
+    ended: float  # on the engine's clock: when its tokens were handed over
+    since_last_s: float  # the tokens of the step before
+    device_s: float
+    core_s: float
+    prefill_tokens: int
+    decode_tokens: int
+
+
 @dataclass(order=True, slots=True)
 class Due:
     arrival: float
@@ -58,6 +70,8 @@ class Driver:
         engine.core.expects_arrivals = True  # as in a server: planning late pays
         self.timelines: list[Timeline] = []
         self.decodes: list[int] = []  # rows that decoded, of each step
+        self.steps: list[StepTime] = []
+        self._before, self._stepped = engine.stats(), engine.now()
         self._temperature = temperature
         self._due: list[Due] = []
         self._running: dict[str, tuple[Timeline, Callable[[float], None] | None]] = {}
@@ -79,6 +93,11 @@ class Driver:
 
     def of(self, kind: str) -> list[Timeline]:
         return [timeline for timeline in self.timelines if timeline.kind == kind]
+
+    def longest(self, count: int, since: float, until: float) -> list[StepTime]:
+        """The steps in [since, until) for which those who stream waited longest."""
+        steps = [step for step in self.steps if since <= step.ended < until and step.decode_tokens]
+        return heapq.nlargest(count, steps, key=lambda step: step.since_last_s)
 
     def _hand_over(self) -> None:
         while self._due and self._due[0].arrival <= self.engine.now() + AHEAD_S:
@@ -105,6 +124,16 @@ class Driver:
                     then(now)
         if decodes:
             self.decodes.append(decodes)
+        self._note(now)
+
+    def _note(self, now: float) -> None:
+        """What the step that was just handed over, if any, was like."""
+        before, stats, last = self._before, self.engine.stats(), self._stepped
+        if stats.steps > before.steps:
+            self._before, self._stepped = stats, now
+            times = now - last, stats.device_s - before.device_s, stats.core_s - before.core_s
+            tokens = stats.prefill_tokens - before.prefill_tokens, stats.decode_tokens - before.decode_tokens
+            self.steps.append(StepTime(now, *times, *tokens))
 
 
 def quantiles(seconds: Iterable[float]) -> dict[str, float]:

@@ -17,6 +17,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ MAX_ID = 10_000
 STREAMS, STREAM_PROMPT, STREAM_OUTPUT = 64, 500, 1000  # answers that go on: their contexts are 1,000 tokens on average
 LONG_PROMPT, LONG_RATE = 4096, 4.0
 UNDISTURBED_S = 5.0
+LONGEST = 10  # steps that are told of one by one
 UNCHUNKED = {"scheduler": {"name": "fcfs", "max_stretch": None}}  # a prompt of 4,096 fits the default budget of a step
 
 
@@ -155,6 +157,7 @@ def stalled(args: argparse.Namespace, directory: Path, settings: dict[str, Any])
             "prompts": len(prompts),
             "prompt_tok_s": LONG_PROMPT * len(served) / args.seconds,
             **told,
+            "longest_steps": [asdict(step) for step in driver.longest(LONGEST, rough, end)],
         }
 
 
@@ -162,6 +165,8 @@ def show(row: dict[str, Any]) -> None:
     for key, value in row.items():
         if isinstance(value, dict) and value and all(isinstance(number, float) for number in value.values()):
             print(f"  {key:32} " + "  ".join(f"{name} {number:9.3f}" for name, number in value.items()))
+        elif isinstance(value, list):
+            print(f"  {key:32} " + f"\n{'':35}".join("  ".join(f"{name} {number:.6g}" for name, number in entry.items()) for entry in value))
         else:
             print(f"  {key:32} {value:.4g}" if isinstance(value, float) else f"  {key:32} {value}")
     print(flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from bench.driver import Driver, Timeline, poisson, quantiles
+from bench.latency import show
 from bench.limits import Limits, busy_floor_seconds, floor_seconds
 from bench.shapes import SHAPES
 
@@ -36,6 +37,30 @@ def test_a_run_that_ends_early_goes_on_later() -> None:
         assert not driver.timelines
         driver.run()
         assert len(driver.timelines[0].stamps) == 50
+
+
+def test_each_step_is_told_with_what_it_computed_and_the_longest_first() -> None:
+    with LLMEngine.from_config("demo", max_model_len=128) as engine:
+        driver = Driver(engine)
+        for index in range(3):
+            driver.schedule("request", engine.now(), [3, 1, 4, 1, 5 + index], 4)
+        driver.run()
+    assert sum(step.prefill_tokens for step in driver.steps) == 15
+    assert sum(step.decode_tokens for step in driver.steps) == 9
+    assert all(step.since_last_s > 0 and step.device_s > 0 and step.core_s > 0 for step in driver.steps)
+    longest = driver.longest(2, driver.steps[0].ended, float("inf"))
+    assert [step.since_last_s for step in longest] == sorted((step.since_last_s for step in driver.steps if step.decode_tokens), reverse=True)[:2]
+    assert driver.longest(2, 0.0, driver.steps[0].ended) == []
+
+
+def test_what_a_run_prints_of_a_list_is_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    show({"steps": [{"ended": 1.5, "tokens": 3}, {"ended": 2.5, "tokens": 4}], "quantiles": {"p50": 1.0}, "count": 7})
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line] == [
+        "steps ended 1.5 tokens 3",
+        "ended 2.5 tokens 4",
+        "quantiles p50 1.000",
+        "count 7",
+    ]
 
 
 def test_latencies_are_of_the_stamps() -> None:
