@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
 from dovetail_lab.records import RunResult
+from tests.lab import trace_files
 from tests.lab.commands import lab, write_engine
 
+DEMO_TOKENIZER = files("dovetail_models") / "demo" / "tokenizer.json"
 WORKLOAD = "requests=12 arrivals=poisson(8) prompt=uniform(20, 200) output=fixed(10)"
 
 
@@ -24,6 +27,13 @@ def test_a_run_prints_its_figures_and_keeps_every_request(engine: Path, tmp_path
     assert {(record.max_tokens, record.output_tokens) for record in result} == {(50, 10)}
     for text in ("TTFT", "TPOT", "ITL", "E2E", "12 of 12 requests completed", "overlap on", "blocks of 16", "never held against a measurement"):
         assert text in output
+
+
+def test_chats_are_counted_in_tokens_where_a_tokenizer_is_named(engine: Path, tmp_path: Path) -> None:
+    (tmp_path / "chats.json").write_text(trace_files.OPENAI)
+    said = lab("run", engine, "--trace", tmp_path / "chats.json", "--tokenizer", DEMO_TOKENIZER, "--out", tmp_path)
+    assert "counted in words" not in said
+    assert RunResult.load(tmp_path / "run.json").requests[0].prompt_tokens > 2
 
 
 def test_goodput_counts_the_requests_that_keep_their_limits(engine: Path) -> None:

@@ -23,6 +23,7 @@ from dovetail_lab.command_options import (
     Settings,
     Slice,
     StepTime,
+    Tokenizer,
     TraceName,
     open_engine,
 )
@@ -55,6 +56,7 @@ def capacity(
     step_time: StepTime = None,
     format: Format = None,
     columns: Columns = None,
+    tokenizer: Tokenizer = None,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
     jobs: Jobs = None,
 ) -> None:
@@ -67,7 +69,7 @@ def capacity(
     objectives = parse_slo(slo)
     names = names_of(engines)
     configs = [open_engine(engine, settings, step_time=step_time) for engine in engines]
-    options = [WorkloadOptions(format, columns, arrivals, slice, None, max_tokens, predictor, one) for one in seeds_from(seed, seeds)]
+    options = [WorkloadOptions(format, columns, arrivals, slice, None, max_tokens, predictor, one, tokenizer) for one in seeds_from(seed, seeds)]
     own_rate = _own_rate(trace, options)
     if out is not None:
         make_folder(out)

@@ -14,7 +14,6 @@ from dovetail.errors import ConfigError
 if TYPE_CHECKING:
     from dovetail import EngineConfig
     from dovetail_lab.simulate import Progress
-    from dovetail_lab.traces import Trace
 
 Engine = Annotated[str, typer.Argument(metavar="engine.yaml", help="The engine: which policy, which KV-cache manager, what sizes.")]
 TraceName = Annotated[str, typer.Option("--trace", metavar="FILE|SPEC", help="A trace in any known format, a YAML spec of a workload, or a spec.")]
@@ -24,6 +23,9 @@ Arrivals = Annotated[str | None, typer.Option("--arrivals", metavar="PROCESS", h
 Slice = Annotated[str | None, typer.Option("--slice", metavar="FROM:TO", help="A part of the trace: 100:200 (requests) or 60s:120s (seconds).")]
 ScaleRate = Annotated[float | None, typer.Option("--scale-rate", metavar="FACTOR", help="This many times as many requests a second.")]
 MaxTokens = Annotated[str, typer.Option("--max-tokens", metavar="trace|N", help="What policies see as a request's max_tokens.")]
+Tokenizer = Annotated[
+    str | None, typer.Option("--tokenizer", metavar="FILE.json", help="To count tokens of a trace that holds text.  [default: words are counted]")
+]
 Predictor = Annotated[
     str | None, typer.Option("--predictor", help="Guesses of output lengths that policies see: oracle, noisy(0.5), bucket(2, 0.8).")
 ]
@@ -31,25 +33,6 @@ Seed = Annotated[int, typer.Option("--seed", help="Of the engine, of synthetic w
 Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the engine, dotted if need be. May be repeated.")]
 StepTime = Annotated[str | None, typer.Option("--step-time", metavar="FILE.json|NAME", help="How long steps take.  [default: as the engine says]")]
 Real = Annotated[bool, typer.Option("--real", help="On the engine's own executor, in real time, instead of a simulation.")]
-
-
-def open_trace(
-    name: str,
-    *,
-    format: str | None = None,
-    columns: str | None = None,
-    arrivals: str | None = None,
-    slice: str | None = None,
-    scale_rate: float | None = None,
-    max_tokens: str = "trace",
-    predictor: str | None = None,
-    seed: int = 0,
-) -> Trace:
-    """The workload that a command line describes. Raises `TraceError`."""
-    from dovetail_lab.workloads import WorkloadOptions, load_workload
-
-    options = WorkloadOptions(format, columns, arrivals, slice, scale_rate, max_tokens, predictor, seed)
-    return load_workload(name, options)
 
 
 def open_engine(source: str, settings: Sequence[str] = (), *, step_time: str | None = None, real: bool = False) -> EngineConfig:

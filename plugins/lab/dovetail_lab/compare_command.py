@@ -22,6 +22,7 @@ from dovetail_lab.command_options import (
     Settings,
     Slice,
     StepTime,
+    Tokenizer,
     TraceName,
     open_engine,
 )
@@ -52,6 +53,7 @@ def compare(
     step_time: StepTime = None,
     format: Format = None,
     columns: Columns = None,
+    tokenizer: Tokenizer = None,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
     jobs: Jobs = None,
 ) -> None:
@@ -72,7 +74,7 @@ def compare(
         Job(
             _with_log(config, out / file_name(name, one, "-decisions")) if decisions and out else config,
             trace,
-            WorkloadOptions(format, columns, arrivals, slice, scale_rate, max_tokens, predictor, one),
+            WorkloadOptions(format, columns, arrivals, slice, scale_rate, max_tokens, predictor, one, tokenizer),
             name,
         )
         for name, config in configs.items()

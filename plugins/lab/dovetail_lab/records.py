@@ -56,14 +56,6 @@ class RequestRecord:
         """It generated what it should; not rejected, failed or aborted."""
         return self.finish_reason in ("stop", "length") and self.output_tokens > 0
 
-    @property
-    def first_token_s(self) -> float | None:
-        return float(self.token_times_s[0]) if len(self.token_times_s) else None
-
-    @property
-    def last_token_s(self) -> float | None:
-        return float(self.token_times_s[-1]) if len(self.token_times_s) else None
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:

@@ -20,9 +20,9 @@ from dovetail_lab.command_options import (
     Settings,
     Slice,
     StepTime,
+    Tokenizer,
     TraceName,
     open_engine,
-    open_trace,
     progress_bar,
 )
 from dovetail_lab.writing import make_folder
@@ -46,25 +46,17 @@ def run(
     step_time: StepTime = None,
     format: Format = None,
     columns: Columns = None,
+    tokenizer: Tokenizer = None,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
     real: Real = False,
 ) -> None:
     """Replay a trace through an engine."""
     from dovetail_lab.slo import parse_goodput
+    from dovetail_lab.workloads import WorkloadOptions, load_workload
 
     slo = None if goodput is None else parse_goodput(goodput)
     config = open_engine(engine, settings, step_time=step_time, real=real)
-    workload = open_trace(
-        trace,
-        format=format,
-        columns=columns,
-        arrivals=arrivals,
-        slice=slice,
-        scale_rate=scale_rate,
-        max_tokens=max_tokens,
-        predictor=predictor,
-        seed=seed,
-    )
+    workload = load_workload(trace, WorkloadOptions(format, columns, arrivals, slice, scale_rate, max_tokens, predictor, seed, tokenizer))
     if out is not None:
         make_folder(out)
     from dovetail_lab.simulate import replay

@@ -20,6 +20,7 @@ from dovetail_lab.command_options import (
     Seed,
     Slice,
     StepTime,
+    Tokenizer,
     TraceName,
     open_engine,
 )
@@ -51,6 +52,7 @@ def sweep(
     step_time: StepTime = None,
     format: Format = None,
     columns: Columns = None,
+    tokenizer: Tokenizer = None,
     jobs: Jobs = None,
 ) -> None:
     """Run every combination of settings and rates."""
@@ -71,7 +73,7 @@ def sweep(
         chosen = [f"{key}={value}" for key, value in point.values.items() if key != sweeping.RATE]
         factor = point.values.get(sweeping.RATE)
         rate = scale_rate if factor is None else float(factor) * (1.0 if scale_rate is None else scale_rate)
-        options = WorkloadOptions(format, columns, arrivals, slice, rate, max_tokens, predictor, point.seed)
+        options = WorkloadOptions(format, columns, arrivals, slice, rate, max_tokens, predictor, point.seed, tokenizer)
         todo.append((point, Job(open_engine(engine, chosen, step_time=step_time), trace, options)))
     if out is not None:
         make_folder(out)
