@@ -186,6 +186,7 @@ def test_too_little_time_is_an_error() -> None:
 
 
 def test_a_real_engine_gives_a_profile_that_simulates(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the demo model computes with torch")
     (tmp_path / "engine.yaml").write_text(
         "model: demo\nexecutor: {name: local, device: cpu, threads: 1}\nmax_num_seqs: 4\nmax_model_len: 128\nkv_cache_memory: 16MiB\n"
     )

@@ -30,6 +30,7 @@ def test_a_run_prints_its_figures_and_keeps_every_request(engine: Path, tmp_path
 
 
 def test_chats_are_counted_in_tokens_where_a_tokenizer_is_named(engine: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
     (tmp_path / "chats.json").write_text(trace_files.OPENAI)
     said = lab("run", engine, "--trace", tmp_path / "chats.json", "--tokenizer", DEMO_TOKENIZER, "--out", tmp_path)
     assert "counted in words" not in said

@@ -224,6 +224,7 @@ def test_a_file_whose_name_holds_an_equals_sign_is_a_file(tmp_path: Path) -> Non
 
 
 def test_a_tokenizer_counts_tokens_where_a_trace_holds_text(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
     path = str(written(tmp_path, trace_files.OPENAI))
     (request,) = load_workload(path, WorkloadOptions(tokenizer=str(DEMO_TOKENIZER)))
     (by_words,) = load_workload(path)
@@ -231,6 +232,7 @@ def test_a_tokenizer_counts_tokens_where_a_trace_holds_text(tmp_path: Path) -> N
 
 
 def test_a_tokenizer_that_is_none_is_answered_in_words(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
     path = str(written(tmp_path, trace_files.OPENAI))
     for wrong in (path, str(tmp_path / "nothing.json")):
         with pytest.raises(TraceError, match=r"expected a tokenizer\.json: "):
