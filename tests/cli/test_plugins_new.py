@@ -172,6 +172,19 @@ def test_a_name_that_will_not_do_is_refused_with_what_would(name: str, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["fcfs", "schedulers", "kv-cache", "lab"])
+def test_a_name_that_dovetail_has_itself_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="comes with Dovetail"):
+        write_package("scheduler", name, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="can't be written"):
+        write_package("scheduler", "mine", tmp_path / "file")
+
+
 def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean scheduler"):
         write_package("schedulers", "x", tmp_path)

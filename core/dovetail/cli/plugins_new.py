@@ -65,19 +65,23 @@ def new(
 
 
 def write_package(kind: str, name: str, folder: Path) -> Path:
-    """The package's folder, below `folder`. Raises `ConfigError` if kind or name won't do, or if the folder is there already; then nothing is
-    written."""
+    """The package's folder, below `folder`. Raises `ConfigError` if kind or name won't do, or if the folder is there already, and then nothing is
+    written; also if it can't be written."""
     if kind not in KINDS:
         raise ConfigError(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}")
     component = component_name(name)
+    _check_free(kind, component)
     project = folder / f"{PREFIX}{component.replace('_', '-')}"
     if project.exists():
         raise ConfigError(f"{project} is there already: choose another name, another --dir, or remove it")
     words = _words(kind, component)
-    for path, text in _files(kind):
-        target = project / _replaced(path, words)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(_replaced(text, words), encoding="utf-8")
+    try:
+        for path, text in _files(kind):
+            target = project / _replaced(path, words)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(_replaced(text, words), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{project} can't be written: {error}; name another place with --dir") from None
     return project
 
 
@@ -89,6 +93,19 @@ def component_name(name: str) -> str:
         right = f"lower case letters and digits, joined by '-' or '_', with a letter first, {MAX_NAME} characters at most"
         raise ConfigError(f"{name!r} can't be a component's name: expected {right}")
     return component
+
+
+def _check_free(kind: Kind, component: str) -> None:
+    """Raises `ConfigError` if Dovetail itself has a component or a package of that name: the new one would need its full name, or hide the other."""
+    from dovetail.registry.registry import Registry
+    from dovetail.registry.selection import PluginSelection
+
+    built_in = Registry.discover(PluginSelection(allow=()), environ={}, enforce_require=False)
+    taken = {c.spec.name for c in built_in.components(kind)}
+    targets = [c.spec.target for c in built_in.components()] + [c.spec.target for c in built_in.commands()]
+    packages = {target.partition(".")[0] for target in targets}
+    if component in taken or f"dovetail_{component.replace('-', '_')}" in packages:
+        raise ConfigError(f"{component!r} is the name of something that comes with Dovetail: choose another one")
 
 
 def _words(kind: Kind, component: str) -> dict[str, str]:
