@@ -32,7 +32,8 @@ class Binding:
     def resolved(self) -> ResolvedComponent:
         """What the name stands for. Raises `PluginError`; `DovetailError` if the component is a bare class, which no plugin declares."""
         if not isinstance(self.component, str):
-            raise DovetailError(f"{self.component!r} isn't the name of an installed component")
+            told = "set it to the name of an installed component, or to a class"
+            raise DovetailError(f"{type(self).__name__}.component is {self.component!r}: {told}")
         return installed(tuple(sys.path)).resolve(self.kind, self.component, self.options)
 
     @cached_property

@@ -175,7 +175,11 @@ def _is_ours(cls: type) -> bool:
 
 
 def _tampering(suite: type[Suite], official: type[Suite], checks: Mapping[str, Check]) -> Iterator[tuple[str, str]]:
+    """Of two things that are said of one check, the later counts."""
     by_attribute = {check.attribute: check for check in checks.values()}
+    for name, check in by_attribute.items():
+        if inspect.getattr_static(suite, name) is not inspect.getattr_static(official, name):
+            yield check.id, "it isn't the suite's own"
     for cls in suite.__mro__:
         if _is_ours(cls) or cls is object:
             continue
@@ -188,9 +192,6 @@ def _tampering(suite: type[Suite], official: type[Suite], checks: Mapping[str, C
                 yield alias.id, f"it was given the other name {cls.__qualname__}.{name}: a check counts only as the suite has it"
             elif name not in official.settings and name not in _ALLOWED and (hasattr(official, name) or name.startswith("__")):
                 yield name, f"{cls.__qualname__}.{name} replaces a part of the suite; set only {', '.join(sorted(official.settings))}"
-    for name, check in by_attribute.items():
-        if inspect.getattr_static(suite, name) is not inspect.getattr_static(official, name):
-            yield check.id, "it isn't the suite's own"
 
 
 def _wrong_waivers(suite: type[Suite], checks: Mapping[str, Check]) -> Iterator[tuple[str, str]]:
