@@ -237,3 +237,12 @@ def test_a_tokenizer_that_is_none_is_answered_in_words(tmp_path: Path) -> None:
     for wrong in (path, str(tmp_path / "nothing.json")):
         with pytest.raises(TraceError, match=r"expected a tokenizer\.json: "):
             load_workload(path, WorkloadOptions(tokenizer=wrong))
+
+
+def test_new_arrivals_leave_deadlines_as_far_away() -> None:
+    text = f"arrivals=poisson(2) requests=20 {SHORT} deadline=uniform(1, 9)"
+    old, new = load_workload(text), load_workload(text, WorkloadOptions(arrivals="constant(5)"))
+    for before, after in zip(old, new, strict=True):
+        assert before.deadline is not None
+        assert after.deadline is not None
+        assert after.deadline - after.arrival_time == pytest.approx(before.deadline - before.arrival_time)

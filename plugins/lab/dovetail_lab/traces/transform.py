@@ -21,13 +21,14 @@ def scale_rate(trace: Trace, factor: float) -> Trace:
     """
     if not 0 < factor < math.inf:
         raise TraceError(f"the scale of the rate must be a finite number > 0, got {factor!r}")
+    requests = (arriving_at(request, request.arrival_time / factor) for request in trace)
+    return _changed(trace, requests, f"arrival rate scaled by {factor:g}")
 
-    def scaled(request: TraceRequest) -> TraceRequest:
-        arrival = request.arrival_time / factor
-        deadline = None if request.deadline is None else arrival + (request.deadline - request.arrival_time)
-        return replace(request, arrival_time=arrival, deadline=deadline, measured=None)
 
-    return _changed(trace, map(scaled, trace), f"arrival rate scaled by {factor:g}")
+def arriving_at(request: TraceRequest, time: float) -> TraceRequest:
+    """At another time, with its deadline as far away as before, and without what was measured at the old one."""
+    deadline = None if request.deadline is None else time + (request.deadline - request.arrival_time)
+    return replace(request, arrival_time=time, deadline=deadline, measured=None)
 
 
 def slice_trace(trace: Trace, text: str) -> Trace:

@@ -11,6 +11,7 @@ import numpy as np
 from dovetail_lab.traces import Span, Trace, TraceError, TraceRequest, load_trace
 from dovetail_lab.traces.reading import MOST_TOKENS
 from dovetail_lab.traces.request import stream_of
+from dovetail_lab.traces.transform import arriving_at
 from dovetail_lab.workloads.arrivals import MOST_ARRIVALS, Arrivals
 from dovetail_lab.workloads.lengths import Distribution
 from dovetail_lab.workloads.spec import Clients, Stream, WorkloadSpec
@@ -44,10 +45,11 @@ def generate(spec: WorkloadSpec, seed: int = 0, *, name: str = "synthetic", sour
 
 
 def with_arrivals(trace: Trace, arrivals: Arrivals, seed: int = 0) -> Trace:
-    """The trace's requests, in its order, arriving otherwise. What was measured and what was due belong to the old times and go."""
-    times = arrivals.times(_rng(seed, "", "arrivals"), len(trace), None)
-    requests = (replace(request, arrival_time=time, deadline=None, measured=None) for request, time in zip(trace, times.tolist(), strict=True))
-    return replace(trace, requests=tuple(requests), notes=(*trace.notes, f"arrivals drawn anew: {arrivals!r}, seed {seed}"))
+    """The trace's requests, in its order, arriving otherwise; a deadline keeps its distance from arrival. What was measured belongs to the old
+    times and goes."""
+    times = arrivals.times(_rng(seed, "", "arrivals"), len(trace), None).tolist()
+    requests = tuple(arriving_at(request, time) for request, time in zip(trace, times, strict=True))
+    return replace(trace, requests=requests, notes=(*trace.notes, f"arrivals drawn anew: {arrivals!r}, seed {seed}"))
 
 
 def _rng(seed: int, stream: str, purpose: str) -> np.random.Generator:
