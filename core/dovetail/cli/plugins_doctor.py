@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,19 +28,19 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(_as_json(diagnosis), indent=2))
     else:
-        _print(diagnosis)
+        typer.echo("\n".join(_lines(diagnosis)).encode(errors="backslashreplace").decode())  # what a plugin has said need not be text
     raise typer.Exit(1 if diagnosis.count("error") else 0)
 
 
-def _print(diagnosis: Diagnosis) -> None:
+def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     for origin, findings in groupby(diagnosis.findings, key=lambda finding: finding.origin):
-        typer.echo(f"{origin.distribution} {origin.version}" if origin.entry_point == "?" else str(origin))
+        yield f"{origin.distribution} {origin.version}" if origin.entry_point == "?" else str(origin)
         for finding in findings:
-            typer.echo(f"  {finding.severity} {finding.problem}: {finding.what}")
-            typer.echo(f"    to do: {finding.remedy}")
+            yield f"  {finding.severity} {finding.problem}: {finding.what}"
+            yield f"    to do: {finding.remedy}"
     for origin in diagnosis.denied:
-        typer.echo(f"{origin} was not looked at: DOVETAIL_PLUGINS denies it")
-    typer.echo(f"plugins examined: {len(diagnosis.examined)}, errors: {diagnosis.count('error')}, warnings: {diagnosis.count('warning')}")
+        yield f"{origin} was not looked at: DOVETAIL_PLUGINS denies it"
+    yield f"plugins examined: {len(diagnosis.examined)}, errors: {diagnosis.count('error')}, warnings: {diagnosis.count('warning')}"
 
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from dovetail.errors import PluginError
 from dovetail.registry import hookspecs
 from dovetail.registry.plugin import FoundPlugin, LoadedPlugin, Phase, PluginFailure
 
+KEPT = 2**16  # characters of what a plugin prints
+
 T = TypeVar("T", ComponentSpec, CommandSpec, BundledModel)
 
 
@@ -77,14 +79,18 @@ def _check_requirements(specs: Iterable[ComponentSpec]) -> None:
 
 
 class _CapturedStream:
-    """Keeps what is written to it while a plugin loads. A log handler made meanwhile may hold on to it, so afterwards it is the real stream."""
+    """Keeps (the beginning of) what is written to it while a plugin loads. A log handler made meanwhile may hold on to it, so afterwards it is
+    the real stream."""
 
     def __init__(self, real: Any, kept: list[str]) -> None:
         self._real, self._kept, self.capturing = real, kept, True
+        self._room = KEPT
 
     def write(self, text: str) -> int:
         if self.capturing:
-            self._kept.append(text)
+            if self._room > 0:
+                self._kept.append(text[: self._room])
+                self._room -= len(text)
             return len(text)
         return int(self._real.write(text))
 

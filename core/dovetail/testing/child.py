@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -22,13 +21,13 @@ import pytest
 
 from dovetail.api.component import Kind
 from dovetail.errors import ConfigError, DovetailError, PluginError, describe
+from dovetail.registry.doctor.process import limit_files
 from dovetail.testing import frames
 from dovetail.testing.binding import installed
 
 COMMAND = "import sys; from dovetail.testing.child import main; main(sys.argv[1])"
 MODULE = "from dovetail.testing.child import generated_suite\n\nTestComponent = generated_suite({job!r})\n"
 PYTEST = ["-p", "dovetail.testing.pytest_plugin", "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--noconftest", "-c"]
-LARGEST_FILE = 2**28  # bytes that it may write to one file: one that never stops printing doesn't fill the disk
 REGULAR = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
@@ -74,7 +73,7 @@ def main(job_path: str) -> None:
     """Run the checks of a job that aren't done."""
     job = Job.read(job_path)
     sys.path[:] = job.path
-    _limit_files()
+    limit_files()
     with job.trace.open("w") as trace, job.ledger.open("a", buffering=1) as file:
         ledger = Ledger(job, file, trace)
         ledger.limit()
@@ -87,14 +86,6 @@ def main(job_path: str) -> None:
         if code not in REGULAR:  # interrupted, perhaps by the component
             sys.exit(f"pytest was ended: {code!r}")
         ledger.tell("ended")
-
-
-def _limit_files() -> None:
-    with suppress(ImportError):  # not a Unix
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, most))  # to write more is an OSError
 
 
 def generated_suite(job_path: str) -> Any:

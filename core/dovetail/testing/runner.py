@@ -3,7 +3,6 @@ crashes loses the check that it was in, and the others run in a new process."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from typing import IO, Any
 
 from dovetail.api.component import API_VERSIONS, KINDS, Kind
 from dovetail.errors import ConfigError, DovetailError, PluginError
+from dovetail.registry.doctor.process import ending, event, last_words
 from dovetail.testing import frames
 from dovetail.testing.checks import Waiver
 from dovetail.testing.child import COMMAND, Job
@@ -29,7 +29,7 @@ MAX_DEATHS = 3  # of the process; after them the remaining checks are given up
 GRACE_S = 10.0  # that a process gets to end itself after its time limit
 POLL_S = 0.02
 LOADING = "loading"  # in place of a check's id
-OUTPUT_LINES, OUTPUT_BYTES = 5, 4_000  # of what it said at last that are shown
+OUTPUT_LINES = 5  # of what it said at last that are shown
 
 
 def run(
@@ -106,7 +106,7 @@ class _Run:
         trace = job.trace.read_text(errors="replace") if job.trace.exists() else ""
         if hung or "Timeout" in trace:
             return f"it hung, and was ended after {job.time_limit_s:g} s{frames.of_dump(trace)}"
-        return "\n  ".join([f"it ended the process, {_exit(process.returncode)}", *_last_words(output)])
+        return "\n  ".join([f"it ended the process, {ending(process.returncode)}", *last_words(output)[-OUTPUT_LINES:]])
 
     def _follow(self, process: subprocess.Popen[bytes], ledger: IO[str]) -> bool:
         """Read the ledger until the process has ended, or is so late that it can't even end itself: True."""
@@ -116,7 +116,7 @@ class _Run:
             if text := ledger.read():
                 *lines, unread = (unread + text).split("\n")
                 for line in lines:
-                    self._heed(_event(line))
+                    self._heed(event(line))
                 begun = time.monotonic()
             if over or self.ended:
                 return False
@@ -138,24 +138,3 @@ class _Run:
                 raise {"ConfigError": ConfigError}.get(told["error"], PluginError)(told["message"])
             case "broken":
                 self.broken = told["message"]
-
-
-def _event(line: str) -> dict[str, Any]:
-    """Empty, if it isn't one: a component can write to any file that is open."""
-    with suppress(ValueError):
-        told = json.loads(line)
-        if isinstance(told, dict):
-            return told
-    return {}
-
-
-def _exit(code: int) -> str:
-    if code >= 0:
-        return f"with exit code {code}"
-    return f"by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"by signal {-code}"
-
-
-def _last_words(output: Path) -> list[str]:
-    with output.open("rb") as file:
-        file.seek(max(0, output.stat().st_size - OUTPUT_BYTES))
-        return file.read().decode(errors="replace").splitlines()[-OUTPUT_LINES:]

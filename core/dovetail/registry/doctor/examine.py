@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -23,11 +22,13 @@ from dovetail.errors import PluginError
 from dovetail.registry.doctor import probe
 from dovetail.registry.doctor.findings import Diagnosis, Finding, Problem
 from dovetail.registry.doctor.metadata import metadata_findings
+from dovetail.registry.doctor.process import ending, event, last_words
 from dovetail.registry.finder import find_plugins
 from dovetail.registry.plugin import FoundPlugin, PluginOrigin
 from dovetail.registry.selection import PluginSelection
 from dovetail.where import did_you_mean
 
+SHOWN = 200  # characters of what it wrote at last
 AT_ONCE = min(4, os.cpu_count() or 1)  # processes
 
 
@@ -79,8 +80,8 @@ def _examine_one(plugin: FoundPlugin, level: probe.Level, time_limit_s: float) -
         report.touch()
         with output.open("wb") as sink:
             code = _run([plugin.origin.id, str(report), level], sink, time_limit_s)
-        lines = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
-        return _read(plugin, lines, code, output.read_text(encoding="utf-8", errors="replace"), time_limit_s)
+        lines = [event(line) for line in report.read_text(encoding="utf-8", errors="replace").splitlines()]
+        return _read(plugin, lines, code, last_words(output), time_limit_s)
 
 
 def _run(args: Sequence[str], sink: Any, time_limit_s: float) -> int | None:
@@ -107,34 +108,29 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _read(plugin: FoundPlugin, lines: Sequence[Mapping[str, Any]], code: int | None, output: str, time_limit_s: float) -> _Report:
-    report, phase, ended = _Report(plugin.origin), "starting", False
+def _read(plugin: FoundPlugin, lines: Sequence[Mapping[str, Any]], code: int | None, output: Sequence[str], time_limit_s: float) -> _Report:
+    report, phase, module, ended = _Report(plugin.origin), "starting", plugin.entry_point.module, False
     for line in lines:
-        phase, ended = line.get("phase", phase), ended or "end" in line
+        phase, module, ended = line.get("phase", phase), line.get("module", module), ended or "end" in line
         if "problem" in line:
             report.findings.append(Finding(plugin.origin, *line["problem"]))
         report.offers += [(what, name) for what, name in line.get("offers", ())]
     if not ended:
-        said = f"; its last words: {output.strip().splitlines()[-1][:200]}" if output.strip() else ""
-        report.findings.append(Finding(plugin.origin, *_unfinished(plugin, phase, code, said, time_limit_s)))
-    elif output.strip() and not any(finding.problem == "prints" for finding in report.findings):
-        what = f"it writes to the process's output: {probe.short(output)}"
+        said = f"; its last words: {output[-1][-SHOWN:]}" if output else ""
+        report.findings.append(Finding(plugin.origin, *_unfinished(module, phase, code, said, time_limit_s)))
+    elif output and not any(finding.problem == "prints" for finding in report.findings):
+        what = f"it writes to the process's output: {probe.short(' '.join(output))}"
         report.findings.append(Finding(plugin.origin, "prints", what, "log with the logging module, and only once something of it runs"))
     return report
 
 
-def _unfinished(plugin: FoundPlugin, phase: str, code: int | None, said: str, time_limit_s: float) -> Problem:
-    module = plugin.entry_point.module
+def _unfinished(module: str, phase: str, code: int | None, said: str, time_limit_s: float) -> Problem:
     if code is None:
         remedy = f"python -X faulthandler -c 'import {module}' and Ctrl-C show where it waits; --time-limit gives it longer"
         return "hangs", f"{phase} took longer than {time_limit_s:g} s{said}", remedy
     if code < 0:
-        return (
-            "crashes",
-            f"{phase} ended the process by {signal.Signals(-code).name}{said}",
-            f"python -X faulthandler -c 'import {module}' shows where",
-        )
-    return "exits", f"{phase} ended the process with exit code {code}{said}", "neither importing nor declaring may exit"
+        return "crashes", f"{phase} ended the process {ending(code)}{said}", f"python -X faulthandler -c 'import {module}' shows where"
+    return "exits", f"{phase} ended the process {ending(code)}{said}", "neither importing nor declaring may exit"
 
 
 def _collisions(reports: Sequence[_Report], core_commands: Collection[str]) -> Iterator[Finding]:

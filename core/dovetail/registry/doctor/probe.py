@@ -10,15 +10,16 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from dovetail.api.component import KINDS
-from dovetail.errors import DovetailError
+from dovetail.errors import DovetailError, describe
 from dovetail.registry import hookspecs
 from dovetail.registry.doctor.findings import Problem
+from dovetail.registry.doctor.process import limit_files
 from dovetail.registry.finder import find_plugins
 from dovetail.registry.loader import load_plugin
 from dovetail.registry.plugin import FoundPlugin, LoadedPlugin, PluginFailure
@@ -35,6 +36,7 @@ HOOKS = tuple(name for name in dir(hookspecs) if name.startswith("dovetail_"))
 def main() -> NoReturn:
     """Never returns to a plugin's threads or exit handlers."""
     plugin_id, report, level = sys.argv[1:]
+    limit_files()
     with Path(report).open("a", encoding="utf-8", buffering=1) as file:
 
         def write(**fields: Any) -> None:
@@ -50,8 +52,7 @@ def main() -> NoReturn:
         if isinstance(result, LoadedPlugin):
             write(offers=list(_offers(result)))
             if level == "use":
-                write(phase="importing what it declares")
-                for problem in _of_what_it_offers(result):
+                for problem in _of_what_it_offers(result, write):
                     write(problem=problem)
         write(end=True)
     os._exit(0)
@@ -95,7 +96,7 @@ def _of_failure(found: FoundPlugin, failure: PluginFailure) -> Problem:
 
 def _of_failed_import(found: FoundPlugin, error: BaseException) -> Problem:
     point = found.entry_point
-    text = f"{type(error).__name__}: {error}"
+    text = describe(error)
     if isinstance(error, ModuleNotFoundError) and error.name and (point.module == error.name or point.module.startswith(f"{error.name}.")):
         return "points-nowhere", f"its entry point names the module {point.module}, which isn't installed", _remedy_for_nowhere(found)
     if isinstance(error, AttributeError) and point.attr and point.module in sys.modules:
@@ -140,10 +141,12 @@ def _offers(plugin: LoadedPlugin) -> Iterator[tuple[str, str]]:
     yield from (("bundled model", model.name) for model in plugin.models)
 
 
-def _of_what_it_offers(plugin: LoadedPlugin) -> Iterator[Problem]:
+def _of_what_it_offers(plugin: LoadedPlugin, write: Callable[..., None]) -> Iterator[Problem]:
     for spec in sorted(plugin.components, key=lambda spec: (KINDS.index(spec.kind), spec.name)):
+        write(phase=f"importing what {spec.kind} {spec.name!r} names", module=spec.target.partition(":")[0])
         yield from _of_component(ResolvedComponent(spec, plugin.origin))
     for command in plugin.commands:
+        write(phase=f"importing what command {command.name!r} names", module=command.target.partition(":")[0])
         yield from _attempts(f"command {command.name!r}", [ResolvedCommand(command, plugin.origin).load])
     for model in plugin.models:
         if not _has_model(model.package, model.path):

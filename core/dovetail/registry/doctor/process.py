@@ -1,0 +1,48 @@
+"""Processes in which a plugin's code runs, and may do what it likes: what they can fill, and what they leave to be read.
+
+For the doctor and for `dovetail.testing.runner`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+LARGEST_FILE = 2**28  # bytes
+LAST_BYTES = 4_000
+
+
+def limit_files() -> None:
+    """From now on this process, and those that it starts, can't write more than `LARGEST_FILE` to one file: who never stops printing gets an
+    OSError, before the disk is full."""
+    with suppress(ImportError):  # not a Unix
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, most))
+
+
+def event(line: str) -> dict[str, Any]:
+    """The JSON object that a line of its report is. Empty, if it is none: a plugin can write to any file that is open."""
+    with suppress(ValueError):
+        told = json.loads(line)
+        if isinstance(told, dict):
+            return told
+    return {}
+
+
+def ending(code: int) -> str:
+    """How it ended, by its exit code: "with exit code 3", "by SIGKILL"."""
+    if code >= 0:
+        return f"with exit code {code}"
+    return f"by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"by signal {-code}"
+
+
+def last_words(output: Path) -> list[str]:
+    """The last lines that it wrote."""
+    with output.open("rb") as file:
+        file.seek(max(0, output.stat().st_size - LAST_BYTES))
+        return file.read().decode(errors="replace").strip().splitlines()
