@@ -105,6 +105,8 @@ def test_wrong_words_are_errors_and_no_verdict() -> None:
         run("observer", "lgo")
     with pytest.raises(PluginError, match="did you mean observer"):
         run("obsever", "log")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="must be what JSON can hold"):
+        run("observer", "log", {"every_s": {1, 2}})
     with pytest.raises(ConfigError, match="unknown option"):
         run("observer", "log", {"no_such_option": 1})
     with pytest.raises(DovetailError, match="define it at the top level"):

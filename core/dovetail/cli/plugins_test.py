@@ -19,7 +19,7 @@ def run_suite(
     name: Annotated[str, typer.Argument(help='A name, or "distribution:name".')],
     options: Annotated[list[str], typer.Option("--options", metavar="KEY=VALUE|YAML", help="Options to make it with. May be repeated.")] = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
-    time_limit_s: Annotated[float, typer.Option("--time-limit", metavar="S", min=0.1, help="Seconds that a check may take.")] = 60.0,
+    time_limit_s: Annotated[float, typer.Option("--time-limit", metavar="S", min=0.1, max=86_400, help="Seconds that a check may take.")] = 60.0,
 ) -> None:
     """Run the conformance suite of a kind over an installed component. The exit code is 0 if it is CONFORMANT, else 1."""
     _check_installed()
@@ -34,12 +34,13 @@ def run_suite(
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     """Each is "key=value", the value YAML, or a whole mapping in YAML or JSON; the last to name a key wins. Raises `ConfigError`."""
-    from dovetail.yaml_source import parse_value
+    from dovetail.yaml_source import parse_yaml
 
     options: dict[str, Any] = {}
     for text in texts:
         pair = re.fullmatch(r"\s*(\w+)\s*=(.*)", text, re.DOTALL)
-        given = {pair[1]: parse_value(pair[2])} if pair else parse_value(text)
+        value = parse_yaml(pair[2] if pair else text, "--options").value
+        given = {pair[1]: value} if pair else value
         if not isinstance(given, dict):
             raise ConfigError(f"--options: expected key=value or a mapping in YAML or JSON, got {text!r}")
         options |= given

@@ -58,7 +58,6 @@ class Job:
         return Path(self.folder, "test_component.py")
 
     def write(self) -> Path:
-        """Raises `TypeError` if the options aren't JSON."""
         path = Path(self.folder, "job.json")
         path.write_text(json.dumps(asdict(self)))
         self.module.write_text(MODULE.format(job=str(path)))

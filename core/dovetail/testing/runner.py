@@ -3,6 +3,7 @@ crashes loses the check that it was in, and the others run in a new process."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -43,18 +44,27 @@ def run(
     """Run all checks of a kind over one component, and judge. Nothing that the component prints is shown, and nothing of it runs in this process.
 
     `component`: its name, or a class at the top level of a module. `options` must be JSON. `time_limit_s`: for each check, and for loading.
-    Raises `PluginError` if no component has that name and `ConfigError` if it doesn't take the options; all else stands in the verdict.
+    Raises `PluginError` if no component has that name and `ConfigError` if it doesn't take the options, or they aren't JSON; all else stands in
+    the verdict.
     """
     if kind not in KINDS:
         raise PluginError(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}")
     name = f"{component.__module__}:{component.__qualname__}" if isinstance(component, type) else component
     if name.startswith("__main__:") or "<" in name:
         raise DovetailError(f"{name} can't be imported by another process: define it at the top level of a module")
+    _check_json(options)
     plain_waivers = {id: asdict(waiver) for id, waiver in (waivers or {}).items()}
     path = [os.path.abspath(entry) for entry in sys.path]
     with tempfile.TemporaryDirectory(prefix="dovetail-test-") as folder:
         job = Job(kind, name, isinstance(component, type), dict(options or {}), plain_waivers, time_limit_s, folder, path)
         return _Run(job).verdict()
+
+
+def _check_json(options: Mapping[str, Any] | None) -> None:
+    try:
+        json.dumps(dict(options or {}))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"options must be what JSON can hold, since another process gets them: {error}") from None
 
 
 class _Run:
