@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCapabilities:
-    """What a backend can do. None means any. What is not declared is refused at start-up with `reasons_against`, never tried."""
+    """What a backend can do. None means any. What is not declared is refused at start-up with `reasons_against`, never tried.
+
+    `cuda_graph`: what `attend` launches may be captured in a CUDA graph and replayed after a later `plan`. "decode": of a step whose rows have one
+    query each, for any other of as many padded rows. "mixed": also of a step with `AttentionBatch.mixed_graph`, for any other of these of as many
+    padded tokens. A graph of a step with a shared prefix is replayed for such steps alone, one without for those without.
+    """
 
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
@@ -81,6 +86,7 @@ class AttentionBatch:
     host_query_lens: np.ndarray  # [num_rows] int32
     host_kv_lens: np.ndarray  # [num_rows] int32
     shared_prefix_blocks: int = 0  # leading blocks that all rows have in common
+    mixed_graph: bool = False  # `attend` is captured, or replayed, for whatever rows share the padded tokens: only for a backend that can do so
 
 
 @dataclass(frozen=True, slots=True)

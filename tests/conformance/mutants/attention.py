@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -406,6 +407,17 @@ class OpensACopyOfTheCache(PlainAttention):
         def cache_for_fused_write(self) -> FusedCache:
             k, v = (cache[:-2].unflatten(0, (-1, self._backend.context.block_size)).clone() for cache in (self._k, self._v))
             return FusedCache(k, v, self._backend.slots)
+
+
+@mutant(caught_by="attention.mixed_graph")
+class HasTooFewProgramsForAMixedGraph(PlainAttention):
+    """What is launched does for prefills of some length, not for as many rows as there may be."""
+
+    capabilities = AttentionCapabilities(cuda_graph="mixed")
+
+    class layer(PlainLayer):  # noqa: N801
+        def rows(self) -> Iterator[tuple[int, slice, int]]:
+            return islice(super().rows(), 64 if self._backend.batch.mixed_graph else None)
 
 
 @mutant(caught_by="attention.graph", error=AssertionError if torch.cuda.is_available() else Untried)

@@ -59,9 +59,11 @@ class AttentionSuite(Suite):
         raise CheckFailed(f"this machine has none of the declared devices ({', '.join(self.claims.devices)}): run the suite on one that has")
 
     def declares(self, capability: str) -> bool:
-        """`cuda_graph` is declared by another word than "none", `fused_write` by laying a cache open."""
+        """`cuda_graph` is declared by another word than "none", `mixed_graph` by that word, `fused_write` by laying a cache open."""
         if capability == "cuda_graph":
             return self.claims.cuda_graph != "none"
+        if capability == "mixed_graph":
+            return self.claims.cuda_graph == "mixed"
         if capability == "fused_write":
             return self.bench(self.case((0,), (1,))).layers[0].cache_for_fused_write() is not None
         return super().declares(capability)
@@ -367,17 +369,45 @@ class AttentionSuite(Suite):
         again = bench.layers[0].cache_for_fused_write()
         require(again is not None and again.slots.data_ptr() == address, "`slots` moved from one plan to the next")
 
+    @check("attention.mixed_graph", since="0.1", capability="mixed_graph")
+    def test_a_step_planned_for_a_mixed_graph_is_attended_as_any_other(self) -> None:
+        """With `mixed_graph`, `attend` launches what any step of as many padded tokens needs: decodes, prefills, both, or none at all. Grids are as
+        large as the tokens allow, programs that have nothing to do end, and padding is left alone. `num_rows` may be 0."""
+        window = 20 if self.claims.window else None
+        for history, queries in (
+            ((0, 17, 90, 5, 0), (30, 1, 7, 1, 2)),
+            ((17, 90), (1, 1)),
+            ((0,), (41,)),
+            ((3,) * MANY_ROWS, (1, 2) * (MANY_ROWS // 2)),
+        ):
+            case = self.case(history, queries, heads=4, kv_heads=2, padding=3, windows=(None, window), mixed_graph=True)
+            bench = self.bench(case)
+            assert_as_defined(bench, "planned with mixed_graph: ")
+            bench.plan_rows(bench.table[:0], np.zeros(0, np.int64), np.zeros(0, np.int64), padding=8)
+            bench.layers[0].attend(bench.tensor(bench.q[0])[:1].repeat(8, 1, 1))
+
     @check("attention.graph", since="0.1", capability="cuda_graph")
-    def test_a_captured_decode_serves_any_step_of_as_many_rows(self) -> None:
+    def test_a_captured_step_serves_any_other_of_its_size(self) -> None:
         """A graph replays the kernels of its capture: everything that differs between steps lies in buffers that `plan` fills, at the same
-        addresses. `plan` neither waits for the device nor is part of the graph. Rows that became padding are left alone."""
+        addresses. `plan` neither waits for the device nor is part of the graph. Rows that became padding are left alone. A captured decode serves
+        any step of as many rows; what was captured with `mixed_graph`, where that is declared, any step of as many tokens."""
         if not self.place.startswith("cuda"):
             raise Untried("cuda_graph", f"the suite runs on {self.place}")
         case = self.case((300, 5, 17, 90), (1,) * 4, heads=4, kv_heads=2)
         bench = self.bench(case)
         bench.compute()
-        layer, q = bench.layers[0], bench.tensor(bench.q[0])
         bench.plan((0, 1, 2, 16), (1, 2, 3, 17))
+        self.capture_and_replay(bench, "replayed for another step: ")
+        if self.claims.cuda_graph == "mixed":
+            bench = self.bench(self.case((300, 5, 0, 90), (1, 1, 40, 7), heads=4, kv_heads=2, padding=15, mixed_graph=True))
+            bench.compute()
+            bench.plan_rows(bench.table[:0], np.zeros(0, np.int64), np.zeros(0, np.int64), padding=64)
+            self.capture_and_replay(bench, "a mixed step, replayed by a graph of padding: ")
+
+    def capture_and_replay(self, bench: Bench, what: str) -> None:
+        """A graph of the step that is planned, replayed for the case's."""
+        layer, case, tokens = bench.layers[0], bench.case, sum(bench.case.queries)
+        q = bench.tensor(bench.q[0], case.padding)
         layer.attend(q)  # compiles
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -385,9 +415,9 @@ class AttentionSuite(Suite):
             out = layer.attend(q)
         for _ in range(2):
             out.fill_(torch.nan)
-            bench.plan(case.history, case.lens)
+            bench.plan(case.history, case.lens, case.padding)
             graph.replay()
-            assert_close(bench, [out.double().cpu()], "replayed for another step: ")
+            assert_close(bench, [out[:tokens].double().cpu()], what)
 
 
 def assert_as_defined(bench: Bench, what: str = "") -> None:

@@ -31,12 +31,13 @@ class Case:
     kv_heads: int = 2
     head_size: int = 8
     windows: tuple[int | None, ...] = (None,)  # of each layer
-    padding: int = 0  # tokens, and as many rows
+    padding: int = 0  # tokens, and as many rows, but for those planned for a mixed graph
     seed: int = 0
     spare_blocks: int = 3  # that no row owns
     dtype: str = "float32"
     device: str = "cpu"
     scale: float | None = None  # None: 1 / sqrt(head_size)
+    mixed_graph: bool = False  # all steps are planned so
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -135,7 +136,7 @@ class Bench:
         size = self.case.block_size
         positions = [np.arange(n - q, n) for q, n in zip(queries, lens, strict=True)]
         slots = [table[row, p // size].astype(np.int64) * size + p % size for row, p in enumerate(positions)]
-        starts = np.concatenate([[0], np.cumsum(queries)])
+        starts, padding_rows = np.concatenate([[0], np.cumsum(queries)]), 0 if self.case.mixed_graph else padding
 
         def tensor(array: NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
             return torch.as_tensor(np.ascontiguousarray(array), dtype=dtype).to(self.case.device)
@@ -144,13 +145,14 @@ class Bench:
             AttentionBatch(
                 num_rows=len(queries),
                 num_tokens=int(starts[-1]),
-                query_starts=tensor(np.concatenate([starts, np.full(padding, starts[-1])]), torch.int32),
-                kv_lens=tensor(np.concatenate([lens, np.zeros(padding, dtype=np.int64)]), torch.int32),
-                block_table=tensor(np.concatenate([table, np.full((padding, table.shape[1]), -7, dtype=np.int32)]), torch.int32),
+                query_starts=tensor(np.concatenate([starts, np.full(padding_rows, starts[-1])]), torch.int32),
+                kv_lens=tensor(np.concatenate([lens, np.zeros(padding_rows, dtype=np.int64)]), torch.int32),
+                block_table=tensor(np.concatenate([table, np.full((padding_rows, table.shape[1]), -7, dtype=np.int32)]), torch.int32),
                 slots=tensor(np.concatenate([*slots, np.full(padding, -1)]), torch.int64),
                 host_query_lens=queries.astype(np.int32),
                 host_kv_lens=lens.astype(np.int32),
                 shared_prefix_blocks=shared,
+                mixed_graph=self.case.mixed_graph,
             )
         )
 
