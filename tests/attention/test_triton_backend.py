@@ -45,6 +45,32 @@ class SharingAttention(TritonAttention):
         super().plan(replace(batch, shared_prefix_blocks=self.shared_blocks))
 
 
+class MixedGraphAttention(SharingAttention):
+    """Is told that each step replays a graph of mixed steps, of at least `size` tokens."""
+
+    size = 0
+
+    def plan(self, batch: AttentionBatch) -> None:
+        padding = batch.slots.new_full((max(0, self.size - len(batch.slots)),), -1)
+        super().plan(replace(batch, slots=torch.cat([batch.slots, padding]), mixed_graph=True))
+
+    def launches(self) -> list[object]:
+        """What the host passes to the launches of `attend`, for each kind of layer."""
+        kinds = self.planned.schedules.values()
+        return [(kind.decodes, kind.num_tiles, kind.zero_from, kind.may_share, kind.mixed_graph) for kind in kinds]
+
+
+def mixed_graph_bench(case: Case) -> tuple[Bench, MixedGraphAttention]:
+    bench = Bench(MixedGraphAttention, on_device(case))
+    assert isinstance(bench.backend, MixedGraphAttention)
+    return bench, bench.backend
+
+
+def plan_padding(bench: Bench) -> None:
+    """The step that a graph of mixed steps is captured of."""
+    bench._plan(bench.table[:0], np.zeros(0, np.int64), np.zeros(0, np.int64), padding=0)
+
+
 def on_device(case: Case) -> Case:
     return replace(case, device=DEVICE)
 
@@ -62,6 +88,20 @@ def assert_as_defined(case: Case, tolerance: float = TOLERANCE) -> None:
 @enough
 def test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined_while_unused_slots_are_nan(case: Case) -> None:
     assert_as_defined(case)
+
+
+@given(cases(max_len=40))
+@enough
+def test_a_mixed_step_is_attended_as_defined_by_what_is_launched_for_any_of_as_many_tokens(case: Case) -> None:
+    bench, backend = mixed_graph_bench(case)
+    assert_close(bench.run(), bench.expected())
+    tokens = sum(case.queries) + case.padding
+    q = torch.full((tokens, case.heads, case.head_size), torch.nan, device=DEVICE)
+    assert not bench.layers[0].attend(q)[sum(case.queries) :].any(), "what is computed for padding is zero"
+    launched, backend.size = backend.launches(), tokens
+    plan_padding(bench)
+    assert backend.launches() == launched
+    assert not bench.layers[0].attend(q).any()
 
 
 @given(cases(max_len=40), st.integers(1, 2**31))
@@ -137,11 +177,13 @@ def test_a_row_sees_what_another_row_writes_in_the_same_step() -> None:
 
 
 @pytest.mark.parametrize(("lens", "shared"), [((150, 129, 190), 8), ((257, 256), 16), ((200, 170, 161), 10)])
-@pytest.mark.parametrize("chunk", [0, 5])
-def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(lens: tuple[int, ...], shared: int, chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "backend"), [(0, SharingAttention), (5, SharingAttention), (5, MixedGraphAttention)])
+def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(
+    lens: tuple[int, ...], shared: int, chunk: int, backend: type[SharingAttention]
+) -> None:
     history = (*(n - 1 for n in lens), *([300] if chunk else []))
     case = on_device(Case(history, (1,) * len(lens) + ((chunk,) if chunk else ()), padding=2, windows=(None, 40)))
-    bench = Bench(SharingAttention, case)
+    bench = Bench(backend, case)
     for layer in range(2):
         for values in (bench.k[layer], bench.v[layer]):
             for row in values[1:]:
@@ -232,6 +274,38 @@ def test_a_graph_of_one_decode_step_replays_any_other_of_as_many_rows() -> None:
     bench.plan(case.history, case.lens)
     graph.replay()
     assert_close([out.double().cpu().numpy()], bench.expected(), HALF["bfloat16"])
+
+
+@gpu
+@pytest.mark.parametrize(("shared", "steps"), [(0, [(0, 1), (0, 1, 2, 3, 4), (4, 3), (2,)]), (16, [(0, 1), (1, 0)])])
+def test_a_graph_of_padding_replays_any_mix_of_as_many_tokens(shared: int, steps: list[tuple[int, ...]]) -> None:
+    case = Case((299, 299, 5, 17, 0), (1, 1, 1, 40, 19), heads=16, kv_heads=8, head_size=128, dtype="bfloat16", windows=(None, 40))
+    bench, backend = mixed_graph_bench(case)
+    for values in (*bench.k, *bench.v):
+        values[1][:256] = values[0][:256]
+    bench.table[1, :16] = bench.table[0, :16]
+    bench.run()
+    backend.size, backend.shared_blocks = 64, shared
+    qs = [torch.full((64, 16, 128), torch.nan, dtype=torch.bfloat16, device=DEVICE) for _ in bench.layers]
+    plan_padding(bench)
+    for layer, q in zip(bench.layers, qs, strict=True):
+        layer.attend(q)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [layer.attend(q) for layer, q in zip(bench.layers, qs, strict=True)]
+    ends, expected = np.cumsum(case.queries), bench.expected()
+    for rows in steps:
+        queries, lens = (np.array([values[row] for row in rows]) for values in (case.queries, case.lens))
+        bench._plan(bench.table[list(rows)], queries, lens, padding=0)
+        for q, out, own in zip(qs, outs, bench.q, strict=True):
+            q[: sum(queries)] = bench._tensor([own[row] for row in rows], 0)
+            out.fill_(torch.nan)
+        graph.replay()
+        wanted = np.concatenate([np.arange(ends[row] - case.queries[row], ends[row]) for row in rows])
+        got = [out[: sum(queries)].double().cpu().numpy() for out in outs]
+        assert_close(got, [exact[wanted] for exact in expected], HALF["bfloat16"])
+        assert not any(out[sum(queries) :].any() for out in outs)
 
 
 @gpu

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 CHAINED = "griddepcontrol.wait"
 
 
-def attend(dtype: str, head_size: int, block_size: int, window: int | None) -> None:
+def attend(dtype: str, head_size: int, block_size: int, window: int | None, mixed_graph: bool) -> None:
     """A step of decodes with a shared prefix and of a prefill, as on an H200."""
     backend = TritonAttention(NoOptions(), AttentionContext("cpu", dtype, block_size))
     backend.tilings, backend.processors = HOPPER, 132
@@ -33,7 +33,7 @@ def attend(dtype: str, head_size: int, block_size: int, window: int | None) -> N
     starts, tokens = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32), int(queries.sum())
     table, slots = torch.zeros((21, 4096 // block_size), dtype=torch.int32), torch.full((tokens,), -1)
     shared = 1024 // block_size
-    backend.plan(AttentionBatch(21, tokens, torch.from_numpy(starts), torch.from_numpy(lens), table, slots, queries, lens, shared))
+    backend.plan(AttentionBatch(21, tokens, torch.from_numpy(starts), torch.from_numpy(lens), table, slots, queries, lens, shared, mixed_graph))
     q, k = (torch.zeros(tokens, heads, head_size, dtype=backend.dtype) for heads in (16, 8))
     layer.write(k, k)
     layer.attend(q)
@@ -43,11 +43,12 @@ def attend(dtype: str, head_size: int, block_size: int, window: int | None) -> N
 @pytest.mark.parametrize(
     ("dtype", "head_size", "block_size", "window"), [("bfloat16", 128, 16, None), ("bfloat16", 80, 256, 512), ("float32", 256, 8, None)]
 )
-def test_attention_compiles_within_the_shared_memory(dtype: str, head_size: int, block_size: int, window: int | None) -> None:
+@pytest.mark.parametrize("mixed_graph", [False, True])
+def test_attention_compiles_within_the_shared_memory(dtype: str, head_size: int, block_size: int, window: int | None, mixed_graph: bool) -> None:
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
 
     with compiling_for_hopper() as kernels:
-        attend(dtype, head_size, block_size, window)
+        attend(dtype, head_size, block_size, window, mixed_graph)
     names = {kernel.name: kernel for kernel in kernels}
     assert names.keys() == {"scatter", "decode_shares", "prefill_tiles", "copy_in_order", *([] if window else ["attend_prefix"])}
     for kernel in kernels:

@@ -1,16 +1,18 @@
-"""Steps that are replayed in pieces, with graphs that are played on the CPU: the tokens are those of the model as it is."""
+"""Steps that are replayed, whole or in pieces, with graphs that are played on the CPU: the tokens are those of the model as it is."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.attention import AttentionBatch
+from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer, LayerSpec
 from dovetail.runtime import mixed_graphs
 from dovetail.runtime.mixed_graphs import Cuts, MixedGraphs
 from dovetail_attention.sdpa import TorchAttention
@@ -35,8 +37,67 @@ class SlotsThatStay(TorchAttention):
         self.slots = self._kept[:count]
 
 
-def bench_with_graphs(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr("tests.runtime.fakes.TorchAttention", SlotsThatStay)
+class PoolWideAttention(AttentionBackend):
+    """Each token looks at all slots of the pool, through a mask that `plan` fills: nothing that `attend` does depends on what a step mixes."""
+
+    capabilities = AttentionCapabilities(cuda_graph="mixed", shared_prefix=True)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.layers: list[PoolWideLayer] = []
+        self.planned: list[AttentionBatch] = []
+
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        self.layers.append(PoolWideLayer(spec, self))
+        return self.layers[-1]
+
+    def bytes_per_block(self, spec: LayerSpec) -> int:
+        return 1
+
+    def allocate(self, num_blocks: int) -> None:
+        self.slots_in_all = num_blocks * self.context.block_size
+        for layer in self.layers:
+            shape = (self.slots_in_all + 1, layer.spec.kv_heads, layer.spec.head_size)  # the last is where padding goes
+            layer.k, layer.v = torch.zeros(shape), torch.zeros(shape)
+
+    def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
+        self.slots = torch.zeros(max_tokens, dtype=torch.int64)
+        self.sees = torch.zeros((max_tokens, self.slots_in_all + 1), dtype=torch.bool)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self.planned.append(batch)
+        count, size = len(batch.slots), self.context.block_size
+        self.slots[:count] = torch.where(batch.slots < 0, self.slots_in_all, batch.slots)
+        self.sees[:count] = False
+        token = 0
+        for table, queries, length in zip(batch.block_table.numpy(), batch.host_query_lens, batch.host_kv_lens, strict=True):
+            positions = np.arange(length)
+            slots = table[positions // size] * size + positions % size
+            for seen in range(length - queries + 1, length + 1):
+                self.sees[token, slots[:seen]] = True
+                token += 1
+
+    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None: ...
+
+
+class PoolWideLayer(AttentionLayer):
+    def __init__(self, spec: LayerSpec, backend: PoolWideAttention) -> None:
+        self.spec, self.backend = spec, backend
+        self.k = self.v = torch.empty(0)
+
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        for cache, new in ((self.k, k), (self.v, v)):
+            cache.index_copy_(0, self.backend.slots[: len(new)], new)
+
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        k, v = (cache.repeat_interleave(self.spec.heads // self.spec.kv_heads, dim=1) for cache in (self.k, self.v))
+        scores = torch.einsum("thd,shd->hts", q, k) * self.spec.scale
+        weights = scores.masked_fill(~self.backend.sees[: len(q)], float("-inf")).softmax(dim=-1).nan_to_num()
+        return torch.einsum("hts,shd->thd", weights, v)
+
+
+def bench_with_graphs(backend: type[AttentionBackend], sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr("tests.runtime.fakes.TorchAttention", backend)
     monkeypatch.setattr(mixed_graphs, "token_sizes", lambda max_tokens: sizes)
     play_graphs_on_the_cpu(monkeypatch)
     bench, cuts = Bench(), Cuts()
@@ -67,19 +128,45 @@ def generate_in_chunks(bench: Bench, chunk: int, outputs: int) -> list[list[int]
     return tokens
 
 
+@pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
 @examples(quick=8, full=100)
-@given(st.integers(1, 13), st.sampled_from([[40], [16, 8, 4], [8]]))
-def test_the_tokens_are_those_of_the_model_however_prompts_are_cut_and_steps_padded(chunk: int, sizes: list[int]) -> None:
+@given(chunk=st.integers(1, 13), sizes=st.sampled_from([[40], [16, 8, 4], [8]]))
+def test_the_tokens_are_those_of_the_model_however_prompts_are_cut_and_steps_padded(
+    backend: type[AttentionBackend], chunk: int, sizes: list[int]
+) -> None:
     """With sizes that no step exceeds, that some do, and that most do."""
     with pytest.MonkeyPatch.context() as patch:
-        bench = bench_with_graphs(sizes, patch)
+        bench = bench_with_graphs(backend, sizes, patch)
         assert generate_in_chunks(bench, chunk, 4) == [generate(prompt, 4) for prompt in PROMPTS]
 
 
-def test_a_recording_is_cut_at_each_layers_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = bench_with_graphs([8, 4], monkeypatch)
-    graphs = bench.runner.mixed_graphs
-    assert graphs is not None
-    assert [graphs.size_for(tokens) for tokens in (1, 4, 5, 8, 9)] == [4, 4, 8, 8, None]
-    for recording in graphs._recordings.values():
-        assert [piece.layer is not None for piece in recording.pieces] == [True, True, False]
+def graphs_of(bench: Bench) -> MixedGraphs:
+    assert bench.runner.mixed_graphs is not None
+    return bench.runner.mixed_graphs
+
+
+@pytest.mark.parametrize(("backend", "pieces"), [(SlotsThatStay, [True, True, False]), (PoolWideAttention, [False])])
+def test_a_recording_is_cut_at_each_layers_attention_unless_that_can_be_recorded_too(
+    backend: type[AttentionBackend], pieces: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for recording in graphs_of(bench_with_graphs(backend, [8, 4], monkeypatch))._recordings.values():
+        assert [piece.layer is not None for piece in recording.pieces] == pieces
+
+
+@pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
+def test_a_step_is_replayed_in_the_smallest_recording_that_holds_it(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = graphs_of(bench_with_graphs(backend, [8, 4], monkeypatch))
+    assert [recording and recording.size for recording in (graphs.recording_for(tokens, 0) for tokens in (1, 4, 5, 8, 9))] == [4, 4, 8, 8, None]
+
+
+def test_steps_that_share_a_prefix_have_recordings_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dovetail.runtime.runner.SHARING_WORTH", 4)
+    bench = bench_with_graphs(PoolWideAttention, [8, 4], monkeypatch)
+    backend: Any = bench.backend
+    assert [batch.shared_prefix_blocks for batch in backend.planned] == [0, 0, 1], "few: the largest, and powers of two from 256 on"
+    batch = bench.batch({0: 5, 1: 5}, [bench.new(0, [1, 2, 3, 4, 5]), bench.new(1, [1, 2, 3, 4, 6])], [], [])
+    bench.runner.collect(bench.runner.submit(replace(batch, shared_prefix_blocks=1)))
+    assert (backend.planned[-1].mixed_graph, backend.planned[-1].shared_prefix_blocks) == (False, 1), "ten tokens are too many"
+    batch = bench.batch({0: 1, 1: 1}, [], [], [])
+    bench.runner.collect(bench.runner.submit(replace(batch, shared_prefix_blocks=1)))
+    assert (backend.planned[-1].mixed_graph, len(backend.planned[-1].slots)) == (True, 8)

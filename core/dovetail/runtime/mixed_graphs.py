@@ -1,7 +1,8 @@
-"""Small steps that aren't decodes alone, as CUDA graphs: all of the model between its attention layers is replayed, attention itself is launched.
+"""Small steps that aren't decodes alone, as CUDA graphs. The model is recorded once for each padded number of tokens, with all that depends on that
+number alone.
 
-How attention's kernels are launched depends on what a step mixes, so they can't be recorded; all else depends on the number of tokens only. The
-model is recorded once for each padded number of tokens, and the recording is cut at each call of `attend`:
+That includes attention where its backend says so (`cuda_graph="mixed"`): one graph is the whole model. How the kernels of other backends are launched
+depends on what a step mixes; then a recording is cut at each call of `attend`:
 
       replayed     | embedding, norm, q k v, write |        | output, feed-forward, norm, q k v, write |        | … last norm |
       launched                                      attend                                              attend
@@ -23,7 +24,7 @@ MOST_TOKENS = 2048  # with more, even a small model computes for longer than lau
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is replayed, and then what is launched: attention from `q` to `out`, none after the last piece."""
+    """What is replayed, and then what is launched: attention from `q` to `out`, none after the last piece, which may be the only one."""
 
     graph: torch.cuda.CUDAGraph
     layer: AttentionLayer | None = None
@@ -40,9 +41,19 @@ class Recording:
     hidden: torch.Tensor  # [size, hidden]
     pieces: tuple[Piece, ...]
 
+    @property
+    def size(self) -> int:
+        """Tokens, padding included."""
+        return len(self.token_ids)
+
+    @property
+    def whole(self) -> bool:
+        """Attention is in it: its steps are planned with `AttentionBatch.mixed_graph`."""
+        return len(self.pieces) == 1
+
 
 class CutLayer(AttentionLayer):
-    """An attention layer at which a recording may be cut."""
+    """An attention layer at which a recording is cut, if it is cut at all."""
 
     def __init__(self, layer: AttentionLayer, cuts: Cuts) -> None:
         self.spec, self._layer, self._cuts = layer.spec, layer, cuts
@@ -103,13 +114,20 @@ def token_sizes(max_tokens: int) -> list[int]:
     return sorted((size for size in sizes if size <= last), reverse=True)
 
 
+def sharing_sizes(sizes: list[int]) -> list[int]:
+    """Of these, the ones for steps that read a shared prefix once: few, for each costs start-up time."""
+    return [size for size in sizes if size == sizes[0] or (size >= 256 and size.bit_count() == 1)]
+
+
 class MixedGraphs:
-    """All sizes of one model."""
+    """All sizes of one model. A backend that can read a shared prefix once inside a graph gets recordings of their own for that."""
 
     def __init__(self, model: Any, cuts: Cuts, backend: AttentionBackend, max_tokens: int, device: torch.device) -> None:
         self._model, self._cuts, self._backend, self._device = model, cuts, backend, device
-        self._sizes = token_sizes(max_tokens)
-        self._recordings: dict[int, Recording] = {}
+        self._whole = backend.capabilities.cuda_graph == "mixed"
+        sizes = token_sizes(max_tokens)
+        self._sizes = {False: sizes, True: sharing_sizes(sizes) if self._whole and backend.capabilities.shared_prefix else []}  # shares a prefix
+        self._recordings: dict[tuple[bool, int], Recording] = {}
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int], None] | None = None) -> None:
@@ -117,22 +135,24 @@ class MixedGraphs:
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
+        wanted = [(shares, size) for shares, sizes in self._sizes.items() for size in sizes]
         with torch.cuda.stream(stream):
-            for done, size in enumerate(self._sizes):
-                self._recordings[size] = self._record(size, pool, warm_up=done == 0)
+            for done, (shares, size) in enumerate(wanted):
+                self._recordings[shares, size] = self._record(shares, size, pool)
                 if progress is not None:
-                    progress("capturing CUDA graphs of mixed steps", done + 1, len(self._sizes))
+                    progress("capturing CUDA graphs of mixed steps", done + 1, len(wanted))
         torch.cuda.current_stream().wait_stream(stream)
 
-    def size_for(self, num_tokens: int) -> int | None:
-        """The padded number of tokens; None if there are too many."""
-        return next((size for size in reversed(self._sizes) if size >= num_tokens), None)
+    def recording_for(self, num_tokens: int, shared_prefix_blocks: int) -> Recording | None:
+        """The smallest that holds such a step; None if there are too many tokens."""
+        shares = self._whole and shared_prefix_blocks > 0
+        size = next((size for size in reversed(self._sizes[shares]) if size >= num_tokens), None)
+        return None if size is None else self._recordings[shares, size]
 
-    def run(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The model's hidden states [tokens, hidden] of the step that the backend has planned, with slots padded to `size_for` its tokens. What is
+    def run(self, recording: Recording, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The model's hidden states [tokens, hidden] of the step that the backend has planned, with slots padded to the recording's size. What is
         returned is overwritten by the next run."""
         tokens = len(token_ids)
-        recording = self._recordings[self.size_for(tokens) or 0]
         recording.token_ids[:tokens].copy_(token_ids)
         recording.positions[:tokens].copy_(positions)
         for piece in recording.pieces:
@@ -141,13 +161,14 @@ class MixedGraphs:
                 piece.out.copy_(piece.layer.attend(piece.q))
         return recording.hidden[:tokens]
 
-    def _record(self, size: int, pool: Any, warm_up: bool) -> Recording:
+    def _record(self, shares: bool, size: int, pool: Any) -> Recording:
         token_ids, positions = torch.zeros((2, size), dtype=torch.int64, device=self._device)
-        self._backend.plan(self._padding(size))
-        if warm_up:  # kernels are compiled, workspaces made
-            self._model(token_ids, positions)
+        self._backend.plan(self._padding(size, int(shares)))
+        self._model(token_ids, positions)  # kernels are compiled, workspaces made
         torch.cuda.synchronize(self._device)
-        recorder = self._cuts.recorder = Recorder(pool)
+        recorder = Recorder(pool)
+        if not self._whole:
+            self._cuts.recorder = recorder
         try:
             recorder.begin()
             hidden = self._model(token_ids, positions)
@@ -156,7 +177,7 @@ class MixedGraphs:
             self._cuts.recorder = None
         return Recording(token_ids, positions, hidden, tuple(recorder.pieces))
 
-    def _padding(self, size: int) -> AttentionBatch:
+    def _padding(self, size: int, shared_prefix_blocks: int) -> AttentionBatch:
         """A step of padding alone, which reads and writes nothing."""
         ints: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
         nothing = np.zeros(0, np.int32)
@@ -169,4 +190,6 @@ class MixedGraphs:
             slots=torch.full((size,), -1, dtype=torch.int64, device=self._device),
             host_query_lens=nothing,
             host_kv_lens=nothing,
+            shared_prefix_blocks=shared_prefix_blocks,
+            mixed_graph=self._whole,
         )

@@ -20,7 +20,7 @@ from dovetail.api.sampler import Sampler, TopLogprobs
 from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.runtime.decode_graphs import DecodeGraphs
-from dovetail.runtime.mixed_graphs import MixedGraphs
+from dovetail.runtime.mixed_graphs import MixedGraphs, Recording
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.transfer import HostCopy, all_to_device
 
@@ -144,12 +144,14 @@ class Runner:
 
     def _compute(self, batch: Batch, pending: PendingStep) -> None:
         """Any step: if it is large, launched kernel by kernel."""
-        graphs = self.mixed_graphs
-        size = graphs.size_for(int(batch.num_tokens.sum())) if graphs is not None else None
-        inputs = self._inputs(batch, size)
+        graphs, shared_blocks = self.mixed_graphs, self._worth_sharing(batch)
+        recording = None if graphs is None else graphs.recording_for(int(batch.num_tokens.sum()), shared_blocks)
+        inputs = self._inputs(batch, shared_blocks, recording)
         self.backend.plan(inputs.attention)
-        run = self.model if graphs is None or size is None else graphs.run
-        hidden = run(inputs.token_ids, inputs.positions)
+        if graphs is None or recording is None:
+            hidden = self.model(inputs.token_ids, inputs.positions)
+        else:
+            hidden = graphs.run(recording, inputs.token_ids, inputs.positions)
         self._ask_prompt_logprobs(batch, inputs, hidden, pending)
         if batch.samples.any():
             self._sample(batch, inputs, hidden, pending)
@@ -177,14 +179,14 @@ class Runner:
             src, dst = (np.array(ids, np.int64) for ids in zip(*((copy.src, copy.dst) for copy in batch.copies), strict=True))
             self.backend.copy_blocks(*all_to_device([src, dst], self.device))
 
-    def _inputs(self, batch: Batch, size: int | None = None) -> StepInputs:
-        """`size`: tokens that attention is told of, padding included."""
+    def _inputs(self, batch: Batch, shared_blocks: int, recording: Recording | None) -> StepInputs:
+        """Of a step that is replayed, attention is told of padding too."""
         rows, counts, state = batch.rows.astype(np.int64), batch.num_tokens.astype(np.int64), self.rows
         computed, ends = state.computed[rows], np.cumsum(counts)
         num_tokens = int(ends[-1])
         row_of = np.repeat(rows, counts)  # [tokens]
         host_positions = np.arange(num_tokens) + np.repeat(computed - (ends - counts), counts)
-        host_slots = np.full(size or num_tokens, -1)
+        host_slots = np.full(num_tokens if recording is None else recording.size, -1)
         host_slots[:num_tokens] = state.slots(row_of, host_positions)
         host_kv_lens = (computed + counts).astype(np.int32)
         max_blocks = -(-int(host_kv_lens.max()) // state.block_size)
@@ -205,7 +207,8 @@ class Runner:
                 slots=slots,
                 host_query_lens=batch.num_tokens,
                 host_kv_lens=host_kv_lens,
-                shared_prefix_blocks=self._worth_sharing(batch),
+                shared_prefix_blocks=shared_blocks,
+                mixed_graph=recording is not None and recording.whole,
             ),
         )
 

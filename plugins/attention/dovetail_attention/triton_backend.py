@@ -3,8 +3,9 @@
 `plan` copies a step's inputs and the host's schedule into buffers whose addresses never change; `attend` launches at most two kinds of kernel:
 rows of one query token go to `triton_decode`, the others to `triton_prefill`.
 
-A CUDA graph may be captured of a step whose rows have one query token each, and replayed after any `plan` of as many (padded) rows of that kind:
-with or without a shared prefix if the captured step had one, without if it had none.
+A CUDA graph may be captured of a step whose rows have one query token each, and replayed after any `plan` of as many (padded) rows of that kind; or
+of a step planned with `mixed_graph`, whose grids are as large as any step of as many tokens needs. It serves steps with or without a shared prefix if
+the captured step had one, without if it had none.
 
       cache of a layer    [num_blocks, kv_heads, block_size, head_size], K and V apart
 """
@@ -34,7 +35,7 @@ INTERPRETED_PROCESSORS = 4
 class TritonAttention(AttentionBackend):
     """Makes the layers, owns their memory and the buffers of a step. `tilings` may be replaced before `prepare`."""
 
-    capabilities = AttentionCapabilities(devices=("cuda",), head_sizes=tuple(range(8, 257, 8)), cuda_graph="decode", shared_prefix=True)
+    capabilities = AttentionCapabilities(devices=("cuda",), head_sizes=tuple(range(8, 257, 8)), cuda_graph="mixed", shared_prefix=True)
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
         super().__init__(options, context)
@@ -165,7 +166,8 @@ class TritonLayer(AttentionLayer):
             **self._constants(q),
             **chained(q.device),
         }
-        if schedule.prefix.parts or (schedule.may_share and q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        captured = schedule.mixed_graph or (q.is_cuda and torch.cuda.is_current_stream_capturing())
+        if schedule.prefix.parts or (schedule.may_share and captured):
             tiles = -(-schedule.decodes * self._likeness.group // schedule.prefix_queries)
             triton_decode.attend_prefix[(self.spec.kv_heads, tiles, PREFIX_PARTS)](
                 q, self._k, self._v, step.table, M=schedule.prefix_queries, num_warps=4, num_stages=tiling.stages, **known
@@ -201,6 +203,7 @@ class TritonLayer(AttentionLayer):
             M=tiling.queries,
             N=tiling.keys,
             WINDOW=self.spec.window or 0,
+            SPARSE=schedule.mixed_graph,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
             **self._constants(q),

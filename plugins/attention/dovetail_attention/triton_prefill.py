@@ -21,7 +21,7 @@ def prefill_tiles(
     k_cache,
     v_cache,
     table,  # [rows, TABLE_STRIDE] int32
-    tiles,  # [tiles, 5] int32: row, its first token, its queries, its kv_len, first flat query of the tile
+    tiles,  # [tiles, 5] int32: row, its first token, its queries (SPARSE: or none), its kv_len, first flat query of the tile
     scale,
     Q_TOKEN_STRIDE: tl.constexpr,
     Q_HEAD_STRIDE: tl.constexpr,
@@ -38,6 +38,7 @@ def prefill_tiles(
     TOKEN_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
+    SPARSE: tl.constexpr,  # some programs have nothing to do
 ):
     """One tile of one kv head: first the keys at the window's left edge, then those that all its queries see, then the diagonal."""
     kv_head = tl.program_id(0)
@@ -45,6 +46,9 @@ def prefill_tiles(
     row = tl.load(record)
     first_token = tl.load(record + 1).to(tl.int64)
     queries = tl.load(record + 2)
+    if SPARSE:  # noqa: SIM102 (`and` would be computed on the device)
+        if queries == 0:
+            return
     before = tl.load(record + 3) - queries  # tokens of the row before its first query
     flat = tl.load(record + 4) + tl.arange(0, M)
     query = flat // GROUP

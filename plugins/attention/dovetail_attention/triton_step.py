@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from dovetail.api.attention import AttentionBatch, LayerSpec
 from dovetail.errors import DovetailError
 from dovetail.runtime.transfer import upload
-from dovetail_attention.triton_schedule import DecodeTables, Prefix, StepRows, most_prefill_tiles, prefill_tiles
+from dovetail_attention.triton_schedule import DecodeTables, Int32, Prefix, StepRows, most_prefill_tiles, prefill_tiles
 from dovetail_attention.triton_tuning import Shape, Tilings
 
 PREFIX_PARTS = 8  # of a shared prefix, at most
@@ -100,7 +101,8 @@ class Schedule:
         self.decodes = 0  # rows of one query, padding included
         self.prefix = Prefix()
         self.may_share = False  # the step, or another replay of its graph, attends to a shared prefix
-        self.num_tiles = 0
+        self.mixed_graph = False  # what is launched must do for any step of as many tokens
+        self.num_tiles = 0  # programs of prefills a kv head; in a mixed graph some have nothing to do
         self.zero_from: int | None = None  # padding tokens that no kernel turns to zeros
 
     @property
@@ -111,21 +113,32 @@ class Schedule:
     def fill(self, rows: StepRows, batch: AttentionBatch) -> None:
         single = rows.queries == 1
         decodes, prefills = rows.where(single), rows.where(~single)
-        padding = len(batch.slots) - batch.num_tokens
-        only_decodes = len(prefills.index) == 0
-        self.decodes = len(decodes.index) + (padding if only_decodes else 0)
-        self.zero_from = batch.num_tokens if padding and not only_decodes else None
+        tokens, only_decodes = len(batch.slots), len(prefills.index) == 0
+        padding = tokens - batch.num_tokens
+        self.mixed_graph = batch.mixed_graph
+        if self.mixed_graph:
+            self.decodes = min(self.limits.rows, tokens)
+        else:
+            self.decodes = len(decodes.index) + (padding if only_decodes else 0)
+        zeroed = padding if only_decodes or self.mixed_graph else 0  # by the kernel of decodes
+        self.zero_from = batch.num_tokens if padding > zeroed else None
         self.may_share = batch.shared_prefix_blocks > 0 and self.likeness.window is None
         self.prefix = self._prefix(decodes, batch)
         if self.decodes:
             step = self.decode_tiling.keys
-            filled = self.tables.fill(decodes, self.likeness.window, step, self.prefix, padding if only_decodes else 0, batch.num_tokens)
+            filled = self.tables.fill(decodes, self.likeness.window, step, self.prefix, zeroed, batch.num_tokens)
             upload(filled, self.decode[: len(filled)])
-        self.num_tiles = 0
-        if not only_decodes:
-            tiles = prefill_tiles(prefills, self.likeness.group, self.prefill_tiling.queries)
-            self.num_tiles = len(tiles)
+        tiles = prefill_tiles(prefills, self.likeness.group, self.prefill_tiling.queries)
+        if self.mixed_graph:
+            tiles = self._padded(tiles, tokens)
+        self.num_tiles = len(tiles)
+        if self.num_tiles:
             upload(tiles, self.tiles[: tiles.size])
+
+    def _padded(self, tiles: Int32, tokens: int) -> Int32:
+        """With as many empty ones as any step of so many tokens may have: a prefill has two queries at least."""
+        most = most_prefill_tiles(min(self.limits.rows, tokens // 2), tokens, self.likeness.group, self.prefill_tiling.queries)
+        return np.concatenate([tiles, np.zeros((most - len(tiles), tiles.shape[1]), np.int32)])
 
     def _prefix(self, decodes: StepRows, batch: AttentionBatch) -> Prefix:
         """The blocks that all rows share; of each row something is left to read by itself."""
