@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from dovetail.api.observer import StepFinished
 from dovetail.api.scheduler import Claims, Context
 from dovetail.request import OutputKind, SamplingParams
+from dovetail.testing import make_request
 from dovetail_schedulers.fcfs import FCFS, FCFSOptions
-from dovetail_schedulers.stretch import LEAST
+from dovetail_schedulers.stretch import LEAST, prefill_within
 from tests.engine.world import Shape, Spec, World
 
 DECODES = 4
@@ -45,6 +49,27 @@ def test_without_a_bound_a_step_is_as_long_as_the_budget_lets_it() -> None:
 def test_prompts_are_through_about_as_soon() -> None:
     (_, bounded), (_, free) = longest_step_beside_decodes(2.0), longest_step_beside_decodes(None)
     assert bounded <= 1.15 * free
+
+
+@pytest.mark.parametrize(
+    ("base_s", "token_s", "tokens"),
+    [
+        pytest.param(0.0, 0.0, 4096, id="no step was seen yet"),
+        pytest.param(0.01, 0.0, LEAST, id="prompt tokens seem to cost nothing"),
+        pytest.param(0.01, 1e-5, 1000, id="both are known"),
+        pytest.param(0.01, 1e-3, LEAST, id="a token takes long"),
+        pytest.param(0.01, 1e-9, 4096, id="a token takes no time to speak of"),
+    ],
+)
+def test_how_many_prompt_tokens_a_step_takes_beside_streams(base_s: float, token_s: float, tokens: int) -> None:
+    stream = make_request("stream", 8, generated=2)
+    stream.params = SamplingParams(output_kind=OutputKind.DELTA)
+
+    def estimate_s(prefill_tokens: int, decodes: int, context_tokens: int) -> float:
+        return base_s + token_s * prefill_tokens
+
+    step: Any = SimpleNamespace(decoding=(stream,), estimate_s=estimate_s)
+    assert prefill_within(step, 2.0, 4096) == pytest.approx(tokens, abs=1)
 
 
 def test_who_wants_the_final_output_alone_does_not_hold_prompts_up() -> None:

@@ -14,7 +14,8 @@ LEAST = 256  # tokens: with fewer, reading the weights costs more than it is wor
 
 def prefill_within(step: Step, max_stretch: float, budget: int) -> int:
     """Prompt tokens, at most `budget`, that make the step last at most `max_stretch` times as long as its decodes alone: but `LEAST` in any case,
-    so that prompts get on, and all of `budget` while nobody streams, or nothing is known of the device yet."""
+    so that prompts get on; no more than that while the steps seen don't show what a prompt token costs; and all of `budget` while nobody streams, or
+    nothing is known of the device yet."""
     decoding = step.decoding
     if all(request.params.output_kind is OutputKind.FINAL for request in decoding):
         return budget
@@ -22,5 +23,5 @@ def prefill_within(step: Step, max_stretch: float, budget: int) -> int:
     alone_s = step.estimate_s(0, len(decoding), context)
     token_s = (step.estimate_s(budget, len(decoding), context + budget) - alone_s) / budget
     if token_s <= 0:
-        return budget
+        return budget if alone_s <= 0 else min(budget, LEAST)
     return min(budget, max(LEAST, int((max_stretch - 1) * alone_s / token_s)))
