@@ -134,7 +134,7 @@ class EngineCore:
             except Exception as error:
                 self._die(error)
             except BaseException as error:  # an interrupt amidst a step: what was booked may not have been computed
-                self._die(DovetailError(f"a step was interrupted by {type(error).__name__}"))
+                self._die(DovetailError(f"a step was interrupted by {type(error).__name__}"), log=False)  # whoever interrupts knows
                 raise
         if self._finished:
             delivery.finished |= self._finished
@@ -457,10 +457,11 @@ class EngineCore:
             self.observers.tell("on_finished", RequestFinished(self.clock.now(), request, finish.reason, finish.stop_reason))
         self._ask("on_finished", request)
 
-    def _die(self, error: Exception) -> None:
+    def _die(self, error: Exception, *, log: bool = True) -> None:
         """Nothing can be trusted any more: fail every request, without asking the policy again."""
         self.dead = error
-        logger.error("the engine is dead: %s", error)
+        if log:
+            logger.error("the engine is dead: %s", error)
         for request in list(self._requests.values()):
             request._status = Status.FINISHED
             self._finished[request] = Finish("error", str(error) or repr(error))
