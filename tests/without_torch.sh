@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Schedulers, the KV manager and the command line run in a venv that has the base dependencies and no torch.
+# Schedulers, the KV manager, the lab and the command line run in a venv without torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${VENV:-.venv}/bin/python
@@ -8,10 +8,10 @@ trap 'rm -rf "$dir"' EXIT
 "$python" -m venv "$dir/venv"
 mkdir "$dir/src"
 cp -r pyproject.toml README.md LICENSE core plugins "$dir/src"  # building leaves things behind
-"$dir/venv/bin/pip" install --quiet -c constraints.txt "$dir/src[testing]"
+"$dir/venv/bin/pip" install --quiet -c constraints.txt "$dir/src[testing,lab]" pytest-xdist
 ! "$dir/venv/bin/python" -c 'import torch' 2>/dev/null || { echo "this venv was meant to have no torch"; exit 1; }
 "$dir/venv/bin/dovetail" plugins list
-"$dir/venv/bin/python" -m pytest -q -p no:cacheprovider tests/engine tests/testing tests/schedulers tests/kv_cache tests/registry tests/config \
+"$dir/venv/bin/python" -m pytest -n 2 -p no:cacheprovider tests/engine tests/testing tests/schedulers tests/kv_cache tests/registry tests/config tests/lab \
   --ignore tests/engine/test_detokenizer.py --ignore tests/engine/test_tokenizer.py  # text needs the tokenizers package
 if message=$("$dir/venv/bin/dovetail" generate demo hello 2>&1); then echo "generated without torch?"; exit 1; fi
 echo "$message" | grep -q 'pip install "dovetail\[torch\]"' || { echo "the missing extra was not named: $message"; exit 1; }
