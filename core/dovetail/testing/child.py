@@ -24,6 +24,7 @@ from dovetail.errors import ConfigError, DovetailError, PluginError, describe
 from dovetail.registry.doctor.process import limit_files
 from dovetail.testing import frames
 from dovetail.testing.binding import installed
+from dovetail.testing.checks import fail
 
 COMMAND = "import sys; from dovetail.testing.child import main; main(sys.argv[1])"
 MODULE = "from dovetail.testing.child import generated_suite\n\nTestComponent = generated_suite({job!r})\n"
@@ -153,6 +154,14 @@ class Ledger:
         outcome = item.config.pluginmanager.get_plugin("dovetail-suites").outcomes[item.parent.nodeid][id]
         self.tell("outcome", id=id, outcome=asdict(outcome))
         return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self) -> Generator[None, Any, Any]:
+        """Nobody interrupts this process but the component, and that fails the check like anything else that it raises."""
+        try:
+            return (yield)
+        except (KeyboardInterrupt, pytest.exit.Exception) as error:
+            fail(f"the check broke off: {describe(error)}{frames.of_error(error)}")
 
 
 def _misuse(suite: Any, job: Job) -> DovetailError | None:
