@@ -26,6 +26,7 @@ CLASSES = {  # name -> decorator, what the class changes, its verdict
     "TestOwnTests": ("", "def test_mine(self): self.helper()\n    def helper(self): ...", "CONFORMANT scheduler api=0.1, 8/8, …"),
     "TestWaived": ("", f"component = tiny.Broken\n    waivers = {{'tiny.second': {WAIVER}}}", "CONFORMANT scheduler api=0.1, 7/8, …, 1 waived"),
     "TestBroken": ("", "component = tiny.Broken", "NOT CONFORMANT scheduler api=0.1, 7/8, …: tiny.second"),
+    "TestHangs": ("", "component = tiny.Hanging\n    time_limit_s = 5", "NOT CONFORMANT scheduler api=0.1, 7/8, …: tiny.second"),
     "TestOverrides": ("", "def test_first(self): ...", "NOT CONFORMANT …, 7/8, …: tiny.first"),
     "TestDeletes": ("", "test_first = None", "NOT CONFORMANT …, 7/8, …: tiny.first"),
     "TestAliases": ("", "test_again = tiny.TinySuite.test_first", "NOT CONFORMANT …, 7/8, …: tiny.first"),
@@ -115,6 +116,13 @@ def test_deselecting_a_check_fails_the_session(tmp_path: Path, args: list[str]) 
     code, lines = run_pytest(tmp_path, source("TestGood") + "def test_other(): ...\n", *args)
     assert code == 1
     assert matches("NOT CONFORMANT …tiny.second…", lines["TestGood"])
+
+
+def test_where_a_check_hung_is_told(tmp_path: Path) -> None:
+    (tmp_path / "test_suites.py").write_text(source("TestHangs"))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_suites.py"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert re.search(r"it hung, and was ended after 5 s\n.* in wait \(threading\.py:\d+\)(\n.*)* in wait \(tiny\.py:\d+\)", done.stdout), done.stdout
 
 
 def test_only_collecting_judges_nobody(tmp_path: Path) -> None:

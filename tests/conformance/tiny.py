@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from threading import Event
+
 from dovetail.testing.checks import check, require
 from dovetail.testing.suite import Suite
 from dovetail_schedulers.fcfs import FCFS
@@ -23,6 +26,8 @@ class TinySuite(Suite):
     def test_second(self) -> None:
         """The component is called Broken. Give it another name."""
         require(self.component_class is not Broken, "it is called Broken")
+        if self.component_class is Hanging:
+            Hanging.wait()
 
     @check("tiny.third", since="0.1", capability="order")
     def test_third(self) -> None:
@@ -37,6 +42,14 @@ class Good(FCFS): ...
 
 
 class Broken(FCFS): ...
+
+
+class Hanging(FCFS):
+    @staticmethod
+    def wait() -> None:
+        """For ever; an error that it doesn't expect changes nothing."""
+        with suppress(Exception):
+            Event().wait()
 
 
 class Unordered(FCFS):

@@ -22,11 +22,12 @@ class Binding:
     """The component that a suite is about, and the ways to make it."""
 
     kind: ClassVar[Kind]
-    settings: ClassVar[frozenset[str]] = frozenset({"component", "options", "waivers"})  # what a subclass may set; a kind may add to it
+    settings: ClassVar[frozenset[str]] = frozenset({"component", "options", "time_limit_s", "waivers"})  # what a subclass may set; a kind may add
 
     component: ClassVar[str | type[Any] | None] = None  # a name, "mine" or "distribution:mine", or a class; None: a base of other suites
     options: ClassVar[Mapping[str, Any]] = {}
     waivers: ClassVar[Mapping[str, Waiver]] = {}  # by the check's id
+    time_limit_s: ClassVar[float | None] = 300.0  # of a check
 
     @cached_property
     def resolved(self) -> ResolvedComponent:

@@ -96,7 +96,7 @@ def generated_suite(job_path: str) -> Any:
     job = Job.read(job_path)
     component: Any = _load(job.component) if job.is_class else job.component
     waivers = {id: Waiver(**values) for id, values in job.waivers.items()}
-    body = {"component": component, "options": dict(job.options), "waivers": waivers, "__module__": job.module.stem}
+    body = {"component": component, "options": dict(job.options), "waivers": waivers, "time_limit_s": None, "__module__": job.module.stem}
     return type("TestComponent", (suite_for(job.kind),), body)
 
 

@@ -54,6 +54,22 @@ class SuiteWatch:
 
     # Running
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: Any) -> Generator[None, Any, Any]:
+        """A check that hangs has failed, and the others run."""
+        if getattr(pyfuncitem.function, "check", None) is None:
+            return (yield)
+        from dovetail.testing import frames
+        from dovetail.testing.checks import fail
+        from dovetail.testing.hanging import Hung, ended_after
+
+        limit_s = getattr(pyfuncitem.cls, "time_limit_s", None)
+        try:
+            with ended_after(limit_s):
+                return (yield)
+        except Hung as error:
+            fail(f"it hung, and was ended after {limit_s:g} s{frames.of_frame(error.frame)}")
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
         """Say in the report of which check it is and what became of it; show the absent as skipped and the waived as expected failures."""
