@@ -19,6 +19,9 @@ from dovetail.errors import DovetailError
 from dovetail_attention.triton_backend import TritonAttention
 from tests.attention import interpreter
 from tests.attention.cases import Bench, Case, assert_close, cases
+from tests.runtime.fakes import generate
+from tests.runtime.recorded import keep_launches
+from tests.runtime.test_mixed_graphs import PROMPTS, bench_with_graphs, generate_in_chunks
 from tests.support import FULL, examples
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -194,6 +197,17 @@ def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(
     bench.write(case.history, case.lens, case.padding)
     assert any(schedule.prefix.parts for schedule in bench.backend.step.schedules.values())  # type: ignore[attr-defined]
     assert_close(bench.attend(case.padding), bench.expected())
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="graphs are played on the CPU; tests/gpu has real ones")
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_a_model_with_it_says_the_same_when_its_mixed_steps_are_recorded_whole(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_launches(monkeypatch)
+    bench = bench_with_graphs(TritonAttention, [16, 8], monkeypatch)
+    graphs = bench.runner.mixed_graphs
+    assert graphs is not None
+    assert all(recording.whole for recording in graphs._recordings.values())
+    assert generate_in_chunks(bench, chunk, 3) == [generate(prompt, 3) for prompt in PROMPTS]
 
 
 def test_q_k_and_v_may_be_parts_of_one_tensor() -> None:

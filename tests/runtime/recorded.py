@@ -1,22 +1,26 @@
 """CUDA graphs played on the CPU: a recording keeps its operations, and the tensors that they read and wrote; a replay runs them on these again.
 
-So a replay sees of the present what lies in those tensors, and nothing else: a number that the host knew when it recorded stays what it was.
+So a replay sees of the present what lies in those tensors, and nothing else: a number that the host knew when it recorded stays what it was. Kernels
+in Triton's interpreter are operations too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 class Recording(TorchDispatchMode):
     """Keeps every operation while it is active."""
+
+    active: ClassVar[Recording | None] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +40,10 @@ class GraphOnCpu:
 
     def capture_begin(self, pool: Any = None) -> None:
         self._recording.__enter__()
+        Recording.active = self._recording
 
     def capture_end(self) -> None:
+        Recording.active = None
         self._recording.__exit__(None, None, None)
 
     def replay(self) -> None:
@@ -53,6 +59,21 @@ def _overwrite(kept: Any, new: Any) -> None:
     elif isinstance(kept, tuple | list):
         for old, fresh in zip(kept, new, strict=True):
             _overwrite(old, fresh)
+
+
+def keep_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of kernels in Triton's interpreter, which isn't itself made of operations to keep."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run = InterpretedFunction.run
+
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        with _disable_current_modes():
+            run(kernel, *args, **kwargs)
+        if Recording.active is not None:
+            Recording.active.operations.append((partial(run, kernel), args, kwargs, None))
+
+    monkeypatch.setattr(InterpretedFunction, "run", launch)
 
 
 def play_graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
