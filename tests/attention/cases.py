@@ -1,70 +1,18 @@
-"""Ragged steps for attention backends: drawn as plain lengths, run through the interface alone, so that any backend can be put to them."""
+"""Ragged steps, as the conformance suite draws them, put to a backend through the interface alone; judged by an oracle that shares no code with the
+suite's."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import numpy as np
 import torch
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, AttentionLayer, LayerSpec
+from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, AttentionLayer
 from dovetail.api.component import NoOptions
+from dovetail.testing.suites.attention_bench import Case, cases
 from tests.attention.oracle import attend_row
 
-
-@dataclass(frozen=True)
-class Case:
-    """Rows with `history` tokens in the cache, that compute `queries` more in one step."""
-
-    history: tuple[int, ...]
-    queries: tuple[int, ...]
-    block_size: int = 16
-    heads: int = 4
-    kv_heads: int = 2
-    head_size: int = 8
-    windows: tuple[int | None, ...] = (None,)  # of each layer
-    padding: int = 0  # tokens, and as many rows
-    seed: int = 0
-    spare_blocks: int = 3  # that no row owns
-    dtype: str = "float32"
-    device: str = "cpu"
-
-    @property
-    def lens(self) -> tuple[int, ...]:
-        return tuple(h + q for h, q in zip(self.history, self.queries, strict=True))
-
-    @property
-    def specs(self) -> list[LayerSpec]:
-        scale = 1 / math.sqrt(self.head_size)
-        return [LayerSpec(i, self.heads, self.kv_heads, self.head_size, scale, window) for i, window in enumerate(self.windows)]
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(-(-length // self.block_size) for length in self.lens) + self.spare_blocks
-
-
-@st.composite
-def cases(draw: st.DrawFn, max_len: int = 80) -> Case:
-    """Mixes of prefills, chunks and decodes."""
-    row = st.tuples(st.sampled_from(["prefill", "chunk", "decode"]), st.integers(1, max_len), st.integers(1, max_len))
-    rows = draw(st.lists(row, min_size=1, max_size=7))
-    history = tuple(0 if kind == "prefill" else past for kind, past, _ in rows)
-    queries = tuple(1 if kind == "decode" else new for kind, _, new in rows)
-    kv_heads = draw(st.sampled_from([1, 2, 3]))
-    return Case(
-        history,
-        queries,
-        block_size=draw(st.sampled_from([1, 3, 8, 16, 64])),
-        heads=kv_heads * draw(st.sampled_from([1, 2, 4])),
-        kv_heads=kv_heads,
-        head_size=draw(st.sampled_from([4, 8, 20, 64])),
-        windows=tuple(draw(st.lists(st.one_of(st.none(), st.integers(1, max_len)), min_size=1, max_size=2))),
-        padding=draw(st.sampled_from([0, 0, 1, 5])),
-        seed=draw(st.integers(0, 2**31)),
-    )
+__all__ = ["Bench", "Case", "assert_close", "cases"]
 
 
 class Bench:
