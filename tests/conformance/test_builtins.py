@@ -21,7 +21,7 @@ from dovetail.testing.suites import suite_for
 
 BUILT_INS = [component for component in Registry.discover().components() if component.distribution == BUILT_IN]
 NEEDS_A_GPU = {"triton"}  # without one, tests/attention runs its suite in Triton's interpreter
-NEEDS_MORE = {"flash_attn"}  # a package whose builds differ in the heads and dtypes that they serve: see tests/gpu/test_flash_attn.py
+NEEDS_MORE = {"flash_attn"}  # a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the real one
 OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # beside the defaults
     "fcfs": ({"max_stretch": None},),
     "priority": ({"aging_s": 5.0},),
