@@ -16,11 +16,14 @@ pytest.importorskip("triton")
 from dovetail.api.attention import AttentionBatch, AttentionContext, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
+from dovetail.runtime.decode_graphs import DecodeGraphs
 from dovetail_attention.triton_backend import TritonAttention
 from tests.attention import interpreter
 from tests.attention.cases import Bench, Case, assert_close, cases
+from tests.runtime.fakes import Bench as RunnerBench
 from tests.runtime.fakes import generate
-from tests.runtime.recorded import keep_launches
+from tests.runtime.recorded import keep_launches, play_graphs_on_the_cpu
+from tests.runtime.test_decode_graphs import CapturableGreedy
 from tests.runtime.test_mixed_graphs import PROMPTS, bench_with_graphs, generate_in_chunks
 from tests.support import FULL, examples
 
@@ -208,6 +211,23 @@ def test_a_model_with_it_says_the_same_when_its_mixed_steps_are_recorded_whole(c
     assert graphs is not None
     assert all(recording.whole for recording in graphs._recordings.values())
     assert generate_in_chunks(bench, chunk, 3) == [generate(prompt, 3) for prompt in PROMPTS]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="graphs are played on the CPU; tests/gpu has real ones")
+def test_a_model_with_it_says_the_same_when_its_decodes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_launches(monkeypatch)
+    play_graphs_on_the_cpu(monkeypatch)
+    monkeypatch.setattr("tests.runtime.fakes.TorchAttention", TritonAttention)
+    bench = RunnerBench(max_rows=4)
+    bench.sampler.__class__ = CapturableGreedy
+    graphs = bench.runner.graphs = DecodeGraphs(bench.model, bench.backend, bench.sampler, bench.rows, 256)
+    graphs.capture()
+    first = bench.run({row: len(prompt) for row, prompt in enumerate(PROMPTS)}, [bench.new(row, prompt) for row, prompt in enumerate(PROMPTS)])
+    tokens = [[int(token)] for token in first.token_ids]
+    for rows in ((0, 1, 2), (2,), (0, 2), (1, 0, 2)):
+        for row, token in zip(rows, bench.run(dict.fromkeys(rows, 1)).token_ids.tolist(), strict=True):
+            tokens[row].append(token)
+    assert tokens == [generate(prompt, len(told)) for prompt, told in zip(PROMPTS, tokens, strict=True)]
 
 
 def test_q_k_and_v_may_be_parts_of_one_tensor() -> None:

@@ -6,8 +6,8 @@ in Triton's interpreter are operations too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -46,9 +46,20 @@ class GraphOnCpu:
         Recording.active = None
         self._recording.__exit__(None, None, None)
 
+    def pool(self) -> None:
+        return None
+
     def replay(self) -> None:
         for func, args, kwargs, outputs in self._recording.operations:
             _overwrite(outputs, func(*args, **kwargs))
+
+
+@contextmanager
+def capturing(graph: GraphOnCpu, pool: Any = None) -> Iterator[None]:
+    """Stands for `torch.cuda.graph`."""
+    graph.capture_begin(pool)
+    yield
+    graph.capture_end()
 
 
 def _overwrite(kept: Any, new: Any) -> None:
@@ -81,6 +92,7 @@ def play_graphs_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = SimpleNamespace(wait_stream=lambda other: None)
     fakes = {
         "CUDAGraph": GraphOnCpu,
+        "graph": capturing,
         "graph_pool_handle": lambda: None,
         "Stream": lambda device: stream,
         "current_stream": lambda: stream,
