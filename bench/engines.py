@@ -16,7 +16,7 @@ import torch
 
 from bench.shapes import write_weights
 from bench.workloads import Workload
-from dovetail.yaml_source import parse_value
+from dovetail import EngineConfig
 
 RUNS = 3
 Generate = Callable[[list[list[int]]], int]  # prompts -> how many tokens were generated
@@ -34,7 +34,7 @@ def settings_of(texts: list[str]) -> dict[str, Any]:
     for text in texts:
         if not text.partition("=")[1]:
             raise SystemExit(f"--set {text}: expected KEY=VALUE, as in --set max_num_seqs=64")
-    return {key: parse_value(value) for key, _, value in (text.partition("=") for text in texts)}
+    return EngineConfig.read_settings(texts)
 
 
 def warm_up(work: Workload, generate: Generate) -> None:

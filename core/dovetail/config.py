@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,7 +16,7 @@ from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
 from dovetail.where import KeyPath, Where, explain
-from dovetail.yaml_source import parse_yaml
+from dovetail.yaml_source import parse_value, parse_yaml
 
 if TYPE_CHECKING:
     from dovetail.api.executor import ExecutorConfig
@@ -171,6 +171,17 @@ class EngineConfig(BaseModel):
         for key, value in overrides.items():
             _put(values, origins, key, value, origin)
         return cls._checked(values, origins)
+
+    @staticmethod
+    def read_settings(texts: Sequence[str]) -> dict[str, Any]:
+        """What `--set KEY=VALUE`s of a command line say, for `load_with`: each value is YAML. Raises `ConfigError`."""
+        values = {}
+        for text in texts:
+            key, equals, value = text.partition("=")
+            if not equals or not key.strip():
+                raise ConfigError(f"--set: expected key=value, got {text!r}")
+            values[key.strip()] = parse_value(value)
+        return values
 
     @classmethod
     def _checked(cls, values: dict[str, Any], origins: dict[KeyPath, str]) -> EngineConfig:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dovetail.errors import ConfigError
-
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
 
@@ -19,15 +17,8 @@ Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help=
 def load_config(source: str, settings: Sequence[str]) -> EngineConfig:
     """The config with `--set key=value`s on top. Raises `ConfigError`."""
     from dovetail.config import EngineConfig
-    from dovetail.yaml_source import parse_value
 
-    values = {}
-    for text in settings:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"--set: expected key=value, got {text!r}")
-        values[key.strip()] = parse_value(value)
-    return EngineConfig.load_with(source, values, origin="--set")
+    return EngineConfig.load_with(source, EngineConfig.read_settings(settings), origin="--set")
 
 
 def print_table(rows: Sequence[Sequence[str]], indent: str = "") -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -43,12 +42,7 @@ def open_engine(source: str, settings: Sequence[str] = (), *, step_time: str | N
     from dovetail import EngineConfig
     from dovetail_lab.simulate import SIMULATED
 
-    overrides = {}
-    for text in settings:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"--set: expected key=value, got {text!r}")
-        overrides[key.strip()] = _value(value)
+    overrides = EngineConfig.read_settings(settings)
     own = EngineConfig.load_with(source, {key: value for key, value in overrides.items() if not key.startswith("executor")}, "--set")
     if real:
         if own.executor.name in SIMULATED or step_time is not None:
@@ -71,17 +65,3 @@ def progress_bar(what: str, unit: str = "req") -> Iterator[Progress]:
             bar.update(done - bar.n)
 
         yield show
-
-
-def _value(text: str) -> Any:
-    """JSON, which includes 1e-3, or else YAML."""
-    import yaml
-
-    try:
-        return json.loads(text)
-    except ValueError:
-        pass
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set: {text!r} is no value: {' '.join(str(error).split())}") from None
