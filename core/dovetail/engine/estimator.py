@@ -10,7 +10,7 @@ MIN_SECONDS = 1e-6
 SOLVE_EVERY = 16  # steps: later than that, one more of them changes little
 _TERMS = 4
 _PAIRS = [(i, j) for i in range(_TERMS) for j in range(i + 1)]
-_KINDS = [False, True]  # of steps: with prefills or without
+_KINDS = (0, 1)  # of steps: decodes alone, with prefills
 
 
 class StepTimeFit:
@@ -43,11 +43,12 @@ class StepTimeFit:
         self._mean_s += max(1.0 - FORGETTING, 1.0 / self.steps) * (seconds - self._mean_s)
         unit = 1.0 / max(seconds, 0.1 * self._mean_s, MIN_SECONDS)  # a step that took no time must not count for all
         x = [value * unit for value in self._terms(prefill_tokens, decodes, context_tokens)]
-        relative, seen = seconds * unit, _KINDS.index(prefill_tokens > 0)
-        for kind in {seen} | {kind for kind, count in enumerate(self._counts) if count > KEPT}:
-            self._counts[kind] *= FORGETTING
-            self._products[kind] = [FORGETTING * p for p in self._products[kind]]
-            self._targets[kind] = [FORGETTING * t for t in self._targets[kind]]
+        relative, seen = seconds * unit, int(prefill_tokens > 0)
+        for kind in _KINDS:
+            if kind == seen or self._counts[kind] > KEPT:
+                self._counts[kind] *= FORGETTING
+                self._products[kind] = [FORGETTING * p for p in self._products[kind]]
+                self._targets[kind] = [FORGETTING * t for t in self._targets[kind]]
         self._counts[seen] += 1.0
         self._products[seen] = [p + x[i] * x[j] for p, (i, j) in zip(self._products[seen], _PAIRS, strict=True)]
         self._targets[seen] = [t + value * relative for t, value in zip(self._targets[seen], x, strict=True)]
