@@ -41,7 +41,6 @@ class PinnedRing:
     """`slots` buffers of `slot_bytes`, used in turn by one thread. `make_buffer(bytes)` makes all of them, [bytes] uint8."""
 
     def __init__(self, slots: int, slot_bytes: int, make_buffer: Callable[[int], torch.Tensor], make_event: Callable[[], Event]) -> None:
-        self.slot_bytes = slot_bytes
         self._buffers = make_buffer(slots * slot_bytes).view(slots, slot_bytes).unbind()
         self._arrays = [buffer.numpy() for buffer in self._buffers]  # the same memory
         self._events = [make_event() for _ in range(slots)]
@@ -91,7 +90,8 @@ def upload(array: NDArray[Any], target: torch.Tensor) -> None:
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """`array` on the device, with its dtype. On the CPU the tensor shares the array's memory, so neither may be changed later."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    array = np.ascontiguousarray(array)
+    tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
     target = torch.empty_like(tensor, device=device)
