@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.sampler import RowSampling
+from dovetail.testing.suites import sampler_rows
 from dovetail_samplers import default, filters, order, penalties
 from dovetail_samplers.filters import FEW
 from tests.runtime.questions import nothing_asked
@@ -20,22 +21,7 @@ from tests.support import examples
 
 VOCAB = 4 * FEW  # enough for every path
 
-SORTS = [
-    RowSampling(temperature=0.0),
-    RowSampling(),
-    RowSampling(temperature=0.6),
-    RowSampling(top_k=1),
-    RowSampling(top_k=5),
-    RowSampling(temperature=1.5, top_k=700, top_p=0.9),
-    RowSampling(top_p=0.9),
-    RowSampling(temperature=3.0, top_p=0.99, min_p=0.001),
-    RowSampling(min_p=0.05),
-    RowSampling(temperature=0.0, repetition_penalty=1.3),
-    RowSampling(frequency_penalty=0.7, presence_penalty=-0.2),
-    RowSampling(top_k=20, logit_bias=((3, 4.0),), bad_words=((1, 2), (5,))),
-    RowSampling(allowed_token_ids=(4, 8, 15, 16, 23, 42), top_p=0.8),
-    RowSampling(min_tokens=3, stop_token_ids=(0, 1), logprobs=2),
-]
+SORTS = (*sampler_rows.SORTS, RowSampling(min_tokens=3, stop_token_ids=(0, 1), logprobs=2))
 
 
 @st.composite
