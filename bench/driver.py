@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -48,8 +50,27 @@ class StepTime:
     since_last_s: float  # the tokens of the step before
     device_s: float
     core_s: float
+    thread_s: float  # of this thread, on a processor: as long as nobody else took it away
+    collector_s: float  # of it, in Python's garbage collector
     prefill_tokens: int
     decode_tokens: int
+
+
+class CollectorTime:
+    """Adds up what the garbage collector takes, from when it is made."""
+
+    def __init__(self) -> None:
+        self.seconds, self._begun = 0.0, 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, info: dict[str, Any]) -> None:
+        if phase == "start":
+            self._begun = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._begun
+
+
+COLLECTOR = CollectorTime()
 
 
 @dataclass(order=True, slots=True)
@@ -71,7 +92,7 @@ class Driver:
         self.timelines: list[Timeline] = []
         self.decodes: list[int] = []  # rows that decoded, of each step
         self.steps: list[StepTime] = []
-        self._before, self._stepped = engine.stats(), engine.now()
+        self._before, self._stepped, self._spent = engine.stats(), engine.now(), self._own_times()
         self._temperature = temperature
         self._due: list[Due] = []
         self._running: dict[str, tuple[Timeline, Callable[[float], None] | None]] = {}
@@ -131,9 +152,15 @@ class Driver:
         before, stats, last = self._before, self.engine.stats(), self._stepped
         if stats.steps > before.steps:
             self._before, self._stepped = stats, now
-            times = now - last, stats.device_s - before.device_s, stats.core_s - before.core_s
+            spent, (thread_s, collector_s) = self._spent, self._own_times()
+            self._spent = thread_s, collector_s
+            times = now - last, stats.device_s - before.device_s, stats.core_s - before.core_s, thread_s - spent[0], collector_s - spent[1]
             tokens = stats.prefill_tokens - before.prefill_tokens, stats.decode_tokens - before.decode_tokens
             self.steps.append(StepTime(now, *times, *tokens))
+
+    @staticmethod
+    def _own_times() -> tuple[float, float]:
+        return time.thread_time(), COLLECTOR.seconds
 
 
 def quantiles(seconds: Iterable[float]) -> dict[str, float]:

@@ -146,6 +146,8 @@ class LLMEngine:
             if group is not None:
                 for sample in group.samples:
                     self.core.abort(sample.request)
+                if self.core.dead is None:  # or its other samples are still to be delivered, as failed
+                    group.take_apart()
 
     def step(self) -> list[RequestOutput]:
         """Compute for a while, and return what is new; perhaps nothing. Waits for the device, or for the next arrival time.
@@ -158,10 +160,14 @@ class LLMEngine:
         delivery = self.core.step()
         if not delivery.requests and not delivery.finished and not delivery.prompt_logprobs:
             return []
-        outputs = self._builder.build(delivery, self.core.clock.now())
+        outputs, over = self._builder.build(delivery, self.core.clock.now()), []
         for request in delivery.finished:
-            if request._front.group.unfinished == 0:
-                self._groups.pop(request._front.group.request_id, None)
+            group = request._front.group
+            if group.unfinished == 0:
+                self._groups.pop(group.request_id, None)
+                over.append(group)
+        for group in over:
+            group.take_apart()
         return outputs
 
     def has_unfinished_requests(self) -> bool:

@@ -96,6 +96,13 @@ class RequestGroup:
             self.metrics,
         )
 
+    def take_apart(self) -> None:
+        """It is over. Its samples and their requests refer to each other: so they would wait for the garbage collector, which looks through all of
+        their tokens and lets a step wait meanwhile."""
+        for sample in self.samples:
+            sample.request._front = sample.request._family = None
+        self.samples = []
+
 
 class OutputBuilder:
     """Feeds text and log-probabilities of each delivery to its samples and makes the outputs."""

@@ -68,6 +68,8 @@ class LocalExecutor(Executor):
             gc.collect()
             gc.freeze()  # what stands now stays: looking through it again and again would stall steps for some 20 ms
         graphs = self._capture(model, chosen.backend, cuts, device) if config.cuda_graphs and device.type == "cuda" else "none"
+        if device.type == "cuda":
+            gc.freeze()  # and what compiling kernels and recording left
         return Capacity(
             num_blocks=num_blocks,
             max_in_flight=options.max_in_flight or (2 if device.type == "cuda" else 1),
