@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +57,28 @@ def test_attention_compiles_within_the_shared_memory(dtype: str, head_size: int,
     assert names["decode_shares"].shared_bytes * 2 <= SHARED_MEMORY_BYTES, "several run on a multiprocessor"
     assert CHAINED in names["decode_shares"].ptx
     assert "prefetch.global.L2" in names["decode_shares"].ptx
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "around"), [(1024, 4096, {"norm": 1}), (1024, 6144, {"norm": 1, "gated": True}), (3072, 1024, {"out": 1})]
+)
+@pytest.mark.parametrize("rows", [2, 16])
+def test_layers_of_few_rows_ask_for_their_weights_before_they_wait(inputs: int, outputs: int, around: dict[str, Any], rows: int) -> None:
+    from dovetail.nn.kernels import few_rows
+    from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
+
+    x, weight, norm, out = (torch.zeros(size, dtype=torch.bfloat16) for size in ((rows, inputs), (outputs, inputs), (inputs,), (rows, outputs)))
+    tensors = {"norm": (norm, 1e-6), "out": out}
+    tiling = few_rows.tiling_for(weight, rows, "gated" in around)
+    assert tiling is not None
+    with compiling_for_hopper() as kernels:
+        few_rows.linear(x, weight, tiling=tiling, **{name: tensors.get(name, value) for name, value in around.items()})
+    [kernel] = kernels
+    before, after = kernel.ptx.split(CHAINED)
+    weights_of_a_thread = tiling.outputs * inputs * (2 if "gated" in around else 1) // (tiling.warps * 32)
+    assert before.count("ld.global.v4") * 8 >= weights_of_a_thread
+    assert "mma.sync" in after
+    assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
 
 
 def test_the_kernels_around_attention_compile() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ pytest.importorskip("triton")
 from dovetail.api.attention import AttentionLayer, FusedCache, LayerSpec
 from dovetail.nn import activation, linear, logprobs, norm, qkv
 from dovetail.nn.activation import silu_mul
-from dovetail.nn.kernels import available, one_row
+from dovetail.nn.kernels import available, few_rows, one_row
 from dovetail.nn.kernels import rms_norm as norm_kernel
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.norm import QKNorm
@@ -76,38 +78,73 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     return wide / torch.sqrt((wide**2).mean(-1, keepdim=True) + eps) * weight.double()
 
 
-# ---- a linear layer of one row
+# ---- a linear layer of few rows
+
+
+@dataclass(frozen=True)
+class Around:
+    """A linear layer, and what is done around it on the way."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    normed: bool
+    biased: bool
+    after: str
+    dtype: torch.dtype
+    seed: int
+
+    def holds(self, kernel: Callable[..., torch.Tensor]) -> None:
+        torch.manual_seed(self.seed)
+        dtype, gated = self.dtype, self.after == "gate"
+        x, norm_weight, residual = (randn(*size, dtype=dtype) for size in ((self.rows, self.inputs), (self.inputs,), (self.rows, self.outputs)))
+        weight = randn(self.outputs * (1 + gated), self.inputs, dtype=dtype) / self.inputs**0.5
+        bias = randn(len(weight), dtype=dtype) if self.biased else None
+        values = exact_norm(x, norm_weight, 1e-5) if self.normed else x.double()
+        expected = values @ weight.double().T + (0 if bias is None else bias.double())
+        if gated:
+            gate, up = expected.chunk(2, dim=-1)
+            expected = gate * torch.sigmoid(gate) * up
+        if self.after == "add":
+            expected = expected + residual.double()
+        out = residual if self.after == "add" else None
+        result = kernel(x, weight, bias, norm=(norm_weight, 1e-5) if self.normed else None, gated=gated, out=out)
+        assert_close(result, expected)
+        assert out is None or result is out
+
+
+def layers(rows: st.SearchStrategy[int], inputs: list[int], dtypes: st.SearchStrategy[torch.dtype]) -> st.SearchStrategy[Around]:
+    after, outputs = st.sampled_from(["nothing", "gate", "add"]), st.sampled_from([1, 7, 16, 50])
+    return st.builds(Around, rows, st.sampled_from(inputs), outputs, st.booleans(), st.booleans(), after, dtypes, seeds)
 
 
 @runs_kernels
-@given(
-    inputs=st.sampled_from([1, 40, 64, 1000, 3072, 9000]),
-    outputs=st.sampled_from([1, 7, 16, 50]),
-    normed=st.booleans(),
-    biased=st.booleans(),
-    after=st.sampled_from(["nothing", "gate", "add"]),
-    dtype=dtypes,
-    seed=seeds,
-)
+@given(layers(st.just(1), [1, 40, 64, 1000, 3072, 9000], dtypes))
 @some
-def test_a_row_goes_through_a_linear_layer_as_many_do(
-    inputs: int, outputs: int, normed: bool, biased: bool, after: str, dtype: torch.dtype, seed: int
-) -> None:
-    torch.manual_seed(seed)
-    x, norm_weight, residual = randn(1, inputs, dtype=dtype), randn(inputs, dtype=dtype), randn(1, outputs, dtype=dtype)
-    weight, bias = randn(outputs * (2 if after == "gate" else 1), inputs, dtype=dtype) / inputs**0.5, randn(outputs * 2, dtype=dtype)
-    bias = bias[: len(weight)] if biased else None
-    values = exact_norm(x, norm_weight, 1e-5) if normed else x.double()
-    expected = values @ weight.double().T + (0 if bias is None else bias.double())
-    if after == "gate":
-        gate, up = expected.chunk(2, dim=-1)
-        expected = gate * torch.sigmoid(gate) * up
-    if after == "add":
-        expected = expected + residual.double()
-    out = residual if after == "add" else None
-    result = one_row.linear(x, weight, bias, norm=(norm_weight, 1e-5) if normed else None, gated=after == "gate", out=out)
-    assert_close(result, expected)
-    assert out is None or result is out
+def test_a_row_goes_through_a_linear_layer_as_many_do(layer: Around) -> None:
+    layer.holds(one_row.linear)
+
+
+@runs_kernels
+@given(layers(st.integers(2, 16), [128, 384, 1024, 2048, 3072], st.sampled_from([dtype for dtype in DTYPES if dtype != torch.float32])))
+@some
+def test_a_few_rows_go_through_a_linear_layer_as_many_do(layer: Around) -> None:
+    weight = torch.empty(layer.outputs * (2 if layer.after == "gate" else 1), layer.inputs, dtype=layer.dtype)
+    tiling = few_rows.tiling_for(weight, layer.rows, layer.after == "gate")
+    assert tiling is not None
+    layer.holds(partial(few_rows.linear, tiling=tiling))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "gated"),
+    [
+        (151_936, 1024, False),  # the head of Qwen3-0.6B: torch is as quick as the memory
+        (4096, 12_288, False),  # of Qwen3-8B: too much for the registers of a program
+        (1024, 1000, False),  # no power of two divides it
+    ],
+)
+def test_layers_that_torch_computes_quicker_have_no_tiling(outputs: int, inputs: int, gated: bool) -> None:
+    assert few_rows.tiling_for(torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta"), 8, gated) is None
 
 
 # ---- silu and product

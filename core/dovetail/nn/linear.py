@@ -9,8 +9,9 @@ residual stream that it adds to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,19 +23,27 @@ from dovetail.nn.layer import Layer
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import Part, Weight, kv_share, share, whole
 
+FEW_ROWS = 16  # with more, torch's products are as quick
+Kernel = Callable[..., torch.Tensor]  # called as `kernels.one_row.linear`
+
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, norm: RMSNorm | None = None) -> torch.Tensor:
     """x [tokens, in], normed first if there is a norm -> [tokens, out]."""
-    if _is_one_row(x, weight):
-        from dovetail.nn.kernels import one_row
-
-        return one_row.linear(x, weight, bias, norm=None if norm is None else (norm.weight, norm.eps))
+    if kernel := kernel_for(x, weight):
+        return kernel(x, weight, bias, norm=None if norm is None else (norm.weight, norm.eps))
     return F.linear(x if norm is None else norm(x), weight, bias)
 
 
-def _is_one_row(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel for one row is the one to take: it computes as the tensor cores do, so not float32."""
-    return x.shape[0] == 1 and x.dtype in (torch.bfloat16, torch.float16) and use_kernels(x, weight)
+def kernel_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> Kernel | None:
+    """What is quicker than torch for so few rows, if anything is. It computes as the tensor cores do, so not float32."""
+    if x.shape[0] > FEW_ROWS or x.dtype not in (torch.bfloat16, torch.float16) or not use_kernels(x, weight):
+        return None
+    from dovetail.nn.kernels import few_rows, one_row
+
+    if x.shape[0] == 1:
+        return one_row.linear
+    tiling = few_rows.tiling_for(weight, x.shape[0], gated)
+    return None if tiling is None else partial(few_rows.linear, tiling=tiling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +108,8 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         super().__init__(hidden_size, {"gate": part, "up": part}, context, bias=bias)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        if _is_one_row(x, self.weight):
-            from dovetail.nn.kernels import one_row
-
-            return one_row.linear(x, self.weight, self.bias, norm=None if norm is None else (norm.weight, norm.eps), gated=True)
+        if kernel := kernel_for(x, self.weight, gated=True):
+            return kernel(x, self.weight, self.bias, norm=None if norm is None else (norm.weight, norm.eps), gated=True)
         return silu_mul(super().forward(x, norm))
 
 
@@ -124,9 +131,7 @@ class RowParallelLinear(Layer):
         """residual [tokens, out] += self(x)."""
         if self.group.size > 1 or self.bias is not None:
             residual.add_(self(x))
-        elif _is_one_row(x, self.weight):
-            from dovetail.nn.kernels import one_row
-
-            one_row.linear(x, self.weight, out=residual)
+        elif kernel := kernel_for(x, self.weight):
+            kernel(x, self.weight, out=residual)
         else:
             residual.addmm_(x, self.weight.t())

@@ -1,0 +1,165 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="assignment, var-annotated"
+# ruff: noqa: N803 (constants are upper case)
+"""A linear layer of two to sixteen rows: as in `one_row` a program asks for all weights of some outputs before its input is there, and what stands
+around the layer is done in it; but tensor cores compute it, each warp over a part of the inputs. With more rows, reading all inputs in every
+program costs more than it saves. Twin: `dovetail.nn.linear`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+
+LEAST_ROWS = 8  # that tensor cores compute at once
+LEAST_INPUTS = 16  # likewise, of a warp
+MOST_HELD = 32 * 384  # weights of a warp: three quarters of its registers
+MOST_BYTES = 16 << 20  # of a layer: about what all multiprocessors of a Hopper hold at once
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Outputs of a program (pairs, if gated), its warps, and inputs that it computes with at once."""
+
+    outputs: int
+    warps: int
+    inputs: int
+
+
+@triton.jit
+def _linear(
+    x,  # [rows, INPUTS]
+    weight,  # [outputs, INPUTS]; GATED: gates, then ups
+    bias,  # [outputs]; GATED: likewise
+    norm,  # [INPUTS]
+    out,  # [rows, outputs]; ADDS: it is added to
+    rows,
+    outputs,  # GATED: pairs
+    eps,
+    INPUTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    N: tl.constexpr,
+    M: tl.constexpr,  # rows, padded
+    WARPS: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATED: tl.constexpr,
+    ADDS: tl.constexpr,
+    BIASED: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """N outputs of all rows. Tensors are [WARPS, N or M, a warp's inputs of a chunk]; tuples of them, one a chunk."""
+    chunks: tl.constexpr = INPUTS // CHUNK
+    part: tl.constexpr = CHUNK // WARPS
+    n, m = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, M)
+    i = tl.arange(0, WARPS)[:, None, None] * part + tl.arange(0, part)[None, None, :]
+    real, exists = n < outputs, m < rows
+    place = weight + n.to(tl.int64)[None, :, None] * INPUTS + i
+    let_next_begin(CHAINED)
+    weights, up_weights, scales = (), (), ()
+    for chunk in tl.static_range(chunks):
+        weights += (tl.load(place + chunk * CHUNK, mask=real[None, :, None], other=0.0),)
+        if GATED:
+            up_weights += (tl.load(place + outputs.to(tl.int64) * INPUTS + chunk * CHUNK, mask=real[None, :, None], other=0.0),)
+        if NORMED:
+            scales += (tl.load(norm + i + chunk * CHUNK).to(tl.float32),)
+    wait(CHAINED)
+    at, mask = out + m[None, :] * outputs + n[:, None], real[:, None] & exists[None, :]
+    if ADDS:
+        before = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    values = ()
+    for chunk in tl.static_range(chunks):
+        values += (tl.load(x + m[None, :, None] * INPUTS + i + chunk * CHUNK, mask=exists[None, :, None], other=0.0),)
+    if NORMED:
+        squares = tl.zeros([M], tl.float32)
+        for chunk in tl.static_range(chunks):
+            wide = values[chunk].to(tl.float32)
+            squares += tl.sum(tl.sum(wide * wide, 2), 0)
+        scale = tl.rsqrt(squares / INPUTS + eps)[None, :, None]
+    sums, ups = tl.zeros([WARPS, N, M], tl.float32), tl.zeros([WARPS, N, M], tl.float32)
+    for chunk in tl.static_range(chunks):
+        inputs = values[chunk]
+        if NORMED:
+            inputs = (inputs.to(tl.float32) * scale * scales[chunk]).to(x.dtype.element_ty)  # rounded as the twin does it
+        inputs = tl.permute(inputs, (0, 2, 1))
+        sums = tl.dot(weights[chunk], inputs, sums)
+        if GATED:
+            ups = tl.dot(up_weights[chunk], inputs, ups)
+    result = tl.sum(sums, 0)  # [N, M]
+    if BIASED:
+        result += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        up = tl.sum(ups, 0)
+        if BIASED:
+            up += tl.load(bias + outputs + n, mask=real, other=0.0).to(tl.float32)[:, None]
+        result = result / (1.0 + tl.exp(-result)) * up
+    if ADDS:
+        result += before
+    tl.store(at, result.to(out.dtype.element_ty), mask=mask)
+
+
+def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> Tiling | None:
+    """For a layer's weight [outputs, inputs]. None: torch is quicker. Measured with `bench.products --tune` on an H200."""
+    inputs = weight.shape[1]
+    chunk = inputs & -inputs  # the largest power of two that divides it
+    if gated:
+        tiling = Tiling(16 if inputs <= 1024 else 8, 4, min(512, chunk))
+    elif inputs <= 1024:
+        tiling = Tiling(32, 4, min(1024, chunk))
+    else:
+        tiling = Tiling(8 if inputs > 2048 and rows > LEAST_ROWS else 16, 4, min(1024, chunk))
+    return tiling if weight.nbytes <= MOST_BYTES and fits(tiling, inputs, gated) else None
+
+
+def fits(tiling: Tiling, inputs: int, gated: bool) -> bool:
+    """Whether the layer can be computed so."""
+    held = tiling.outputs * inputs * (2 if gated else 1)  # numbers
+    return inputs % tiling.inputs == 0 and tiling.inputs >= tiling.warps * LEAST_INPUTS and held <= tiling.warps * MOST_HELD
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tiling: Tiling,
+    norm: tuple[torch.Tensor, float] | None = None,
+    gated: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [rows, inputs] and weight [outputs, inputs], contiguous, float16 or bfloat16 -> [rows, outputs]; adds up in float32.
+
+    `norm`, `gated`, `out` [rows, outputs]: as of `one_row.linear`.
+    """
+    rows, inputs = x.shape
+    outputs = weight.shape[0] // (2 if gated else 1)
+    adds = out is not None
+    if out is None:
+        out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    norm_weight, eps = norm or (weight, 0.0)
+    _linear[(triton.cdiv(outputs, tiling.outputs),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        norm_weight,
+        out,
+        rows,
+        outputs,
+        eps,
+        INPUTS=inputs,
+        CHUNK=tiling.inputs,
+        N=tiling.outputs,
+        M=max(LEAST_ROWS, triton.next_power_of_2(rows)),
+        WARPS=tiling.warps,
+        NORMED=norm is not None,
+        GATED=gated,
+        ADDS=adds,
+        BIASED=bias is not None,
+        num_warps=tiling.warps,
+        **chained(x.device),
+    )
+    return out
