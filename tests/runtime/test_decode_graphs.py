@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dovetail.runtime.decode_graphs import DecodeGraphs, Inputs, graph_sizes, sharing_sizes
+from dovetail.runtime import decode_graphs
+from dovetail.runtime.decode_graphs import TABLE_ENTRIES, DecodeGraphs, Inputs, graph_sizes, sharing_sizes
 from dovetail.runtime.mixed_graphs import MOST_TOKENS, token_sizes
 from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.fakes import Bench, Greedy, generate
@@ -80,16 +81,18 @@ def begin(bench: Bench, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @examples(quick=8, full=200)
-@given(st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=5))
-def test_whichever_rows_are_replayed_get_their_tokens_and_padding_harms_nobody(steps: list[set[int]]) -> None:
+@given(st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=5), st.sampled_from([0, 6, TABLE_ENTRIES]))
+def test_whichever_rows_are_replayed_get_their_tokens_and_padding_harms_nobody(steps: list[set[int]], table_entries: int) -> None:
     bench = Bench(max_rows=4)
-    graphs = with_graphs(bench)
-    tokens = begin(bench, PROMPTS)
-    for rows in steps:
-        result = bench.run(dict.fromkeys(sorted(rows), 1))
-        assert result.failed == {}
-        for row, token in zip(sorted(rows), result.token_ids.tolist(), strict=True):
-            tokens[row].append(token)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_graphs, "TABLE_ENTRIES", table_entries)
+        graphs = with_graphs(bench)
+        tokens = begin(bench, PROMPTS)
+        for rows in steps:
+            result = bench.run(dict.fromkeys(sorted(rows), 1))
+            assert result.failed == {}
+            for row, token in zip(sorted(rows), result.token_ids.tolist(), strict=True):
+                tokens[row].append(token)
     assert len(graphs.replayed) == len(steps)
     assert tokens == [generate(prompt, len(told)) for prompt, told in zip(PROMPTS, tokens, strict=True)]
     assert bench.rows.num_tokens[:4].tolist() == bench.rows.known.tolist()
@@ -127,11 +130,21 @@ def test_no_graph_is_larger_than_a_step_may_be() -> None:
 def test_what_a_graph_reads_of_a_step_is_padded_with_nobodys_row() -> None:
     inputs = Inputs(4, 99, torch.device("cpu"))
     inputs.fill(np.array([5, 6, 7, 8]), np.array([50, 60, 70, 80]), np.array([1, 2, 3, 4]))
-    inputs.fill(np.array([3]), np.array([30]), np.array([9]))
+    inputs.fill(np.array([3]), np.array([30]), np.array([9]), np.array([[7, 2, 1]], np.int32))
     assert inputs.rows.tolist() == [3, 99, 99, 99]
     assert inputs.slots.tolist() == [30, -1, -1, -1]
     assert inputs.kv_lens.tolist() == [9, 0, 0, 0]
     assert inputs.query_starts.tolist() == [0, 1, 2, 3, 4]
+    assert inputs.table(3).tolist() == [[7, 2, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+
+
+def test_a_block_table_comes_with_a_steps_other_inputs_where_it_is_small() -> None:
+    inputs = Inputs(8, 99, torch.device("cpu"))
+    assert inputs.holds_table(TABLE_ENTRIES // 8)
+    assert not inputs.holds_table(TABLE_ENTRIES // 8 + 1)
+    widest = np.arange(3 * (TABLE_ENTRIES // 8), dtype=np.int32).reshape(3, -1)
+    inputs.fill(np.arange(3), np.arange(3), np.arange(3), widest)
+    assert inputs.table(widest.shape[1])[:3].numpy().tolist() == widest.tolist()
 
 
 @given(st.integers(1, 3000))

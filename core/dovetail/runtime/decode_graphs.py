@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch
 from dovetail.api.sampler import Sampler
+from dovetail.runtime.decode_rows import append, last_tokens
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.transfer import upload
 
 Int64 = NDArray[np.int64]
 
 WARM_UPS = 2  # runs before a capture: kernels are compiled, workspaces made
+TABLE_ENTRIES = 4096  # a step's block table of so many or fewer comes from the host with its other inputs: a kernel less than gathering it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +41,31 @@ class Inputs:
 
     def __init__(self, size: int, nobody: int, device: torch.device) -> None:
         self.size, self._nobody = size, nobody
-        self._all = torch.zeros(5 * size, dtype=torch.int32, device=device)
+        self._all = torch.zeros(5 * size + TABLE_ENTRIES, dtype=torch.int32, device=device)
         self.rows, self.slots = self._all[: 4 * size].view(torch.int64).view(2, size)
-        self.kv_lens = self._all[4 * size :]  # int32
+        self.kv_lens = self._all[4 * size : 5 * size]  # int32
         self.query_starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.fill(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
-    def fill(self, rows: Int64, slots: Int64, kv_lens: Int64) -> None:
-        """Enqueue the copy. [n] each, n <= size; the rest stands for nobody's row, whose token goes nowhere."""
-        host, count = np.zeros(5 * self.size, np.int32), len(rows)
+    def holds_table(self, width: int) -> bool:
+        """Whether there is room for the rows' block tables, if the widest has so many blocks."""
+        return self.size * width <= TABLE_ENTRIES
+
+    def table(self, width: int) -> torch.Tensor:
+        """[size, width] int32: the table that `fill` was given last, which was as wide, and zeros."""
+        return self._all[5 * self.size : (5 + width) * self.size].view(self.size, width)
+
+    def fill(self, rows: Int64, slots: Int64, kv_lens: Int64, table: NDArray[np.int32] | None = None) -> None:
+        """Enqueue the copy. [n] each, n <= size; the rest stands for nobody's row, whose token goes nowhere. `table` [n, width] if `holds_table`."""
+        count, width = len(rows), 0 if table is None else table.shape[1]
+        host = np.zeros((5 + width) * self.size, np.int32)
         numbers = host[: 4 * self.size].view(np.int64).reshape(2, self.size)
         numbers[0, :count], numbers[0, count:] = rows, self._nobody
         numbers[1, :count], numbers[1, count:] = slots, -1
         host[4 * self.size : 4 * self.size + count] = kv_lens
-        upload(host, self._all)
+        if table is not None:
+            host[5 * self.size : 5 * self.size + table.size] = table.reshape(-1)
+        upload(host, self._all[: len(host)])
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -101,21 +114,23 @@ class DecodeGraphs:
         shares = shared_prefix_blocks > 0 and self._backend.capabilities.shared_prefix
         captured = self._graphs[shares, int(self._size_for[int(shares), count])]
         kv_lens, inputs = state.known[host_rows], captured.inputs
-        inputs.fill(host_rows, state.slots(host_rows, kv_lens - 1), kv_lens)
-        self._backend.plan(self._batch(inputs, kv_lens, shared_prefix_blocks))
+        width = -(-int(kv_lens.max(initial=1)) // state.block_size)
+        from_host = inputs.holds_table(width)
+        inputs.fill(host_rows, state.slots(host_rows, kv_lens - 1), kv_lens, state.host_blocks[host_rows, :width] if from_host else None)
+        table = inputs.table(width) if from_host else state.block_table[:, :width].index_select(0, inputs.rows)
+        self._backend.plan(self._batch(inputs, kv_lens, table, shared_prefix_blocks))
         captured.graph.replay()
         state.known[host_rows] += 1
         return captured.outputs
 
-    def _batch(self, inputs: Inputs, kv_lens: Int64, shared_prefix_blocks: int) -> AttentionBatch:
-        state, count = self._rows, len(kv_lens)
-        widest = -(-int(kv_lens.max(initial=1)) // state.block_size)
+    def _batch(self, inputs: Inputs, kv_lens: Int64, table: torch.Tensor, shared_prefix_blocks: int) -> AttentionBatch:
+        count = len(kv_lens)
         return AttentionBatch(
             num_rows=count,
             num_tokens=count,
             query_starts=inputs.query_starts,
             kv_lens=inputs.kv_lens,
-            block_table=state.block_table[:, :widest].index_select(0, inputs.rows),
+            block_table=table,
             slots=inputs.slots,
             host_query_lens=np.ones(count, np.int32),
             host_kv_lens=kv_lens.astype(np.int32),
@@ -125,7 +140,8 @@ class DecodeGraphs:
     def _capture(self, shares: bool, size: int, pool: Any, warm_ups: int) -> DecodeGraph:
         """Of a step of padding alone, which reads and writes nothing."""
         inputs = Inputs(size, self._rows.max_rows, self._rows.device)
-        self._backend.plan(self._batch(inputs, np.zeros(0, np.int64), int(shares)))
+        nobodys = self._rows.block_table[-1:, :1].expand(size, 1)
+        self._backend.plan(self._batch(inputs, np.zeros(0, np.int64), nobodys, int(shares)))
         graph, outputs = self._record(lambda: self._decode(inputs.rows), pool, warm_ups)
         return DecodeGraph(graph, inputs, outputs)
 
@@ -144,12 +160,7 @@ class DecodeGraphs:
 
     def _decode(self, rows: torch.Tensor) -> torch.Tensor:
         """What is recorded: device work only, at fixed addresses. rows [size] int64 -> `DecodeGraph.outputs`."""
-        state = self._rows
-        positions = state.num_tokens[rows].long() - 1
-        places = rows * state.row_width + positions
-        hidden = self._model(state.token_ids.view(-1)[places].long(), positions)
-        token_ids = self._sampler.sample_captured(self._model.logits(hidden), rows)
-        state.token_ids.view(-1)[places + 1] = token_ids.to(torch.int32)
-        state.num_tokens[rows] = (positions + 2).to(torch.int32)
-        state.num_tokens[state.max_rows :].fill_(1)  # the row of nobody stays as it was
-        return torch.stack((token_ids, hidden.isnan().any(dim=1).long()))
+        token_ids, positions = last_tokens(self._rows, rows)
+        hidden = self._model(token_ids, positions)
+        sampled = self._sampler.sample_captured(self._model.logits(hidden), rows)
+        return append(self._rows, rows, positions, sampled, hidden)

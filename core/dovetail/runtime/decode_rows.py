@@ -1,0 +1,37 @@
+"""What a decode step does with its rows before the model and after the sampler, as device work that a CUDA graph can record (`decode_graphs`).
+
+Each is one kernel where kernels run (`decode_rows_kernels`), instead of some ten of torch's that take longer to come and go than they compute.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.nn.kernels.available import use_kernels
+from dovetail.runtime.row_state import RowState
+
+
+def last_tokens(state: RowState, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of rows [n] int64, nobody's among them or not: the ids of their last known tokens, and the positions of these, [n] int64 each."""
+    if use_kernels(rows):
+        from dovetail.runtime import decode_rows_kernels as kernels
+
+        return kernels.last_tokens(state, rows)
+    positions = state.num_tokens[rows].long() - 1
+    return state.token_ids.view(-1)[rows * state.row_width + positions].long(), positions
+
+
+def append(state: RowState, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """To rows [n] int64, whose last known tokens are at `positions` [n] int64, append token_ids [n] int64. Rows differ, but for nobody's: that may
+    be there many times, keeps its length of 1, and what lies behind that is undefined. The host's counts are left to the caller.
+
+    Returns [2, n] int64: the ids, and whether `hidden` [n, hidden] holds NaN in that row.
+    """
+    if use_kernels(rows, positions, token_ids, hidden):
+        from dovetail.runtime import decode_rows_kernels as kernels
+
+        return kernels.append(state, rows, positions, token_ids, hidden)
+    state.token_ids.view(-1)[rows * state.row_width + positions + 1] = token_ids.to(torch.int32)
+    state.num_tokens[rows] = (positions + 2).to(torch.int32)
+    state.num_tokens[state.max_rows :].fill_(1)
+    return torch.stack((token_ids, hidden.isnan().any(dim=1).long()))
