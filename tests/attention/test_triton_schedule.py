@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from dovetail_attention.triton_schedule import (
     DIRECT,
-    SEGMENT_COST,
     DecodeTables,
     Prefix,
     StepRows,
@@ -22,10 +21,10 @@ row_steps = st.lists(st.integers(0, 60), max_size=30)
 lengths = st.lists(st.integers(1, 500), min_size=1, max_size=20)
 
 
-@given(row_steps, st.integers(1, 40))
+@given(row_steps, st.integers(1, 40), st.integers(0, 8))
 @examples(quick=200, full=5000)
-def test_every_step_of_every_row_is_in_one_share(steps: list[int], shares: int) -> None:
-    cut = cut_evenly(np.array(steps, np.int64), shares)
+def test_every_step_of_every_row_is_in_one_share(steps: list[int], shares: int, beginning: int) -> None:
+    cut = cut_evenly(np.array(steps, np.int64), shares, beginning)
     covered = [(row, step) for row, first, last in zip(cut.row, cut.first, cut.last, strict=True) for step in range(first, last)]
     assert covered == [(row, step) for row, count in enumerate(steps) for step in range(count)]
     assert cut.share_starts[0] == 0
@@ -33,14 +32,14 @@ def test_every_step_of_every_row_is_in_one_share(steps: list[int], shares: int) 
     assert (np.diff(cut.share_starts) >= 0).all()
 
 
-@given(row_steps, st.integers(1, 40))
+@given(row_steps, st.integers(1, 40), st.integers(0, 8))
 @examples(quick=200, full=5000)
-def test_no_share_costs_more_than_its_part_and_one_beginning(steps: list[int], shares: int) -> None:
-    cut = cut_evenly(np.array(steps, np.int64), shares)
-    fair = sum(count + SEGMENT_COST for count in steps) / shares
+def test_no_share_costs_more_than_its_part_and_one_beginning(steps: list[int], shares: int, beginning: int) -> None:
+    cut = cut_evenly(np.array(steps, np.int64), shares, beginning)
+    fair = sum(count + beginning for count in steps) / shares
     for first, last in zip(cut.share_starts, cut.share_starts[1:], strict=False):
         begun = sum(1 for i in range(first, last) if cut.first[i] == 0)
-        assert sum(cut.last[first:last] - cut.first[first:last]) + begun * SEGMENT_COST <= fair + 1 + SEGMENT_COST
+        assert sum(cut.last[first:last] - cut.first[first:last]) + begun * beginning <= fair + 1 + beginning
 
 
 @given(lengths, st.one_of(st.none(), st.integers(1, 300)), st.sampled_from([1, 3, 16, 64]), st.integers(1, 30), st.integers(0, 3))

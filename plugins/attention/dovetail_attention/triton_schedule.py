@@ -15,7 +15,7 @@ Int64 = NDArray[np.int64]
 
 DIRECT = -1  # the place of a segment that needs no merging
 BOUNDS = 5  # numbers
-SEGMENT_COST = 1  # steps over the keys: what beginning a segment costs besides
+BEGINNING_KEYS = 64  # what beginning a segment costs besides, in keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class DecodeTables:
         from `first_padding` on, become zeros."""
         begins = np.full_like(rows.lens, prefix.tokens) if window is None else np.maximum(rows.lens - window, 0)
         base = begins // step  # the row's first step
-        cut = cut_evenly(-(-rows.lens // step) - base, self.shares)
+        cut = cut_evenly(-(-rows.lens // step) - base, self.shares, max(1, BEGINNING_KEYS // step))
         count = len(rows.lens)
         parts = np.bincount(cut.row, minlength=count)
         merged = (parts > 1) | (prefix.parts > 0)
@@ -107,8 +107,8 @@ class Cut:
     share_starts: Int64
 
 
-def cut_evenly(steps: Int64, shares: int) -> Cut:
-    """Rows of so many steps, laid end to end and cut into shares of equal cost, where a row's beginning costs `SEGMENT_COST` besides."""
+def cut_evenly(steps: Int64, shares: int, beginning: int) -> Cut:
+    """Rows of so many steps, laid end to end and cut into shares of equal cost, where a row's beginning costs `beginning` steps besides."""
     ends = np.cumsum(steps)
     total = int(ends[-1]) if len(ends) else 0
     share_starts = np.zeros(shares + 1, np.int64)
@@ -116,7 +116,7 @@ def cut_evenly(steps: Int64, shares: int) -> Cut:
         nothing = np.zeros(0, np.int64)
         return Cut(nothing, nothing, nothing, share_starts)
     starts = ends - steps
-    cost_ends = np.cumsum(steps + SEGMENT_COST)
+    cost_ends = np.cumsum(steps + beginning)
     marks = np.arange(1, shares) * int(cost_ends[-1]) // shares
     at = cost_ends.searchsorted(marks, side="right")
     cuts = starts[at] + np.minimum(np.maximum(marks - (cost_ends - steps)[at], 0), steps[at])
