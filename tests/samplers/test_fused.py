@@ -16,7 +16,7 @@ from dovetail.api.sampler import RowHistory, RowSampling, Sampler, SamplerContex
 from dovetail.errors import UnsupportedError
 from dovetail_samplers.default import DefaultSampler
 from dovetail_samplers.device_rows import DeviceRows, Parameters, draw_plain
-from dovetail_samplers.noise import id_hashes, noise_bits, seed_state, stream_keys
+from dovetail_samplers.noise import exponentials, id_hashes, noise_bits, seed_state, stream_keys
 from tests.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_holds_when_interpreted, runs_kernels, starts_the_interpreter
 from tests.samplers.helpers import Ready, Row, ready
 from tests.support import examples
@@ -33,7 +33,7 @@ from tests.attention import interpreter
 if INTERPRETED:
     interpreter.mend()
 
-SMALL = Sizes(tile=64, group=8, chunk=64)  # so that short rows have several of each
+SMALL = Sizes(tile=64, rows=2, programs=1, group=8, chunk=64)  # so that short rows have several of each
 FILTERS = [
     RowSampling(temperature=0.0),
     RowSampling(),
@@ -119,6 +119,27 @@ def put_noise_bits(state, position, hashes, out, N: tl.constexpr):  # type: igno
 
 
 @runs_kernels
+def test_exponentials_are_the_twins_over_ln_2_and_small_ones_keep_their_precision() -> None:
+    hashes = id_hashes(2**17)
+    keys = stream_keys(torch.tensor([seed_state(3)]), torch.tensor([5]))
+    twin = exponentials(keys, hashes)[0].double() / np.log(2)
+    ours = torch.empty(len(hashes), device=DEVICE)
+    put_exponentials[(1,)](keys.to(DEVICE), hashes.to(DEVICE), ours, N=len(hashes))
+    error = (ours.cpu().double() / twin - 1).abs()
+    assert twin.min() < 1e-4
+    assert error[twin < 1.4].max() < 2e-6
+    assert error.max() < 1e-3, "where 1 - u is small, the last bit of u makes a difference"
+
+
+@triton.jit
+def put_exponentials(keys, hashes, out, N: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    first, second = tl.load(keys).to(tl.uint32, bitcast=True), tl.load(keys + 1).to(tl.uint32, bitcast=True)
+    for start in range(0, N, 1024):
+        i = start + tl.arange(0, 1024)
+        tl.store(out + i, fused.exponentials(first, second, tl.load(hashes + i)))
+
+
+@runs_kernels
 @given(rows=filtered_rows(), dtype=st.sampled_from(DTYPES))
 @some
 def test_any_mix_of_rows_is_drawn_like_the_twin_does(rows: list[Row], dtype: torch.dtype) -> None:
@@ -130,7 +151,7 @@ def test_any_mix_of_rows_is_drawn_like_the_twin_does(rows: list[Row], dtype: tor
 @few
 def test_how_the_work_is_cut_changes_nothing(rows: list[Row]) -> None:
     r = ready(rows, device=str(DEVICE))
-    assert_drawn_like_the_twin(r, Sizes(tile=256, group=16, chunk=1024))
+    assert_drawn_like_the_twin(r, Sizes(tile=256, rows=3, programs=1, group=16, chunk=1024))
     assert_drawn_like_the_twin(r, Sizes(tile=32, group=32, chunk=32))
 
 

@@ -5,27 +5,34 @@
 Two kernels. `_survey` goes over tiles of the vocabulary, all at once; `_choose` makes each row's choice of what that left:
 
     row is        a tile leaves                        the choice
-    greedy        its largest logit                    the largest
-    random        the winner of its race               the winner of the winners' race
-    filtered      the largest of each GROUP of ids,    the groups whose largest may be kept are read again (with top-k k of them, so some
-                  and the sum of its weights           thousand logits); where the row ends is searched there, and the race run there
+    greedy        its largest logit                    the tile with the largest is read again, and the token found there
+    random        that, and its race's winning time    the tile whose time is the least is read again, and its race run again
+    filtered      that, the sum of its weights, and    the groups whose largest may be kept are read again (with top-k k of them, so some
+                  the largest of each GROUP of ids     thousand logits); where the row ends is searched there, and the race run there
 
 A filter's end is searched as the largest value whose equals and betters count k (top-k) or weigh p (top-p): floats are turned to integers in the
 same order, and each round cuts the range of integers to a fifth. The largest of groups are searched first, which bounds it from below. Only
 a filter that keeps most of a flat distribution reads the whole row in each round.
 
-A race is won by the smallest noise / weight; noise and its order of operations are `noise`'s. Weights are of the logits less the largest that the
-program knows, so that they neither overflow nor vanish where it matters. Twin: `device_rows.draw_plain`.
+A race is won by the smallest time, noise / weight; the noise is `noise`'s. Weights are of the logits less the largest that the program knows, so
+that they neither overflow nor vanish where it matters. Twin: `device_rows.draw_plain`.
+
+`_survey` is bound by instructions: some 33 a random row's logit, 20 of them for the noise. So no tile looks for the id of what it found, which
+costs more than reading one tile a row again; and powers and logarithms are of 2, each one instruction. The factor that this leaves in the
+noise changes no race.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.language.extra import libdevice
 
 from dovetail.api.sampler import RowHistory
 from dovetail_samplers import noise
@@ -43,16 +50,23 @@ MIX_64_0, MIX_64_1 = (tl.constexpr(multiplier) for multiplier in noise.MIX_64)
 GOLDEN = tl.constexpr(noise.GOLDEN)
 HALF_STEP, STEP = tl.constexpr(2.0**-32), tl.constexpr(noise.BELOW_ONE * 2.0**-31)
 
+LOG2_E = tl.constexpr(math.log2(math.e))
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
+SMALL = tl.constexpr(1 / 8)  # below it, -log2(1 - u) / u is this polynomial, within 5e-7 of it
+SERIES_0, SERIES_1, SERIES_2, SERIES_3 = (tl.constexpr(c) for c in (1.4426944, 0.72152215, 0.47403677, 0.44462561))
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """How the work is cut; powers of two. The result doesn't depend on it."""
 
     tile: int = 2048  # ids of a program of `_survey`
+    rows: int = 4  # that such a program goes over, at most: it fetches the ids' hashes once
+    programs: int = 4096  # that share a GPU evenly: with fewer, none goes over several rows
     group: int = 64  # ids of which the largest logit is kept
     chunk: int = 2048  # logits that `_choose` looks at in one go
     pivots: int = 4  # places that one round of a search tries
-    survey_warps: int = 4
+    survey_warps: int = 2
     choose_warps: int = 8
 
 
@@ -85,10 +99,19 @@ def noise_bits(first, second, hashes):
 
 @triton.jit
 def exponentials(first, second, hashes):
-    """`noise.exponentials`: float32 like `hashes`."""
+    """`noise.exponentials` divided by ln 2, -log2(1 - u), relative error below 2e-6: float32 like `hashes`.
+
+    The logarithm's error, and that of 1 - u, are absolute: small u, which decide most races, go without.
+    """
     u = HALF_STEP + STEP * noise_bits(first, second, hashes).to(tl.float32)
-    w = 1.0 - u
-    return (u - (1.0 - w)) - tl.log(w)
+    small = (((SERIES_3 * u + SERIES_2) * u + SERIES_1) * u + SERIES_0) * u
+    return tl.where(u < SMALL, small, -_log2(1.0 - u))
+
+
+@triton.jit
+def _log2(x):
+    """Of positive x, within 2^-22: one instruction, where `tl.log2`, which gets the last bits right, takes 25."""
+    return tl.log2(x) if INTERPRETED else libdevice.fast_log2f(x)
 
 
 @triton.jit
@@ -100,7 +123,7 @@ def _keys_of(row, longs, num_tokens, prompt_lens):
 # ---- all rows: one look at the logits
 
 
-@triton.jit(do_not_specialize=["max_rows"])
+@triton.jit(do_not_specialize=["each", "n", "max_rows"])
 def _survey(
     logits,
     rows,  # [n] int64
@@ -111,10 +134,10 @@ def _survey(
     prompt_lens,
     hashes,
     tops,  # [n, width]: each tile's largest logit
-    won,  # [n, width]: its winner's logit
-    extra,  # [n, width]: that one's noise; or the sum of weights
-    ids,  # [n, width] int32: the winner, or the first of the largest
+    found,  # [n, width]: its race's winning time, or the sum of its weights, where the weight of its largest logit is 1
     group_tops,  # [n, groups]
+    each,  # rows of a program
+    n,
     max_rows,
     vocab,
     stride,
@@ -122,39 +145,42 @@ def _survey(
     WIDTH: tl.constexpr,  # of what the tiles leave, in memory
     GROUP: tl.constexpr,
 ):
-    place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.load(rows + place)
-    if row >= max_rows:
-        return
+    start, tile = tl.program_id(0) * each, tl.program_id(1)
     token = tile * TILE + tl.arange(0, TILE)
-    x = tl.load(logits + place * stride + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    temperature = tl.load(floats + row * WORDS + TEMPERATURE)
-    top, first = tl.max(x, 0, return_indices=True)
-    at = place * WIDTH + tile
-    tl.store(tops + at, top)
-    if temperature == 0:
-        tl.store(ids + at, tile * TILE + first)
-        return
-    behind = (tl.maximum(top, LEAST) - x) * _inverse(temperature)  # [TILE], 0 at the top
-    if _is_filtered(row, floats, ints, vocab):
-        tl.store(extra + at, tl.sum(tl.exp(-behind), 0))
-        groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
-        count = (vocab + GROUP - 1) // GROUP
-        tl.store(group_tops + place * count + groups, tl.max(tl.reshape(x, (TILE // GROUP, GROUP)), 1), mask=groups < count)
-        return
-    key_1, key_2 = _keys_of(row, longs, num_tokens, prompt_lens)
-    drawn = exponentials(key_1, key_2, tl.load(hashes + token, mask=token < vocab, other=0))
-    race = tl.where(token < vocab, drawn * tl.exp(behind), float("inf"))
-    winner = tl.argmin(race, 0)
-    is_winner = tl.arange(0, TILE) == winner
-    tl.store(ids + at, tile * TILE + winner)
-    tl.store(won + at, tl.max(tl.where(is_winner, x, float("-inf")), 0))
-    tl.store(extra + at, tl.sum(tl.where(is_winner, drawn, 0.0), 0))
+    exists = token < vocab
+    for i in range(each):
+        place = start + i
+        row = tl.load(rows + place, mask=place < n, other=max_rows)
+        if row < max_rows:
+            x = tl.load(logits + place.to(tl.int64) * stride + token, mask=exists, other=float("-inf")).to(tl.float32)
+            temperature = tl.load(floats + row * WORDS + TEMPERATURE)
+            top = tl.max(x, 0)
+            at = place * WIDTH + tile
+            tl.store(tops + at, top)
+            if temperature > 0:
+                top, sharpness = tl.maximum(top, LEAST), _sharpness(temperature)
+                if _is_filtered(row, floats, ints, vocab):
+                    tl.store(found + at, tl.sum(tl.exp2((x - top) * sharpness), 0))
+                    groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+                    count = (vocab + GROUP - 1) // GROUP
+                    in_group = tl.reshape(x, (TILE // GROUP, GROUP))
+                    tl.store(group_tops + place * count + groups, tl.max(in_group, 1), mask=groups < count)
+                else:
+                    key_1, key_2 = _keys_of(row, longs, num_tokens, prompt_lens)
+                    times = _times(x, top, sharpness, key_1, key_2, tl.load(hashes + token, mask=exists, other=0))
+                    tl.store(found + at, tl.min(times, 0))
 
 
 @triton.jit
-def _inverse(temperature):
-    return 1.0 / tl.minimum(temperature, HOTTEST)
+def _times(x, top, sharpness, key_1, key_2, hashes):
+    """Each logit's time in the race, multiplied by the weight that `top` has; infinite for a logit of -inf. `top` is finite."""
+    return exponentials(key_1, key_2, hashes) * tl.exp2((top - x) * sharpness)
+
+
+@triton.jit
+def _sharpness(temperature):
+    """What a logit is multiplied by to be the weight's logarithm, base 2."""
+    return LOG2_E / tl.minimum(temperature, HOTTEST)
 
 
 @triton.jit
@@ -177,9 +203,7 @@ def _choose(
     prompt_lens,
     hashes,
     tops,
-    won,
-    extra,
-    ids,
+    found,
     group_tops,
     hits,  # [n, groups] int32, for the groups that are read again
     token_ids,  # [n] int64
@@ -187,6 +211,7 @@ def _choose(
     vocab,
     stride,
     tiles,
+    TILE: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -198,26 +223,32 @@ def _choose(
     if row >= max_rows:
         tl.store(token_ids + place, 0)
         return
+    logits += place * stride
     tile = tl.arange(0, WIDTH)
     at, exists = place * WIDTH + tile, tile < tiles
     top_of = tl.load(tops + at, mask=exists, other=float("-inf"))
-    top, first = tl.max(top_of, 0, return_indices=True)
+    top, chosen = tl.max(top_of, 0, return_indices=True)
     top = tl.maximum(top, LEAST)
     temperature = tl.load(floats + row * WORDS + TEMPERATURE)
-    sharpness = _inverse(temperature)
-    number = tl.load(extra + at, mask=exists, other=0.0)
+    sharpness = _sharpness(temperature)
+    found_in = tl.load(found + at, mask=exists, other=0.0)
     if (temperature > 0) & _is_filtered(row, floats, ints, vocab):
-        total = tl.sum(number * tl.exp((top_of - top) * sharpness), 0)
+        total = tl.sum(found_in * tl.exp2((top_of - top) * sharpness), 0)
         groups = (vocab + GROUP - 1) // GROUP
         token = _choose_filtered(
-            logits + place * stride, row, floats, ints, longs, num_tokens, prompt_lens, hashes, group_tops + place * groups, hits + place * groups,
+            logits, row, floats, ints, longs, num_tokens, prompt_lens, hashes, group_tops + place * groups, hits + place * groups,
             top, total, sharpness, groups, vocab, GROUP, CHUNK, PIVOTS, SPARE,
         )  # fmt: skip
     else:
-        behind = (top - tl.load(won + at, mask=exists, other=float("-inf"))) * sharpness
-        race = tl.where(exists, number * tl.exp(behind), float("inf"))
-        winner = tl.where(temperature > 0, tl.argmin(race, 0), first)
-        token = tl.load(ids + place * WIDTH + winner)
+        if temperature > 0:
+            chosen = tl.argmin(tl.where(exists, found_in * tl.exp2((top - top_of) * sharpness), float("inf")), 0)
+        token = chosen * TILE + tl.arange(0, TILE)
+        x = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        times = -x
+        if temperature > 0:
+            key_1, key_2 = _keys_of(row, longs, num_tokens, prompt_lens)
+            times = _times(x, top, sharpness, key_1, key_2, tl.load(hashes + token, mask=token < vocab, other=0))
+        token = chosen * TILE + tl.argmin(times, 0)
     tl.store(token_ids + place, tl.minimum(token, vocab - 1).to(tl.int64))  # NaN may win as a place that doesn't exist
 
 
@@ -235,7 +266,7 @@ def _choose_filtered(
     hits,
     top,  # the largest logit, finite
     total,  # weight of all tokens
-    sharpness,  # 1 / temperature
+    sharpness,
     groups,
     vocab,
     GROUP: tl.constexpr,
@@ -283,13 +314,12 @@ def _choose_filtered(
         tied = (inside & (key == end_key)).to(tl.int32)
         rank = tied_before + tl.cumsum(tied, 0) - tied  # chunks, and the ids within, ascend
         tied_before += tl.sum(tied, 0)
-        behind = (top - x) * sharpness
-        kept = inside & ((key > end_key) | ((key == end_key) & (rank < room))) & (tl.exp(-behind) >= min_p)
-        drawn = exponentials(key_1, key_2, tl.load(hashes + token, mask=kept, other=0))
-        race, first = tl.min(tl.where(kept, drawn * tl.exp(behind), float("inf")), 0, return_indices=True)
+        kept = inside & ((key > end_key) | ((key == end_key) & (rank < room))) & (tl.exp2((x - top) * sharpness) >= min_p)
+        times = _times(x, top, sharpness, key_1, key_2, tl.load(hashes + token, mask=kept, other=0))
+        least, first = tl.min(tl.where(kept, times, float("inf")), 0, return_indices=True)
         here = tl.sum(tl.where(tl.arange(0, CHUNK) == first, token, 0), 0)
-        winner = tl.where(race < best, here, winner)
-        best = tl.minimum(race, best)
+        winner = tl.where(least < best, here, winner)
+        best = tl.minimum(least, best)
     return winner
 
 
@@ -342,7 +372,7 @@ def _reaching(
         sums = tl.zeros((PIVOTS,), tl.float32)
         for start in range(0, count * (GROUP if GROUP > 0 else 1), CHUNK):
             _, x, key, inside = _read(values, hits, start, count, limit, GROUP, CHUNK, SPARE)
-            amount = tl.exp((x - top) * sharpness) if WEIGHED else inside.to(tl.float32)
+            amount = tl.exp2((x - top) * sharpness) if WEIGHED else inside.to(tl.float32)
             sums += tl.sum(tl.where(key[:, None] >= clipped[None, :], amount[:, None], 0.0), 0)
         passed = tl.sum(((sums >= target) & (pivots <= highest)).to(tl.int64), 0)  # the lowest so many
         low += passed * step
@@ -356,7 +386,7 @@ def _list_hits(group_tops, hits, groups, bound, least, top, sharpness, CHUNK: tl
     count = tl.full((), 0, tl.int32)
     for start in range(0, groups, CHUNK):
         group, x, key, inside = _read(group_tops, hits, start, groups, groups, 0, CHUNK, SPARE)
-        hit = (inside & (key >= bound.to(tl.int32)) & (tl.exp((x - top) * sharpness) >= least)).to(tl.int32)
+        hit = (inside & (key >= bound.to(tl.int32)) & (tl.exp2((x - top) * sharpness) >= least)).to(tl.int32)
         tl.store(hits + count + tl.cumsum(hit, 0) - hit, group, mask=hit > 0)
         count += tl.sum(hit, 0)
     return count
@@ -368,7 +398,7 @@ def _above(values, hits, count, limit, end, top, sharpness, GROUP: tl.constexpr,
     number, mass, weight = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
     for start in range(0, count * GROUP, CHUNK):
         _, x, key, inside = _read(values, hits, start, count, limit, GROUP, CHUNK, SPARE)
-        weights = tl.exp((x - top) * sharpness)
+        weights = tl.exp2((x - top) * sharpness)
         above = inside & (key > end.to(tl.int32))
         number += tl.sum(above.to(tl.int32), 0)
         mass += tl.sum(tl.where(above, weights, 0.0), 0)
@@ -389,8 +419,7 @@ def draw(
         logits = logits.contiguous()
     tiles, groups = triton.cdiv(vocab, sizes.tile), triton.cdiv(vocab, sizes.group)
     width = max(4, triton.next_power_of_2(tiles))  # 4: each plane is aligned
-    tops, won, extra = torch.empty((3, n, width), dtype=torch.float32, device=logits.device)
-    ids = torch.empty((n, width), dtype=torch.int32, device=logits.device)
+    tops, found = torch.empty((2, n, width), dtype=torch.float32, device=logits.device)
     group_tops = torch.empty((n, groups), dtype=torch.float32, device=logits.device)
     hits = torch.empty((n, groups), dtype=torch.int32, device=logits.device)
     floats, longs = records.view(torch.float32), records.view(torch.int64)
@@ -404,19 +433,19 @@ def draw(
         history.prompt_lens,
         hashes,
         tops,
-        won,
-        extra,
-        ids,
+        found,
         group_tops,
     )
     shape = (len(records) - 1, vocab, logits.stride(0))
-    _survey[(n, tiles)](*known, *shape, TILE=sizes.tile, WIDTH=width, GROUP=sizes.group, num_warps=sizes.survey_warps)
+    each = max(1, min(sizes.rows, n * tiles // sizes.programs))
+    _survey[(triton.cdiv(n, each), tiles)](*known, each, n, *shape, TILE=sizes.tile, WIDTH=width, GROUP=sizes.group, num_warps=sizes.survey_warps)
     _choose[(n,)](
         *known,
         hits,
         token_ids,
         *shape,
         tiles,
+        TILE=sizes.tile,
         WIDTH=width,
         GROUP=sizes.group,
         CHUNK=sizes.chunk,
