@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import astuple
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from bench.lab.own_gpu import Archive, fit_anew
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.errors import ConfigError
-from dovetail_lab.calibrate import Calibration, calibrate
+from dovetail_lab.calibrate import Calibration, calibrate, profile_of
 from dovetail_lab.fitting import Measurement, nonnegative_least_squares
 from dovetail_lab.metrics import per_request
 from dovetail_lab.regime_fitting import fit_regimes
@@ -20,11 +23,13 @@ from dovetail_lab.simulate import replay
 from dovetail_lab.step_time import PiecewiseStepTime, RegimeStepTime, StepShape, StepTimeProfile
 from dovetail_lab.workloads import load_workload
 from tests.lab.commands import lab
+from tests.lab.machine import GRAPH_SHARE, GRAPHS, Jitter, machine
 from tests.support import examples
 
 DECODE = PiecewiseStepTime(points=((1, 0.004), (16, 0.005), (64, 0.009)), per_context_s=4e-8)
 MIXED = PiecewiseStepTime(points=((1, 0.004), (1024, 0.03)), per_context_s=4e-8, per_pair_s=2e-10, per_row_s=2e-5, least_s=0.012)
 LARGE = PiecewiseStepTime(points=((1, 0.02), (4096, 0.12)), per_context_s=4e-8, per_pair_s=2e-10, per_row_s=2e-5)
+FIGURES = tuple(f"{metric} p{at}" for metric in ("ttft", "tpot", "e2e") for at in (50, 99))
 TRUE = RegimeStepTime(decode=DECODE, mixed=MIXED, large=LARGE, large_above=1024)
 
 
@@ -142,6 +147,111 @@ def test_a_simulation_of_a_slow_launcher_is_like_it(found_launching: Calibration
     for metric in ("ttft", "tpot", "e2e"):
         ours, theirs = (np.percentile(per_request(replay(config, trace), metric), [50, 99]) for config in (simulated, real))
         assert ours == pytest.approx(theirs, rel=0.03), metric
+
+
+MACHINE = {
+    "scheduler": "fcfs",
+    "executor": {"name": "simulated", "num_blocks": 40_000, "step_time": {"kind": "linear", "base_s": 1.0}},  # the machine doesn't read it
+    "max_num_seqs": 128,
+    "max_num_batched_tokens": 8192,
+    "max_model_len": 16_384,
+}
+BUSY = "arrivals=poisson(40) requests=500 prompt=lognormal(200, 1, most=6000) output=lognormal(60, 0.7, most=300)"
+BURSTS = "arrivals=gamma(20, cv=2) requests=300 prompt=lognormal(900, 0.9, most=8000) output=lognormal(60, 0.7, most=300)"
+SHORT = "arrivals=poisson(60) requests=1000 prompt=uniform(50, 700) output=uniform(6, 30)"
+
+
+def calibrated(**attributes: Any) -> StepTimeProfile:
+    """What comes of measuring such a machine."""
+    with machine(**attributes):
+        return calibrate(MACHINE, time_limit_s=600).profile
+
+
+def differences(profile: StepTimeProfile, workload: str, scheduler: str = "fcfs", seeds: int = 1, **attributes: Any) -> dict[str, float]:
+    """By metric and percentile, of the simulation with a profile from the machine itself: shares of what the machine takes."""
+    trace, policy = load_workload(workload), {"scheduler": scheduler}
+    simulated = {**MACHINE, "executor": {"name": "simulated", "num_blocks": 40_000, "step_time": profile.model_dump(mode="json")}, **policy}
+    ours = [replay(simulated, trace, seed=seed) for seed in range(seeds)]
+    with machine(**attributes):
+        theirs = [replay({**MACHINE, **policy}, trace, seed=seed) for seed in range(seeds)]
+    found = {}
+    for metric in ("ttft", "tpot", "e2e"):
+        own, measured = (np.percentile(np.concatenate([per_request(run, metric) for run in runs]), [50, 99]) for runs in (ours, theirs))
+        found |= {f"{metric} p{at}": float(a / b - 1) for at, a, b in zip((50, 99), own, measured, strict=True)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured_machine() -> Calibration:
+    with machine():
+        return calibrate(MACHINE, time_limit_s=600)
+
+
+@pytest.fixture(scope="module")
+def found_machine(measured_machine: Calibration) -> StepTimeProfile:
+    return measured_machine.profile
+
+
+def test_it_is_found_out_which_steps_are_one_graph_of_which_sizes(found_machine: StepTimeProfile) -> None:
+    assert found_machine.recorded_tokens == GRAPHS[-1]
+    assert tuple(found_machine.step_time["mixed"]["sizes"]) == GRAPHS
+    assert found_machine.sampling_share == pytest.approx(1 - GRAPH_SHARE, abs=0.02)
+    assert found_machine.error is not None
+    assert found_machine.error < 0.01
+
+
+@pytest.mark.parametrize(("workload", "scheduler"), [(BUSY, "fcfs"), (BURSTS, "sarathi")])
+def test_a_machine_that_replays_small_steps_is_predicted(found_machine: StepTimeProfile, workload: str, scheduler: str) -> None:
+    assert differences(found_machine, workload, scheduler) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
+
+
+def test_taken_for_launched_kernel_by_kernel_small_steps_are_not(found_machine: StepTimeProfile) -> None:
+    wrong = found_machine.model_copy(update={"recorded_tokens": 0})
+    assert max(map(abs, differences(wrong, SHORT).values())) > 0.05
+
+
+def test_a_machine_that_replays_only_decodes_is_predicted() -> None:
+    profile = calibrated(graphs=())
+    assert profile.recorded_tokens == 0
+    assert differences(profile, BUSY, graphs=()) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
+
+
+def test_tails_need_the_spread_of_launching() -> None:
+    jitter = Jitter(shares=(0.85, 0.15), times=(1.0, 5.0))
+    profile = calibrated(jitter=jitter)
+    with_it = differences(profile, SHORT, seeds=4, jitter=jitter)
+    without = differences(profile.model_copy(update={"launch_spread": None}), SHORT, jitter=jitter)
+    assert with_it == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
+    assert all(without[figure] < -0.05 for figure in FIGURES if "p99" in figure)
+
+
+def test_the_grid_of_an_8b_model_takes_less_than_40_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dovetail_lab.calibrate.ROUNDS", 1)  # the second is for what time is left
+    step_time = {"kind": "linear", "base_s": 0.0042, "per_token_s": 2.2e-5, "per_context_s": 3.7e-8, "per_pair_s": 3e-10}
+    sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": 16_384}
+    made = calibrate({**MACHINE, **sizes, "executor": {"name": "simulated", "num_blocks": 50_000, "step_time": step_time, "core_s": 3e-4}})
+    assert made.complete
+    assert made.sightings[-1].ended < 36  # the rest is for what the engine does besides
+
+
+def test_a_third_of_the_first_round_is_enough_for_a_profile(measured_machine: Calibration, found_machine: StepTimeProfile) -> None:
+    sightings = measured_machine.sightings
+    partial = profile_of(sightings[: len(sightings) // 6], True, name="partial")
+    assert partial.recorded_tokens == GRAPHS[-1]
+    for rows in (decodes(20, 500), [(300, 0)], [(1200, 0)], [(300, 0), *decodes(20, 500)], [(3000, 0)]):
+        assert partial.make().seconds(shape(*rows)) == pytest.approx(found_machine.make().seconds(shape(*rows)), rel=0.03)
+
+
+@pytest.mark.parametrize("fields", [8, 10], ids=["noted before `added`", "noted now"])
+def test_a_profile_is_fitted_anew_from_what_was_sighted(measured_machine: Calibration, tmp_path: Path, fields: int) -> None:
+    profile = tmp_path / "h200-x.json"
+    measured_machine.profile.save(profile)
+    (tmp_path / "sightings-x.json").write_text(json.dumps([astuple(sighting)[:fields] for sighting in measured_machine.sightings]))
+    fit_anew(Archive(tmp_path / "own.tgz", tmp_path), "x", profile)
+    again = StepTimeProfile.load(str(profile))
+    assert again.recorded_tokens == measured_machine.profile.recorded_tokens
+    assert again.sampling_share == pytest.approx(measured_machine.profile.sampling_share, abs=0.01)
+    assert (again == measured_machine.profile) == (fields == 10)
 
 
 def test_of_launch_bound_steps_the_bound_is_respected() -> None:

@@ -182,23 +182,50 @@ _SAVE = """
 import sys
 from dovetail_lab.simulate import replay
 from tests.lab.test_simulated import busy
-replay(*busy()).save(sys.argv[1])
+replay(*busy(), seed=5).save(sys.argv[1])
 """
+
+VARYING = {
+    "name": "varying",
+    "step_time": LINEAR,
+    "core_s": 0.001,
+    "launch": {"kind": "linear", "base_s": 0.004, "per_token_s": 1e-5},
+    "recorded_tokens": 32,
+    "sampling_share": 0.3,
+    "launch_spread": {"decode": [0.5 + 0.07 * part for part in range(26)], "launched": [1.0] * 25 + [9.0]},
+    "core_spread": {"recorded": [0.9 + 0.03 * part for part in range(26)]},
+}
 
 
 def busy() -> tuple[dict[str, object], object]:
-    """Preemptions, overlap, late planning, prefix reuse: all that could depend on something it shouldn't."""
+    """Preemptions, overlap, late planning, prefix reuse, launching that varies: all that could depend on something it shouldn't."""
     requests = [request(index, index * 0.013, prompt=5 + index * 7 % 60, output=1 + index * 11 % 40, client="abc"[index % 3]) for index in range(60)]
-    config = engine(overlap=True, kv_cache="prefix", executor={"num_blocks": 90, "core_s": 0.001}, scheduler="vtc", max_model_len=120)
+    config = engine(overlap=True, kv_cache="prefix", executor={"num_blocks": 90, "step_time": VARYING}, scheduler="vtc", max_model_len=120)
     return config, trace(*requests)
 
 
 def test_same_inputs_give_the_same_bytes_whatever_the_process(tmp_path: Path) -> None:
     config, requests = busy()
-    replay(config, requests).save(tmp_path / "here.json")  # type: ignore[arg-type]
+    replay(config, requests, seed=5).save(tmp_path / "here.json")  # type: ignore[arg-type]
     environment = {**os.environ, "PYTHONHASHSEED": "271828"}
     subprocess.run([sys.executable, "-c", _SAVE, str(tmp_path / "there.json")], check=True, env=environment, cwd=Path(__file__).parents[2])
     assert (tmp_path / "here.json").read_bytes() == (tmp_path / "there.json").read_bytes()
+
+
+def test_launching_varies_with_the_seed_and_the_step_alone() -> None:
+    config, requests = busy()
+    runs = [replay(config, requests, seed=seed) for seed in (5, 5, 6)]  # type: ignore[arg-type]
+    times = [np.concatenate([record.token_times_s for record in run]) for run in runs]
+    np.testing.assert_array_equal(times[0], times[1])
+    assert (times[0] != times[2]).any()
+
+
+def test_what_the_spread_says_is_what_launching_takes() -> None:
+    """Alone and without overlap a request takes its steps and their launching, each three times as long as the model says."""
+    profile = {"name": "slow", "step_time": LINEAR, "launch": {"kind": "linear", "base_s": 0.004}, "recorded_tokens": 100}
+    spread = {regime: [3.0] * 26 for regime in ("decode", "recorded")}
+    [record] = run([request(0, prompt=20, output=3)], executor={"step_time": {**profile, "launch_spread": spread}})
+    np.testing.assert_allclose(record.token_times_s, np.cumsum([0.012 + seconds(*rows) for rows in ([(20, 0)], [(1, 20)], [(1, 21)])]), rtol=1e-9)
 
 
 def test_clients_read_along_and_fcfs_spares_them() -> None:

@@ -13,7 +13,23 @@ from pydantic import ValidationError
 
 from dovetail.errors import ConfigError
 from dovetail_lab.fitting import Measurement, fit_linear, fit_piecewise, relative_errors
-from dovetail_lab.step_time import BUILT_IN, Grid, LinearStepTime, PiecewiseStepTime, StepShape, StepTimeProfile, TableStepTime, shipped_profiles
+from dovetail_lab.regime_fitting import stairs
+from dovetail_lab.step_time import (
+    BUILT_IN,
+    LEVELS,
+    Grid,
+    LaunchRule,
+    LinearStepTime,
+    PiecewiseStepTime,
+    Regime,
+    Spread,
+    StepShape,
+    StepTimeProfile,
+    TableStepTime,
+    chance,
+    shipped_profiles,
+)
+from dovetail_lab.step_timing import spread
 from tests.support import examples
 
 LINEAR = LinearStepTime(base_s=0.01, per_token_s=2e-5, per_context_s=3e-8, per_pair_s=1e-9, per_row_s=4e-5)
@@ -45,6 +61,78 @@ def test_piecewise_goes_through_its_points_and_on_beyond_them() -> None:
     assert seconds == pytest.approx([0.01, 0.01, 0.01, 0.015, 0.02, 0.03])
 
 
+def test_tokens_are_padded_to_the_next_size_that_is_recorded() -> None:
+    model = PiecewiseStepTime(points=((32, 0.01), (64, 0.02), (128, 0.04)), sizes=(32, 64, 96))
+    seconds = [model.seconds(shape((tokens, 0))) for tokens in (5, 32, 33, 64, 65, 96, 97, 128)]
+    assert seconds == pytest.approx([0.01, 0.01, 0.02, 0.02, 0.03, 0.03, 0.04 - 31 / 3200, 0.04])
+
+
+def test_the_sizes_that_are_tried_are_those_of_dovetails_own_executors() -> None:
+    pytest.importorskip("torch", reason="recording takes torch")
+    from dovetail.runtime.mixed_graphs import MOST_TOKENS, token_sizes
+
+    for most in (20, 32, 1000, MOST_TOKENS):
+        assert list(stairs(most)) == token_sizes(most)[::-1]
+
+
+RULE = LaunchRule(recorded_tokens=100, sampling_share=0.25, after_launch_s=0.001)
+DECODES, SMALL, BIG = shape((1, 50), (1, 60)), shape((99, 0), (1, 60)), shape((100, 0), (1, 60))
+
+
+@pytest.mark.parametrize(
+    ("step", "late_s", "occupied_s"),
+    [
+        (DECODES, -0.5, 0.1),  # launched while the device was busy
+        (DECODES, 0.02, 0.12),
+        (SMALL, -0.5, 0.1),
+        (SMALL, 0.02, 0.11),  # a quarter of 0.04 s is sampling's, launched later
+        (SMALL, 0.005, 0.1),
+        (BIG, 0.02, 0.1),  # computed meanwhile
+        (BIG, 0.3, 0.301),
+    ],
+)
+def test_graphs_begin_when_launched_and_the_rest_is_computed_meanwhile(step: StepShape, late_s: float, occupied_s: float) -> None:
+    assert RULE.occupied_s(step, 0.1, late_s, 0.04) == pytest.approx(occupied_s)
+
+
+@given(rows, st.floats(0.01, 1), st.floats(-1, 0.01))
+@examples(quick=50, full=500)
+def test_what_a_step_computes_follows_from_how_long_it_kept_the_device(rows: list[tuple[int, int]], seconds: float, late_s: float) -> None:
+    occupied_s = RULE.occupied_s(shape(*rows), seconds, late_s, 0.04)
+    computed_s = RULE.computed_s(shape(*rows), occupied_s, late_s, 0.04)
+    assert computed_s == pytest.approx(seconds if RULE.regime(shape(*rows)) is not Regime.LAUNCHED else max(seconds, late_s + 0.001))
+
+
+def test_a_profile_that_says_nothing_of_graphs_has_prefills_computed_while_launched() -> None:
+    rule = StepTimeProfile.load("h200-qwen3-0.6b").rule
+    assert [rule.regime(step) for step in (DECODES, SMALL, BIG)] == [Regime.DECODE, Regime.LAUNCHED, Regime.LAUNCHED]
+
+
+def test_chance_is_the_same_everywhere_and_has_no_order() -> None:
+    assert [chance(1, step, 2) for step in range(3)] == [0.9006109088931584, 0.05081380623834486, 0.545963299984951]
+    draws = np.array([chance(seed, step, stream) for seed in range(4) for step in range(2000) for stream in (1, 2)])
+    assert np.abs(np.histogram(draws, 16, (0, 1))[0] / 1000 - 1).max() < 0.15
+    assert abs(np.corrcoef(draws[::2], draws[1::2])[0, 1]) < 0.03
+    assert abs(np.corrcoef(draws[:-2], draws[2:])[0, 1]) < 0.03
+
+
+@given(st.integers(50, 3000), st.integers(0, 10_000))
+@examples(quick=30, full=300)
+def test_a_spread_has_the_mean_and_the_quantiles_of_what_was_measured(count: int, seed: int) -> None:
+    ratios = np.random.default_rng(seed).lognormal(sigma=0.5, size=count)
+    found = spread((Regime.RECORDED, ratio * 2e-3, 2e-3) for ratio in ratios.tolist())
+    draws = np.array([found.drawn(Regime.RECORDED, (draw + 0.5) / 20_000) for draw in range(20_000)])
+    assert draws.mean() == pytest.approx(ratios.mean(), rel=0.01)
+    assert np.percentile(draws, [8, 47, 92]) == pytest.approx(np.percentile(ratios, [7.5, 47.5, 92.5]), rel=0.15)
+    assert draws.max() <= ratios.max() * 1.001
+    assert found.drawn(Regime.DECODE, 0.5) == 1.0
+    assert len(found.recorded) == len(LEVELS) - 1
+
+
+def test_how_a_few_steps_vary_is_not_known() -> None:
+    assert spread([(Regime.DECODE, 0.002, 0.001)] * 49) == Spread()
+
+
 def test_a_table_gives_what_was_measured_and_shares_the_weights_among_mixed_batches() -> None:
     decode = Grid(across=(1, 8), down=(0, 100), seconds=((0.010, 0.012), (0.011, 0.020)))
     prefill = Grid(across=(16, 64), down=(0, 100), seconds=((0.015, 0.030), (0.016, 0.034)))
@@ -60,6 +148,8 @@ def test_a_table_gives_what_was_measured_and_shares_the_weights_among_mixed_batc
     [
         (PiecewiseStepTime, {"points": ((64, 0.1), (1, 0.2))}),
         (PiecewiseStepTime, {"points": ((64, 0.1),)}),
+        (PiecewiseStepTime, {"points": ((1, 0.1), (64, 0.2)), "sizes": (64, 32)}),
+        (Spread, {"decode": (1.0, 2.0)}),
         (Grid, {"across": (1, 2), "down": (2, 1), "seconds": ((1, 1), (1, 1))}),
         (Grid, {"across": (1, 2), "down": (1, 2), "seconds": ((1, 1),)}),
         (LinearStepTime, {"base_s": -1}),

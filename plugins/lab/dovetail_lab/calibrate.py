@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,10 @@ import numpy as np
 import dovetail
 from dovetail import EngineConfig, LLMEngine
 from dovetail.errors import ConfigError
+from dovetail_lab.regime_fitting import stairs
 from dovetail_lab.rig import NEVER, Rig, Sighting, TimeIsUpError
-from dovetail_lab.step_time import StepShape, StepTimeProfile
-from dovetail_lab.step_timing import DeviceTimes, Timed, timed
+from dovetail_lab.step_time import LaunchRule, StepShape, StepTimeProfile
+from dovetail_lab.step_timing import DeviceTimes, Timed, spread, timed
 
 if TYPE_CHECKING:
     from dovetail.registry.registry import Registry
@@ -34,9 +36,24 @@ TOGETHER = 6  # decode steps that are timed as one
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
 CONTEXTS = ((512, 512), (64, 128), (2048, 1024), (6144, 2048))  # (tokens of a decode, chunk), the most useful first
-JOINING = ((16,), (48,), (128,), (300,), (700,), (1500,), (3000,), (64, 64, 64, 64), (250, 250, 250))
-PREFILLS = (*((tokens, NEVER) for tokens in (32, 128, 400, 1000, 2000, 4000, 8000, 16_000)), (8000, 512), (16_000, 2048))  # (tokens, chunk)
-LEVEL_TOKENS = 160_000  # of K and V: to fill more takes too long
+JOINING = (
+    *((tokens,) for tokens in (16, 48, 700, 128, 1500, 300, 1000, 90, 3000, 200, 1900, 450)),
+    *((64, 64, 64, 64), (250, 250, 250), (30, 400), (600, 600), (150, 40, 10)),
+)  # what joins one step: by turns, some at each number of rows
+AT_ONCE = 4  # half as many beside other contexts than the first
+GRAPHS = stairs(2048)  # where a graph is recorded for each of these, each has a time of its own
+FEW_GRAPHS = GRAPHS[1::3]
+PREFILLS = (
+    *((tokens, chunk) for size in FEW_GRAPHS for tokens, chunk in ((size, NEVER), (2 * size, size))),
+    (4000, NEVER),
+    *((tokens, chunk) for size in GRAPHS if size not in FEW_GRAPHS for tokens, chunk in ((size, NEVER), (2 * size, size))),
+    *((2 * size + 16, size + 8) for size in GRAPHS[7:-1:3]),  # just above a size
+    *((2600, NEVER), (5000, 2500), (8000, NEVER), (8000, 4000), (16_000, NEVER)),
+)  # (tokens, chunk), with nobody decoding: a first chunk finds the device idle, a second doesn't
+FIRST = 2 * len(FEW_GRAPHS) + 1  # of them, before all else: they tell which steps are graphs
+REPEATS, LARGE = 3, 6000  # prompts of more tokens aren't repeated: such steps hardly vary
+ROUNDS = 2
+LEVEL_TOKENS = 120_000  # of K and V: to fill more takes too long
 QUICK_CONTEXTS = ((8, 512), (48, 128))
 QUICK_JOINING = ((4,), (24,))
 QUICK_PREFILLS = tuple((tokens, NEVER) for tokens in (6, 16, 40, 60))
@@ -52,6 +69,7 @@ class Level:
     rows: tuple[int, ...]
     chunk: int  # tokens of prompts beside decodes while rows are added
     prompts: tuple[tuple[int, ...], ...]  # what joins one step
+    at_once: int  # so many of them at each number of rows: they take turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +81,7 @@ class Design:
     levels: tuple[Level, ...]
     decode_steps: int
     repeats: int
+    rounds: int
 
     @classmethod
     def of(cls, engine: LLMEngine, quick: bool) -> Design:
@@ -71,7 +90,7 @@ class Design:
         pool = int(0.6 * capacity.num_blocks * capacity.layout.block_size)
         most_rows = min(config.max_num_seqs, 4 if quick else 256)
         rows = sorted({rows for rows in ROWS if rows < most_rows} | {most_rows})
-        steps, repeats = (2 * TOGETHER, 1) if quick else (4 * TOGETHER, 3)
+        steps, repeats, rounds = (2 * TOGETHER, 1, 1) if quick else (4 * TOGETHER, REPEATS, ROUNDS)
         longest = min(capacity.max_model_len - 1 - steps, pool)
         tiny = quick or 2 * min(CONTEXTS)[0] > longest
         contexts = [(context, chunk) for context, chunk in (QUICK_CONTEXTS if tiny else CONTEXTS) if 2 * context <= longest]
@@ -85,18 +104,25 @@ class Design:
         levels = [
             Level(
                 context,
-                tuple(count for count in rows if count == 1 or count * (context + 64) <= min(pool, LEVEL_TOKENS)),
+                tuple(count for count in rows[:: 1 if index < 2 else 2] if count == 1 or count * (context + 64) <= min(pool, LEVEL_TOKENS)),
                 chunk,
-                tuple(joining if index < 2 else joining[1::2]),
+                tuple(joining),
+                AT_ONCE // 2 if index else AT_ONCE,
             )
-            for index, (context, chunk) in enumerate(contexts)
+            for index, (context, chunk) in enumerate(contexts)  # the first in full
         ]
-        prefills = [(tokens, chunk) for tokens, chunk in (QUICK_PREFILLS if tiny else PREFILLS) if tokens <= longest]
-        return cls(levels[0], tuple(prefills), tuple(levels), steps, repeats)
+        prefills = _that_fit(QUICK_PREFILLS if tiny else PREFILLS, longest, config.max_num_batched_tokens)
+        return cls(levels[0], prefills, tuple(levels), steps, repeats, rounds)
 
     @property
     def cells(self) -> int:
         return len(self.prefills) + sum(len(level.rows) for level in self.levels)
+
+
+def _that_fit(prefills: Sequence[tuple[int, int]], longest: int, max_tokens: int) -> tuple[tuple[int, int], ...]:
+    """Whole chunks of (prompt tokens, chunk), of which a step has room for `max_tokens`; prompts in one go as they are, or not at all."""
+    chunked = [(min(tokens, longest // chunk * chunk), chunk) if chunk < NEVER else (tokens, chunk) for tokens, chunk in prefills]
+    return tuple((tokens, chunk) for tokens, chunk in chunked if 0 < tokens <= longest and (chunk == NEVER or chunk <= max_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,50 +160,71 @@ def calibrate(
 def profile_of(sightings: Sequence[Sighting], overlapped: bool, **papers: Any) -> StepTimeProfile:
     """Fitted on `sightings`, which are in order; `overlapped`: steps were handed over while the device was busy. The `papers` are other fields of the
     profile. Raises `ConfigError` if there is too little to fit anything."""
-    cells = _cells(list(timed(sightings, overlapped)))
+    steps = list(timed(sightings, overlapped))
+    cells = _cells(steps)
     kept = [cell for index, cell in enumerate(cells) if index % HELD_OUT != HELD_OUT // 2]
     judges = cells[HELD_OUT // 2 :: HELD_OUT]
     times = DeviceTimes.fit(kept)
     return StepTimeProfile(
         step_time=times.step_time.model_dump(mode="json"),
         launch=None if times.launch is None else times.launch.model_dump(mode="json"),
-        after_launch_s=times.after_launch_s,
+        launch_spread=times.launch_spread(step for step in steps if step.samples),
+        after_launch_s=times.rule.after_launch_s,
+        recorded_tokens=times.rule.recorded_tokens,
+        sampling_share=times.rule.sampling_share,
         error=round(float(np.abs(times.errors(judges)).mean()), 4),
         judged_on=f"{len(judges)} of {len(cells)} measurements, that it wasn't fitted on",
-        **_core_times(sightings),
+        **_core_times(sightings, times.rule),
         **papers,
     )
 
 
 def _measure(rig: Rig, design: Design, progress: Progress) -> bool:
-    """Whether there was time for all."""
+    """Whether there was time for all of the grid, once: more rounds tell how much the same varies."""
     done = 0
+    first, *others = design.levels
+
+    def tell() -> None:
+        nonlocal done
+        done += 1
+        progress(done, design.rounds * design.cells)
+
     try:
         _warm_up(rig, design)
-        for tokens, chunk in design.prefills:
-            for _ in range(design.repeats):
-                rig.prefill(tokens, chunk)
-            done += 1
-            progress(done, design.cells)
-        for level in design.levels:
-            for rows in level.rows:
-                rig.grow(rows, level.context, level.chunk)
-                rig.decode(design.decode_steps)
-                for group in filter(rig.has_seats_for, level.prompts):
-                    for _ in range(design.repeats):
-                        rig.inject(group, then=SETTLING + 1)
-                done += 1
-                progress(done, design.cells)
-            rig.clear()
+        for _ in range(design.rounds):
+            _measure_prefills(rig, design.prefills[:FIRST], design, tell)
+            _measure_level(rig, first, design, tell)
+            _measure_prefills(rig, design.prefills[FIRST:], design, tell)
+            for level in others:
+                _measure_level(rig, level, design, tell)
     except TimeIsUpError:
-        return False
+        return done >= design.cells
     return True
+
+
+def _measure_prefills(rig: Rig, prefills: Sequence[tuple[int, int]], design: Design, tell: Callable[[], None]) -> None:
+    for tokens, chunk in prefills:
+        for _ in range(design.repeats if tokens <= LARGE else 1):
+            rig.prefill(tokens, chunk)
+        tell()
+
+
+def _measure_level(rig: Rig, level: Level, design: Design, tell: Callable[[], None]) -> None:
+    turns = cycle(level.prompts)
+    for rows in level.rows:
+        rig.grow(rows, level.context, level.chunk)
+        rig.decode(design.decode_steps)
+        for group in filter(rig.has_seats_for, islice(turns, level.at_once)):
+            for _ in range(design.repeats):
+                rig.inject(group, then=1)
+        tell()
+    rig.clear()
 
 
 def _warm_up(rig: Rig, design: Design) -> None:
     """Kernels are compiled, caches of memory filled, also those that only large steps need; nothing of it counts."""
     level = design.warm_up
-    for tokens, chunk in design.prefills:
+    for tokens, chunk in sorted({*design.prefills[::4], max(design.prefills)}):
         rig.prefill(tokens, chunk)
     for rows in (1, 4, 16):
         rig.grow(min(rows, level.rows[-1]), level.context, level.chunk)
@@ -189,11 +236,12 @@ def _warm_up(rig: Rig, design: Design) -> None:
 
 
 def _cells(steps: Sequence[Timed]) -> list[list[tuple[Timed, ...]]]:
-    """Runs of decodes, and steps with prefills; repetitions of the same together."""
+    """Runs of decodes, and steps with prefills; repetitions of the same together. Chunks that nothing is sampled after are left out: with anybody
+    decoding there are none, and both they and their launching are shorter."""
     cells: dict[tuple[Any, ...], list[tuple[Timed, ...]]] = defaultdict(list)
     for first, last in _spans([step.shape for step in steps]):
         measured = tuple(steps[first:last])
-        if all(step.computed_s > 0 for step in measured):
+        if all(step.samples and step.computed_s(LaunchRule()) > 0 for step in measured):
             cells[_cell(measured[0].shape)].append(measured)
     return list(cells.values())
 
@@ -226,13 +274,21 @@ def _cell(shape: StepShape) -> tuple[Any, ...]:
     return (decodes, round(4 * log2(shape.context_tokens)), *own)
 
 
-def _core_times(sightings: Sequence[Sighting]) -> dict[str, Any]:
+def _core_times(sightings: Sequence[Sighting], rule: LaunchRule) -> dict[str, Any]:
     """Of the core itself: what planning and delivering take."""
     decodes = [sighting for sighting in sightings if not sighting.shape.prefill_rows and sighting.delivered]
     rows = np.array([sighting.shape.rows for sighting in decodes])
     core_s, core_per_row_s = _line(rows, [sighting.submitted - sighting.planned for sighting in decodes])
     results_s, results_per_row_s = _line(rows, [sighting.delivered - sighting.ended for sighting in decodes])
-    return {"core_s": core_s, "core_per_row_s": core_per_row_s, "results_s": results_s, "results_per_row_s": results_per_row_s}
+    fitted = (core_s + core_per_row_s * sighting.shape.rows for sighting in sightings)
+    measured = ((rule.regime(sighting.shape), sighting.submitted - sighting.planned) for sighting in sightings)
+    return {
+        "core_s": core_s,
+        "core_per_row_s": core_per_row_s,
+        "core_spread": spread((*one, seconds) for one, seconds in zip(measured, fitted, strict=True)) if core_s or core_per_row_s else None,
+        "results_s": results_s,
+        "results_per_row_s": results_per_row_s,
+    }
 
 
 def _line(rows: np.ndarray[Any, Any], seconds: Sequence[float]) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dovetail.errors import ConfigError
 from dovetail_lab.fitting import Floats, Measurement, nonnegative_least_squares, relative_errors
-from dovetail_lab.step_time import PiecewiseStepTime, RegimeStepTime, StepShape
+from dovetail_lab.step_time import PiecewiseStepTime, RegimeStepTime, StepShape, padded
 
 TERMS = ("per_context_s", "per_pair_s", "per_row_s")
 KNOTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384, 32_768)
@@ -18,6 +18,7 @@ BOUNDARIES = (256, 512, 1024, 2048, 4096)  # of tokens, above which an engine ma
 WORTH = 0.97  # a floor, or a boundary, must lower the error to this share: or chance would add them
 GOOD = 0.002  # a mean error below which nothing is added
 ENOUGH = 10  # measurements on each side of a boundary
+FEW = 3  # of a boundary that is known
 OUTLIER = 5.0  # times the median error
 BOUND_ROUNDS = 3  # which upper bounds are exceeded follows from the fit, and the fit from them
 
@@ -28,9 +29,18 @@ class _Step:
     seconds: float
 
 
-def fit_regimes(measurements: Sequence[Measurement], at_most: Sequence[Measurement] = ()) -> RegimeStepTime:
+def stairs(most: int) -> tuple[int, ...]:
+    """Numbers of tokens that graphs of up to `most` are recorded for, as Dovetail's own executors choose them: the finer, the smaller."""
+    sizes = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128), *range(1024, most, 256))
+    return (*(size for size in sizes if size < most), most)
+
+
+def fit_regimes(
+    measurements: Sequence[Measurement], at_most: Sequence[Measurement] = (), boundary: int | None = None, sizes: Sequence[int] = ()
+) -> RegimeStepTime:
     """Decodes, and steps with prefills; a measurement holds one kind alone. One that is far off from all others (a compilation, a hiccup) is left
-    out. Of those in `at_most`, which hold prefills, only an upper bound is known: they count where the fit would exceed it.
+    out. Of those in `at_most`, which hold prefills, only an upper bound is known: they count where the fit would exceed it. Those of up to `boundary`
+    tokens have a model of their own, in which tokens are padded to the next of `sizes`; None: a boundary is looked for.
 
     Raises `ConfigError` if one of the two kinds is missing.
     """
@@ -38,28 +48,28 @@ def fit_regimes(measurements: Sequence[Measurement], at_most: Sequence[Measureme
     decode = _without_outliers([_step(one) for one in decodes], "decodes")
     steps = [_step(one) for one in measurements if any(shape.prefill_rows for shape in one.shapes)]
     bounds = [_step(one) for one in at_most]
-    best = _with_prefills(decode, steps or bounds)
+    best = _with_prefills(decode, steps or bounds, boundary, sizes)
     for _ in range(BOUND_ROUNDS if steps else 0):
         exceeded = [step for step in bounds if best.seconds(step.shape) > step.seconds]
         if not exceeded:
             break
-        best = _with_prefills(decode, steps + exceeded)
+        best = _with_prefills(decode, steps + exceeded, boundary, sizes)
     return best
 
 
-def _with_prefills(decode: PiecewiseStepTime, steps: Sequence[_Step]) -> RegimeStepTime:
-    """One model for all, or two if there is a number of tokens that parts them."""
-    best = RegimeStepTime(decode=decode, mixed=_without_outliers(steps, "prefills"))
-    least = _error(best, steps)
-    for boundary in BOUNDARIES:
-        small, large = ([step for step in steps if (step.shape.tokens > boundary) == above] for above in (False, True))
-        if min(len(small), len(large)) < ENOUGH:
+def _with_prefills(decode: PiecewiseStepTime, steps: Sequence[_Step], boundary: int | None, sizes: Sequence[int]) -> RegimeStepTime:
+    """One model for all, or two: parted at `boundary`, if that is known, or where it helps."""
+    best = RegimeStepTime(decode=decode, mixed=_without_outliers(steps, "prefills", () if boundary is None else sizes))
+    least = np.inf if boundary is not None else _error(best, steps)
+    for tried in BOUNDARIES if boundary is None else (boundary,):
+        small, large = ([step for step in steps if (step.shape.tokens > tried) == above] for above in (False, True))
+        if min(len(small), len(large)) < (ENOUGH if boundary is None else FEW):
             continue
         parted = RegimeStepTime(
             decode=decode,
-            mixed=_without_outliers(small, "prefills"),
+            mixed=_without_outliers(small, "prefills", sizes),
             large=_without_outliers(large, "prefills"),
-            large_above=boundary,
+            large_above=tried,
         )
         if least > GOOD and (error := _error(parted, steps)) < WORTH * least:
             best, least = parted, error
@@ -75,18 +85,18 @@ def _mean_shape(shapes: Sequence[StepShape]) -> StepShape:
     return shapes[0]._replace(context_tokens=round(sum(shape.context_tokens for shape in shapes) / len(shapes)))
 
 
-def _without_outliers(steps: Sequence[_Step], what: str) -> PiecewiseStepTime:
+def _without_outliers(steps: Sequence[_Step], what: str, sizes: Sequence[int] = ()) -> PiecewiseStepTime:
     if not steps:
         raise ConfigError(f"no step of {what} was measured: there was too little time, or the engine is too small")
-    first = _with_floor(steps)
+    first = _with_floor(steps, sizes)
     off = np.abs(_relative(first, steps))
     kept = [step for step, error in zip(steps, off, strict=True) if error <= OUTLIER * max(float(np.median(off)), 0.01)]
-    return _with_floor(kept)
+    return _with_floor(kept, sizes)
 
 
-def _with_floor(steps: Sequence[_Step]) -> PiecewiseStepTime:
+def _with_floor(steps: Sequence[_Step], sizes: Sequence[int]) -> PiecewiseStepTime:
     """With the floor that makes the error smallest, or none."""
-    best = _fit(steps)
+    best = _fit(steps, sizes)
     least = float(np.abs(_relative(best, steps)).mean())
     if least <= GOOD:
         return best
@@ -95,18 +105,19 @@ def _with_floor(steps: Sequence[_Step]) -> PiecewiseStepTime:
         for _ in range(3):  # which steps lie above the floor follows from the model, and the model from them
             if len(above) < ENOUGH:
                 break
-            model = _fit(above).model_copy(update={"least_s": floor})
-            above = [step for step in steps if model.model_copy(update={"least_s": 0.0}).seconds(step.shape) > floor]
+            free = _fit(above, sizes)
+            model = free.model_copy(update={"least_s": floor})
+            above = [step for step in steps if free.seconds(step.shape) > floor]
         error = float(np.abs(_relative(model, steps)).mean())
         if error < WORTH * least:
             best, least = model, error
     return best
 
 
-def _fit(steps: Sequence[_Step]) -> PiecewiseStepTime:
+def _fit(steps: Sequence[_Step], sizes: Sequence[int]) -> PiecewiseStepTime:
     """Non-negative least squares of relative errors. What it takes never falls with the number of tokens."""
-    tokens = np.array([step.shape.tokens for step in steps], np.float64)
-    knots = _knots(tokens)
+    tokens = np.array([padded(step.shape.tokens, sizes) for step in steps], np.float64)
+    knots = _knots(tokens, sorted({*sizes, *(knot for knot in KNOTS if not sizes or knot > sizes[-1])}))
     rises = [np.clip((tokens - low) / (high - low), 0, 1 if high != knots[-1] else None) for low, high in pairwise(knots)]
     terms = [[shape.context_tokens, shape.prefill_pairs, shape.rows] for shape in (step.shape for step in steps)]
     if all(shape.prefill_rows == 0 for shape in (step.shape for step in steps)):
@@ -116,14 +127,14 @@ def _fit(steps: Sequence[_Step]) -> PiecewiseStepTime:
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
     weights = nonnegative_least_squares(matrix / scale, np.ones(len(steps))) / scale
     points = tuple(zip(knots, np.cumsum(weights[: len(knots)]).tolist(), strict=True))
-    return PiecewiseStepTime(points=points, **dict(zip(TERMS, weights[len(knots) :].tolist(), strict=True)))
+    return PiecewiseStepTime(points=points, sizes=tuple(sizes), **dict(zip(TERMS, weights[len(knots) :].tolist(), strict=True)))
 
 
-def _knots(tokens: Floats) -> list[int]:
-    """Those of `KNOTS` between which something was measured, and both ends."""
+def _knots(tokens: Floats, candidates: Sequence[int]) -> list[int]:
+    """Those between which something was measured, and both ends."""
     low, high = int(tokens.min()), int(tokens.max())
     knots = [low]
-    for knot in (*(knot for knot in KNOTS if low < knot < high), high):
+    for knot in (*(knot for knot in candidates if low < knot < high), high):
         if knot > knots[-1] and np.count_nonzero((tokens > knots[-1]) & (tokens <= knot)) >= 3:
             knots.append(knot)
     return knots if len(knots) > 1 else [low, max(high, low + 1)]

@@ -36,6 +36,8 @@ class Sighting:
     started: float = 0.0  # this and the next as the executor says, which looks at the clock when it is asked
     ended: float = 0.0
     delivered: float = 0.0  # 0: nobody was left to get its tokens
+    added: int = 0  # requests that took a row
+    sampled: int | None = None  # rows that yield a token; None: not noted
 
 
 class TimeIsUpError(Exception):
@@ -64,7 +66,8 @@ class Probe(Executor):
             self._computed[new.row] = new.computed
         shape = StepShape.of(batch.num_tokens, self._computed[batch.rows])
         self._computed[batch.rows] += batch.num_tokens
-        self._in_flight.append((handle, Sighting(shape, self.planned, submitted, launched)))
+        sighting = Sighting(shape, self.planned, submitted, launched, added=len(batch.added), sampled=int(batch.samples.sum()))
+        self._in_flight.append((handle, sighting))
         return handle
 
     def collect(self, handle: Any) -> Result:

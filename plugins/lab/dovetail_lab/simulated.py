@@ -15,9 +15,10 @@ from dovetail.api.clock import VirtualClock
 from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, NewRow, Result
 from dovetail.api.kv_cache import KVGroup, KVLayout
 from dovetail.errors import DovetailError, UnsupportedError
-from dovetail_lab.step_time import StepShape, StepTimeProfile, occupied_s
+from dovetail_lab.step_time import StepShape, StepTimeProfile, chance
 
 DEFAULT_BLOCK_SIZE = 16
+CORE_STREAM, LAUNCH_STREAM = 1, 2  # of chance
 FILLER_ID = 1  # what a request answers, again and again, if nobody said what
 
 
@@ -60,9 +61,10 @@ class SimulatedExecutor(Executor):
             raise UnsupportedError(f"executor simulated moves a VirtualClock, and was given a {type(context.clock).__name__}")
         self.clock = context.clock
         self.profile = StepTimeProfile.load(options.step_time)
-        self._step_time, self._launch = self.profile.make(), self.profile.make_launch()
+        self._step_time, self._launch, self._rule = self.profile.make(), self.profile.make_launch(), self.profile.rule
         self._core_s = self.profile.core_s if options.core_s is None else options.core_s
         self._core_per_row_s = self.profile.core_per_row_s if options.core_per_row_s is None else options.core_per_row_s
+        self._core_spread = self.profile.core_spread if options.core_s is None and options.core_per_row_s is None else None
         self.last_core_s = self._core_s  # of the step submitted last
         self.plan_s = 0.0  # a running mean of what planning and submitting take, as the core of a real engine keeps it
         self._expected: dict[str, NDArray[np.int32]] = {}
@@ -111,8 +113,13 @@ class SimulatedExecutor(Executor):
         seconds = self._step_time.seconds(shape)
         if not 0.0 < seconds < np.inf:
             raise DovetailError(f"step times {self.profile.name!r}: {seconds} seconds for {shape}; a step takes more than 0 and less than for ever")
+        regime = self._rule.regime(shape)
         self.last_core_s = self._core_s + self._core_per_row_s * shape.rows
+        if self._core_spread is not None:
+            self.last_core_s *= self._core_spread.drawn(regime, chance(self.context.config.seed, batch.step, CORE_STREAM))
         launch_s = 0.0 if self._launch is None else self._launch.seconds(shape)
+        if self.profile.launch_spread is not None:
+            launch_s *= self.profile.launch_spread.drawn(regime, chance(self.context.config.seed, batch.step, LAUNCH_STREAM))
         self.plan_s += 0.1 * (self.last_core_s + launch_s - self.plan_s)
         results_s = self.profile.results_s + self.profile.results_per_row_s * shape.rows
         ready = self.clock.now() + self.last_core_s
@@ -126,8 +133,9 @@ class SimulatedExecutor(Executor):
             raise DovetailError(f"executor simulated: step {handle} was asked for, and isn't the oldest of those submitted")
         pending = self._pending.popleft()
         started = max(pending.ready, self._last_ended)
-        late_s, after_s = pending.launched - started, self.profile.after_launch_s
-        seconds = pending.seconds if self._launch is None else occupied_s(pending.shape, pending.seconds, late_s, after_s)
+        late_s, seconds = pending.launched - started, pending.seconds
+        if self._launch is not None:
+            seconds = self._rule.occupied_s(pending.shape, seconds, late_s, pending.launched - pending.ready)
         self._last_ended = started + seconds
         ended = self._last_ended if self._launch is None else max(self._last_ended, self.clock.now())  # a real executor sees it when it looks
         self.clock.wait_until(ended + pending.results_s)

@@ -7,8 +7,10 @@ the same on every machine.
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from importlib import import_module
 from importlib.resources import files
@@ -25,6 +27,8 @@ from dovetail_lab.writing import write_whole
 
 Integers = NDArray[np.int64] | NDArray[np.int32]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LEVELS = (0.0, *(part / 20 for part in range(1, 20)), 0.97, 0.98, 0.99, 0.995, 0.998, 0.999, 1.0)  # fine where the tails are
+_MASK = (1 << 64) - 1
 
 
 class StepShape(NamedTuple):
@@ -65,12 +69,49 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def occupied_s(shape: StepShape, seconds: float, late_s: float, after_launch_s: float) -> float:
-    """How long a step keeps the device that would compute it in `seconds`, if launching it ended `late_s` after the device was free for it (negative:
-    before). Decodes are one recorded graph, which begins when all is launched; what holds prefills is computed while it is launched."""
-    if shape.prefill_rows:
-        return max(seconds, late_s + after_launch_s)
-    return max(late_s, 0.0) + seconds
+class Regime(Enum):
+    """How a step comes to the device."""
+
+    DECODE = "decode"  # decodes alone: one recorded graph
+    RECORDED = "recorded"  # with prefills, one recorded graph as well
+    LAUNCHED = "launched"  # with prefills, kernel by kernel
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRule:
+    """Which steps begin when they are launched, and which are computed meanwhile.
+
+    one graph:         | launching .... | sampling too |
+                                        | computing .............. |
+    kernel by kernel:  | launching ................... | after |
+                         computing, now and then waiting ..... |
+    """
+
+    recorded_tokens: int = 0  # a step with prefills of up to so many tokens is one graph
+    sampling_share: float = 0.0  # of launching such a step: what is left to do when the graph begins
+    after_launch_s: float = 0.0
+
+    def regime(self, shape: StepShape) -> Regime:
+        if not shape.prefill_rows:
+            return Regime.DECODE
+        return Regime.RECORDED if shape.tokens <= self.recorded_tokens else Regime.LAUNCHED
+
+    def occupied_s(self, shape: StepShape, seconds: float, late_s: float, launch_s: float) -> float:
+        """How long a step keeps the device that would compute it in `seconds`, if launching it took `launch_s`, and ended `late_s` after the device
+        was free for it (negative: before)."""
+        regime = self.regime(shape)
+        if regime is Regime.DECODE:
+            return max(late_s, 0.0) + seconds
+        if regime is Regime.RECORDED:
+            seconds += max(late_s - self.sampling_share * launch_s, 0.0)
+        return max(seconds, late_s + self.after_launch_s)
+
+    def computed_s(self, shape: StepShape, occupied_s: float, late_s: float, launch_s: float) -> float:
+        """The other way round: what a step computes that kept the device for `occupied_s`; at most, if it is launched kernel by kernel."""
+        regime = self.regime(shape)
+        if regime is Regime.LAUNCHED:
+            return occupied_s
+        return occupied_s - max(late_s - (self.sampling_share * launch_s if regime is Regime.RECORDED else 0.0), 0.0)
 
 
 class LinearStepTime(_Model):
@@ -95,7 +136,8 @@ class LinearStepTime(_Model):
 
 class PiecewiseStepTime(_Model):
     """As linear, but the share of the batch's size is drawn through measured points: flat while reading the weights takes longest, steep where
-    computing does, with the steps of tile sizes and captured graphs between them."""
+    computing does, with the steps of tile sizes and captured graphs between them. Where a graph is recorded for each of some `sizes`, what counts is
+    the next size: a staircase."""
 
     kind: Literal["piecewise"] = "piecewise"
     points: tuple[tuple[int, Seconds], ...] = Field(min_length=2, description="(tokens in the batch, seconds), by tokens; extended beyond both ends.")
@@ -103,12 +145,15 @@ class PiecewiseStepTime(_Model):
     per_pair_s: Seconds = 0.0
     per_row_s: Seconds = 0.0
     least_s: Seconds = Field(default=0.0, description="What launching the step takes: it is never shorter.")
+    sizes: tuple[int, ...] = Field(default=(), description="Tokens are padded to the next of these, rising; more than the last are not.")
 
     @model_validator(mode="after")
     def _in_order(self) -> PiecewiseStepTime:
         tokens = [point[0] for point in self.points]
         if tokens != sorted(set(tokens)) or tokens[0] < 0:
             raise ValueError(f"points must be ordered by tokens, each count once, got {tokens}")
+        if list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError(f"sizes must rise, got {list(self.sizes)}")
         return self
 
     @cached_property
@@ -116,11 +161,18 @@ class PiecewiseStepTime(_Model):
         return [tokens for tokens, _ in self.points]
 
     def seconds(self, shape: StepShape) -> float:
-        at = min(max(bisect_left(self._tokens, shape.tokens), 1), len(self.points) - 1)
+        tokens = padded(shape.tokens, self.sizes) if self.sizes else shape.tokens
+        at = min(max(bisect_left(self._tokens, tokens), 1), len(self.points) - 1)
         (low, low_s), (high, high_s) = self.points[at - 1], self.points[at]
-        own = low_s + (high_s - low_s) * (shape.tokens - low) / (high - low)
+        own = low_s + (high_s - low_s) * (tokens - low) / (high - low)
         attention = self.per_context_s * shape.context_tokens + self.per_pair_s * shape.prefill_pairs
         return max(max(own, 0.0) + attention + self.per_row_s * shape.rows, self.least_s)
+
+
+def padded(tokens: int, sizes: Sequence[int]) -> int:
+    """The next of rising `sizes`, or `tokens` themselves above the last."""
+    at = bisect_left(sizes, tokens)
+    return sizes[at] if at < len(sizes) else tokens
 
 
 class RegimeStepTime(_Model):
@@ -207,6 +259,43 @@ BUILT_IN: Mapping[str, type[BaseModel]] = {
 }
 
 
+class Spread(_Model):
+    """What a step was measured to take over what was fitted, as a distribution for each regime: the mean between each two neighbours of `LEVELS`.
+    None: always 1."""
+
+    decode: tuple[Seconds, ...] = ()
+    recorded: tuple[Seconds, ...] = ()
+    launched: tuple[Seconds, ...] = ()
+
+    @model_validator(mode="after")
+    def _whole(self) -> Spread:
+        for regime in Regime:
+            if len(self.of(regime)) not in (0, len(LEVELS) - 1):
+                raise ValueError(f"{regime.value} must have {len(LEVELS) - 1} entries, or none, got {len(self.of(regime))}")
+        return self
+
+    def of(self, regime: Regime) -> tuple[float, ...]:
+        ratios: tuple[float, ...] = getattr(self, regime.value)
+        return ratios
+
+    def drawn(self, regime: Regime, share: float) -> float:
+        """At `share` of the distribution: from 0 to less than 1."""
+        ratios = self.of(regime)
+        return ratios[bisect_right(LEVELS, share) - 1] if ratios else 1.0
+
+
+def chance(seed: int, step: int, stream: int) -> float:
+    """From 0 to less than 1, in no order: of integers alone, so that it is the same in every run and on every machine. The mixing is SplitMix64's
+    (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA '14)."""
+    mixed = 0
+    for part in (seed, stream, step):
+        mixed = (mixed + part + 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        mixed ^= mixed >> 31
+    return (mixed >> 11) * 2.0**-53
+
+
 class StepTimeProfile(_Model):
     """A step-time model with its papers: which machine, fitted on what, how wrong. A file of it is what `dovetail lab calibrate` writes."""
 
@@ -220,7 +309,19 @@ class StepTimeProfile(_Model):
     launch: dict[str, Any] | None = Field(
         default=None, description="How long handing a step over takes the core: a model, as `step_time` is. Unset: no time."
     )
-    after_launch_s: Seconds = Field(default=0.0, description="A step with prefills goes on for so long after it was handed over, at least.")
+    launch_spread: Spread | None = Field(default=None, description="How that varies from step to step. Unset: not at all.")
+    core_spread: Spread | None = Field(default=None, description="How the core's own time before a step varies. Unset: not at all.")
+    after_launch_s: Seconds = Field(
+        default=0.0, description="A step that is computed while it is launched goes on for so long after it was handed over, at least."
+    )
+    recorded_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="A step with prefills of up to so many tokens is one recorded graph, and begins when launched; others are computed meanwhile.",
+    )
+    sampling_share: float = Field(
+        default=0.0, ge=0, le=1, description="Of launching such a step: what is left to do when its graph begins, which is sampling."
+    )
     results_s: Seconds = Field(default=0.0, description="From a step's end until its tokens are delivered.")
     results_per_row_s: Seconds = Field(default=0.0, description="What each request in the step adds to it.")
     error: float | None = Field(default=None, ge=0, description="Mean of |predicted - measured| / measured over the steps it was judged on.")
@@ -235,6 +336,10 @@ class StepTimeProfile(_Model):
     def make(self) -> StepTimeModel:
         """Raises `ConfigError` if `step_time` describes no model."""
         return self._model(self.step_time)
+
+    @property
+    def rule(self) -> LaunchRule:
+        return LaunchRule(self.recorded_tokens, self.sampling_share, self.after_launch_s)
 
     def make_launch(self) -> StepTimeModel | None:
         """Of the time that handing a step over takes. Raises `ConfigError` if `launch` describes no model."""

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 from typing import Any
 
 import numpy as np
 
 from dovetail_lab.fitting import Measurement
-from dovetail_lab.regime_fitting import fit_regimes
+from dovetail_lab.regime_fitting import BOUNDARIES, ENOUGH, WORTH, fit_regimes, stairs
 from dovetail_lab.rig import Sighting
-from dovetail_lab.step_time import RegimeStepTime, StepShape, occupied_s
+from dovetail_lab.step_time import LEVELS, LaunchRule, Regime, RegimeStepTime, Spread, StepShape
 
 WAITED_S = 3e-5  # a wait that is shorter may have found the step ended
 LAUNCH_BOUND = 0.15  # of its time: a step that ends so soon after its launching was as long as that, whatever it computed
 HICCUP = 1.6  # times the median of launching steps of about the same size
 LEAST_LAUNCH_S = 1e-6  # a core that hands over faster than this has nothing to measure
+LEAST_COMPUTED = 0.01  # of its time: a step that computes less than that was misunderstood
+SPREAD_OVER = 50  # steps: of fewer nobody knows how they vary
+
+Cells = Sequence[Sequence[tuple["Timed", ...]]]  # repetitions of the same together
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class Timed:
     launch_s: float  # that handing it over took
     waited_s: float  # from then on until the device was free for it
     seconds: float  # from then on until it had ended
+    samples: bool = True  # a token, for anybody
 
     @property
     def late_s(self) -> float:
@@ -43,15 +48,12 @@ class Timed:
     def after_launch_s(self) -> float:
         return self.seconds - self.late_s
 
-    @property
-    def launch_bound(self) -> bool:
-        """Whether nothing is known of what a step with prefills computes but that it takes no longer."""
-        return bool(self.shape.prefill_rows) and self.late_s > 0 and self.after_launch_s < LAUNCH_BOUND * self.seconds
+    def launch_bound(self, rule: LaunchRule) -> bool:
+        """Whether nothing is known of what it computes but that it takes no longer."""
+        return rule.regime(self.shape) is Regime.LAUNCHED and self.late_s > 0 and self.after_launch_s < LAUNCH_BOUND * self.seconds
 
-    @property
-    def computed_s(self) -> float:
-        """A replayed step begins when it is launched; others are computed meanwhile."""
-        return self.seconds if self.shape.prefill_rows else self.seconds - max(self.late_s, 0.0)
+    def computed_s(self, rule: LaunchRule) -> float:
+        return rule.computed_s(self.shape, self.seconds, self.late_s, self.launch_s)
 
 
 def timed(sightings: Iterable[Sighting], overlapped: bool) -> Iterator[Timed]:
@@ -60,63 +62,127 @@ def timed(sightings: Iterable[Sighting], overlapped: bool) -> Iterator[Timed]:
     for sighting in sightings:
         seconds = sighting.ended - sighting.started
         if not overlapped:
-            yield Timed(sighting.shape, 0.0, 0.0, seconds)
+            yield Timed(sighting.shape, 0.0, 0.0, seconds, sighting.sampled != 0)
             continue
         seen = sighting.ended - sighting.asked > WAITED_S
         before = sighting.ended if seen else min(sighting.ended, max(sighting.submitted, before) + seconds)
         waited_s = max(0.0, before - seconds - sighting.submitted)
-        yield Timed(sighting.shape, sighting.launched - sighting.submitted, waited_s, seconds)
+        yield Timed(sighting.shape, sighting.launched - sighting.submitted, waited_s, seconds, sighting.sampled != 0)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimes:
-    """A profile's `step_time`, `launch` and `after_launch_s`."""
+    """A profile's `step_time`, `launch`, and the rule that both are used by."""
 
     step_time: RegimeStepTime
     launch: RegimeStepTime | None
-    after_launch_s: float
+    rule: LaunchRule
 
     @classmethod
-    def fit(cls, cells: Sequence[Sequence[tuple[Timed, ...]]]) -> DeviceTimes:
+    def fit(cls, cells: Cells) -> DeviceTimes:
         """On repetitions of the same: of steps the median counts, of launching the mean, since each one delays the next.
 
-        Raises `ConfigError` if decodes, or steps with prefills, are missing.
+        Nobody says which steps are recorded graphs, and of which sizes. So all is tried, and what explains the measured times best is kept if it is
+        clearly better than that there are none: a graph that was launched when the device was free took longer than the same one launched before, by
+        what launching took. Raises `ConfigError` if decodes, or steps with prefills, are missing.
         """
         middle = [median(cell) for cell in cells]
-        free = [one for one in middle if not one[0].launch_bound]
-        bound = [one for one in middle if one[0].launch_bound]
-        step_time = fit_regimes([_computed(one) for one in free], at_most=[_computed(one) for one in bound])
-        launches = _launches(cells)
-        after_s = float(np.median([one[0].after_launch_s for one in bound])) if bound else 0.0
-        return cls(step_time, fit_regimes(launches) if launches else None, max(0.0, after_s))
+        plain = cls._under(LaunchRule(), middle, cells)
+        others = []
+        for sizes in _sizes([one[0].shape.tokens for one in middle if one[0].shape.prefill_rows]):
+            others.append(cls._under(LaunchRule(), middle, cells, sizes[-1], sizes))
+            if plain.launch is not None:
+                others += [cls._under(LaunchRule(sizes[-1]), middle, cells, sizes[-1], padded_to) for padded_to in ((), sizes)]
+        best = min(others, key=lambda one: one._misfit(middle), default=plain)
+        return best if best._misfit(middle) < WORTH * plain._misfit(middle) else plain
 
-    def errors(self, cells: Iterable[Sequence[tuple[Timed, ...]]]) -> list[float]:
+    @classmethod
+    def _under(
+        cls, rule: LaunchRule, middle: Sequence[tuple[Timed, ...]], cells: Cells, boundary: int | None = None, sizes: Sequence[int] = ()
+    ) -> DeviceTimes:
+        """If steps are launched by this rule, but for what of it is measured; `boundary` and `sizes` as for `fit_regimes`."""
+        bound = [one for one in middle if one[0].launch_bound(rule)]
+        free = [one for one in middle if not one[0].launch_bound(rule)]
+
+        def fitted(steps: Sequence[tuple[Timed, ...]], rule: LaunchRule) -> RegimeStepTime:
+            return fit_regimes([_computed(one, rule) for one in steps], [_computed(one, rule) for one in bound], boundary, sizes)
+
+        late = [one for one in free if rule.regime(one[0].shape) is Regime.RECORDED and one[0].late_s > 0]
+        early = [one for one in free if one[0].late_s <= 0 or rule.regime(one[0].shape) is not Regime.RECORDED]
+        if late and sum(rule.regime(one[0].shape) is Regime.RECORDED for one in early) >= ENOUGH:
+            model = fitted(early, rule)
+            shares = [(model.seconds(one[0].shape) + one[0].late_s - one[0].seconds) / one[0].launch_s for one in late]
+            rule = replace(rule, sampling_share=min(max(0.0, float(np.median(shares))), 1.0))
+        if bound:
+            rule = replace(rule, after_launch_s=max(0.0, float(np.median([one[0].after_launch_s for one in bound]))))
+        launches = _launches(cells, rule)
+        return cls(fitted(free, rule), fit_regimes(launches, boundary=rule.recorded_tokens or None) if launches else None, rule)
+
+    def _misfit(self, steps: Iterable[tuple[Timed, ...]]) -> float:
+        """Mean relative error, had launching taken as long as it did."""
+        return float(np.mean([abs(sum(self._predicted(step, step.launch_s) for step in one) / _seconds(one) - 1) for one in steps]))
+
+    def errors(self, cells: Cells) -> list[float]:
         """(predicted - measured) / measured of the time that the device had each."""
         middle = [median(cell) for cell in cells]
-        return [sum(map(self._predicted, steps)) / sum(step.seconds for step in steps) - 1 for steps in middle]
+        return [sum(self._predicted(step, self._launch_s(step.shape)) for step in steps) / _seconds(steps) - 1 for steps in middle]
 
-    def _predicted(self, step: Timed) -> float:
+    def launch_spread(self, steps: Iterable[Timed]) -> Spread | None:
+        """None, if launching takes no time."""
+        return None if self.launch is None else spread((self.rule.regime(step.shape), step.launch_s, self._launch_s(step.shape)) for step in steps)
+
+    def _launch_s(self, shape: StepShape) -> float:
+        return 0.0 if self.launch is None else self.launch.seconds(shape)
+
+    def _predicted(self, step: Timed, launch_s: float) -> float:
         seconds = self.step_time.seconds(step.shape)
-        if self.launch is None:
-            return seconds
-        return occupied_s(step.shape, seconds, self.launch.seconds(step.shape) - step.waited_s, self.after_launch_s)
+        return seconds if self.launch is None else self.rule.occupied_s(step.shape, seconds, launch_s - step.waited_s, launch_s)
+
+
+def spread(times: Iterable[tuple[Regime, float, float]]) -> Spread:
+    """Of (regime, measured, fitted) seconds."""
+    ratios: dict[Regime, list[float]] = defaultdict(list)
+    for regime, measured, fitted in times:
+        if fitted > 0:
+            ratios[regime].append(measured / fitted)
+    return Spread(**{regime.value: _means(own) for regime, own in ratios.items() if len(own) >= SPREAD_OVER})
+
+
+def _means(ratios: Sequence[float]) -> tuple[float, ...]:
+    """Between each two of `LEVELS`: so that the mean of all stays what it is."""
+    sums = np.interp(LEVELS, np.linspace(0, 1, len(ratios) + 1), np.concatenate([[0.0], np.cumsum(np.sort(ratios))]))
+    means = np.diff(sums) / np.diff(LEVELS) / len(ratios)
+    return tuple(float(f"{mean:.4g}") for mean in np.maximum(means, 0.0))
 
 
 def median(cell: Sequence[tuple[Timed, ...]]) -> tuple[Timed, ...]:
-    """Of repetitions the one in the middle."""
-    return sorted(cell, key=lambda steps: sum(step.seconds for step in steps))[len(cell) // 2]
+    """Of repetitions the one in the middle; of an even number the shorter of two."""
+    return sorted(cell, key=_seconds)[(len(cell) - 1) // 2]
 
 
-def _computed(steps: tuple[Timed, ...]) -> Measurement:
-    return Measurement(tuple(step.shape for step in steps), max(sum(step.computed_s for step in steps), 1e-9))
+def _seconds(steps: Sequence[Timed]) -> float:
+    return sum(step.seconds for step in steps)
 
 
-def _launches(cells: Iterable[Sequence[tuple[Timed, ...]]]) -> list[Measurement]:
+def _sizes(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Padded numbers of tokens, up to each boundary that enough steps lie below, and up to the largest step."""
+    largest = max(tokens, default=0)
+    for boundary in (*(boundary for boundary in BOUNDARIES if boundary < largest), largest):
+        if sum(count <= boundary for count in tokens) >= ENOUGH:
+            yield stairs(boundary)
+
+
+def _computed(steps: tuple[Timed, ...], rule: LaunchRule) -> Measurement:
+    seconds = sum(step.computed_s(rule) for step in steps)
+    return Measurement(tuple(step.shape for step in steps), max(seconds, LEAST_COMPUTED * _seconds(steps)))
+
+
+def _launches(cells: Cells, rule: LaunchRule) -> list[Measurement]:
     """Of each cell the mean, but for hiccups: against cells of about the same size, since a whole cell may have had a bad time."""
     sizes: dict[tuple[Any, ...], list[list[Timed]]] = defaultdict(list)
     for cell in cells:
         shape = cell[0][0].shape
-        size = bool(shape.prefill_rows), round(log2(shape.tokens)), round(log2(shape.rows))
+        size = rule.regime(shape), (shape.tokens - 1).bit_length(), round(log2(shape.rows))  # graphs often end at a power of two
         sizes[size].append([step for steps in cell for step in steps])
     launches = []
     for alike_cells in sizes.values():

@@ -1,0 +1,111 @@
+"""A GPU to calibrate on, kernel by kernel, on a virtual clock: an oracle that shares none of the lab's rules of what launching does to a step."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dovetail.api.executor import Batch, ExecutorContext, Result
+from dovetail_lab.simulated import SimulatedExecutor, SimulatedOptions
+from dovetail_lab.step_time import StepShape
+
+LAYERS = 28
+SAMPLING_S = 1.2e-4  # of a step with prefills
+GRAPH_SHARE = 0.6  # of launching a step with prefills that is one graph: when that begins, sampling is left to be launched
+GRAPHS = (*range(32, 257, 32), *range(320, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))  # tokens that a graph is recorded for
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """How often launching takes how many times as long."""
+
+    shares: tuple[float, ...] = (1.0,)
+    times: tuple[float, ...] = (1.0,)
+
+
+@dataclass(frozen=True)
+class Submitted:
+    step: int
+    token_ids: Any
+    shape: StepShape
+    samples: bool
+    begun: float
+    launched: float
+
+
+class Machine(SimulatedExecutor):
+    """Takes the tokens from the simulated executor, and its own time."""
+
+    jitter = Jitter()
+    graphs: tuple[int, ...] = GRAPHS
+
+    def __init__(self, options: SimulatedOptions, context: ExecutorContext) -> None:
+        super().__init__(options, context)
+        self._random = np.random.default_rng(context.config.seed + 7)
+        self._submitted: deque[Submitted] = deque()
+        self._free = 0.0  # when the device has nothing more to do
+
+    def submit(self, batch: Batch) -> int:
+        begun, plan_s = self.clock.now(), self.plan_s
+        super().submit(batch)
+        pending = self._pending.pop()
+        samples = bool(batch.samples.any())
+        launch_s = self._launch_s(pending.shape, samples) * self._random.choice(self.jitter.times, p=self.jitter.shares)
+        self.plan_s = plan_s + 0.1 * (launch_s - plan_s)
+        self.clock.wait_until(begun + launch_s)
+        self._submitted.append(Submitted(batch.step, pending.token_ids, pending.shape, samples, begun, begun + launch_s))
+        return batch.step
+
+    def collect(self, handle: int) -> Result:
+        one = self._submitted.popleft()
+        assert one.step == handle
+        started = max(one.begun, self._free)
+        self._free = self._end(one)
+        seen = max(self._free, self.clock.now())
+        self.clock.wait_until(seen + 1e-4)
+        return Result(one.step, one.token_ids, seen - (self._free - started), seen)
+
+    def _end(self, one: Submitted) -> float:
+        """When the last kernel has ended, the device being free at `_free`."""
+        if not one.shape.prefill_rows:
+            return max(one.launched, self._free) + self._decode_s(one.shape)
+        launch_s, padded = one.launched - one.begun, self._padded(one.shape.tokens)
+        if padded is not None:
+            model = max(one.begun + (GRAPH_SHARE if one.samples else 1.0) * launch_s, self._free) + self._prefill_s(one.shape, padded)
+        else:
+            model, kernel_s = self._free, self._prefill_s(one.shape, one.shape.tokens) / LAYERS
+            for layer in range(1, LAYERS + 1):
+                model = max(model, one.begun + 0.9 * launch_s * layer / LAYERS) + kernel_s
+        return max(model, one.launched) + SAMPLING_S if one.samples else model
+
+    def _padded(self, tokens: int) -> int | None:
+        return self.graphs[bisect_left(self.graphs, tokens)] if self.graphs and tokens <= self.graphs[-1] else None
+
+    def _launch_s(self, shape: StepShape, samples: bool) -> float:
+        if not shape.prefill_rows:
+            return 3e-4 + 5e-7 * shape.rows
+        if self._padded(shape.tokens) is None:
+            return 5e-3
+        return 9e-4 * (1.0 if samples else GRAPH_SHARE)
+
+    def _decode_s(self, shape: StepShape) -> float:
+        return 1.3e-3 + 3e-6 * shape.rows + 2.6e-8 * shape.context_tokens
+
+    def _prefill_s(self, shape: StepShape, tokens: int) -> float:
+        """A few tokens more cost nothing, then each costs the same."""
+        return max(1.9e-3, 1.2e-3 + 2.4e-6 * tokens) + 2.6e-8 * shape.context_tokens + 5e-10 * shape.prefill_pairs
+
+
+@contextmanager
+def machine(**attributes: Any) -> Iterator[None]:
+    """The executor `simulated` is one, with these attributes of its class."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dovetail_lab.simulated.SimulatedExecutor", type("Made", (Machine,), attributes))
+        yield
