@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from dovetail.api.attention import AttentionBatch, AttentionContext, FusedCache,
 from dovetail.api.component import NoOptions
 from dovetail.api.sampler import RowHistory
 from dovetail_attention.triton_backend import TritonAttention
-from dovetail_attention.triton_tuning import HOPPER
+from dovetail_attention.triton_tuning import HOPPER, REGISTERS, Shape
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="a GPU compiles what it runs, and the interpreter nothing"
@@ -23,11 +24,11 @@ pytestmark = pytest.mark.skipif(
 CHAINED = "griddepcontrol.wait"
 
 
-def attend(dtype: str, head_size: int, block_size: int, window: int | None, mixed_graph: bool) -> None:
+def attend(dtype: str, head_size: int, block_size: int, window: int | None, mixed_graph: bool, heads: int = 16) -> None:
     """A step of decodes with a shared prefix and of a prefill, as on an H200."""
     backend = TritonAttention(NoOptions(), AttentionContext("cpu", dtype, block_size))
     backend.tilings, backend.processors = HOPPER, 132
-    layer = backend.make_layer(LayerSpec(0, 16, 8, head_size, head_size**-0.5, window))
+    layer = backend.make_layer(LayerSpec(0, heads, 8, head_size, head_size**-0.5, window))
     backend.allocate(4)
     backend.prepare(max_rows=32, max_tokens=1024, max_len=4096)
     lens, queries = np.array([3000] * 20 + [1500], np.int32), np.array([1] * 20 + [700], np.int32)
@@ -35,7 +36,7 @@ def attend(dtype: str, head_size: int, block_size: int, window: int | None, mixe
     table, slots = torch.zeros((21, 4096 // block_size), dtype=torch.int32), torch.full((tokens,), -1)
     shared = 1024 // block_size
     backend.plan(AttentionBatch(21, tokens, torch.from_numpy(starts), torch.from_numpy(lens), table, slots, queries, lens, shared, mixed_graph))
-    q, k = (torch.zeros(tokens, heads, head_size, dtype=backend.dtype) for heads in (16, 8))
+    q, k = (torch.zeros(tokens, of, head_size, dtype=backend.dtype) for of in (heads, 8))
     layer.write(k, k)
     layer.attend(q)
     layer.copy_blocks(torch.tensor([0, 1]), torch.tensor([2, 3]))  # type: ignore[attr-defined]
@@ -57,6 +58,19 @@ def test_attention_compiles_within_the_shared_memory(dtype: str, head_size: int,
     assert names["decode_shares"].shared_bytes * 2 <= SHARED_MEMORY_BYTES, "several run on a multiprocessor"
     assert CHAINED in names["decode_shares"].ptx
     assert "prefetch.global.L2" in names["decode_shares"].ptx
+
+
+@pytest.mark.parametrize(("heads", "head_size"), [(8, 128), (16, 128), (32, 128), (16, 64), (32, 64), (16, 256)])
+def test_as_many_programs_of_a_decode_fit_a_multiprocessor_as_share_the_keys(heads: int, head_size: int) -> None:
+    from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
+
+    with compiling_for_hopper() as kernels:
+        attend("bfloat16", head_size, 16, None, False, heads)
+    [kernel] = [kernel for kernel in kernels if kernel.name == "decode_shares"]
+    tiling = HOPPER.decode(Shape(heads // 8, head_size, 2, 16))
+    [registers] = re.findall(r"\.maxnreg (\d+)", kernel.ptx)
+    assert int(registers) * tiling.warps * 32 * tiling.programs <= REGISTERS
+    assert kernel.shared_bytes * tiling.programs <= SHARED_MEMORY_BYTES
 
 
 @pytest.mark.parametrize(
@@ -102,4 +116,4 @@ def test_the_kernels_around_attention_compile() -> None:
         fused.draw(zeros(3, 5000), torch.arange(3), rows.records, RowHistory(ints[:, None], ints, ints), rows.hashes)
     names = [kernel.name for kernel in kernels]
     assert names == ["_rms_norm", "_silu_mul", "_norm_turn_write", "_linear", "_linear", "_normalizer_and_rank", "_survey", "_choose"]
-    assert all(CHAINED in kernel.ptx for kernel in kernels[:5])
+    assert all(CHAINED in kernel.ptx for kernel in kernels if kernel.name != "_normalizer_and_rank")

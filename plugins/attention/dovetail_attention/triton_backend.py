@@ -186,6 +186,7 @@ class TritonLayer(AttentionLayer):
             MERGED=max(1, MERGE_NUMBERS // (self._likeness.padded_size << (self._likeness.group - 1).bit_length())),
             num_warps=tiling.warps,
             num_stages=tiling.stages,
+            maxnreg=tiling.registers,
             **known,
         )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+REGISTERS = 65_536  # of a multiprocessor
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -24,6 +26,11 @@ class DecodeTiling:
     warps: int
     stages: int
     programs: int
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, at most, so that all programs fit."""
+        return min(255, REGISTERS // (self.programs * self.warps * 32) // 8 * 8)
 
 
 @dataclass(frozen=True, slots=True)

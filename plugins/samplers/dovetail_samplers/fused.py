@@ -35,6 +35,7 @@ from triton import knobs
 from triton.language.extra import libdevice
 
 from dovetail.api.sampler import RowHistory
+from dovetail.nn.kernels.chain import chained, let_next_begin, wait
 from dovetail_samplers import noise
 
 WORDS = tl.constexpr(6)  # of 4 bytes in a row's record: see `device_rows.RECORD`
@@ -144,7 +145,10 @@ def _survey(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,  # of what the tiles leave, in memory
     GROUP: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    let_next_begin(CHAINED)
+    wait(CHAINED)
     start, tile = tl.program_id(0) * each, tl.program_id(1)
     token = tile * TILE + tl.arange(0, TILE)
     exists = token < vocab
@@ -217,7 +221,10 @@ def _choose(
     CHUNK: tl.constexpr,
     PIVOTS: tl.constexpr,
     SPARE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    let_next_begin(CHAINED)
+    wait(CHAINED)
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     if row >= max_rows:
@@ -438,19 +445,18 @@ def draw(
     )
     shape = (len(records) - 1, vocab, logits.stride(0))
     each = max(1, min(sizes.rows, n * tiles // sizes.programs))
-    _survey[(triton.cdiv(n, each), tiles)](*known, each, n, *shape, TILE=sizes.tile, WIDTH=width, GROUP=sizes.group, num_warps=sizes.survey_warps)
+    cut = {"TILE": sizes.tile, "WIDTH": width, "GROUP": sizes.group, **chained(logits.device)}
+    _survey[(triton.cdiv(n, each), tiles)](*known, each, n, *shape, num_warps=sizes.survey_warps, **cut)
     _choose[(n,)](
         *known,
         hits,
         token_ids,
         *shape,
         tiles,
-        TILE=sizes.tile,
-        WIDTH=width,
-        GROUP=sizes.group,
         CHUNK=sizes.chunk,
         PIVOTS=sizes.pivots,
         SPARE=SPARE_BITS[logits.dtype],
         num_warps=sizes.choose_warps,
+        **cut,
     )
     return token_ids

@@ -59,12 +59,13 @@ def _linear(
     i = tl.arange(0, WARPS)[:, None, None] * part + tl.arange(0, part)[None, None, :]
     real, exists = n < outputs, m < rows
     place = weight + n.to(tl.int64)[None, :, None] * INPUTS + i
+    up_place = weight + (n + outputs).to(tl.int64)[None, :, None] * INPUTS + i
     let_next_begin(CHAINED)
     weights, up_weights, scales = (), (), ()
     for chunk in tl.static_range(chunks):
         weights += (tl.load(place + chunk * CHUNK, mask=real[None, :, None], other=0.0),)
         if GATED:
-            up_weights += (tl.load(place + outputs.to(tl.int64) * INPUTS + chunk * CHUNK, mask=real[None, :, None], other=0.0),)
+            up_weights += (tl.load(up_place + chunk * CHUNK, mask=real[None, :, None], other=0.0),)
         if NORMED:
             scales += (tl.load(norm + i + chunk * CHUNK).to(tl.float32),)
     wait(CHAINED)

@@ -44,7 +44,7 @@ def _linear(
     let_next_begin(CHAINED)
     weights = tl.load(place, mask=mask, other=0.0)
     if GATED:
-        up_weights = tl.load(place + outputs.to(tl.int64) * INPUTS, mask=mask, other=0.0)
+        up_weights = tl.load(weight + (n + outputs).to(tl.int64)[:, None] * INPUTS + i[None, :], mask=mask, other=0.0)
     wait(CHAINED)
     values = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
     if NORMED:
