@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from dovetail_attention.triton_schedule import (
     DIRECT,
+    LEAST_KEYS,
     DecodeTables,
     Prefix,
     StepRows,
@@ -51,6 +52,11 @@ def test_segments_cover_what_each_row_sees_and_fit_their_table(lens: list[int], 
     assert len(buffer) <= tables.size
     records = buffer[tables.rows_at : tables.segments_at].reshape(-1, 3)
     segments = buffer[tables.segments_at :].reshape(-1, 5)
+    starts = buffer[: shares + 1]
+    assert starts[0] == 0
+    assert starts[-1] == len(segments)
+    seen = sum(min(length, window or length) for length in lens)
+    assert np.count_nonzero(np.diff(starts)) <= max(1, (seen + 2 * step * len(lens)) // LEAST_KEYS)
     for row, length in enumerate(lens):
         own = segments[segments[:, 0] == row]
         assert own[0, 2] == max(0, length - (window or length))

@@ -16,6 +16,7 @@ Int64 = NDArray[np.int64]
 DIRECT = -1  # the place of a segment that needs no merging
 BOUNDS = 5  # numbers
 BEGINNING_KEYS = 64  # what beginning a segment costs besides, in keys
+LEAST_KEYS = 64  # of a share, if there are too few for all: putting a row together again costs more than what finer shares save
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +78,15 @@ class DecodeTables:
         from `first_padding` on, become zeros."""
         begins = np.full_like(rows.lens, prefix.tokens) if window is None else np.maximum(rows.lens - window, 0)
         base = begins // step  # the row's first step
-        cut = cut_evenly(-(-rows.lens // step) - base, self.shares, max(1, BEGINNING_KEYS // step))
+        steps = -(-rows.lens // step) - base
+        shares = min(self.shares, max(1, int(steps.sum()) * step // LEAST_KEYS))  # the rest have nothing to do
+        cut = cut_evenly(steps, shares, max(1, BEGINNING_KEYS // step))
         count = len(rows.lens)
         parts = np.bincount(cut.row, minlength=count)
         merged = (parts > 1) | (prefix.parts > 0)
         buffer = np.zeros(self.segments_at + len(cut.row) * 5, np.int32)
-        buffer[: self.shares + 1] = cut.share_starts
+        buffer[: shares + 1] = cut.share_starts
+        buffer[shares + 1 : self.shares + 1] = len(cut.row)
         buffer[self.bounds_at : self.rows_at] = prefix.parts, prefix.tokens, count, first_padding, padding
         records = buffer[self.rows_at : self.rows_at + count * 3].reshape(-1, 3)
         records[:, 0] = rows.tokens
