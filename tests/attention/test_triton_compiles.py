@@ -96,7 +96,7 @@ def test_layers_of_few_rows_ask_for_their_weights_before_they_wait(inputs: int, 
 
 
 def test_the_kernels_around_attention_compile() -> None:
-    from dovetail.nn.kernels import gate, logprobs, one_row, qkv, rms_norm
+    from dovetail.nn.kernels import embedding, gate, logprobs, one_row, qkv, rms_norm
     from dovetail_samplers import fused
     from dovetail_samplers.device_rows import DeviceRows
     from tests.attention.hopper import compiling_for_hopper
@@ -107,6 +107,7 @@ def test_the_kernels_around_attention_compile() -> None:
     cache = FusedCache(zeros(4, 16, 8, 128), zeros(4, 16, 8, 128), torch.zeros(5, dtype=torch.int64))
     rows, ints = DeviceRows(4, 5000, torch.device("cpu")), torch.zeros(5, dtype=torch.int32)
     with compiling_for_hopper() as kernels:
+        embedding.embed(torch.zeros(5, dtype=torch.int64), zeros(100, 1024))
         rms_norm.rms_norm(zeros(5, 1024), zeros(1024), 1e-6)
         gate.silu_mul(zeros(5, 6144))
         qkv.norm_turn_write(zeros(5, 32, 128), 8, zeros(24 * 128), 1e-6, torch.zeros(64, 128), torch.zeros(5, dtype=torch.int64), cache)
@@ -115,5 +116,5 @@ def test_the_kernels_around_attention_compile() -> None:
         logprobs.normalizer_and_rank(zeros(3, 5000), torch.zeros(3, dtype=torch.int64))
         fused.draw(zeros(3, 5000), torch.arange(3), rows.records, RowHistory(ints[:, None], ints, ints), rows.hashes)
     names = [kernel.name for kernel in kernels]
-    assert names == ["_rms_norm", "_silu_mul", "_norm_turn_write", "_linear", "_linear", "_normalizer_and_rank", "_survey", "_choose"]
+    assert names == ["_embed", "_rms_norm", "_silu_mul", "_norm_turn_write", "_linear", "_linear", "_normalizer_and_rank", "_survey", "_choose"]
     assert all(CHAINED in kernel.ptx for kernel in kernels if kernel.name != "_normalizer_and_rank")

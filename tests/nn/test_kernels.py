@@ -16,7 +16,7 @@ from transformers import LlamaConfig, Qwen3Config
 pytest.importorskip("triton")
 
 from dovetail.api.attention import AttentionLayer, FusedCache, LayerSpec
-from dovetail.nn import activation, linear, logprobs, norm, qkv
+from dovetail.nn import activation, embedding, linear, logprobs, norm, qkv
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.kernels import available, few_rows, one_row
 from dovetail.nn.kernels import rms_norm as norm_kernel
@@ -49,7 +49,7 @@ def test_the_kernels_hold_in_tritons_interpreter() -> None:
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's kernels take tensors of the CPU."""
     if INTERPRETED:
-        for module in (activation, linear, logprobs, norm, qkv):
+        for module in (activation, embedding, linear, logprobs, norm, qkv):
             monkeypatch.setattr(module, "use_kernels", lambda *tensors: True)
 
 
@@ -76,6 +76,19 @@ def test_rms_norm_is_its_twin(rows: int, size: int, dtype: torch.dtype, seed: in
 def exact_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.double()
     return wide / torch.sqrt((wide**2).mean(-1, keepdim=True) + eps) * weight.double()
+
+
+# ---- embedding
+
+
+@runs_kernels
+@pytest.mark.usefixtures("with_kernels")
+@given(ids=st.lists(st.integers(0, 99), max_size=20), size=st.sampled_from([1, 100, 1024]), dtype=dtypes, seed=seeds)
+@some
+def test_each_token_gets_its_row(ids: list[int], size: int, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    token_ids, weight = torch.tensor(ids, dtype=torch.int64, device=DEVICE), randn(100, size, dtype=dtype)
+    assert torch.equal(embedding.embed(token_ids, weight), weight[token_ids])
 
 
 # ---- a linear layer of few rows

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.api.model import BuildContext
+from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.layer import Layer
 from dovetail.nn.linear import linear
 from dovetail.nn.parameter import Part, Weight
@@ -20,6 +21,15 @@ def vocab_weight(vocab_size: int, hidden_size: int, context: BuildContext) -> We
     start = min(context.parallel.rank * rows, vocab_size)
     part = Part((vocab_size, hidden_size), 0, start, min(rows, vocab_size - start))
     return Weight((rows, hidden_size), {None: part}, context)
+
+
+def embed(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """token_ids [tokens] int64, each a row of weight [rows, hidden] -> [tokens, hidden]."""
+    if use_kernels(token_ids, weight):
+        from dovetail.nn.kernels import embedding as kernels
+
+        return kernels.embed(token_ids, weight)
+    return F.embedding(token_ids, weight)
 
 
 class VocabParallelEmbedding(Layer):
@@ -34,10 +44,10 @@ class VocabParallelEmbedding(Layer):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return embed(token_ids, self.weight)
         local = token_ids - self.start
         absent = (local < 0) | (local >= self.rows)
-        hidden = F.embedding(local.masked_fill(absent, 0), self.weight)
+        hidden = embed(local.masked_fill(absent, 0), self.weight)
         return self.group.all_reduce(hidden.masked_fill_(absent[:, None], 0))
 
 

@@ -1,0 +1,35 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: N803 (constants are upper case)
+"""Rows of the embedding. torch has a slow kernel for few of them, as a decode step of few requests asks for. Twin: `dovetail.nn.embedding`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+
+NUMBERS_PER_WARP = 256  # 16 bytes of bfloat16 a thread
+MAX_WARPS = 16
+
+
+@triton.jit
+def _embed(token_ids, weight, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    """One token."""
+    let_next_begin(CHAINED)
+    place, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    mask = i < SIZE
+    wait(CHAINED)
+    token_id = tl.load(token_ids + place)
+    tl.store(out + place * SIZE + i, tl.load(weight + token_id * SIZE + i, mask=mask), mask=mask)
+
+
+def embed(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """token_ids [tokens] int64, each a row of weight [rows, size], contiguous -> [tokens, size]."""
+    tokens, size = len(token_ids), weight.shape[1]
+    out, block = torch.empty((tokens, size), dtype=weight.dtype, device=weight.device), triton.next_power_of_2(size)
+    if tokens:
+        warps = min(MAX_WARPS, max(1, block // NUMBERS_PER_WARP))
+        _embed[(tokens,)](token_ids, weight, out, SIZE=size, BLOCK=block, num_warps=warps, **chained(weight.device))
+    return out
