@@ -62,6 +62,77 @@ async def is_idle(engine: AsyncLLMEngine) -> bool:
     return engine.engine.get_num_unfinished_requests() == 0 and engine.engine.stats().blocks.held == 0 and not engine._readers
 
 
+# Texts
+
+
+class SlowTokenizer:
+    """Takes the place of `LLMEngine.tokenized`: a text is one token, and isn't tokenized before `go` is set."""
+
+    def __init__(self, engine: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.go = threading.Event(), threading.Event()
+        self.texts: list[str] = []
+        monkeypatch.setattr(engine.engine, "tokenized", self)
+
+    def __call__(self, prompt: Any) -> Any:
+        if not isinstance(prompt, str):
+            return prompt
+        self.began.set()
+        assert self.go.wait(PATIENCE_S)
+        self.texts.append(prompt)
+        return [len(prompt)]
+
+
+def test_nobody_waits_while_a_text_is_tokenized(fresh: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = SlowTokenizer(fresh, monkeypatch)
+
+    async def main() -> None:
+        texts = [asyncio.create_task(anext(fresh.generate(text, text, params(max_tokens=1)))) for text in ("a", "bb", "ccc")]
+        await asyncio.to_thread(tokenizer.began.wait)
+        before = fresh.engine.now()
+        assert len(await tokens_of(fresh.generate("ids", [1], params()))) == 20
+        tokenizer.go.set()
+        outputs = await asyncio.gather(*texts)
+        assert [len(output.prompt_token_ids) for output in outputs] == [1, 1, 1]
+        assert all(output.metrics.arrival_time < before for output in outputs)
+
+    run(main())
+    assert tokenizer.texts == ["a", "bb", "ccc"]
+
+
+@pytest.mark.parametrize("how", ["abort", "cancel", "close", "die"])
+def test_a_request_that_ends_while_its_text_is_tokenized_never_begins(fresh: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    tokenizer = SlowTokenizer(fresh, monkeypatch)
+
+    async def main() -> None:
+        text = asyncio.create_task(tokens_of(fresh.generate("a", "a", ENDLESS)))
+        await asyncio.to_thread(tokenizer.began.wait)
+        if how == "abort":
+            await fresh.abort("a")
+        elif how == "cancel":
+            text.cancel()
+            await asyncio.sleep(0)
+        elif how == "close":
+            await asyncio.to_thread(fresh.close)
+        else:
+            monkeypatch.setattr(fresh.engine.core.executor, "submit", lambda batch: 1 / 0)
+            with pytest.raises(EngineDeadError):
+                await tokens_of(fresh.generate("other", [1], params()))
+        tokenizer.go.set()
+        [result] = await asyncio.gather(text, return_exceptions=True)
+        if how == "abort":
+            assert result == []
+            assert await is_idle(fresh)
+        elif how == "cancel":
+            assert isinstance(result, asyncio.CancelledError)
+            assert await is_idle(fresh)
+        else:
+            assert isinstance(result, EngineDeadError)
+        assert not fresh._tokenizing
+
+    run(main())
+    assert not fresh.engine.has_unfinished_requests()
+
+
 # Streams
 
 

@@ -7,13 +7,14 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dovetail.api.clock import VirtualClock
-from dovetail.engine.llm_engine import LLMEngine, Prompt
+from dovetail.engine.llm_engine import LLMEngine, Prompt, is_text
 from dovetail.errors import EngineDeadError
 from dovetail.request import RequestOutput, SamplingParams
 
@@ -28,14 +29,16 @@ Item = RequestOutput | BaseException | None  # None: it was aborted, and nothing
 class _Reader:
     """Who awaits the outputs of one request, and where."""
 
-    __slots__ = ("items", "loop")
+    __slots__ = ("aborted", "items", "loop")
 
     def __init__(self) -> None:
         self.loop, self.items = asyncio.get_running_loop(), asyncio.Queue[Item]()
+        self.aborted = False  # while its text was tokenized
 
 
 class AsyncLLMEngine:
-    """Everything that touches the engine happens in its thread; callers get outputs through queues of their own event loop.
+    """Everything that touches the engine happens in its thread; callers get outputs through queues of their own event loop. Texts are tokenized in a
+    thread besides: a long one takes as long as a step or two, which others' next tokens would wait for.
 
     async for output in engine.generate("a", "ROMEO:", SamplingParams(output_kind="delta")):
         print(output.outputs[0].text, end="")
@@ -46,6 +49,8 @@ class AsyncLLMEngine:
         self.engine = engine
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the engine's thread
         self._wake = threading.Event()  # set after each call
+        self._tokenizer = ThreadPoolExecutor(1, "dovetail-tokenizer")  # one thread: texts stay in order
+        self._tokenizing: dict[_Reader, str] = {}  # request ids; changed behind the door
         self._readers: dict[str, _Reader] = {}  # by request id
         self._given: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, Item]]] = {}  # since the last call of `_hand_over`
         self._stopping = False
@@ -67,8 +72,11 @@ class AsyncLLMEngine:
         first is asked for. Closing the iterator, or cancelling the task that reads it, aborts the request. Raises `EngineDeadError` when the
         engine fails or is closed before the request has finished."""
         reader = _Reader()
-        self._call(lambda: self._add(request_id, reader, prompt, params, fields))
-        done = False
+        if is_text(prompt):
+            if fields.get("arrival_time") is None:
+                fields["arrival_time"] = self.engine.now()
+            prompt = await self._tokenized(request_id, reader, prompt)
+        done = not self._call(lambda: self._add(request_id, reader, prompt, params, fields), reader)
         try:
             while not done:
                 item = await reader.items.get()
@@ -84,6 +92,9 @@ class AsyncLLMEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request: its iterator stops after what has been sent. An unknown id is nobody's: nothing happens."""
+        with self._door:
+            for reader, tokenizing_id in self._tokenizing.items():
+                reader.aborted |= tokenizing_id == request_id
         with suppress(EngineDeadError):
             self._call(lambda: self._abort(request_id))
 
@@ -93,6 +104,7 @@ class AsyncLLMEngine:
         self._stopping = True
         self._wake.set()
         self._thread.join()
+        self._tokenizer.shutdown(wait=False)
         self.engine.close()
 
     async def __aenter__(self) -> AsyncLLMEngine:
@@ -103,13 +115,33 @@ class AsyncLLMEngine:
 
     # In the caller's thread
 
-    def _call(self, function: Callable[[], None]) -> None:
-        """Have it done in the engine's thread. Raises `EngineDeadError` if that has ended."""
+    async def _tokenized(self, request_id: str, reader: _Reader, prompt: Prompt) -> Prompt:
+        """Raises what `LLMEngine.tokenized` does, and `EngineDeadError`. Whoever aborts the request meanwhile finds it."""
         with self._door:
             if self._failure is not None:
                 raise self._dead()
+            self._tokenizing[reader] = request_id
+            working = reader.loop.run_in_executor(self._tokenizer, self.engine.tokenized, prompt)
+        try:
+            return await working
+        except BaseException:
+            with self._door:
+                del self._tokenizing[reader]
+            raise
+
+    def _call(self, function: Callable[[], None], reader: _Reader | None = None) -> bool:
+        """Have it done in the engine's thread; False if it is of a reader whose request was aborted before. Raises `EngineDeadError` if the thread
+        has ended."""
+        with self._door:
+            if reader is not None:
+                self._tokenizing.pop(reader, None)
+            if self._failure is not None:
+                raise self._dead()
+            if reader is not None and reader.aborted:
+                return False
             self._calls.put(function)
         self._wake.set()
+        return True
 
     def _dead(self) -> EngineDeadError:
         """An error of its own for each who must hear of the failure."""

@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     from dovetail.engine.tokenizer import Tokenizer
     from dovetail.registry.registry import Registry
 
-Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": …} / {"prompt_token_ids": …}
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """A prompt that was text: `LLMEngine.tokenized` makes it."""
+
+    text: str
+    token_ids: Sequence[int]
+
+
+Prompt = str | Sequence[int] | Mapping[str, Any] | TokenizedText  # text, token ids, or {"prompt": …} / {"prompt_token_ids": …}
 
 _SEED_BITS = 64
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of samples
@@ -142,6 +151,12 @@ class LLMEngine:
             self.abort_request(request_id)
             raise
 
+    def tokenized(self, prompt: Prompt) -> Prompt:
+        """A prompt of text with its token ids, so that `add_request` needn't tokenize it, which takes milliseconds for a long one; any other as it
+        is. May be called in another thread than the engine's. Raises as `add_request` does."""
+        content = _content(prompt)
+        return TokenizedText(content, self.tokenizer.encode(content)) if isinstance(content, str) else prompt
+
     def abort_request(self, request_id: str | Sequence[str]) -> None:
         """End one or several; nothing more is delivered of them. An unknown id is nobody's: nothing happens."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
@@ -230,9 +245,8 @@ class LLMEngine:
 
     def _read_prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, tuple[int, ...]]:
         """Its text, if it was one, and its token ids."""
-        content = _content(prompt)
-        text = content if isinstance(content, str) else None
-        token_ids = self.tokenizer.encode(content) if isinstance(content, str) else _as_ids(content)
+        prompt = self.tokenized(prompt)
+        text, token_ids = (prompt.text, prompt.token_ids) if isinstance(prompt, TokenizedText) else (None, _as_ids(_content(prompt)))
         if not token_ids:
             raise RequestError("the prompt is empty: it needs at least one token")
         for token in _extremes(token_ids):
@@ -276,6 +290,11 @@ class LLMEngine:
 def _params_of_sample(params: SamplingParams, index: int) -> SamplingParams:
     """The prompt's log-probabilities are the first sample's business alone."""
     return dataclasses.replace(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
+
+
+def is_text(prompt: Any) -> bool:
+    """Whether it is still to be tokenized. Raises `RequestError` for what can't be a prompt."""
+    return isinstance(_content(prompt), str)
 
 
 def _content(prompt: Any) -> Any:
