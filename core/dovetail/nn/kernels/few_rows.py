@@ -19,6 +19,7 @@ from dovetail.nn.kernels.chain import chained, let_next_begin, wait
 LEAST_ROWS = 8  # that tensor cores compute at once
 LEAST_INPUTS = 16  # likewise, of a warp
 MOST_HELD = 32 * 384  # weights of a warp: three quarters of its registers
+MOST_CHUNKS = 8  # each is unrolled
 MOST_BYTES = 16 << 20  # of a layer: about what all multiprocessors of a Hopper hold at once
 
 
@@ -119,7 +120,8 @@ def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> Tiling | None:
 def fits(tiling: Tiling, inputs: int, gated: bool) -> bool:
     """Whether the layer can be computed so."""
     held = tiling.outputs * inputs * (2 if gated else 1)  # numbers
-    return inputs % tiling.inputs == 0 and tiling.inputs >= tiling.warps * LEAST_INPUTS and held <= tiling.warps * MOST_HELD
+    whole = inputs % tiling.inputs == 0 and inputs // tiling.inputs <= MOST_CHUNKS
+    return whole and tiling.inputs >= tiling.warps * LEAST_INPUTS and held <= tiling.warps * MOST_HELD
 
 
 def linear(
