@@ -1,4 +1,4 @@
-"""Which kernels a decode step spends its time in, on a GPU.
+"""How long a decode step takes on a GPU, and in which kernels.
 
 python -m bench.profile_decode --rows 1 8 256 --context 800
 """
@@ -13,37 +13,49 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bench.engines import settings_of
 from bench.limits import require_gpu
 from bench.shapes import SHAPES, write_checkpoint
 from dovetail import LLMEngine, SamplingParams
 
-STEPS = 20
+STEPS = 100  # that are timed
+PROFILED = 20  # after those; the profiler makes a step some 10 % longer
+KERNELS = 16  # that are told
 
 
-def profile_rows(shape: str, rows: int, context: int, attention: str) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        write_checkpoint(SHAPES[shape], Path(directory))
-        settings = {"model": directory, "load_format": "dummy", "max_num_seqs": rows, "max_model_len": context + 500, "attention": attention}
-        with LLMEngine.from_config(settings) as engine:
-            params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=400, detokenize=False)
-            rng = random.Random(0)
-            for index in range(rows):
-                engine.add_request(str(index), [rng.randrange(10_000) for _ in range(context)], params)
-            while engine.stats().decode_tokens < 20 * rows:
-                engine.step()
-            before = engine.stats()
-            with profile(activities=[ProfilerActivity.CUDA]) as trace:
-                for _ in range(STEPS):
-                    engine.step()
-                torch.cuda.synchronize()
-            after = engine.stats()
-    steps = after.steps - before.steps
+def begin(engine: LLMEngine, rows: int, context: int, rng: random.Random) -> list[str]:
+    """So many requests decode from here on. Their names."""
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=STEPS + PROFILED + 100, detokenize=False)
+    names = [f"{rows} rows, {index}" for index in range(rows)]
+    for name in names:
+        engine.add_request(name, [rng.randrange(10_000) for _ in range(context)], params)
+    before = engine.stats()
+    while engine.stats().decode_tokens < before.decode_tokens + 20 * rows:
+        engine.step()
+    return names
+
+
+def device_us(engine: LLMEngine, steps: int) -> float:
+    """Of a step."""
+    before = engine.stats()
+    for _ in range(steps):
+        engine.step()
+    after = engine.stats()
+    return 1e6 * (after.device_s - before.device_s) / (after.steps - before.steps)
+
+
+def tell(engine: LLMEngine, rows: int, context: int) -> None:
+    names = begin(engine, rows, context, random.Random(rows))
+    timed = device_us(engine, STEPS)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        device_us(engine, PROFILED)
+        torch.cuda.synchronize()
+    engine.abort_request(names)
     events = sorted(trace.key_averages(), key=lambda event: -event.self_device_time_total)
-    busy = sum(event.self_device_time_total for event in events) / steps
-    device_us = 1e6 * (after.device_s - before.device_s) / steps
-    print(f"\n{shape}, {rows} rows of {context}: {device_us:.0f} us a step on the device, {busy:.0f} us in kernels")
-    for event in events[:16]:
-        print(f"{event.self_device_time_total / steps:9.1f} us {event.count / steps:7.1f} x  {event.key[:110]}")
+    busy = sum(event.self_device_time_total for event in events) / PROFILED
+    print(f"\n{rows} rows of {context}: {timed:.0f} us a step on the device; while it is profiled, {busy:.0f} us in kernels")
+    for event in events[:KERNELS]:
+        print(f"{event.self_device_time_total / PROFILED:9.1f} us {event.count / PROFILED:7.1f} x  {event.key[:110]}", flush=True)
 
 
 def main() -> None:
@@ -52,10 +64,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 256])
     parser.add_argument("--context", type=int, default=800)
     parser.add_argument("--attention", default="triton")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml")
     args = parser.parse_args()
     require_gpu()
-    for rows in args.rows:
-        profile_rows(args.shape, rows, args.context, args.attention)
+    settings = {"load_format": "dummy", "max_num_seqs": max(args.rows), "max_model_len": args.context + 500, "attention": args.attention}
+    with tempfile.TemporaryDirectory() as directory:
+        write_checkpoint(SHAPES[args.shape], Path(directory))
+        with LLMEngine.from_config({"model": directory, **settings, **settings_of(args.set)}) as engine:
+            print(f"{args.shape}, random weights")
+            for rows in args.rows:
+                tell(engine, rows, args.context)
 
 
 if __name__ == "__main__":
