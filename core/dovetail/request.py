@@ -6,14 +6,19 @@ Front ends make `SamplingParams`, the engine makes `Request` and `RequestOutput`
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dovetail.errors import RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort", "rejected", "error"]
 
@@ -215,6 +220,15 @@ def _extra_args(extra: Any) -> Mapping[str, Any]:
     return dict(extra)
 
 
+def token_array(token_ids: Sequence[int]) -> NDArray[np.int64]:
+    """They, and not to be changed. Raises `OverflowError` if one needs more than 64 bits."""
+    import numpy as np  # which a command line that only shows its help can do without
+
+    numbers = np.frombuffer(array("q", token_ids), np.int64)  # four times as quick as numpy by itself
+    numbers.flags.writeable = False
+    return numbers
+
+
 class Request:
     """A request as schedulers, KV-cache managers and observers see it: read-only for them. All times are seconds on the engine's clock.
 
@@ -241,6 +255,7 @@ class Request:
         "_output_ids",
         "_preemptions",
         "_prefill_end",
+        "_prompt_array",
         "_recomputed",
         "_row",
         "_samples",
@@ -296,6 +311,7 @@ class Request:
         self.cache_keys = cache_keys  # salt, adapters: K and V are shared only under equal keys
         self.extra: Mapping[str, Any] = MappingProxyType(dict(extra or {}))  # distribution -> its own validated model
         self.needs_last_token = needs_last_token  # on the host, before the next token can be computed
+        self._prompt_array: NDArray[np.int64] | None = None
         self._output_ids: list[int] = []
         self._order = 0  # how many were added before
         self._status = Status.NEW
@@ -322,6 +338,13 @@ class Request:
         self._first_scheduled_time: float | None = None
         self._first_token_time: float | None = None
         self._last_token_time: float | None = None
+
+    @property
+    def prompt_array(self) -> NDArray[np.int64]:
+        """`prompt_token_ids` [prompt_tokens], not to be changed; made once, so that nobody goes over thousands of ints again."""
+        if self._prompt_array is None:
+            self._prompt_array = token_array(self.prompt_token_ids)
+        return self._prompt_array
 
     @property
     def generated(self) -> int:

@@ -486,10 +486,11 @@ class EngineCore:
 
 
 def _new_row(request: Request, granted: int) -> NewRow:
+    known = np.concatenate((request.prompt_array, request._output_ids)) if request._output_ids else request.prompt_array
     return NewRow(
         row=request._row,
         request_id=request.id,
-        token_ids=np.array(request.prompt_token_ids + tuple(request._output_ids), np.int32),
+        token_ids=known.astype(np.int32),
         prompt_len=request.prompt_tokens,
         computed=request._computed - granted,
         blocks=np.array(request._blocks, np.int32),

@@ -44,8 +44,7 @@ class HashChain:
 
 def _token_bytes(request: Request, start: int, end: int) -> bytes:
     """Token ids `start` … `end` - 1 of prompt and output, `TOKEN_BYTES` each."""
-    prompt = request.prompt_tokens
-    ids = array("q", request.prompt_token_ids[start:end])
+    prompt, data = request.prompt_tokens, request.prompt_array[start:end].tobytes()
     if end > prompt:
-        ids.extend(request.output_token_ids[max(0, start - prompt) : end - prompt])
-    return ids.tobytes()
+        data += array("q", request.output_token_ids[max(0, start - prompt) : end - prompt]).tobytes()
+    return data
