@@ -489,6 +489,14 @@ def test_many_calls_leave_nothing_behind_not_even_for_the_garbage_collector(llm:
     llm.engine.core.kv.check_integrity()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """As in a terminal: a shell starts what runs in its background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupting(llm: LLM, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """In the midst of the third step from now, Ctrl-C is pressed."""
     executor, calls = llm.engine.core.executor, []
@@ -505,6 +513,7 @@ def interrupting(llm: LLM, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     monkeypatch.setattr(executor, "submit", interrupted)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_leaves_an_engine_that_can_be_used(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = complete(llm, PLAY)
     llm.engine.reset_prefix_cache()
@@ -516,6 +525,7 @@ def test_an_interrupt_leaves_an_engine_that_can_be_used(llm: LLM, monkeypatch: p
     assert complete(llm, PLAY) == expected
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_impatient_second_interrupt_ends_the_engine_rather_than_leaving_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM("demo", **CONFIG) as llm:
         interrupting(llm, monkeypatch, times=2)
