@@ -25,6 +25,7 @@ from bench.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ("triton", "flash_attn")
+KERNEL_TESTS = ("nn/test_kernels", "samplers/test_fused", "runtime/test_decode_rows", "attention/test_triton_backend")
 GRACE_S = 15.0
 FIGURES, FOLDER = "{json}", "{folder}"  # in a command: the part's JSON file, and a folder of its own
 
@@ -67,7 +68,7 @@ PARTS = (
     Part("startup", ("-m", "bench.startup", "--json", FIGURES), 180),
     Part("calibration", ("-m", "bench.lab.own_gpu", "--out", FOLDER), 300),
     Part("calibration-8b", ("-m", "bench.lab.own_gpu", "--out", FOLDER, "--shape", "qwen3-8b"), 200),
-    Part("kernel-tests", ("-m", "pytest", "tests/nn/test_kernels.py", "tests/samplers/test_fused.py", "tests/attention/test_triton_backend.py"), 500),
+    Part("kernel-tests", ("-m", "pytest", *(f"tests/{file}.py" for file in KERNEL_TESTS)), 500),
     *(throughput(workload, "flash_attn") for workload in WORKLOADS if workload != "nano"),
     Part("others", ("-m", "bench.throughput", "--workload", "nano", "--engine", "dovetail", "nano-vllm", "vllm", "--json", FIGURES), 400),
     Part("attention", ("-m", "bench.attention"), 300),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if ON_GPU else [torch.float32, torch.float16]  # the interpreter rounds bfloat16 wrongly
+
+if INTERPRETED:
+    from tests.attention import interpreter
+
+    interpreter.mend()
 
 runs_kernels = pytest.mark.skipif(not INTERPRETED and not ON_GPU, reason="needs a GPU or Triton's interpreter, which another test starts")
 starts_the_interpreter = pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the statements run by themselves")
@@ -31,6 +37,13 @@ def assert_holds_when_interpreted(statements: str) -> None:
     )
     assert run.returncode == 0, run.stdout[-20_000:] + run.stderr[-2_000:]
     assert " passed" in run.stdout or "100%" in run.stdout
+
+
+def take_kernels(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+    """Have their functions choose kernels wherever these run: the interpreter's take tensors of the CPU."""
+    if INTERPRETED:
+        for module in modules:
+            monkeypatch.setattr(module, "use_kernels", lambda *tensors: True)
 
 
 def assert_close(ours: torch.Tensor, exact: torch.Tensor) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dovetail.errors import ConfigError
+from dovetail.runtime.token_sizes import padded_sizes
 from dovetail_lab.fitting import Measurement, fit_linear, fit_piecewise, relative_errors
-from dovetail_lab.regime_fitting import stairs
 from dovetail_lab.step_time import (
     BUILT_IN,
     LEVELS,
@@ -72,7 +72,7 @@ def test_the_sizes_that_are_tried_are_those_of_dovetails_own_executors() -> None
     from dovetail.runtime.mixed_graphs import MOST_TOKENS, token_sizes
 
     for most in (20, 32, 1000, MOST_TOKENS):
-        assert list(stairs(most)) == token_sizes(most)[::-1]
+        assert list(padded_sizes(most)) == token_sizes(most)[::-1]
 
 
 RULE = LaunchRule(recorded_tokens=100, sampling_share=0.25, after_launch_s=0.001)

@@ -25,13 +25,19 @@ from dovetail.nn.norm import QKNorm
 from dovetail.nn.qkv import turn_and_write
 from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
 from dovetail.runtime.weights import dummy_weights
-from tests.attention import interpreter
-from tests.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_close, assert_holds_when_interpreted, runs_kernels, starts_the_interpreter
+from tests.kernels import (
+    DEVICE,
+    DTYPES,
+    INTERPRETED,
+    ON_GPU,
+    assert_close,
+    assert_holds_when_interpreted,
+    runs_kernels,
+    starts_the_interpreter,
+    take_kernels,
+)
 from tests.models.oracle import build, context, run
 from tests.support import examples
-
-if INTERPRETED:
-    interpreter.mend()
 
 some = examples(quick=100 if ON_GPU else 25, full=1000 if ON_GPU else 200)
 seeds = st.integers(0, 2**31)
@@ -47,10 +53,7 @@ def test_the_kernels_hold_in_tritons_interpreter() -> None:
 
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's kernels take tensors of the CPU."""
-    if INTERPRETED:
-        for module in (activation, embedding, linear, logprobs, norm, qkv):
-            monkeypatch.setattr(module, "use_kernels", lambda *tensors: True)
+    take_kernels(monkeypatch, activation, embedding, linear, logprobs, norm, qkv)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

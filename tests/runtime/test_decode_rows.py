@@ -14,14 +14,10 @@ pytest.importorskip("triton")
 from dovetail.runtime import decode_rows
 from dovetail.runtime import decode_rows_kernels as kernels
 from dovetail.runtime.row_state import RowState
-from tests.attention import interpreter
-from tests.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_holds_when_interpreted, runs_kernels, starts_the_interpreter
+from tests.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_holds_when_interpreted, runs_kernels, starts_the_interpreter, take_kernels
 from tests.runtime.fakes import Bench, generate
 from tests.runtime.test_decode_graphs import PROMPTS, begin, with_graphs
 from tests.support import examples
-
-if INTERPRETED:
-    interpreter.mend()
 
 some = examples(quick=100 if ON_GPU else 40, full=1000 if ON_GPU else 300)
 NAN, INF = float("nan"), float("inf")
@@ -35,9 +31,7 @@ def test_the_kernels_hold_in_tritons_interpreter() -> None:
 
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's kernels take tensors of the CPU."""
-    if INTERPRETED:
-        monkeypatch.setattr(decode_rows, "use_kernels", lambda *tensors: True)
+    take_kernels(monkeypatch, decode_rows)
 
 
 @dataclass(frozen=True)

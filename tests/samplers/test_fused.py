@@ -17,7 +17,7 @@ from dovetail.errors import UnsupportedError
 from dovetail_samplers.default import DefaultSampler
 from dovetail_samplers.device_rows import DeviceRows, Parameters, draw_plain
 from dovetail_samplers.noise import exponentials, id_hashes, noise_bits, seed_state, stream_keys
-from tests.kernels import DEVICE, DTYPES, INTERPRETED, ON_GPU, assert_holds_when_interpreted, runs_kernels, starts_the_interpreter
+from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_holds_when_interpreted, runs_kernels, starts_the_interpreter
 from tests.samplers.helpers import Ready, Row, ready
 from tests.support import examples
 
@@ -28,10 +28,6 @@ import triton.language as tl
 
 from dovetail_samplers import fused
 from dovetail_samplers.fused import SIZES, Sizes
-from tests.attention import interpreter
-
-if INTERPRETED:
-    interpreter.mend()
 
 SMALL = Sizes(tile=64, rows=2, programs=1, group=8, chunk=64)  # so that short rows have several of each
 FILTERS = [

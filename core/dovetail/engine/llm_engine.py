@@ -179,14 +179,11 @@ class LLMEngine:
         delivery = self.core.step()
         if not delivery.requests and not delivery.finished and not delivery.prompt_logprobs:
             return []
-        outputs, over = self._builder.build(delivery, self.core.clock.now()), []
-        for request in delivery.finished:
-            group = request._front.group
+        outputs = self._builder.build(delivery, self.core.clock.now())
+        for group in {request._front.group for request in delivery.finished}:
             if group.unfinished == 0:
                 self._groups.pop(group.request_id, None)
-                over.append(group)
-        for group in over:
-            group.take_apart()
+                group.take_apart()
         return outputs
 
     def has_unfinished_requests(self) -> bool:

@@ -9,10 +9,8 @@ import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.row import warps_of_row
 from dovetail.runtime.row_state import RowState
-
-NUMBERS_PER_WARP = 512
-MAX_WARPS = 16
 
 
 @triton.jit
@@ -87,7 +85,7 @@ def append(state: RowState, rows: torch.Tensor, positions: torch.Tensor, token_i
             outputs,
             SIZE=size,
             BLOCK=block,
-            num_warps=min(MAX_WARPS, max(1, block // NUMBERS_PER_WARP)),
+            num_warps=warps_of_row(block),
             **chained(hidden.device),
         )
     return outputs

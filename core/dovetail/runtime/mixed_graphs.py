@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionLayer, FusedCache, LayerSpec
-
-MOST_TOKENS = 2048  # with more, even a small model computes for longer than launching takes
+from dovetail.runtime.token_sizes import MOST_TOKENS, padded_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +108,7 @@ class Recorder:
 
 def token_sizes(max_tokens: int) -> list[int]:
     """Padded numbers of tokens, largest first."""
-    last = min(max_tokens, MOST_TOKENS)
-    sizes = {last} | set(range(32, 256, 32)) | set(range(256, 512, 64)) | set(range(512, 1024, 128)) | set(range(1024, last, 256))
-    return sorted((size for size in sizes if size <= last), reverse=True)
+    return list(reversed(padded_sizes(min(max_tokens, MOST_TOKENS))))
 
 
 def sharing_sizes(sizes: list[int]) -> list[int]:

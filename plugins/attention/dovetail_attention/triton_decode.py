@@ -16,7 +16,6 @@ from dovetail.nn.kernels.chain import fetch, let_next_begin, wait
 from dovetail_attention.triton_tile import HIDDEN, attend_range, block_ids, nothing_seen
 
 LINE = tl.constexpr(64)  # numbers of 2 bytes that lie in a line of memory
-AHEAD = tl.constexpr(32)  # keys that a program asks the L2 for while the kernel before still runs
 
 
 @triton.jit
@@ -64,14 +63,13 @@ def decode_shares(
     first_segment, last_segment = tl.load(share_starts + share), tl.load(share_starts + share + 1)
     row, token, begin, end, place = _segment(segments, first_segment, last_segment)  # written before the step's first kernel
     if CHAINED:  # so are the tables; and K and V of all tokens but the newest lie there
-        for ahead in tl.static_range(0, AHEAD, N):
-            start = begin // N * N + ahead
-            if start < end:
-                blocks = block_ids(table + row.to(tl.int64) * TABLE_STRIDE, start, end, begin, N, BLOCK_SIZE)
-                tile = blocks.to(tl.int64) * BLOCK_STRIDE + (start + tl.arange(0, N)) % BLOCK_SIZE * TOKEN_STRIDE + kv_head * HEAD_STRIDE
-                lines = tile[:, None] + tl.minimum(tl.arange(0, (D_PADDED + LINE - 1) // LINE) * LINE, D - 1)[None, :]
-                fetch(k_cache + lines)
-                fetch(v_cache + lines)
+        start = begin // N * N
+        if start < end:
+            blocks = block_ids(table + row.to(tl.int64) * TABLE_STRIDE, start, end, begin, N, BLOCK_SIZE)
+            first_tile = blocks.to(tl.int64) * BLOCK_STRIDE + (start + tl.arange(0, N)) % BLOCK_SIZE * TOKEN_STRIDE + kv_head * HEAD_STRIDE
+            lines = first_tile[:, None] + tl.minimum(tl.arange(0, (D_PADDED + LINE - 1) // LINE) * LINE, D - 1)[None, :]
+            fetch(k_cache + lines)
+            fetch(v_cache + lines)
     wait(CHAINED)
     for segment in range(first_segment, last_segment):
         query = tl.load(q + token * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=real, other=0.0)

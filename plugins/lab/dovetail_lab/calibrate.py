@@ -21,7 +21,7 @@ import numpy as np
 import dovetail
 from dovetail import EngineConfig, LLMEngine
 from dovetail.errors import ConfigError
-from dovetail_lab.regime_fitting import stairs
+from dovetail.runtime.token_sizes import MOST_TOKENS, padded_sizes
 from dovetail_lab.rig import NEVER, Rig, Sighting, TimeIsUpError
 from dovetail_lab.step_time import LaunchRule, StepShape, StepTimeProfile
 from dovetail_lab.step_timing import DeviceTimes, Timed, spread, timed
@@ -41,7 +41,7 @@ JOINING = (
     *((64, 64, 64, 64), (250, 250, 250), (30, 400), (600, 600), (150, 40, 10)),
 )  # what joins one step: by turns, some at each number of rows
 AT_ONCE = 4  # half as many beside other contexts than the first
-GRAPHS = stairs(2048)  # where a graph is recorded for each of these, each has a time of its own
+GRAPHS = padded_sizes(MOST_TOKENS)  # where a graph is recorded for each of these, each has a time of its own
 FEW_GRAPHS = GRAPHS[1::3]
 PREFILLS = (
     *((tokens, chunk) for size in FEW_GRAPHS for tokens, chunk in ((size, NEVER), (2 * size, size))),

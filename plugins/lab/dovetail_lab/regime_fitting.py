@@ -29,12 +29,6 @@ class _Step:
     seconds: float
 
 
-def stairs(most: int) -> tuple[int, ...]:
-    """Numbers of tokens that graphs of up to `most` are recorded for, as Dovetail's own executors choose them: the finer, the smaller."""
-    sizes = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128), *range(1024, most, 256))
-    return (*(size for size in sizes if size < most), most)
-
-
 def fit_regimes(
     measurements: Sequence[Measurement], at_most: Sequence[Measurement] = (), boundary: int | None = None, sizes: Sequence[int] = ()
 ) -> RegimeStepTime:

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.runtime.token_sizes import padded_sizes
 from dovetail_lab.fitting import Measurement
-from dovetail_lab.regime_fitting import BOUNDARIES, ENOUGH, WORTH, fit_regimes, stairs
+from dovetail_lab.regime_fitting import BOUNDARIES, ENOUGH, WORTH, fit_regimes
 from dovetail_lab.rig import Sighting
 from dovetail_lab.step_time import LEVELS, LaunchRule, Regime, RegimeStepTime, Spread, StepShape
 
@@ -169,7 +170,7 @@ def _sizes(tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
     largest = max(tokens, default=0)
     for boundary in (*(boundary for boundary in BOUNDARIES if boundary < largest), largest):
         if sum(count <= boundary for count in tokens) >= ENOUGH:
-            yield stairs(boundary)
+            yield padded_sizes(boundary)
 
 
 def _computed(steps: tuple[Timed, ...], rule: LaunchRule) -> Measurement:

@@ -9,9 +9,7 @@ import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.chain import chained, let_next_begin, wait
-
-NUMBERS_PER_WARP = 256  # 16 bytes of bfloat16 a thread
-MAX_WARPS = 16
+from dovetail.nn.kernels.row import warps_of_row
 
 
 @triton.jit
@@ -30,6 +28,5 @@ def embed(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     tokens, size = len(token_ids), weight.shape[1]
     out, block = torch.empty((tokens, size), dtype=weight.dtype, device=weight.device), triton.next_power_of_2(size)
     if tokens:
-        warps = min(MAX_WARPS, max(1, block // NUMBERS_PER_WARP))
-        _embed[(tokens,)](token_ids, weight, out, SIZE=size, BLOCK=block, num_warps=warps, **chained(weight.device))
+        _embed[(tokens,)](token_ids, weight, out, SIZE=size, BLOCK=block, num_warps=warps_of_row(block), **chained(weight.device))
     return out

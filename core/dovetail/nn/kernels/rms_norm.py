@@ -9,9 +9,7 @@ import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.chain import chained, let_next_begin, wait
-
-NUMBERS_PER_WARP = 256  # 16 bytes of bfloat16 a thread
-MAX_WARPS = 16
+from dovetail.nn.kernels.row import warps_of_row
 
 
 @triton.jit
@@ -32,7 +30,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., size], weight [size], contiguous -> like x; computes in float32."""
     size = x.shape[-1]
     out, block = torch.empty_like(x), triton.next_power_of_2(size)
-    warps = min(MAX_WARPS, max(1, block // NUMBERS_PER_WARP))
     if rows := x.numel() // size:
-        _rms_norm[(rows,)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=warps, **chained(x.device))
+        _rms_norm[(rows,)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=warps_of_row(block), **chained(x.device))
     return out

@@ -1,0 +1,11 @@
+"""What kernels have in common of which a program looks at one row in one go."""
+
+from __future__ import annotations
+
+NUMBERS_PER_WARP = 256  # 16 bytes of bfloat16 a thread
+MAX_WARPS = 16
+
+
+def warps_of_row(numbers: int) -> int:
+    """For so many numbers, padded to a power of two."""
+    return min(MAX_WARPS, max(1, numbers // NUMBERS_PER_WARP))
