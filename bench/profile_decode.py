@@ -18,21 +18,31 @@ from bench.limits import require_gpu
 from bench.shapes import SHAPES, write_checkpoint
 from dovetail import LLMEngine, SamplingParams
 
+SETTLING = 20  # decode steps before
 STEPS = 100  # that are timed
+UNTIL_ALL_DECODE = 300  # steps, at most
 PROFILED = 20  # after those; the profiler makes a step some 10 % longer
 KERNELS = 16  # that are told
 
 
 def begin(engine: LLMEngine, rows: int, context: int, rng: random.Random) -> list[str]:
     """So many requests decode from here on. Their names."""
-    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=STEPS + PROFILED + 100, detokenize=False)
+    max_tokens = UNTIL_ALL_DECODE + SETTLING + STEPS + PROFILED
+    params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=max_tokens, detokenize=False)
     names = [f"{rows} rows, {index}" for index in range(rows)]
     for name in names:
         engine.add_request(name, [rng.randrange(10_000) for _ in range(context)], params)
-    before = engine.stats()
-    while engine.stats().decode_tokens < before.decode_tokens + 20 * rows:
-        engine.step()
+    while decoded(engine) < rows:  # some are prefilled still
+        pass
+    device_us(engine, SETTLING)
     return names
+
+
+def decoded(engine: LLMEngine) -> int:
+    """Decodes of the step that ends next."""
+    before = engine.stats().decode_tokens
+    engine.step()
+    return engine.stats().decode_tokens - before
 
 
 def device_us(engine: LLMEngine, steps: int) -> float:
@@ -67,7 +77,9 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml")
     args = parser.parse_args()
     require_gpu()
-    settings = {"load_format": "dummy", "max_num_seqs": max(args.rows), "max_model_len": args.context + 500, "attention": args.attention}
+    sizes = {"max_num_seqs": max(args.rows), "max_model_len": args.context + 2 * UNTIL_ALL_DECODE}
+    parts = {"attention": args.attention, "scheduler": {"name": "fcfs", "max_stretch": None}}  # prompts as quickly as they can
+    settings = {"load_format": "dummy", **sizes, **parts}
     with tempfile.TemporaryDirectory() as directory:
         write_checkpoint(SHAPES[args.shape], Path(directory))
         with LLMEngine.from_config({"model": directory, **settings, **settings_of(args.set)}) as engine:
