@@ -68,6 +68,24 @@ def test_segments_cover_what_each_row_sees_and_fit_their_table(lens: list[int], 
         assert own[:, 4].tolist() == ([row] * count if count > 1 else [DIRECT])
 
 
+@given(lengths, st.one_of(st.none(), st.integers(1, 300)), st.sampled_from([1, 16, 64]), st.integers(1, 30), st.data())
+@examples(quick=200, full=5000)
+def test_tables_that_are_filled_again_are_as_new_ones(lens: list[int], window: int | None, step: int, shares: int, data: st.DataObject) -> None:
+    again = DecodeTables(shares, max_rows=len(lens) + 4)
+    known, prefix = np.array(lens, np.int32), Prefix()
+    for _ in range(4):
+        known = known + np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(known), max_size=len(known))), np.int32)
+        kept = np.array(data.draw(st.lists(st.integers(0, 9), min_size=len(known), max_size=len(known)))) > 0
+        if kept.any() and data.draw(st.integers(0, 4)) == 0:
+            known = known[kept]
+        if window is None and data.draw(st.booleans()):
+            prefix = data.draw(st.sampled_from([Prefix(), Prefix((int(known.min()) - 1) // step * step, 1)]))
+        padding = data.draw(st.integers(0, 3))
+        rows = StepRows.of(np.ones(len(known), np.int32), known)
+        new = DecodeTables(shares, max_rows=len(lens) + 4).fill(rows, window, step, prefix, padding, len(known))
+        assert np.array_equal(again.fill(rows, window, step, prefix, padding, len(known)), new)
+
+
 @given(st.lists(st.tuples(st.integers(2, 90), st.integers(0, 90)), min_size=1, max_size=12), st.integers(1, 9), st.sampled_from([16, 64]))
 @examples(quick=100, full=3000)
 def test_tiles_cover_every_query_of_every_head_once(rows: list[tuple[int, int]], group: int, tile: int) -> None:

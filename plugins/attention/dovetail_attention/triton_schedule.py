@@ -46,11 +46,36 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """Of each row: the first token that it reads by itself, the step in which that lies, and its steps. [n] each."""
+
+    begins: Int64
+    base: Int64
+    steps: Int64
+
+    @classmethod
+    def of(cls, rows: StepRows, window: int | None, step: int, prefix: Prefix) -> Seen:
+        begins = np.full_like(rows.lens, prefix.tokens) if window is None else np.maximum(rows.lens - window, 0)
+        base = begins // step
+        return cls(begins, base, -(-rows.lens // step) - base)
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Tables of an earlier step, and what they were made of."""
+
+    made_of: tuple[object, ...]
+    buffer: Int32
+    ends: Int64  # [rows] where in the buffer each row's last segment has its end
+
+
+@dataclass(slots=True)
 class DecodeTables:
     """Views of one int32 buffer, [shares + 1 | BOUNDS | max_rows * 3 | (max_rows + shares) * 5]: `triton_decode` says what they hold."""
 
     shares: int
     max_rows: int
+    _filled: Filled | None = None
 
     @property
     def size(self) -> int:
@@ -75,19 +100,28 @@ class DecodeTables:
 
     def fill(self, rows: StepRows, window: int | None, step: int, prefix: Prefix, padding: int, first_padding: int) -> Int32:
         """The used beginning of the buffer, for `rows` of one query each whose keys are visited `step` tokens at a time; then `padding` tokens,
-        from `first_padding` on, become zeros."""
-        begins = np.full_like(rows.lens, prefix.tokens) if window is None else np.maximum(rows.lens - window, 0)
-        base = begins // step  # the row's first step
-        steps = -(-rows.lens // step) - base
-        shares = min(self.shares, max(1, int(steps.sum()) * step // LEAST_KEYS))  # the rest have nothing to do
-        cut = cut_evenly(steps, shares, max(1, BEGINNING_KEYS // step))
+        from `first_padding` on, become zeros. The next call may change it.
+
+        While no row begins another step, which few rows seldom do, nothing but the ends of the rows changes from one call to the next."""
+        seen = Seen.of(rows, window, step, prefix)
+        made_of = (rows.index.tobytes(), rows.tokens.tobytes(), seen.begins.tobytes(), seen.steps.tobytes(), step, prefix, padding, first_padding)
+        if self._filled is None or self._filled.made_of != made_of:
+            buffer, ends = self._fill(rows, seen, step, prefix)
+            buffer[self.bounds_at : self.rows_at] = prefix.parts, prefix.tokens, len(rows.lens), first_padding, padding
+            self._filled = Filled(made_of, buffer, ends)
+        self._filled.buffer[self._filled.ends] = rows.lens
+        return self._filled.buffer
+
+    def _fill(self, rows: StepRows, seen: Seen, step: int, prefix: Prefix) -> tuple[Int32, Int64]:
+        """All but the bounds, and the ends of the rows: `Filled.ends`."""
+        shares = min(self.shares, max(1, int(seen.steps.sum()) * step // LEAST_KEYS))  # the rest have nothing to do
+        cut = cut_evenly(seen.steps, shares, max(1, BEGINNING_KEYS // step))
         count = len(rows.lens)
         parts = np.bincount(cut.row, minlength=count)
         merged = (parts > 1) | (prefix.parts > 0)
         buffer = np.zeros(self.segments_at + len(cut.row) * 5, np.int32)
         buffer[: shares + 1] = cut.share_starts
         buffer[shares + 1 : self.shares + 1] = len(cut.row)
-        buffer[self.bounds_at : self.rows_at] = prefix.parts, prefix.tokens, count, first_padding, padding
         records = buffer[self.rows_at : self.rows_at + count * 3].reshape(-1, 3)
         records[:, 0] = rows.tokens
         records[:, 1] = np.cumsum(parts) - parts
@@ -95,10 +129,10 @@ class DecodeTables:
         table = buffer[self.segments_at :].reshape(-1, 5)
         table[:, 0] = rows.index[cut.row]
         table[:, 1] = rows.tokens[cut.row]
-        table[:, 2] = np.maximum((base[cut.row] + cut.first) * step, begins[cut.row])
-        table[:, 3] = np.minimum((base[cut.row] + cut.last) * step, rows.lens[cut.row])
+        table[:, 2] = np.maximum((seen.base[cut.row] + cut.first) * step, seen.begins[cut.row])
+        table[:, 3] = (seen.base[cut.row] + cut.last) * step  # in a row's last segment, past its end
         table[:, 4] = np.where(merged[cut.row], cut.row, DIRECT)
-        return buffer
+        return buffer, self.segments_at + (np.cumsum(parts) - 1) * 5 + 3
 
 
 @dataclass(frozen=True, slots=True)

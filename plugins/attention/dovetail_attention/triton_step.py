@@ -112,8 +112,9 @@ class Schedule:
 
     def fill(self, rows: StepRows, batch: AttentionBatch) -> None:
         single = rows.queries == 1
-        decodes, prefills = rows.where(single), rows.where(~single)
-        tokens, only_decodes = len(batch.slots), len(prefills.index) == 0
+        only_decodes = bool(single.all())
+        decodes = rows if only_decodes else rows.where(single)
+        tokens = len(batch.slots)
         padding = tokens - batch.num_tokens
         self.mixed_graph = batch.mixed_graph
         if self.mixed_graph:
@@ -128,6 +129,11 @@ class Schedule:
             step = self.decode_tiling.keys
             filled = self.tables.fill(decodes, self.likeness.window, step, self.prefix, zeroed, batch.num_tokens)
             upload(filled, self.decode[: len(filled)])
+        self.num_tiles = 0
+        if not only_decodes or self.mixed_graph:
+            self._fill_tiles(rows.where(~single), tokens)
+
+    def _fill_tiles(self, prefills: StepRows, tokens: int) -> None:
         tiles = prefill_tiles(prefills, self.likeness.group, self.prefill_tiling.queries)
         if self.mixed_graph:
             tiles = self._padded(tiles, tokens)

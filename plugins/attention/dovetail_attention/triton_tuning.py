@@ -61,7 +61,9 @@ INTERPRETED = Tilings(lambda shape: DecodeTiling(16, 1, 1, 1), lambda shape: Pre
 # Decode: 16 heads over 8 kv heads, 256 rows of 100 to 2,000 tokens. `programs` is how many fit on a multiprocessor, by shared memory and registers.
 _HOPPER_DECODE = {  # bytes of one head's K of a token, at most: (keys, warps, stages, programs)
     128: DecodeTiling(128, 4, 3, 3),  # 4.08 TB/s; (64, 4, 4, 3) 3.98, (128, 4, 4, 2) 3.83, (256, 8, 3, 2) 2.97
-    256: DecodeTiling(32, 4, 3, 4),  # 4.20 TB/s; (64, 4, 3, 3) 4.17, (64, 4, 4, 2) 4.13; with 8 rows of 1,000 in 14.6, 15.4, and 16.0 us
+    # 4.20 TB/s with a fourth program, (64, 4, 3, 3) 4.17, (64, 4, 4, 2) 4.13; but beside three the layers that follow can begin, and a whole step of
+    # 1, 8, 64, 128 rows of 800 takes 756, 1018, 2753, 4207 us (four: 777, 1048, 2811, 4293; two: 798, 1085, 2940, 4559)
+    256: DecodeTiling(32, 4, 3, 3),
     512: DecodeTiling(32, 4, 3, 3),  # 4.34 TB/s; (16, 4, 4, 3) 4.38, (64, 8, 3, 1) 4.19; float32 1.66 TB/s, (16, 4, 4, 3) 0.89
     1024: DecodeTiling(16, 4, 3, 2),  # not measured
 }
