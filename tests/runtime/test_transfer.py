@@ -67,8 +67,8 @@ class LateTensor:
         self.values[: len(source)] = source
 
 
-def ring_of(device: LateDevice, slots: int = 3, slot_bytes: int = 64) -> PinnedRing:
-    return PinnedRing(slots, slot_bytes, lambda count: torch.zeros(count, dtype=torch.uint8), device.event)
+def ring_of(device: LateDevice, slots: int = 3, slot_bytes: int = 64, together: int = 1) -> PinnedRing:
+    return PinnedRing(slots, slot_bytes, lambda count: torch.zeros(count, dtype=torch.uint8), device.event, together)
 
 
 @st.composite
@@ -80,10 +80,12 @@ def some_arrays(draw: st.DrawFn) -> list[np.ndarray]:
 
 
 @examples(quick=100, full=3000)
-@given(st.lists(some_arrays(), max_size=12))
-def test_whatever_is_sent_arrives_however_late_the_device_is_and_whatever_becomes_of_the_arrays(sent: list[list[np.ndarray]]) -> None:
+@given(st.lists(some_arrays(), max_size=12), st.integers(1, 5), st.integers(1, 5))
+def test_whatever_is_sent_arrives_however_late_the_device_is_and_whatever_becomes_of_the_arrays(
+    sent: list[list[np.ndarray]], slots: int, together: int
+) -> None:
     device, arrived = LateDevice(), []
-    ring = ring_of(device)
+    ring = ring_of(device, slots, together=together)
     for arrays in sent:
         starts = [ALIGNMENT * index for index in range(len(arrays))]
         target, expected = device.tensor(64), [array.copy() for array in arrays]
@@ -98,14 +100,16 @@ def test_whatever_is_sent_arrives_however_late_the_device_is_and_whatever_become
             np.testing.assert_array_equal(part.numpy(), array)
 
 
-def test_the_host_waits_for_nothing_until_it_is_a_whole_ring_ahead() -> None:
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_the_host_waits_for_nothing_until_it_is_a_whole_ring_ahead(together: int) -> None:
     device = LateDevice()
-    ring, array = ring_of(device, slots=3), np.ones(4, np.int32)
-    for _ in range(3):
+    ring, array = ring_of(device, slots=6, together=together), np.ones(4, np.int32)
+    for _ in range(6):
         ring.send([array], [0], device.tensor(16))
     assert device.done == 0
-    ring.send([array], [0], device.tensor(16))
-    assert device.done == 1, "for the one copy whose buffer it needs"
+    for _ in range(together):
+        ring.send([array], [0], device.tensor(16))
+        assert device.done == together, "for the copies whose event stands for the one whose buffer it needs"
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

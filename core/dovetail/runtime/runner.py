@@ -52,6 +52,29 @@ class LogprobsCopy:
         return HostLogprobs(token_ids, logprobs, ranks)
 
 
+class DeviceSpan:
+    """A stretch of a GPU's queue, timed by the GPU: from where this is made to where it is closed."""
+
+    __slots__ = ("_begin", "_end", "_stream")
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)  # asked for once: that takes the host longer than recording does
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._begin.record(self._stream)
+
+    def close(self) -> None:
+        self._end.record(self._stream)
+
+    def wait(self) -> None:
+        """Until the device has passed the end."""
+        self._end.synchronize()
+
+    @property
+    def seconds(self) -> float:
+        """Once it has."""
+        return float(self._begin.elapsed_time(self._end)) / 1000
+
+
 @dataclass(slots=True)
 class PendingStep:
     """A submitted step: what was asked, and what is on its way to the host."""
@@ -67,7 +90,7 @@ class PendingStep:
     logprobs: LogprobsCopy | None = None
     prompt_logprobs: dict[int, LogprobsCopy] = field(default_factory=dict)
     ended: float | None = None  # when it had been computed, where `submit` knows
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # on a GPU: begin and end
+    span: DeviceSpan | None = None  # on a GPU
 
     def outcome(self, n: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Of the n rows that sample: token ids, and whether they are broken."""
@@ -95,18 +118,16 @@ class Runner:
     def submit(self, batch: Batch) -> PendingStep:
         """Enqueue a step. Raises `DovetailError` if it doesn't fit what the rows hold."""
         started = self.clock.now()
-        events = (_timing_event(), _timing_event()) if self.device.type == "cuda" else None
-        if events is not None:
-            events[0].record()
+        span = DeviceSpan(self.device) if self.device.type == "cuda" else None
         self._change_rows(batch)
-        pending = PendingStep(batch.step, batch.rows, self.rows.request_ids, batch.samples, started, events=events)
+        pending = PendingStep(batch.step, batch.rows, self.rows.request_ids, batch.samples, started, span=span)
         if self.graphs is not None and self._is_plain_decode(batch):
             self._replay(self.graphs, batch, pending)
         else:
             self._compute(batch, pending)
         self.rows.advance(batch.rows, batch.num_tokens)
-        if pending.events is not None:
-            pending.events[1].record()
+        if span is not None:
+            span.close()
         else:
             pending.ended = self.clock.now()
         self._pending.append(pending)
@@ -135,12 +156,11 @@ class Runner:
 
     def _wait(self, pending: PendingStep) -> tuple[float, float]:
         """Until it is computed; when it began and ended."""
-        if pending.ended is not None or pending.events is None:
+        if pending.ended is not None or pending.span is None:
             return pending.started, pending.ended or pending.started
-        begin, end = pending.events
-        end.synchronize()
+        pending.span.wait()
         ended = self.clock.now()
-        return ended - begin.elapsed_time(end) / 1000, ended
+        return ended - pending.span.seconds, ended
 
     def _compute(self, batch: Batch, pending: PendingStep) -> None:
         """Any step: if it is large, launched kernel by kernel."""
@@ -238,6 +258,3 @@ class Runner:
             for part, ids in zip(torch.split(hidden[first : first + count], self._slice), torch.split(targets, self._slice), strict=True):
                 copy.add(top_logprobs(self.model.logits(part), ids, int(asked[index])))
 
-
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

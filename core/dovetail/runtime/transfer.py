@@ -3,8 +3,8 @@
 A GPU reads host memory in its own time, and only where it is pinned. So what goes there is put into a ring of pinned buffers, which are made once:
 
       next ─┐
-      ┌───┬─▼─┬───┬───┬─ ─┬────┐      a buffer holds the numbers of one copy, and has the event that the copy records behind it;
-      │ 0 │ 1 │ 2 │ 3 │ … │ 63 │      before it is filled again, its event is waited for: in vain, unless the host is a whole ring
+      ┌───┬─▼─┬───┬───┬─ ─┬────┐      a buffer holds the numbers of one copy; each eighth copy records an event behind it, which is waited for
+      │ 0 │ 1 │ 2 │ 3 │ … │ 63 │      before the first of those eight buffers is filled again: in vain, unless the host is almost a whole ring
       └───┴───┴───┴───┴─ ─┴────┘      of copies ahead of the device
 
 What comes back (`HostCopy`) has memory of its own, for it is the host that decides when it has read it.
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-SLOTS = 64  # more copies than the steps in flight have
+SLOTS, TOGETHER = 64, 8  # more copies than the steps in flight have; an event for so many: to record one costs the host as much as a copy
 SLOT_BYTES = 256 << 10  # all that a step of 8,192 tokens sends at once
 # Bytes: where each of several arrays begins. Kernels read so many at once, and Triton compiles anew for an address that is no multiple.
 ALIGNMENT = 16
@@ -38,23 +38,30 @@ class Event(Protocol):
 
 
 class PinnedRing:
-    """`slots` buffers of `slot_bytes`, used in turn by one thread. `make_buffer(bytes)` makes all of them, [bytes] uint8."""
+    """`slots` buffers of `slot_bytes`, used in turn by one thread, whose copies all go to one stream, or to others that it then waits for: an event
+    stands for `together` copies. `make_buffer(bytes)` makes all buffers, [bytes] uint8."""
 
-    def __init__(self, slots: int, slot_bytes: int, make_buffer: Callable[[int], torch.Tensor], make_event: Callable[[], Event]) -> None:
+    def __init__(
+        self, slots: int, slot_bytes: int, make_buffer: Callable[[int], torch.Tensor], make_event: Callable[[], Event], together: int = TOGETHER
+    ) -> None:
         self._buffers = make_buffer(slots * slot_bytes).view(slots, slot_bytes).unbind()
         self._arrays = [buffer.numpy() for buffer in self._buffers]  # the same memory
-        self._events = [make_event() for _ in range(slots)]
+        self._together = together
+        self._events = [make_event() for _ in range(0, slots, together)]
         self._next = 0
 
     def send(self, arrays: Sequence[NDArray[Any]], starts: Sequence[int], target: torch.Tensor) -> None:
         """Enqueue a copy: in target [bytes] uint8 each of `arrays` begins at its start; what lies between them is undefined. The arrays may be
         changed at once. `target` has `slot_bytes` at most."""
-        slot, self._next = self._next, (self._next + 1) % len(self._events)
-        self._events[slot].synchronize()
+        slot, self._next = self._next, (self._next + 1) % len(self._buffers)
+        event, place = self._events[slot // self._together], slot % self._together
+        if place == 0:
+            event.synchronize()
         for array, start in zip(arrays, starts, strict=True):
             self._arrays[slot][start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
         target.copy_(self._buffers[slot][: len(target)], non_blocking=True)
-        self._events[slot].record()
+        if place == self._together - 1 or self._next == 0:
+            event.record()
 
 
 class _Rings(threading.local):
