@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dovetail.runtime import decode_graphs
-from dovetail.runtime.decode_graphs import TABLE_ENTRIES, DecodeGraphs, Inputs, graph_sizes, sharing_sizes
+from dovetail.runtime.decode_graphs import TABLE_ENTRIES, DecodeGraphs, Inputs, sharing_sizes
 from dovetail.runtime.mixed_graphs import MOST_TOKENS, token_sizes
+from dovetail.runtime.token_sizes import row_sizes
 from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.fakes import Bench, Greedy, generate
 from tests.support import examples
@@ -150,7 +151,7 @@ def test_a_block_table_comes_with_a_steps_other_inputs_where_it_is_small() -> No
 @given(st.integers(1, 3000))
 @examples(quick=50, full=2000)
 def test_sizes_descend_from_the_largest_step_and_the_smallest_is_small(most: int) -> None:
-    for sizes, largest in ((graph_sizes(most), most), (sharing_sizes(most + 1), most + 1), (token_sizes(most), min(most, MOST_TOKENS))):
+    for sizes, largest in ((list(row_sizes(most))[::-1], most), (sharing_sizes(most + 1), most + 1), (token_sizes(most), min(most, MOST_TOKENS))):
         assert sizes == sorted(set(sizes), reverse=True)
         assert sizes[0] == largest
         assert sizes[-1] <= 32

@@ -19,6 +19,7 @@ from dovetail.api.attention import AttentionBackend, AttentionBatch
 from dovetail.api.sampler import Sampler
 from dovetail.runtime.decode_rows import append, last_tokens
 from dovetail.runtime.row_state import RowState
+from dovetail.runtime.token_sizes import row_sizes
 from dovetail.runtime.transfer import upload
 
 Int64 = NDArray[np.int64]
@@ -68,17 +69,23 @@ class Inputs:
         upload(host, self._all[: len(host)])
 
 
-def graph_sizes(max_rows: int) -> list[int]:
-    """Padded numbers of rows, largest first: dense where padding would cost most."""
-    sizes = {1, 2, 4, max_rows}
-    for step, last in ((8, 128), (16, 256), (32, 512), (64, max_rows)):
-        sizes |= set(range(step, last + 1, step))
-    return sorted((size for size in sizes if size <= max_rows), reverse=True)
-
-
 def sharing_sizes(max_rows: int) -> list[int]:
-    """The same, for steps that read a shared prefix once: few, for each costs start-up time."""
+    """Padded numbers of rows, largest first, for steps that read a shared prefix once: few, for each costs start-up time."""
     return sorted({min(1 << power, max_rows) for power in range(2, max_rows.bit_length() + 1)}, reverse=True)
+
+
+def record(run: Callable[[], torch.Tensor], pool: Any, warm_ups: int, device: torch.device) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of `run`, and the tensor that it returned: its replays overwrite it."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warm_ups):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        outputs = run()
+    return graph, outputs
 
 
 class DecodeGraphs:
@@ -91,17 +98,17 @@ class DecodeGraphs:
         self._most = min(rows.max_rows, max_tokens)
         self._graphs: dict[tuple[bool, int], DecodeGraph] = {}  # (shares a prefix, size)
         self._size_for = np.zeros((2, self._most + 1), np.int64)  # the same, number of rows -> size
+        self.pool: Any = None  # of memory; once captured
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Record every size. The KV pool must be there."""
-        wanted = [(False, size) for size in graph_sizes(self._most)]
+        wanted = [(False, size) for size in reversed(row_sizes(self._most))]
         if self._backend.capabilities.shared_prefix:
             wanted += [(True, size) for size in sharing_sizes(self._most)]
-        pool = None
         for done, (shares, size) in enumerate(wanted):
-            captured = self._capture(shares, size, pool, WARM_UPS if done == 0 else 1)
-            pool = pool or captured.graph.pool()
+            captured = self._capture(shares, size, self.pool, WARM_UPS if done == 0 else 1)
+            self.pool = self.pool or captured.graph.pool()
             self._graphs[shares, size] = captured
             self._size_for[int(shares), : size + 1] = size
             if progress is not None:
@@ -146,17 +153,7 @@ class DecodeGraphs:
         return DecodeGraph(graph, inputs, outputs)
 
     def _record(self, run: Callable[[], torch.Tensor], pool: Any, warm_ups: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """A graph of `run`, and the tensor that it returned: its replays overwrite it."""
-        stream = torch.cuda.Stream(self._rows.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(warm_ups):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            outputs = run()
-        return graph, outputs
+        return record(run, pool, warm_ups, self._rows.device)
 
     def _decode(self, rows: torch.Tensor) -> torch.Tensor:
         """What is recorded: device work only, at fixed addresses. rows [size] int64 -> `DecodeGraph.outputs`."""

@@ -140,6 +140,11 @@ class MixedGraphs:
                     progress("capturing CUDA graphs of mixed steps", done + 1, len(wanted))
         torch.cuda.current_stream().wait_stream(stream)
 
+    @property
+    def hidden(self) -> torch.Tensor:
+        """What a run of the largest size returned last."""
+        return self._recordings[False, self._sizes[False][0]].hidden
+
     def recording_for(self, num_tokens: int, shared_prefix_blocks: int) -> Recording | None:
         """The smallest that holds such a step; None if there are too many tokens."""
         shares = self._whole and shared_prefix_blocks > 0

@@ -104,11 +104,13 @@ class RowState:
             self.host_blocks[new.row, : len(new.blocks)] = new.blocks
             self.prompt_logprobs[new.row] = -1 if new.sampling.prompt_logprobs is None else new.sampling.prompt_logprobs
         prompt_lens = np.array([new.prompt_len for new in added], np.int32)
-        device_rows, device_known, device_lens = all_to_device([rows, self.known[rows].astype(np.int32), prompt_lens], self.device)
-        self.num_tokens.index_copy_(0, device_rows, device_known)
-        self.prompt_lens.index_copy_(0, device_rows, device_lens)
-        _put(self.token_ids, rows * self.row_width, [new.token_ids for new in added])
-        _put(self.block_table, rows * self.max_blocks, [new.blocks for new in added])
+        tokens = _laid_out(rows * self.row_width, [new.token_ids for new in added])
+        blocks = _laid_out(rows * self.max_blocks, [new.blocks for new in added])
+        sent = all_to_device([rows, self.known[rows].astype(np.int32), prompt_lens, *tokens, *blocks], self.device)  # one copy
+        self.num_tokens.index_copy_(0, sent[0], sent[1])
+        self.prompt_lens.index_copy_(0, sent[0], sent[2])
+        self.token_ids.view(-1).index_copy_(0, sent[3], sent[4])
+        self.block_table.view(-1).index_copy_(0, sent[5], sent[6])
 
     def _append_blocks(self, rows: Int64, blocks: NDArray[np.int32]) -> None:
         order = np.argsort(rows, kind="stable")  # a row's blocks together, in their order
@@ -130,9 +132,8 @@ def counts_within(groups: Int64) -> Int64:
     return index - np.maximum.accumulate(np.where(begins, index, 0))
 
 
-def _put(table: torch.Tensor, starts: Int64, values: list[NDArray[np.int32]]) -> None:
-    """Write each of `values` into the flattened `table` from its start on."""
+def _laid_out(starts: Int64, values: list[NDArray[np.int32]]) -> tuple[Int64, NDArray[np.int32]]:
+    """Each of `values` from its start on: where each number goes, and all numbers."""
     lens = np.array([len(part) for part in values])
     places = np.repeat(starts - (np.cumsum(lens) - lens), lens) + np.arange(lens.sum())
-    flat, ids = all_to_device([places, np.concatenate(values).astype(np.int32, copy=False)], table.device)
-    table.view(-1).index_copy_(0, flat, ids)
+    return places, np.concatenate(values).astype(np.int32, copy=False)

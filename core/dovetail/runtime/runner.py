@@ -22,6 +22,7 @@ from dovetail.nn.logprobs import top_logprobs
 from dovetail.runtime.decode_graphs import DecodeGraphs
 from dovetail.runtime.mixed_graphs import MixedGraphs, Recording
 from dovetail.runtime.row_state import RowState
+from dovetail.runtime.sampling_graphs import SamplingGraphs
 from dovetail.runtime.transfer import HostCopy, all_to_device
 
 LOGITS_AT_ONCE = 1 << 24  # numbers: prompt logprobs are computed in slices of so many
@@ -86,7 +87,7 @@ class PendingStep:
     started: float  # when submitted, in seconds on the engine's clock
     token_ids: HostCopy | None = None  # [n] of the rows that sample
     broken: HostCopy | None = None  # [n] bool: their hidden states hold NaN
-    replayed: HostCopy | None = None  # [2, n or more]: both, of a step that was replayed
+    replayed: HostCopy | None = None  # [2, n or more]: both, of a step whose sampling was replayed
     logprobs: LogprobsCopy | None = None
     prompt_logprobs: dict[int, LogprobsCopy] = field(default_factory=dict)
     ended: float | None = None  # when it had been computed, where `submit` knows
@@ -111,8 +112,9 @@ class Runner:
         self.device = rows.device
         self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions whose logits are made at once
         self._pending: deque[PendingStep] = deque()
-        self.graphs: DecodeGraphs | None = None  # put there once captured, as is the next
+        self.graphs: DecodeGraphs | None = None  # put there once captured, as are the next two
         self.mixed_graphs: MixedGraphs | None = None
+        self.sampling_graphs: SamplingGraphs | None = None
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingStep:
@@ -233,8 +235,11 @@ class Runner:
         )
 
     def _sample(self, batch: Batch, inputs: StepInputs, hidden: torch.Tensor, pending: PendingStep) -> None:
-        host_rows = batch.rows[batch.samples].astype(np.int64)
-        rows, ends = all_to_device([host_rows, inputs.ends[batch.samples] - 1], self.device)
+        host_rows, host_ends = batch.rows[batch.samples].astype(np.int64), inputs.ends[batch.samples] - 1
+        if self.sampling_graphs is not None and self.sampler.capturable(host_rows):
+            pending.replayed = HostCopy(self.sampling_graphs.replay(hidden, host_ends, host_rows))
+            return
+        rows, ends = all_to_device([host_rows, host_ends], self.device)
         last = hidden.index_select(0, ends)  # [n, hidden]
         sampled = self.sampler.sample(self.model.logits(last), rows, host_rows)
         self.rows.append(sampled.token_ids, rows, host_rows)
@@ -257,4 +262,3 @@ class Runner:
             copy = pending.prompt_logprobs[index] = LogprobsCopy()
             for part, ids in zip(torch.split(hidden[first : first + count], self._slice), torch.split(targets, self._slice), strict=True):
                 copy.add(top_logprobs(self.model.logits(part), ids, int(asked[index])))
-

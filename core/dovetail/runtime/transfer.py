@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -120,9 +121,14 @@ def parts_of(target: torch.Tensor, arrays: Sequence[NDArray[Any]], starts: Seque
     """Of target [bytes] uint8, filled as `PinnedRing.send` says: tensors with the arrays' shapes and dtypes."""
     parts = []
     for array, start in zip(arrays, starts, strict=True):
-        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        parts.append(target[start : start + array.nbytes].view(dtype).view(array.shape))
+        part = target[start : start + array.nbytes].view(_torch_dtype(array.dtype))
+        parts.append(part if array.ndim == 1 else part.view(array.shape))
     return parts
+
+
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 class HostCopy:

@@ -24,6 +24,7 @@ from dovetail.runtime.model_files import find_architecture, resolve_dtype, resol
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import PendingStep, Runner
+from dovetail.runtime.sampling_graphs import SamplingGraphs
 from dovetail_executors.options import LocalOptions
 from dovetail_executors.pool import kv_layout, pool_blocks
 
@@ -153,7 +154,9 @@ class LocalExecutor(Executor):
             return "mixed"
         graphs = DecodeGraphs(model.module, backend, runner.sampler, runner.rows, max_tokens)
         graphs.capture(self.context.progress)
-        runner.graphs = graphs
+        sampling = SamplingGraphs(model.module, runner.sampler, runner.rows, min(runner.rows.max_rows, max_tokens), graphs.pool)
+        sampling.capture(runner.mixed_graphs.hidden, self.context.progress)
+        runner.graphs, runner.sampling_graphs = graphs, sampling
         return "decode, mixed"
 
     def _pool_blocks(self, layout: KVLayout, max_model_len: int, device: torch.device) -> int:

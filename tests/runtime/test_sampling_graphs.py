@@ -1,0 +1,75 @@
+"""Sampling that is replayed at the end of steps with prefills, with graphs that are played on the CPU: the tokens are those of sampling as it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from dovetail.api.sampler import RowSampling, SampledTokens
+from dovetail.runtime.sampling_graphs import SamplingGraphs
+from tests.runtime.fakes import HIDDEN, NAN_TOKEN, Bench, generate
+from tests.runtime.recorded import play_graphs_on_the_cpu
+from tests.runtime.test_decode_graphs import CapturableGreedy
+from tests.runtime.test_mixed_graphs import PROMPTS, SlotsThatStay, bench_with_graphs, generate_in_chunks
+from tests.support import examples
+
+
+class GreedyWithoutLogprobs(CapturableGreedy):
+    """Counts the rows that it is asked for outside of graphs: those that want log-probabilities."""
+
+    launched = 0
+
+    def capturable(self, host_rows: NDArray[np.int64]) -> bool:
+        return all(self.rows[row].logprobs is None for row in host_rows.tolist())
+
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: NDArray[np.int64]) -> SampledTokens:
+        self.launched += len(rows)
+        return super().sample(logits, rows, host_rows)
+
+
+def with_sampling_graphs(bench: Bench) -> GreedyWithoutLogprobs:
+    bench.sampler.__class__ = GreedyWithoutLogprobs
+    graphs = SamplingGraphs(bench.model, bench.sampler, bench.rows, bench.max_rows, None)
+    graphs.capture(torch.zeros(1, HIDDEN))
+    bench.runner.sampling_graphs = graphs
+    assert isinstance(bench.sampler, GreedyWithoutLogprobs)
+    return bench.sampler
+
+
+@pytest.mark.parametrize("model_is_replayed", [False, True])
+@examples(quick=8, full=100)
+@given(chunk=st.integers(1, 13))
+def test_the_tokens_are_those_of_the_model_however_prompts_are_cut(model_is_replayed: bool, chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        play_graphs_on_the_cpu(patch)
+        bench = bench_with_graphs(SlotsThatStay, [16, 8, 4], patch) if model_is_replayed else Bench()
+        sampler = with_sampling_graphs(bench)
+        assert generate_in_chunks(bench, chunk, 4) == [generate(prompt, 4) for prompt in PROMPTS]
+        assert not sampler.launched
+    assert bench.rows.num_tokens[: bench.max_rows].tolist() == bench.rows.known.tolist()
+    assert bench.rows.num_tokens[bench.max_rows] == 1, "nobody's row stays as it was"
+
+
+def test_a_step_with_a_row_that_no_graph_serves_is_sampled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    bench = Bench()
+    sampler = with_sampling_graphs(bench)
+    added = [bench.new(0, PROMPTS[0]), bench.new(1, PROMPTS[1], RowSampling(logprobs=2))]
+    result = bench.run({0: len(PROMPTS[0]), 1: len(PROMPTS[1])}, added)
+    assert sampler.launched == 2
+    assert result.logprobs is not None
+    assert [[token] for token in result.token_ids.tolist()] == [generate(prompt, 1) for prompt in PROMPTS[:2]]
+
+
+def test_a_row_whose_hidden_state_is_nan_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    bench = Bench()
+    with_sampling_graphs(bench)
+    result = bench.run({0: 2, 1: 2, 2: 2}, [bench.new(0, [3, 1]), bench.new(1, [4, NAN_TOKEN]), bench.new(2, [5, 9, 2])])
+    assert list(result.failed) == [1]
+    assert result.token_ids.tolist()[2] == -1, "it has a token to compute before it samples"
+    assert [result.token_ids.tolist()[0]] == generate([3, 1], 1)
