@@ -19,6 +19,8 @@ from dovetail_lab.step_time import StepShape
 LAYERS = 28
 SAMPLING_S = 1.2e-4  # of a step with prefills
 GRAPH_SHARE = 0.6  # of launching a step with prefills that is one graph: when that begins, sampling is left to be launched
+ROW_GRAPHS = (1, 2, 4, *range(8, 129, 8))
+JUMP = 16
 GRAPHS = (*range(32, 257, 32), *range(320, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))  # tokens that a graph is recorded for
 
 
@@ -45,6 +47,10 @@ class Machine(SimulatedExecutor):
 
     jitter = Jitter()
     graphs: tuple[int, ...] = GRAPHS
+    row_graphs: tuple[int, ...] = ()  # rows that a graph of decodes is recorded for; none: one for each number
+    decode_launch_s: float = 3e-4
+    copying: float = 0.0  # of launching decodes: what is left when their graph begins
+    jump_s: float = 0.0  # what decodes take longer above `JUMP` rows: other kernels
 
     def __init__(self, options: SimulatedOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)
@@ -75,7 +81,8 @@ class Machine(SimulatedExecutor):
     def _end(self, one: Submitted) -> float:
         """When the last kernel has ended, the device being free at `_free`."""
         if not one.shape.prefill_rows:
-            return max(one.launched, self._free) + self._decode_s(one.shape)
+            begins = one.launched - self.copying * (one.launched - one.begun)
+            return max(max(begins, self._free) + self._decode_s(one.shape), one.launched)
         launch_s, padded = one.launched - one.begun, self._padded(one.shape.tokens)
         if padded is not None:
             model = max(one.begun + (GRAPH_SHARE if one.samples else 1.0) * launch_s, self._free) + self._prefill_s(one.shape, padded)
@@ -90,13 +97,14 @@ class Machine(SimulatedExecutor):
 
     def _launch_s(self, shape: StepShape, samples: bool) -> float:
         if not shape.prefill_rows:
-            return 3e-4 + 5e-7 * shape.rows
+            return self.decode_launch_s + 5e-7 * shape.rows
         if self._padded(shape.tokens) is None:
             return 5e-3
         return 9e-4 * (1.0 if samples else GRAPH_SHARE)
 
     def _decode_s(self, shape: StepShape) -> float:
-        return 1.3e-3 + 3e-6 * shape.rows + 2.6e-8 * shape.context_tokens
+        rows = shape.rows if not self.row_graphs else self.row_graphs[bisect_left(self.row_graphs, shape.rows)]
+        return 1.3e-3 + 3e-6 * rows + (self.jump_s if rows > JUMP else 0.0) + 2.6e-8 * shape.context_tokens
 
     def _prefill_s(self, shape: StepShape, tokens: int) -> float:
         """A few tokens more cost nothing, then each costs the same."""

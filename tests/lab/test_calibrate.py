@@ -23,7 +23,7 @@ from dovetail_lab.simulate import replay
 from dovetail_lab.step_time import PiecewiseStepTime, RegimeStepTime, StepShape, StepTimeProfile
 from dovetail_lab.workloads import load_workload
 from tests.lab.commands import lab
-from tests.lab.machine import GRAPH_SHARE, GRAPHS, Jitter, machine
+from tests.lab.machine import GRAPH_SHARE, GRAPHS, ROW_GRAPHS, Jitter, machine
 from tests.support import examples
 
 DECODE = PiecewiseStepTime(points=((1, 0.004), (16, 0.005), (64, 0.009)), per_context_s=4e-8)
@@ -158,6 +158,7 @@ MACHINE = {
 }
 BUSY = "arrivals=poisson(40) requests=500 prompt=lognormal(200, 1, most=6000) output=lognormal(60, 0.7, most=300)"
 BURSTS = "arrivals=gamma(20, cv=2) requests=300 prompt=lognormal(900, 0.9, most=8000) output=lognormal(60, 0.7, most=300)"
+STEADY = "arrivals=poisson(30) requests=400 prompt=uniform(20, 60) output=uniform(200, 300)"
 SHORT = "arrivals=poisson(60) requests=1000 prompt=uniform(50, 700) output=uniform(6, 30)"
 
 
@@ -208,6 +209,51 @@ def test_a_machine_that_replays_small_steps_is_predicted(found_machine: StepTime
 def test_taken_for_launched_kernel_by_kernel_small_steps_are_not(found_machine: StepTimeProfile) -> None:
     wrong = found_machine.model_copy(update={"recorded_tokens": 0})
     assert max(map(abs, differences(wrong, SHORT).values())) > 0.05
+
+
+STAIRS: dict[str, Any] = {
+    "row_graphs": ROW_GRAPHS,
+    "jump_s": 3e-4,
+    "copying": 0.25,
+    "decode_launch_s": 8e-4,
+    "jitter": Jitter((0.9, 0.1), (1.0, 5.0)),
+}
+
+
+@pytest.fixture(scope="module")
+def found_stairs() -> StepTimeProfile:
+    """Decodes are padded, those above 16 rows take other kernels, some are launched late, and all begin before launching them has ended."""
+    return calibrated(**STAIRS)
+
+
+def test_it_is_found_out_what_decodes_are_padded_to(found_stairs: StepTimeProfile) -> None:
+    assert tuple(found_stairs.step_time["decode"]["sizes"]) == ROW_GRAPHS
+    model = found_stairs.make()
+    for rows in range(1, 129):
+        padded = next(size for size in ROW_GRAPHS if size >= rows)
+        seconds = 1.3e-3 + 3e-6 * padded + (3e-4 if padded > 16 else 0) + 2.6e-8 * rows * 601
+        assert model.seconds(shape(*decodes(rows, 600))) == pytest.approx(seconds, rel=0.01), rows
+
+
+def test_decodes_that_no_size_is_padded_to_are_not_taken_for_padded(found_machine: StepTimeProfile) -> None:
+    assert found_machine.step_time["decode"]["sizes"] == []
+
+
+def test_it_is_found_out_that_decodes_begin_before_their_launching_has_ended(found_stairs: StepTimeProfile, found_machine: StepTimeProfile) -> None:
+    assert found_stairs.copying_share == pytest.approx(STAIRS["copying"], abs=0.03)
+    assert found_machine.copying_share == 0.0
+
+
+@pytest.mark.parametrize("workload", [SHORT, STEADY])
+def test_a_machine_with_stairs_is_predicted(found_stairs: StepTimeProfile, workload: str) -> None:
+    smooth = found_stairs.model_copy(update={"launch_spread": None})
+    assert differences(smooth, workload, **{**STAIRS, "jitter": Jitter()}) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.02)
+
+
+def test_taken_for_a_slope_stairs_are_not_predicted(found_stairs: StepTimeProfile) -> None:
+    decode = found_stairs.step_time["decode"] | {"sizes": ()}
+    wrong = found_stairs.model_copy(update={"launch_spread": None, "step_time": found_stairs.step_time | {"decode": decode}})
+    assert differences(wrong, STEADY, **{**STAIRS, "jitter": Jitter()})["tpot p99"] < -0.03
 
 
 def test_a_machine_that_replays_only_decodes_is_predicted() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dovetail.errors import ConfigError
-from dovetail.runtime.token_sizes import padded_sizes
 from dovetail_lab.fitting import Measurement, fit_linear, fit_piecewise, relative_errors
 from dovetail_lab.step_time import (
     BUILT_IN,
@@ -67,12 +66,16 @@ def test_tokens_are_padded_to_the_next_size_that_is_recorded() -> None:
     assert seconds == pytest.approx([0.01, 0.01, 0.02, 0.02, 0.03, 0.03, 0.04 - 31 / 3200, 0.04])
 
 
-def test_the_sizes_that_are_tried_are_those_of_dovetails_own_executors() -> None:
-    pytest.importorskip("torch", reason="recording takes torch")
-    from dovetail.runtime.mixed_graphs import MOST_TOKENS, token_sizes
+def test_how_long_rows_are_counts_beside_how_much_they_read() -> None:
+    model = PiecewiseStepTime(points=((1, 0.01), (64, 0.01)), per_context_s=1e-6, per_length_s=1e-5)
+    assert model.seconds(shape((1, 499))) == pytest.approx(0.01 + 500e-6 + 500e-5)
+    assert model.seconds(shape((1, 399), (1, 599))) == pytest.approx(0.01 + 1000e-6 + 500e-5)
 
-    for most in (20, 32, 1000, MOST_TOKENS):
-        assert list(padded_sizes(most)) == token_sizes(most)[::-1]
+
+def test_prefills_beside_decodes_take_longer() -> None:
+    model = PiecewiseStepTime(points=((1, 0.01), (64, 0.01)), beside_s=0.002)
+    seconds = [model.seconds(shape(*rows)) for rows in ([(1, 5)], [(20, 0)], [(20, 0), (1, 5)], [(20, 0), (1, 5), (1, 5)])]
+    assert seconds == pytest.approx([0.01, 0.01, 0.012, 0.012])
 
 
 RULE = LaunchRule(recorded_tokens=100, sampling_share=0.25, after_launch_s=0.001)
@@ -101,6 +104,15 @@ def test_what_a_step_computes_follows_from_how_long_it_kept_the_device(rows: lis
     occupied_s = RULE.occupied_s(shape(*rows), seconds, late_s, 0.04)
     computed_s = RULE.computed_s(shape(*rows), occupied_s, late_s, 0.04)
     assert computed_s == pytest.approx(seconds if RULE.regime(shape(*rows)) is not Regime.LAUNCHED else max(seconds, late_s + 0.001))
+
+
+def test_decodes_do_not_wait_for_what_is_launched_after_their_graph() -> None:
+    rule = LaunchRule(copying_share=0.25)
+    times = [rule.occupied_s(DECODES, 0.01, late_s, 0.04) for late_s in (-0.01, 0.005, 0.01, 0.02, 0.04)]
+    assert times == pytest.approx([0.01, 0.01, 0.01, 0.02, 0.04])
+    assert [rule.computed_s(DECODES, seconds, late_s, 0.04) for seconds, late_s in zip(times[2:], (0.01, 0.02, 0.04), strict=True)] == pytest.approx(
+        [0.01] * 3
+    )
 
 
 def test_a_profile_that_says_nothing_of_graphs_has_prefills_computed_while_launched() -> None:

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from dovetail.runtime import decode_graphs
 from dovetail.runtime.decode_graphs import TABLE_ENTRIES, DecodeGraphs, Inputs, sharing_sizes
-from dovetail.runtime.mixed_graphs import MOST_TOKENS, token_sizes
-from dovetail.runtime.token_sizes import row_sizes
+from dovetail.runtime.token_sizes import ALWAYS_TOKENS, most_recorded, padded_sizes, row_sizes
 from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.fakes import Bench, Greedy, generate
 from tests.support import examples
@@ -151,7 +150,12 @@ def test_a_block_table_comes_with_a_steps_other_inputs_where_it_is_small() -> No
 @given(st.integers(1, 3000))
 @examples(quick=50, full=2000)
 def test_sizes_descend_from_the_largest_step_and_the_smallest_is_small(most: int) -> None:
-    for sizes, largest in ((list(row_sizes(most))[::-1], most), (sharing_sizes(most + 1), most + 1), (token_sizes(most), min(most, MOST_TOKENS))):
+    for sizes, largest in ((list(row_sizes(most))[::-1], most), (sharing_sizes(most + 1), most + 1), (list(padded_sizes(most))[::-1], most)):
         assert sizes == sorted(set(sizes), reverse=True)
         assert sizes[0] == largest
         assert sizes[-1] <= 32
+
+
+@given(st.integers(1, 40_000), st.integers(1, 10**12))
+def test_the_smaller_a_model_the_larger_the_steps_that_are_recorded(max_tokens: int, parameters: int) -> None:
+    assert min(max_tokens, ALWAYS_TOKENS) <= most_recorded(max_tokens, 2 * parameters) <= most_recorded(max_tokens, parameters) <= max_tokens

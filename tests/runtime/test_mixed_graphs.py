@@ -98,7 +98,7 @@ class PoolWideLayer(AttentionLayer):
 
 def bench_with_graphs(backend: type[AttentionBackend], sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr("tests.runtime.fakes.TorchAttention", backend)
-    monkeypatch.setattr(mixed_graphs, "token_sizes", lambda max_tokens: sizes)
+    monkeypatch.setattr(mixed_graphs, "padded_sizes", lambda most: sizes[::-1])
     play_graphs_on_the_cpu(monkeypatch)
     bench, cuts = Bench(), Cuts()
     whole: Any = SimpleNamespace(make_layer=cuts.wrap(bench.backend.make_layer))

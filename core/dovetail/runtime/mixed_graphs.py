@@ -1,4 +1,4 @@
-"""Small steps that aren't decodes alone, as CUDA graphs. The model is recorded once for each padded number of tokens, with all that depends on that
+"""Steps that aren't decodes alone, as CUDA graphs, but for large ones. The model is recorded once for each padded number of tokens, with all that depends on that
 number alone.
 
 That includes attention where its backend says so (`cuda_graph="mixed"`): one graph is the whole model. How the kernels of other backends are launched
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionLayer, FusedCache, LayerSpec
-from dovetail.runtime.token_sizes import MOST_TOKENS, padded_sizes
+from dovetail.runtime.token_sizes import padded_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +106,19 @@ class Recorder:
         self.pieces.append(Piece(self._graph))
 
 
-def token_sizes(max_tokens: int) -> list[int]:
-    """Padded numbers of tokens, largest first."""
-    return list(reversed(padded_sizes(min(max_tokens, MOST_TOKENS))))
-
-
 def sharing_sizes(sizes: list[int]) -> list[int]:
-    """Of these, the ones for steps that read a shared prefix once: few, for each costs start-up time."""
+    """Of `sizes`, largest first, the ones for steps that read a shared prefix once: few, for each costs start-up time."""
     return [size for size in sizes if size == sizes[0] or (size >= 256 and size.bit_count() == 1)]
 
 
 class MixedGraphs:
     """All sizes of one model. A backend that can read a shared prefix once inside a graph gets recordings of their own for that."""
 
-    def __init__(self, model: Any, cuts: Cuts, backend: AttentionBackend, max_tokens: int, device: torch.device) -> None:
+    def __init__(self, model: Any, cuts: Cuts, backend: AttentionBackend, most_tokens: int, device: torch.device) -> None:
+        """For steps of up to `most_tokens`."""
         self._model, self._cuts, self._backend, self._device = model, cuts, backend, device
         self._whole = backend.capabilities.cuda_graph == "mixed"
-        sizes = token_sizes(max_tokens)
+        sizes = list(reversed(padded_sizes(most_tokens)))
         self._sizes = {False: sizes, True: sharing_sizes(sizes) if self._whole and backend.capabilities.shared_prefix else []}  # shares a prefix
         self._recordings: dict[tuple[bool, int], Recording] = {}
 

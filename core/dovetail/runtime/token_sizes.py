@@ -3,12 +3,19 @@ Needs no torch: who simulates such an engine asks too."""
 
 from __future__ import annotations
 
-MOST_TOKENS = 2048  # with more, even a small model computes for longer than launching takes
+ALWAYS_TOKENS = 2048  # are recorded, whatever the model
+RECORDED_WORK = 5e12  # tokens times parameters: a step of more takes an H200 15 ms, longer than a host that isn't busy otherwise needs to launch it
+
+
+def most_recorded(max_tokens: int, parameters: int) -> int:
+    """Tokens of the largest step with prefills that is recorded, of steps with up to `max_tokens`: a small model computes large ones in less time
+    than launching them takes."""
+    return min(max_tokens, max(ALWAYS_TOKENS, int(RECORDED_WORK / max(1, parameters))))
 
 
 def padded_sizes(most: int) -> tuple[int, ...]:
     """Tokens, rising, up to `most`: the finer, the smaller."""
-    sizes = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128), *range(1024, most, 256))
+    sizes = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256), *range(4096, most, 512))
     return (*(size for size in sizes if size < most), most)
 
 

@@ -25,6 +25,7 @@ from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import PendingStep, Runner
 from dovetail.runtime.sampling_graphs import SamplingGraphs
+from dovetail.runtime.token_sizes import most_recorded
 from dovetail_executors.options import LocalOptions
 from dovetail_executors.pool import kv_layout, pool_blocks
 
@@ -83,7 +84,7 @@ class LocalExecutor(Executor):
                 "dtype": dtype,
                 "attention": chosen.name,
                 "model": str(hf_config.architectures[0]),
-                "parameters": f"{sum(p.numel() for p in model.module.parameters()) / 1e6:.1f}M",
+                "parameters": f"{num_parameters(model) / 1e6:.1f}M",
                 "cuda_graphs": graphs,
                 "kv_pool": readable_bytes(num_blocks * layout.bytes_per_block),
             },
@@ -148,7 +149,7 @@ class LocalExecutor(Executor):
         if backend.capabilities.cuda_graph == "none":
             return "none"
         max_tokens = self.context.config.max_num_batched_tokens
-        runner.mixed_graphs = MixedGraphs(model.module, cuts, backend, max_tokens, device)
+        runner.mixed_graphs = MixedGraphs(model.module, cuts, backend, most_recorded(max_tokens, num_parameters(model)), device)
         runner.mixed_graphs.capture(self.context.progress)
         if not runner.sampler.capabilities.cuda_graph:
             return "mixed"
@@ -176,6 +177,10 @@ class LocalExecutor(Executor):
         free, total = torch.cuda.mem_get_info(device)
         outside_torch = total - free - torch.cuda.memory_reserved(device)
         return outside_torch + torch.cuda.max_memory_allocated(device)
+
+
+def num_parameters(model: LoadedModel) -> int:
+    return sum(parameter.numel() for parameter in model.module.parameters())
 
 
 def choose_device(name: str) -> torch.device:

@@ -1,6 +1,6 @@
 """Step times of a real engine, measured over a designed grid: `calibrate`. The profile that comes of it makes a simulation take as long.
 
-decodes            rows × context
+decodes            rows × context, sizes of graphs and others
 one prompt joins   decodes × its tokens
 prompts in chunks  tokens × history, beside a growing number of decodes
 """
@@ -21,7 +21,7 @@ import numpy as np
 import dovetail
 from dovetail import EngineConfig, LLMEngine
 from dovetail.errors import ConfigError
-from dovetail.runtime.token_sizes import MOST_TOKENS, padded_sizes
+from dovetail.runtime.token_sizes import ALWAYS_TOKENS, padded_sizes
 from dovetail_lab.rig import NEVER, Rig, Sighting, TimeIsUpError
 from dovetail_lab.step_time import LaunchRule, StepShape, StepTimeProfile
 from dovetail_lab.step_timing import DeviceTimes, Timed, spread, timed
@@ -35,13 +35,14 @@ SETTLING = 2  # decode steps after a change that belong to no measurement
 TOGETHER = 6  # decode steps that are timed as one
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
+BETWEEN = (3, 6, 12, 20, 44)  # no graph is recorded for these: whether they take as long as the next size tells whether decodes are padded
 CONTEXTS = ((512, 512), (64, 128), (2048, 1024), (6144, 2048))  # (tokens of a decode, chunk), the most useful first
 JOINING = (
     *((tokens,) for tokens in (16, 48, 700, 128, 1500, 300, 1000, 90, 3000, 200, 1900, 450)),
     *((64, 64, 64, 64), (250, 250, 250), (30, 400), (600, 600), (150, 40, 10)),
 )  # what joins one step: by turns, some at each number of rows
 AT_ONCE = 4  # half as many beside other contexts than the first
-GRAPHS = padded_sizes(MOST_TOKENS)  # where a graph is recorded for each of these, each has a time of its own
+GRAPHS = padded_sizes(ALWAYS_TOKENS)  # where a graph is recorded for each of these, each has a time of its own
 FEW_GRAPHS = GRAPHS[1::3]
 PREFILLS = (
     *((tokens, chunk) for size in FEW_GRAPHS for tokens, chunk in ((size, NEVER), (2 * size, size))),
@@ -63,10 +64,12 @@ Progress = Callable[[int, int], None]  # (cells measured, of all)
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Decodes of about `context` tokens each: at every number of `rows` some steps of them alone, then `prompts` that join."""
+    """Decodes of about `context` tokens each: at every number of `rows` some steps of them alone, then `prompts` that join; `between` them the former
+    alone."""
 
     context: int
     rows: tuple[int, ...]
+    between: tuple[int, ...]
     chunk: int  # tokens of prompts beside decodes while rows are added
     prompts: tuple[tuple[int, ...], ...]  # what joins one step
     at_once: int  # so many of them at each number of rows: they take turns
@@ -101,10 +104,15 @@ class Design:
                 f"60 % of its KV pool; got {capacity.max_model_len}, and {pool}"
             )
         joining = [group for group in (QUICK_JOINING if tiny else JOINING) if sum(group) <= min(config.max_num_batched_tokens, longest)]
+
+        def that_fit(counts: Sequence[int], context: int) -> tuple[int, ...]:
+            return tuple(count for count in counts if count == 1 or count * (context + 64) <= min(pool, LEVEL_TOKENS))
+
         levels = [
             Level(
                 context,
-                tuple(count for count in rows[:: 1 if index < 2 else 2] if count == 1 or count * (context + 64) <= min(pool, LEVEL_TOKENS)),
+                that_fit(rows[:: 1 if index < 2 else 2], context),
+                that_fit([count for count in BETWEEN if count < most_rows and count not in rows], context) if index < 2 else (),
                 chunk,
                 tuple(joining),
                 AT_ONCE // 2 if index else AT_ONCE,
@@ -116,7 +124,7 @@ class Design:
 
     @property
     def cells(self) -> int:
-        return len(self.prefills) + sum(len(level.rows) for level in self.levels)
+        return len(self.prefills) + sum(len(level.rows) + len(level.between) for level in self.levels)
 
 
 def _that_fit(prefills: Sequence[tuple[int, int]], longest: int, max_tokens: int) -> tuple[tuple[int, int], ...]:
@@ -168,10 +176,11 @@ def profile_of(sightings: Sequence[Sighting], overlapped: bool, **papers: Any) -
     return StepTimeProfile(
         step_time=times.step_time.model_dump(mode="json"),
         launch=None if times.launch is None else times.launch.model_dump(mode="json"),
-        launch_spread=times.launch_spread(step for step in steps if step.samples),
+        launch_spread=times.launch_spread(step for step in steps if step.samples and not step.goes_on),
         after_launch_s=times.rule.after_launch_s,
         recorded_tokens=times.rule.recorded_tokens,
         sampling_share=times.rule.sampling_share,
+        copying_share=times.rule.copying_share,
         error=round(float(np.abs(times.errors(judges)).mean()), 4),
         judged_on=f"{len(judges)} of {len(cells)} measurements, that it wasn't fitted on",
         **_core_times(sightings, times.rule),
@@ -211,10 +220,10 @@ def _measure_prefills(rig: Rig, prefills: Sequence[tuple[int, int]], design: Des
 
 def _measure_level(rig: Rig, level: Level, design: Design, tell: Callable[[], None]) -> None:
     turns = cycle(level.prompts)
-    for rows in level.rows:
+    for rows in sorted({*level.rows, *level.between}):
         rig.grow(rows, level.context, level.chunk)
         rig.decode(design.decode_steps)
-        for group in filter(rig.has_seats_for, islice(turns, level.at_once)):
+        for group in filter(rig.has_seats_for, islice(turns, 0 if rows in level.between else level.at_once)):
             for _ in range(design.repeats):
                 rig.inject(group, then=1)
         tell()

@@ -9,10 +9,11 @@ from itertools import pairwise
 import numpy as np
 
 from dovetail.errors import ConfigError
+from dovetail.runtime.token_sizes import row_sizes
 from dovetail_lab.fitting import Floats, Measurement, nonnegative_least_squares, relative_errors
 from dovetail_lab.step_time import PiecewiseStepTime, RegimeStepTime, StepShape, padded
 
-TERMS = ("per_context_s", "per_pair_s", "per_row_s")
+TERMS = ("per_context_s", "per_pair_s", "per_row_s", "per_length_s", "beside_s")
 KNOTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384, 32_768)
 BOUNDARIES = (256, 512, 1024, 2048, 4096)  # of tokens, above which an engine may launch what it replays below
 WORTH = 0.97  # a floor, or a boundary, must lower the error to this share: or chance would add them
@@ -30,16 +31,20 @@ class _Step:
 
 
 def fit_regimes(
-    measurements: Sequence[Measurement], at_most: Sequence[Measurement] = (), boundary: int | None = None, sizes: Sequence[int] = ()
+    measurements: Sequence[Measurement],
+    at_most: Sequence[Measurement] = (),
+    boundary: int | None = None,
+    sizes: Sequence[int] = (),
+    padded_rows: Sequence[int] = (),
 ) -> RegimeStepTime:
     """Decodes, and steps with prefills; a measurement holds one kind alone. One that is far off from all others (a compilation, a hiccup) is left
     out. Of those in `at_most`, which hold prefills, only an upper bound is known: they count where the fit would exceed it. Those of up to `boundary`
-    tokens have a model of their own, in which tokens are padded to the next of `sizes`; None: a boundary is looked for.
+    tokens have a model of their own, in which tokens are padded to the next of `sizes`; None: a boundary is looked for. Decodes are padded to the
+    next of `padded_rows`.
 
     Raises `ConfigError` if one of the two kinds is missing.
     """
-    decodes = [one for one in measurements if not any(shape.prefill_rows for shape in one.shapes)]
-    decode = _without_outliers([_step(one) for one in decodes], "decodes")
+    decode = fit_decodes(measurements, padded_rows)
     steps = [_step(one) for one in measurements if any(shape.prefill_rows for shape in one.shapes)]
     bounds = [_step(one) for one in at_most]
     best = _with_prefills(decode, steps or bounds, boundary, sizes)
@@ -49,6 +54,12 @@ def fit_regimes(
             break
         best = _with_prefills(decode, steps + exceeded, boundary, sizes)
     return best
+
+
+def fit_decodes(measurements: Sequence[Measurement], sizes: Sequence[int] = ()) -> PiecewiseStepTime:
+    """Of the measurements without prefills; rows are padded to the next of `sizes`. Raises `ConfigError` if there are none."""
+    decodes = [one for one in measurements if not any(shape.prefill_rows for shape in one.shapes)]
+    return _without_outliers([_step(one) for one in decodes], "decodes", sizes)
 
 
 def _with_prefills(decode: PiecewiseStepTime, steps: Sequence[_Step], boundary: int | None, sizes: Sequence[int]) -> RegimeStepTime:
@@ -111,11 +122,17 @@ def _with_floor(steps: Sequence[_Step], sizes: Sequence[int]) -> PiecewiseStepTi
 def _fit(steps: Sequence[_Step], sizes: Sequence[int]) -> PiecewiseStepTime:
     """Non-negative least squares of relative errors. What it takes never falls with the number of tokens."""
     tokens = np.array([padded(step.shape.tokens, sizes) for step in steps], np.float64)
-    knots = _knots(tokens, sorted({*sizes, *(knot for knot in KNOTS if not sizes or knot > sizes[-1])}))
+    decodes = all(step.shape.prefill_rows == 0 for step in steps)
+    if decodes:
+        knots = _measured(tokens, row_sizes(int(tokens.max())))
+    else:
+        knots = _knots(tokens, sorted({*sizes, *(knot for knot in KNOTS if not sizes or knot > sizes[-1])}))
     rises = [np.clip((tokens - low) / (high - low), 0, 1 if high != knots[-1] else None) for low, high in pairwise(knots)]
-    terms = [[shape.context_tokens, shape.prefill_pairs, shape.rows] for shape in (step.shape for step in steps)]
-    if all(shape.prefill_rows == 0 for shape in (step.shape for step in steps)):
-        terms = [[context, 0, 0] for context, _, _ in terms]  # rows are the tokens
+    shapes = [step.shape for step in steps]
+    if decodes:  # rows are the tokens
+        terms = [[shape.context_tokens, 0, 0, shape.context_tokens / shape.rows, 0] for shape in shapes]
+    else:
+        terms = [[shape.context_tokens, shape.prefill_pairs, shape.rows, 0, shape.decodes > 0] for shape in shapes]
     matrix = np.column_stack([np.ones(len(steps)), *rises, np.array(terms, np.float64)])
     matrix /= np.array([step.seconds for step in steps])[:, None]
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
@@ -132,6 +149,12 @@ def _knots(tokens: Floats, candidates: Sequence[int]) -> list[int]:
         if knot > knots[-1] and np.count_nonzero((tokens > knots[-1]) & (tokens <= knot)) >= 3:
             knots.append(knot)
     return knots if len(knots) > 1 else [low, max(high, low + 1)]
+
+
+def _measured(tokens: Floats, candidates: Sequence[int]) -> list[int]:
+    """Those that were measured, be it once, since what a context adds is the same for all; and both ends."""
+    low, high = int(tokens.min()), int(tokens.max())
+    return sorted({low, max(high, low + 1), *(set(candidates) & set(tokens.astype(int).tolist()))})
 
 
 def _relative(model: PiecewiseStepTime, steps: Sequence[_Step]) -> Floats:

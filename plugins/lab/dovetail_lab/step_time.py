@@ -81,6 +81,8 @@ class Regime(Enum):
 class LaunchRule:
     """Which steps begin when they are launched, and which are computed meanwhile.
 
+    decodes:           | launching .... | copying too |
+                                        | computing .............. |
     one graph:         | launching .... | sampling too |
                                         | computing .............. |
     kernel by kernel:  | launching ................... | after |
@@ -90,6 +92,7 @@ class LaunchRule:
     recorded_tokens: int = 0  # a step with prefills of up to so many tokens is one graph
     sampling_share: float = 0.0  # of launching such a step: what is left to do when the graph begins
     after_launch_s: float = 0.0
+    copying_share: float = 0.0  # of launching a step of decodes: what is left to do when its graph begins
 
     def regime(self, shape: StepShape) -> Regime:
         if not shape.prefill_rows:
@@ -101,7 +104,7 @@ class LaunchRule:
         was free for it (negative: before)."""
         regime = self.regime(shape)
         if regime is Regime.DECODE:
-            return max(late_s, 0.0) + seconds
+            return max(seconds + max(late_s - self.copying_share * launch_s, 0.0), late_s)
         if regime is Regime.RECORDED:
             seconds += max(late_s - self.sampling_share * launch_s, 0.0)
         return max(seconds, late_s + self.after_launch_s)
@@ -111,7 +114,8 @@ class LaunchRule:
         regime = self.regime(shape)
         if regime is Regime.LAUNCHED:
             return occupied_s
-        return occupied_s - max(late_s - (self.sampling_share * launch_s if regime is Regime.RECORDED else 0.0), 0.0)
+        share = self.sampling_share if regime is Regime.RECORDED else self.copying_share
+        return occupied_s - max(late_s - share * launch_s, 0.0)
 
 
 class LinearStepTime(_Model):
@@ -137,7 +141,8 @@ class LinearStepTime(_Model):
 class PiecewiseStepTime(_Model):
     """As linear, but the share of the batch's size is drawn through measured points: flat while reading the weights takes longest, steep where
     computing does, with the steps of tile sizes and captured graphs between them. Where a graph is recorded for each of some `sizes`, what counts is
-    the next size: a staircase."""
+    the next size: a staircase. While rows are few, how long they are counts beside how much K and V they read in all: each is read by parts of the
+    device alone."""
 
     kind: Literal["piecewise"] = "piecewise"
     points: tuple[tuple[int, Seconds], ...] = Field(min_length=2, description="(tokens in the batch, seconds), by tokens; extended beyond both ends.")
@@ -146,6 +151,8 @@ class PiecewiseStepTime(_Model):
     per_row_s: Seconds = 0.0
     least_s: Seconds = Field(default=0.0, description="What launching the step takes: it is never shorter.")
     sizes: tuple[int, ...] = Field(default=(), description="Tokens are padded to the next of these, rising; more than the last are not.")
+    per_length_s: Seconds = Field(default=0.0, description="What each token of a row's mean context adds, however many rows there are.")
+    beside_s: Seconds = Field(default=0.0, description="What it adds that prefills have decodes beside them.")
 
     @model_validator(mode="after")
     def _in_order(self) -> PiecewiseStepTime:
@@ -166,6 +173,10 @@ class PiecewiseStepTime(_Model):
         (low, low_s), (high, high_s) = self.points[at - 1], self.points[at]
         own = low_s + (high_s - low_s) * (tokens - low) / (high - low)
         attention = self.per_context_s * shape.context_tokens + self.per_pair_s * shape.prefill_pairs
+        if self.per_length_s:
+            attention += self.per_length_s * shape.context_tokens / shape.rows
+        if shape.prefill_rows and shape.decodes:
+            attention += self.beside_s
         return max(max(own, 0.0) + attention + self.per_row_s * shape.rows, self.least_s)
 
 
@@ -322,6 +333,9 @@ class StepTimeProfile(_Model):
     sampling_share: float = Field(
         default=0.0, ge=0, le=1, description="Of launching such a step: what is left to do when its graph begins, which is sampling."
     )
+    copying_share: float = Field(
+        default=0.0, ge=0, le=1, description="Of launching a step of decodes: what is left to do when its graph begins, such as copying results."
+    )
     results_s: Seconds = Field(default=0.0, description="From a step's end until its tokens are delivered.")
     results_per_row_s: Seconds = Field(default=0.0, description="What each request in the step adds to it.")
     error: float | None = Field(default=None, ge=0, description="Mean of |predicted - measured| / measured over the steps it was judged on.")
@@ -339,7 +353,7 @@ class StepTimeProfile(_Model):
 
     @property
     def rule(self) -> LaunchRule:
-        return LaunchRule(self.recorded_tokens, self.sampling_share, self.after_launch_s)
+        return LaunchRule(self.recorded_tokens, self.sampling_share, self.after_launch_s, self.copying_share)
 
     def make_launch(self) -> StepTimeModel | None:
         """Of the time that handing a step over takes. Raises `ConfigError` if `launch` describes no model."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.runtime.token_sizes import padded_sizes
-from dovetail_lab.fitting import Measurement
-from dovetail_lab.regime_fitting import BOUNDARIES, ENOUGH, WORTH, fit_regimes
+from dovetail.runtime.token_sizes import padded_sizes, row_sizes
+from dovetail_lab.fitting import Measurement, relative_errors
+from dovetail_lab.regime_fitting import BOUNDARIES, ENOUGH, WORTH, fit_decodes, fit_regimes
 from dovetail_lab.rig import Sighting
 from dovetail_lab.step_time import LEVELS, LaunchRule, Regime, RegimeStepTime, Spread, StepShape
 
@@ -25,6 +25,8 @@ LAUNCH_BOUND = 0.15  # of its time: a step that ends so soon after its launching
 HICCUP = 1.6  # times the median of launching steps of about the same size
 LEAST_LAUNCH_S = 1e-6  # a core that hands over faster than this has nothing to measure
 LEAST_COMPUTED = 0.01  # of its time: a step that computes less than that was misunderstood
+IN_TIME = 6  # decode steps of a cell: if so many were launched in time, the others aren't needed
+LATE = 0.5  # of launching it: a step that late shows all of what it computes meanwhile
 SPREAD_OVER = 50  # steps: of fewer nobody knows how they vary
 
 Cells = Sequence[Sequence[tuple["Timed", ...]]]  # repetitions of the same together
@@ -39,6 +41,7 @@ class Timed:
     waited_s: float  # from then on until the device was free for it
     seconds: float  # from then on until it had ended
     samples: bool = True  # a token, for anybody
+    goes_on: bool = False  # nothing but chunks of prompts that had a row before: they are launched faster, and while the device is busy
 
     @property
     def late_s(self) -> float:
@@ -59,16 +62,19 @@ class Timed:
 
 def timed(sightings: Iterable[Sighting], overlapped: bool) -> Iterator[Timed]:
     """In order. Without overlap nothing is launched while the device is busy: a step takes as long as the executor says."""
+    sightings = list(sightings)
+    noted = any(sighting.added for sighting in sightings)
     before = -np.inf
     for sighting in sightings:
         seconds = sighting.ended - sighting.started
+        goes_on = noted and not sighting.added and not sighting.shape.decodes
         if not overlapped:
-            yield Timed(sighting.shape, 0.0, 0.0, seconds, sighting.sampled != 0)
+            yield Timed(sighting.shape, 0.0, 0.0, seconds, sighting.sampled != 0, goes_on)
             continue
         seen = sighting.ended - sighting.asked > WAITED_S
         before = sighting.ended if seen else min(sighting.ended, max(sighting.submitted, before) + seconds)
         waited_s = max(0.0, before - seconds - sighting.submitted)
-        yield Timed(sighting.shape, sighting.launched - sighting.submitted, waited_s, seconds, sighting.sampled != 0)
+        yield Timed(sighting.shape, sighting.launched - sighting.submitted, waited_s, seconds, sighting.sampled != 0, goes_on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +91,39 @@ class DeviceTimes:
 
         Nobody says which steps are recorded graphs, and of which sizes. So all is tried, and what explains the measured times best is kept if it is
         clearly better than that there are none: a graph that was launched when the device was free took longer than the same one launched before, by
-        what launching took. Raises `ConfigError` if decodes, or steps with prefills, are missing.
+        what launching took. Decodes, which depend on nothing of that, are looked at first.
+
+        Raises `ConfigError` if decodes, or steps with prefills, are missing.
         """
-        middle = [median(cell) for cell in cells]
-        plain = cls._under(LaunchRule(), middle, cells)
+        middle = [median(in_time(cell)) for cell in cells]
+        begin = LaunchRule(copying_share=_copying_share(middle, cells))
+        rows = _padded_rows([_computed(one, begin) for one in middle if not one[0].shape.prefill_rows], bool(_launches(cells, begin)))
+        plain = cls._under(begin, middle, cells, rows)
         others = []
         for sizes in _sizes([one[0].shape.tokens for one in middle if one[0].shape.prefill_rows]):
-            others.append(cls._under(LaunchRule(), middle, cells, sizes[-1], sizes))
+            others.append(cls._under(begin, middle, cells, rows, sizes[-1], sizes))
             if plain.launch is not None:
-                others += [cls._under(LaunchRule(sizes[-1]), middle, cells, sizes[-1], padded_to) for padded_to in ((), sizes)]
+                recorded = replace(begin, recorded_tokens=sizes[-1])
+                others += [cls._under(recorded, middle, cells, rows, sizes[-1], padded_to) for padded_to in ((), sizes)]
         best = min(others, key=lambda one: one._misfit(middle), default=plain)
         return best if best._misfit(middle) < WORTH * plain._misfit(middle) else plain
 
     @classmethod
     def _under(
-        cls, rule: LaunchRule, middle: Sequence[tuple[Timed, ...]], cells: Cells, boundary: int | None = None, sizes: Sequence[int] = ()
+        cls,
+        rule: LaunchRule,
+        middle: Sequence[tuple[Timed, ...]],
+        cells: Cells,
+        rows: Sequence[int],
+        boundary: int | None = None,
+        sizes: Sequence[int] = (),
     ) -> DeviceTimes:
-        """If steps are launched by this rule, but for what of it is measured; `boundary` and `sizes` as for `fit_regimes`."""
+        """If steps are launched by this rule, but for what of it is measured; decodes are padded to `rows`; the others as for `fit_regimes`."""
         bound = [one for one in middle if one[0].launch_bound(rule)]
         free = [one for one in middle if not one[0].launch_bound(rule)]
 
         def fitted(steps: Sequence[tuple[Timed, ...]], rule: LaunchRule) -> RegimeStepTime:
-            return fit_regimes([_computed(one, rule) for one in steps], [_computed(one, rule) for one in bound], boundary, sizes)
+            return fit_regimes([_computed(one, rule) for one in steps], [_computed(one, rule) for one in bound], boundary, sizes, rows)
 
         late = [one for one in free if rule.regime(one[0].shape) is Regime.RECORDED and one[0].late_s > 0]
         early = [one for one in free if one[0].late_s <= 0 or rule.regime(one[0].shape) is not Regime.RECORDED]
@@ -158,7 +175,39 @@ def _means(ratios: Sequence[float]) -> tuple[float, ...]:
 
 def median(cell: Sequence[tuple[Timed, ...]]) -> tuple[Timed, ...]:
     """Of repetitions the one in the middle; of an even number the shorter of two."""
-    return sorted(cell, key=_seconds)[(len(cell) - 1) // 2]
+    return sorted(cell, key=lambda steps: _seconds(steps) / len(steps))[(len(cell) - 1) // 2]
+
+
+def in_time(cell: Sequence[tuple[Timed, ...]]) -> Sequence[tuple[Timed, ...]]:
+    """Without the decodes that were launched late, if enough are left: what those computed is only inferred."""
+    if cell[0][0].shape.prefill_rows:
+        return cell
+    kept = [tuple(step for step in steps if step.late_s <= 0) for steps in cell]
+    return [steps for steps in kept if steps] if sum(map(len, kept)) >= IN_TIME else cell
+
+
+def _copying_share(middle: Sequence[tuple[Timed, ...]], cells: Cells) -> float:
+    """Of launching decodes: what the device doesn't wait for. A step that was launched late tells, if the same ones launched in time say what it
+    computes."""
+    decodes = [one for one in middle if not one[0].shape.prefill_rows]
+    early = [one for one in decodes if all(step.late_s <= 0 for step in one)]
+    steps = [step for cell in cells if not cell[0][0].shape.prefill_rows for steps in cell for step in steps]
+    late = [step for step in steps if step.late_s > LATE * step.launch_s]
+    if min(len(early), len(late)) < ENOUGH:
+        return 0.0
+    model = fit_decodes([_computed(one, LaunchRule()) for one in early], row_sizes(max(one[0].shape.rows for one in early)))
+    shares = [(model.seconds(step.shape) + step.late_s - step.seconds) / step.launch_s for step in late]
+    return min(max(0.0, float(np.median(shares))), 1.0)
+
+
+def _padded_rows(decodes: Sequence[Measurement], launched: bool) -> tuple[int, ...]:
+    """What decodes are padded to; none if they aren't. Kept is what is usual, unless the other explains the measured times clearly better."""
+    # If only sizes were measured, both explain the same. Where launching takes time, `LaunchRule` has decodes replayed, and who replays has graphs of
+    # a few sizes: on an H200, 17 to 20 rows took as long as 24, and a third longer than 16. Where it takes none, nothing hints at graphs.
+    sizes = row_sizes(max((one.shapes[0].rows for one in decodes), default=1))
+    usual, other = (sizes, ()) if launched else ((), sizes)
+    errors = [float(np.abs(relative_errors(fit_decodes(decodes, padded_to), decodes)).mean()) for padded_to in (usual, other)]
+    return other if errors[1] < WORTH * errors[0] else usual
 
 
 def _seconds(steps: Sequence[Timed]) -> float:
@@ -179,12 +228,14 @@ def _computed(steps: tuple[Timed, ...], rule: LaunchRule) -> Measurement:
 
 
 def _launches(cells: Cells, rule: LaunchRule) -> list[Measurement]:
-    """Of each cell the mean, but for hiccups: against cells of about the same size, since a whole cell may have had a bad time."""
+    """Of each cell the mean, but for hiccups: against cells of about the same size, since a whole cell may have had a bad time. Steps that only go on
+    with prompts don't count: launching the others is what a run waits for."""
     sizes: dict[tuple[Any, ...], list[list[Timed]]] = defaultdict(list)
     for cell in cells:
         shape = cell[0][0].shape
         size = rule.regime(shape), (shape.tokens - 1).bit_length(), round(log2(shape.rows))  # graphs often end at a power of two
-        sizes[size].append([step for steps in cell for step in steps])
+        if not cell[0][0].goes_on:
+            sizes[size].append([step for steps in cell for step in steps])
     launches = []
     for alike_cells in sizes.values():
         middle = float(np.median([np.median([step.launch_s for step in alike]) for alike in alike_cells]))
