@@ -51,6 +51,7 @@ class Machine(SimulatedExecutor):
     decode_launch_s: float = 3e-4
     copying: float = 0.0  # of launching decodes: what is left when their graph begins
     jump_s: float = 0.0  # what decodes take longer above `JUMP` rows: other kernels
+    length_s: float = 0.0  # what each token of the longest prefill row adds: its few queries go over it one after the other
 
     def __init__(self, options: SimulatedOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)
@@ -108,7 +109,8 @@ class Machine(SimulatedExecutor):
 
     def _prefill_s(self, shape: StepShape, tokens: int) -> float:
         """A few tokens more cost nothing, then each costs the same."""
-        return max(1.9e-3, 1.2e-3 + 2.4e-6 * tokens) + 2.6e-8 * shape.context_tokens + 5e-10 * shape.prefill_pairs
+        attention = 2.6e-8 * shape.context_tokens + 5e-10 * shape.prefill_pairs + self.length_s * shape.prefill_length
+        return max(1.9e-3, 1.2e-3 + 2.4e-6 * tokens) + attention
 
 
 @contextmanager

@@ -256,6 +256,15 @@ def test_taken_for_a_slope_stairs_are_not_predicted(found_stairs: StepTimeProfil
     assert differences(wrong, STEADY, **{**STAIRS, "jitter": Jitter()})["tpot p99"] < -0.03
 
 
+def test_few_queries_after_many_tokens_take_as_long_as_their_row_is() -> None:
+    profile = calibrated(length_s=3e-7)
+    model = profile.make()
+    for tokens, had in ((64, 3000), (128, 5900), (512, 0), (512, 5600), (1024, 3000)):
+        attention = 2.6e-8 * (tokens + had) + 5e-10 * (tokens * had + tokens * (tokens + 1) // 2) + 3e-7 * (tokens + had)
+        assert model.seconds(shape((tokens, had))) == pytest.approx(max(1.9e-3, 1.2e-3 + 2.4e-6 * tokens) + attention, rel=0.05), (tokens, had)
+    assert differences(profile, BURSTS, "sarathi", length_s=3e-7) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.03)
+
+
 def test_a_machine_that_replays_only_decodes_is_predicted() -> None:
     profile = calibrated(graphs=())
     assert profile.recorded_tokens == 0
@@ -267,7 +276,7 @@ def test_tails_need_the_spread_of_launching() -> None:
     profile = calibrated(jitter=jitter)
     with_it = differences(profile, SHORT, seeds=4, jitter=jitter)
     without = differences(profile.model_copy(update={"launch_spread": None}), SHORT, jitter=jitter)
-    assert with_it == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
+    assert with_it == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.06)
     assert all(without[figure] < -0.05 for figure in FIGURES if "p99" in figure)
 
 
@@ -296,7 +305,7 @@ def test_a_profile_is_fitted_anew_from_what_was_sighted(measured_machine: Calibr
     fit_anew(Archive(tmp_path / "own.tgz", tmp_path), "x", profile)
     again = StepTimeProfile.load(str(profile))
     assert again.recorded_tokens == measured_machine.profile.recorded_tokens
-    assert again.sampling_share == pytest.approx(measured_machine.profile.sampling_share, abs=0.01)
+    assert again.sampling_share == pytest.approx(measured_machine.profile.sampling_share, abs=0.03)
     assert (again == measured_machine.profile) == (fields == 10)
 
 
@@ -353,6 +362,7 @@ def test_a_real_engine_gives_a_profile_that_simulates(tmp_path: Path) -> None:
     assert "executor local" in profile.engine
     assert profile.error is not None
     assert profile.core_s > 0
+    assert profile.request_s > 0
     assert profile.kv_tokens
     assert f"off by {profile.error:.1%}" in printed
     simulated = lab(

@@ -47,7 +47,9 @@ rows = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 5000)), min_size=1
 def test_a_shape_counts_what_each_row_does(rows: list[tuple[int, int]]) -> None:
     pairs = sum(sum(had + position for position in range(1, new + 1)) for new, had in rows if new > 1)
     prefills = [new for new, _ in rows if new > 1]
-    assert shape(*rows) == StepShape(len(rows), sum(new for new, _ in rows), len(prefills), sum(prefills), sum(new + had for new, had in rows), pairs)
+    longest = max((new + had for new, had in rows if new > 1), default=0)
+    read = sum(new + had for new, had in rows)
+    assert shape(*rows) == StepShape(len(rows), sum(new for new, _ in rows), len(prefills), sum(prefills), read, pairs, longest)
 
 
 def test_linear_is_the_sum_of_its_terms() -> None:
@@ -116,7 +118,7 @@ def test_decodes_do_not_wait_for_what_is_launched_after_their_graph() -> None:
 
 
 def test_a_profile_that_says_nothing_of_graphs_has_prefills_computed_while_launched() -> None:
-    rule = StepTimeProfile.load("h200-qwen3-0.6b").rule
+    rule = StepTimeProfile.load("a10g-llama-2-7b").rule
     assert [rule.regime(step) for step in (DECODES, SMALL, BIG)] == [Regime.DECODE, Regime.LAUNCHED, Regime.LAUNCHED]
 
 

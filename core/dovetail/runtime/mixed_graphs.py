@@ -1,5 +1,5 @@
-"""Steps that aren't decodes alone, as CUDA graphs, but for large ones. The model is recorded once for each padded number of tokens, with all that depends on that
-number alone.
+"""Steps that aren't decodes alone, as CUDA graphs, but for large ones. The model is recorded once for each padded number of tokens, with all that
+depends on that number alone.
 
 That includes attention where its backend says so (`cuda_graph="mixed"`): one graph is the whole model. How the kernels of other backends are launched
 depends on what a step mixes; then a recording is cut at each call of `attend`:

@@ -49,6 +49,7 @@ PREFILLS = (
     (4000, NEVER),
     *((tokens, chunk) for size in GRAPHS if size not in FEW_GRAPHS for tokens, chunk in ((size, NEVER), (2 * size, size))),
     *((2 * size + 16, size + 8) for size in GRAPHS[7:-1:3]),  # just above a size
+    *((6000, 512), (4096, 256), (2048, 128)),  # few queries after much
     *((2600, NEVER), (5000, 2500), (8000, NEVER), (8000, 4000), (16_000, NEVER)),
 )  # (tokens, chunk), with nobody decoding: a first chunk finds the device idle, a second doesn't
 FIRST = 2 * len(FEW_GRAPHS) + 1  # of them, before all else: they tell which steps are graphs
@@ -159,7 +160,7 @@ def calibrate(
         design = Design.of(engine, quick)
         rig = Rig(engine, time.monotonic() + time_limit_s)
         complete = _measure(rig, design, progress or (lambda done, total: None))
-        papers = _papers(engine, complete)
+        papers = {**_papers(engine, complete), "request_s": float(np.median(rig.taking_in))}
     overlapped = engine.core.max_in_flight > 1
     sightings = tuple(rig.sightings)
     return Calibration(profile_of(sightings, overlapped, name=name, **papers), sightings, complete)

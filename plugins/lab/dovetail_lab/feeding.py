@@ -29,6 +29,7 @@ class Feeder:
         self._engine, self._simulated, self._start, self._refused = engine, simulated, start, refused
         self._coming: Iterator[TraceRequest] = iter(trace)
         self._known_until = -math.inf  # the engine has every request up to this time
+        self.taken = 0  # requests that the engine took
         self.cut = 0  # requests whose answer is longer than the engine has room for
 
     def feed(self, now: float) -> None:
@@ -68,6 +69,7 @@ class Feeder:
         except RequestError as error:
             self._refused(request, str(error))
             return False
+        self.taken += 1
         self.cut += request.prompt_tokens + request.output_tokens > capacity.max_model_len
         return True
 

@@ -132,7 +132,7 @@ def _fit(steps: Sequence[_Step], sizes: Sequence[int]) -> PiecewiseStepTime:
     if decodes:  # rows are the tokens
         terms = [[shape.context_tokens, 0, 0, shape.context_tokens / shape.rows, 0] for shape in shapes]
     else:
-        terms = [[shape.context_tokens, shape.prefill_pairs, shape.rows, 0, shape.decodes > 0] for shape in shapes]
+        terms = [[shape.context_tokens, shape.prefill_pairs, shape.rows, shape.prefill_length, shape.decodes > 0] for shape in shapes]
     matrix = np.column_stack([np.ones(len(steps)), *rises, np.array(terms, np.float64)])
     matrix /= np.array([step.seconds for step in steps])[:, None]
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)

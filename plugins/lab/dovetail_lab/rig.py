@@ -117,6 +117,7 @@ class Rig:
         self._made = 0
         self._streaming: set[str] = set()  # requests that have their first token, and aren't finished
         self._alive: set[str] = set()
+        self.taking_in: list[float] = []  # seconds that the engine took for each request
 
     @property
     def sightings(self) -> list[Sighting]:
@@ -166,7 +167,9 @@ class Rig:
         self._made += 1
         prompt = self._random.integers(1, self.engine.capacity.vocab_size, prompt_tokens)
         params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, detokenize=False, output_kind=OutputKind.FINAL)
-        self.engine.add_request(name, prompt.tolist(), params)
+        ids, begun = prompt.tolist(), self.engine.now()
+        self.engine.add_request(name, ids, params)
+        self.taking_in.append(self.engine.now() - begun)
         self._alive.add(name)
         return name
 

@@ -80,11 +80,14 @@ class _TraceClock(VirtualClock):
 
 def _run(engine: LLMEngine, executor: SimulatedExecutor | None, feeder: Feeder, recorder: Recorder, progress: Callable[[], None]) -> None:
     """To the end of the trace. The core is driven directly: what matters here is when tokens come, and no texts are made of them."""
-    core = engine.core
+    core, taken_in = engine.core, 0
     if executor is not None:
         core.plans_late = executor.options.plans_late
     while True:
         feeder.feed(engine.now())
+        if executor is not None and taken_in < feeder.taken:  # a real engine takes them in one by one, too
+            taken_in = taken_in + 1 if executor.busy else feeder.taken
+            executor.take_in()
         if not core.has_unfinished() and feeder.done:
             return
         delivery = core.step()

@@ -40,6 +40,7 @@ class StepShape(NamedTuple):
     prefill_tokens: int  # new ones, of prefill rows
     context_tokens: int  # whose K and V are read: of each row those it had and its new ones
     prefill_pairs: int  # of a query and a key it sees, in prefill rows: the work of causal attention
+    prefill_length: int = 0  # tokens of the longest prefill row, those it had and its new ones: how long one query may take
 
     @classmethod
     def of(cls, new_tokens: Integers, context: Integers) -> StepShape:
@@ -51,7 +52,7 @@ class StepShape(NamedTuple):
         prefills = np.flatnonzero(new_tokens > 1)
         new, had = new_tokens[prefills].astype(np.int64), context[prefills]
         pairs = int((new * had + new * (new + 1) // 2).sum())
-        return cls(rows, tokens, len(prefills), int(new.sum()), read, pairs)
+        return cls(rows, tokens, len(prefills), int(new.sum()), read, pairs, int((new + had).max()))
 
     @property
     def decodes(self) -> int:
@@ -141,8 +142,8 @@ class LinearStepTime(_Model):
 class PiecewiseStepTime(_Model):
     """As linear, but the share of the batch's size is drawn through measured points: flat while reading the weights takes longest, steep where
     computing does, with the steps of tile sizes and captured graphs between them. Where a graph is recorded for each of some `sizes`, what counts is
-    the next size: a staircase. While rows are few, how long they are counts beside how much K and V they read in all: each is read by parts of the
-    device alone."""
+    the next size: a staircase. While rows, or a prefill's queries, are few, how long a row is counts beside how much K and V is read in all: parts of
+    the device alone read it."""
 
     kind: Literal["piecewise"] = "piecewise"
     points: tuple[tuple[int, Seconds], ...] = Field(min_length=2, description="(tokens in the batch, seconds), by tokens; extended beyond both ends.")
@@ -151,7 +152,10 @@ class PiecewiseStepTime(_Model):
     per_row_s: Seconds = 0.0
     least_s: Seconds = Field(default=0.0, description="What launching the step takes: it is never shorter.")
     sizes: tuple[int, ...] = Field(default=(), description="Tokens are padded to the next of these, rising; more than the last are not.")
-    per_length_s: Seconds = Field(default=0.0, description="What each token of a row's mean context adds, however many rows there are.")
+    per_length_s: Seconds = Field(
+        default=0.0,
+        description="What each token adds of the longest prefill row, or of the mean context of decodes alone, however many rows there are.",
+    )
     beside_s: Seconds = Field(default=0.0, description="What it adds that prefills have decodes beside them.")
 
     @model_validator(mode="after")
@@ -174,7 +178,7 @@ class PiecewiseStepTime(_Model):
         own = low_s + (high_s - low_s) * (tokens - low) / (high - low)
         attention = self.per_context_s * shape.context_tokens + self.per_pair_s * shape.prefill_pairs
         if self.per_length_s:
-            attention += self.per_length_s * shape.context_tokens / shape.rows
+            attention += self.per_length_s * (shape.prefill_length if shape.prefill_rows else shape.context_tokens / shape.rows)
         if shape.prefill_rows and shape.decodes:
             attention += self.beside_s
         return max(max(own, 0.0) + attention + self.per_row_s * shape.rows, self.least_s)
@@ -336,6 +340,7 @@ class StepTimeProfile(_Model):
     copying_share: float = Field(
         default=0.0, ge=0, le=1, description="Of launching a step of decodes: what is left to do when its graph begins, such as copying results."
     )
+    request_s: Seconds = Field(default=0.0, description="The core's own time for each request that it takes in, between two steps.")
     results_s: Seconds = Field(default=0.0, description="From a step's end until its tokens are delivered.")
     results_per_row_s: Seconds = Field(default=0.0, description="What each request in the step adds to it.")
     error: float | None = Field(default=None, ge=0, description="Mean of |predicted - measured| / measured over the steps it was judged on.")
