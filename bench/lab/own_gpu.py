@@ -35,7 +35,7 @@ from dovetail_lab.workloads import WorkloadOptions, load_workload
 SETTLING_S = 3.0  # of each run, not compared
 WITHIN = 0.05
 SEED = 1
-PAPERS = {"name", "kv_tokens", "machine", "model", "engine", "source", "notes"}  # of a profile: what isn't fitted
+PAPERS = {"name", "kv_tokens", "request_s", "machine", "model", "engine", "source", "notes"}  # of a profile: what isn't fitted
 
 
 @dataclass(frozen=True, slots=True)
