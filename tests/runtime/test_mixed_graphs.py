@@ -153,6 +153,12 @@ def test_a_recording_is_cut_at_each_layers_attention_unless_that_can_be_recorded
         assert [piece.layer is not None for piece in recording.pieces] == pieces
 
 
+def test_recordings_of_all_sizes_hand_q_over_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    recordings = graphs_of(bench_with_graphs(SlotsThatStay, [16, 8, 4], monkeypatch))._recordings.values()
+    cuts = [(piece.q, piece.out) for recording in recordings for piece in recording.pieces if piece.layer is not None]
+    assert len({(q.data_ptr(), out.data_ptr()) for q, out in cuts if q is not None and out is not None}) == 1
+
+
 @pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
 def test_a_step_is_replayed_in_the_smallest_recording_that_holds_it(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = graphs_of(bench_with_graphs(backend, [8, 4], monkeypatch))

@@ -79,13 +79,16 @@ class Cuts:
         return lambda spec: CutLayer(make_layer(spec), self)
 
 
-class Recorder:
-    """Records one run of a model. All pieces, of all sizes, share a memory `pool`: one run at a time uses it, and in the order of recording."""
+Buffers = dict[torch.Size, tuple[torch.Tensor, torch.Tensor]]  # [heads, head_size] of a layer -> its q, and what attention makes of it
 
-    def __init__(self, pool: Any) -> None:
+
+class Recorder:
+    """Records one run of a model. All pieces, of all sizes, share a memory `pool`, and `buffers`, which the largest size makes: it is the first. One
+    run at a time uses them, and in the order of recording."""
+
+    def __init__(self, pool: Any, buffers: Buffers) -> None:
         self.pieces: list[Piece] = []
-        self._pool = pool
-        self._buffers: dict[torch.Size, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._pool, self._buffers = pool, buffers
 
     def begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -93,8 +96,9 @@ class Recorder:
 
     def cut(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
         """End the piece where q is known; the next begins with what attention makes of it. Layers that are alike take turns with two buffers."""
-        self._buffers.setdefault(q.shape, (torch.empty_like(q), torch.empty_like(q)))
-        own, out = self._buffers[q.shape]
+        if q.shape[1:] not in self._buffers:
+            self._buffers[q.shape[1:]] = torch.empty_like(q), torch.empty_like(q)
+        own, out = (buffer[: len(q)] for buffer in self._buffers[q.shape[1:]])
         own.copy_(q)
         self._graph.capture_end()
         self.pieces.append(Piece(self._graph, layer, own, out))
@@ -121,6 +125,7 @@ class MixedGraphs:
         sizes = list(reversed(padded_sizes(most_tokens)))
         self._sizes = {False: sizes, True: sharing_sizes(sizes) if self._whole and backend.capabilities.shared_prefix else []}  # shares a prefix
         self._recordings: dict[tuple[bool, int], Recording] = {}
+        self._buffers: Buffers = {}
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int], None] | None = None) -> None:
@@ -164,7 +169,7 @@ class MixedGraphs:
         self._backend.plan(self._padding(size, int(shares)))
         self._model(token_ids, positions)  # kernels are compiled, workspaces made
         torch.cuda.synchronize(self._device)
-        recorder = Recorder(pool)
+        recorder = Recorder(pool, self._buffers)
         if not self._whole:
             self._cuts.recorder = recorder
         try:
