@@ -66,3 +66,14 @@ def test_tokens_are_the_same_with_and_without_graphs_overlap_chunks_and_preempti
         changed += [{"executor": {"name": "local", "device": "cuda", "num_blocks": 20}}, {"attention": "torch"}, {"block_size": 64}]
         for change in changed:
             assert tokens_of(run(directory, prompts, params, **{**plain, "cuda_graphs": True, "overlap": True, **change})) == expected, change
+
+
+def test_tokens_are_the_same_when_large_steps_are_recorded() -> None:
+    """A small model's steps of some thousand tokens are one graph, too, with prompts whole and in chunks."""
+    prompts = random_prompts([3000, 40, 2500, 1, 700], 997, 0)
+    with checkpoint(SMALL) as (directory, _):
+        plain = settings_for("triton", overlap=False, cuda_graphs=False, max_model_len=4096, max_num_batched_tokens=6300)
+        expected = tokens_of(run(directory, prompts, [greedy(16)] * len(prompts), **plain))
+        for budget in (6300, 2200):
+            recorded = {**plain, "cuda_graphs": True, "overlap": True, "max_num_batched_tokens": budget}
+            assert tokens_of(run(directory, prompts, [greedy(16)] * len(prompts), **recorded)) == expected, budget
