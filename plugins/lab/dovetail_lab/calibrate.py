@@ -49,7 +49,7 @@ PREFILLS = (
     (4000, NEVER),
     *((tokens, chunk) for size in GRAPHS if size not in FEW_GRAPHS for tokens, chunk in ((size, NEVER), (2 * size, size))),
     *((2 * size + 16, size + 8) for size in GRAPHS[7:-1:3]),  # just above a size
-    *((6000, 512), (4096, 256), (2048, 128)),  # few queries after much
+    *((6000, 512), (4096, 512)),  # few queries after much
     *((2600, NEVER), (5000, 2500), (8000, NEVER), (8000, 4000), (16_000, NEVER)),
 )  # (tokens, chunk), with nobody decoding: a first chunk finds the device idle, a second doesn't
 FIRST = 2 * len(FEW_GRAPHS) + 1  # of them, before all else: they tell which steps are graphs
