@@ -58,7 +58,7 @@ INTERPRETED = Tilings(lambda shape: DecodeTiling(16, 1, 1, 1), lambda shape: Pre
 
 # One H200 (device copy: 4.28 TB/s), blocks of 16. Beside each choice what it was measured at, and the next best ones.
 #
-# Decode: 16 heads over 8 kv heads, 256 rows of 100 to 2,000 tokens. `programs` is how many fit on a multiprocessor, by shared memory and registers.
+# Decode: 16 heads over 8 kv heads, 256 rows of 100 to 2,000 tokens. `programs` is at most how many fit on a multiprocessor.
 _HOPPER_DECODE = {  # bytes of one head's K of a token, at most: (keys, warps, stages, programs)
     128: DecodeTiling(128, 4, 3, 3),  # 4.08 TB/s; (64, 4, 4, 3) 3.98, (128, 4, 4, 2) 3.83, (256, 8, 3, 2) 2.97
     # 4.20 TB/s with a fourth program, (64, 4, 3, 3) 4.17, (64, 4, 4, 2) 4.13; but beside three the layers that follow can begin, and a whole step of

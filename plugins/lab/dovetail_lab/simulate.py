@@ -86,8 +86,7 @@ def _run(engine: LLMEngine, executor: SimulatedExecutor | None, feeder: Feeder, 
     while True:
         feeder.feed(engine.now())
         if executor is not None and taken_in < feeder.taken:  # a real engine takes them in one by one, too
-            taken_in = taken_in + 1 if executor.busy else feeder.taken
-            executor.take_in()
+            taken_in = taken_in + 1 if executor.take_in() else feeder.taken
         if not core.has_unfinished() and feeder.done:
             return
         delivery = core.step()

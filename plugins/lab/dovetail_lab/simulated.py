@@ -84,15 +84,12 @@ class SimulatedExecutor(Executor):
         """It has ended."""
         self._expected.pop(request_id, None)
 
-    @property
-    def busy(self) -> bool:
-        """Whether a step is under way."""
-        return bool(self._pending)
-
-    def take_in(self) -> None:
-        """Let the time pass that the core takes for a request, if anything is under way: it is made before it is due, when there is time."""
-        if self.busy and self.profile.request_s:
+    def take_in(self) -> bool:
+        """Let the time pass that the core takes for a request. False if nothing is under way: then it was made before it was due, while there was
+        time, and costs nothing."""
+        if self._pending:
             self.clock.wait_until(self.clock.now() + self.profile.request_s)
+        return bool(self._pending)
 
     def start(self) -> Capacity:
         config = self.context.config
