@@ -1,10 +1,11 @@
-"""What a decoder's linear layers cost for few rows: our kernels (`one_row` and `few_rows` of `dovetail.nn.kernels`) beside torch's products, each
-with what stands around it.
+"""What the layers of a decoder cost for some rows, without attention: with our kernels for linear layers (`one_row`, `few_rows` and `many_rows` of
+`dovetail.nn.kernels`), and with torch's products and kernels for the norm, the gate and the addition around them.
 
-    python -m bench.products --shape qwen3-0.6b qwen3-8b --rows 1 8
-    python -m bench.products --rows 8 --tune                # every tiling of `few_rows`, quickest first
+    python -m bench.products --shape qwen3-0.6b qwen3-8b --rows 1 8 64 256
+    python -m bench.products --rows 8 --tune                # every tiling of `few_rows`, one layer after the other, quickest first
 
-Times are of one call among many in a CUDA graph, each with weights of its own, so that nothing is found in the L2.
+The whole decoder runs in a CUDA graph, but in attention's place a kernel copies q. Chained kernels overlap, so what one of them costs shows only
+among the others: told is by how much a layer of the decoder takes longer with one product left to torch.
 """
 
 from __future__ import annotations
@@ -13,136 +14,163 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
+import triton
+import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
 from bench.limits import require_gpu
 from bench.shapes import SHAPES, Shape
-from dovetail.nn.activation import silu_mul
+from dovetail.api.attention import AttentionLayer, LayerSpec
+from dovetail.api.model import BuildContext
+from dovetail.nn import linear
 from dovetail.nn.kernels import few_rows
-from dovetail.nn.linear import Kernel, kernel_for
-from dovetail.nn.norm import rms_norm
+from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.rotary import Rope
+from dovetail.runtime.parallel import SINGLE
+from dovetail.runtime.weights import dummy_weights
+from dovetail_models.decoder import Decoder, DecoderShape
 
-ROTATED_BYTES = 200 << 20
-EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    name: str
-    inputs: int
-    outputs: int  # rows of the weight
-    normed: bool = False
-    gated: bool = False
-    adds: bool = False
-
-    @property
-    def bytes(self) -> int:
-        return 2 * self.inputs * self.outputs
+WEIGHTS_BYTES = 1 << 30  # of all layers, about: nothing is found in the L2
+REPLAYS = 15
+VOCAB = 128
+PRODUCTS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
-def products(shape: Shape) -> list[Product]:
-    """Of one layer, and the head."""
-    wide = shape.heads * shape.head_size
-    return [
-        Product("qkv", shape.hidden, wide + 2 * shape.kv_heads * shape.head_size, normed=True),
-        Product("o", wide, shape.hidden, adds=True),
-        Product("gate_up", shape.hidden, 2 * shape.intermediate, normed=True, gated=True),
-        Product("down", shape.intermediate, shape.hidden, adds=True),
-        Product("head", shape.hidden, shape.vocab),
-    ]
+@triton.jit
+def _copy_row(x, out, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):  # noqa: N803 (constants)
+    let_next_begin(CHAINED)
+    wait(CHAINED)
+    row, i = tl.program_id(0), tl.arange(0, BLOCK)
+    tl.store(out + row * SIZE + i, tl.load(x + row * STRIDE + i, mask=i < SIZE), mask=i < SIZE)
 
 
-class Work:
-    """Inputs of one product, with as many weights as take turns."""
+class NoAttention(AttentionLayer):
+    """Gives q back."""
 
-    def __init__(self, product: Product, rows: int) -> None:
-        self.product = product
-        turns = max(2, min(32, ROTATED_BYTES // product.bytes))
-        self.weights = [_randn(product.outputs, product.inputs) for _ in range(turns)]
-        self.x, self.norm = _randn(rows, product.inputs), _randn(product.inputs)
-        self.out = _randn(rows, product.outputs) if product.adds else None
+    def __init__(self, spec: LayerSpec) -> None:
+        self.spec = spec
 
-    def torch(self, weight: torch.Tensor) -> torch.Tensor:
-        x = rms_norm(self.x, self.norm, EPS) if self.product.normed else self.x
-        if self.out is not None:
-            return self.out.addmm_(x, weight.t())
-        y = F.linear(x, weight)
-        return silu_mul(y) if self.product.gated else y
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Nowhere."""
 
-    def ours(self, kernel: Kernel) -> Callable[[torch.Tensor], torch.Tensor]:
-        norm = (self.norm, EPS) if self.product.normed else None
-        return lambda weight: kernel(self.x, weight, norm=norm, gated=self.product.gated, out=self.out)
+    def attend(self, q: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        size = out[0].numel()
+        block = triton.next_power_of_2(size)
+        _copy_row[(len(q),)](q, out, STRIDE=q.stride(0), SIZE=size, BLOCK=block, num_warps=4, **chained(q.device))
+        return out
 
-    def seconds(self, call: Callable[[torch.Tensor], torch.Tensor]) -> float:
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            call(self.weights[0])
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for weight in self.weights:
-                call(weight)
+
+@dataclass(slots=True)
+class Choice:
+    """Which kernels linear layers may take, by the names of `PRODUCTS`."""
+
+    left_to_torch: frozenset[str] = frozenset()
+    tilings: dict[str, few_rows.Tiling] | None = None  # else what `few_rows.tiling_for` says
+
+
+class Layers:
+    """As many of a model as there is need for."""
+
+    def __init__(self, shape: Shape) -> None:
+        count = max(2, min(shape.layers, WEIGHTS_BYTES * shape.layers // (2 * shape.block_weights)))
+        sizes = (VOCAB, shape.hidden, shape.intermediate, shape.heads, shape.kv_heads, shape.head_size)
+        own = DecoderShape(
+            *sizes, windows=(None,) * count, rope=Rope(int(shape.rope_theta), shape.head_size), max_len=shape.max_len, norm_eps=1e-6, tied=True
+        )
+        self.model = Decoder(own, BuildContext(SINGLE, torch.bfloat16, torch.device("cuda"), NoAttention))
+        dummy_weights(self.model, seed=0)
+        self.names = {weight.data_ptr(): name.split(".")[-2] for name, weight in self.model.named_parameters()}
+
+    def us(self, rows: int, choice: Choice) -> float:
+        """Of one layer."""
+        ids = torch.arange(rows, device="cuda") % VOCAB
+        positions = torch.arange(rows, device="cuda")
+        with self.taking(choice):
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                self.model(ids, positions)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.model(ids, positions)
         times = []
-        for _ in range(9):
+        for _ in range(REPLAYS):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             graph.replay()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) / 1000 / len(self.weights))
+            times.append(begin.elapsed_time(end) * 1e3 / len(self.model.blocks))
         return statistics.median(times)
 
+    @contextmanager
+    def taking(self, choice: Choice) -> Iterator[None]:
+        """What decides which kernel a layer gets decides so."""
 
-def _randn(*size: int) -> torch.Tensor:
-    return torch.randn(*size, device="cuda", dtype=torch.bfloat16) * 0.1
+        def unless_left(kernel_for: Callable[..., Any]) -> Callable[..., Any]:
+            def decide(rows: int, weight: torch.Tensor, *around: bool, **named: bool) -> Any:
+                left = self.names[weight.data_ptr()] in choice.left_to_torch
+                return None if left else kernel_for(rows, weight, *around, **named)
+
+            return decide
+
+        def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> few_rows.Tiling | None:
+            return (choice.tilings or {}).get(self.names[weight.data_ptr()]) or own_tiling_for(weight, rows, gated)
+
+        own_tiling_for = few_rows.tiling_for
+        few, many = (patch.object(linear, name, unless_left(getattr(linear, name))) for name in ("kernel_for_few", "kernel_for_many"))
+        with few, many, patch.object(few_rows, "tiling_for", tiling_for):
+            yield
 
 
-def candidates(product: Product) -> Iterator[few_rows.Tiling]:
-    for outputs, warps, inputs in itertools.product((8, 16, 32, 64), (4, 8), (512, 1024, 2048)):
+def candidates(weight: torch.Tensor, gated: bool) -> Iterator[few_rows.Tiling]:
+    for outputs, warps, inputs in itertools.product((8, 16, 32, 64), (4, 8), (256, 512, 1024, 2048)):
         tiling = few_rows.Tiling(outputs, warps, inputs)
-        if few_rows.fits(tiling, product.inputs, product.gated):
+        if few_rows.fits(tiling, weight.shape[1], gated):
             yield tiling
 
 
-def tune(work: Work) -> list[tuple[float, few_rows.Tiling]]:
-    """Every tiling that fits the device, quickest first, with its seconds."""
-    results = []
-    for tiling in candidates(work.product):
-        try:
-            results.append((work.seconds(work.ours(partial(few_rows.linear, tiling=tiling))), tiling))
-        except OutOfResources:
-            continue
-    return sorted(results, key=lambda result: result[0])
+def tune(layers: Layers, rows: int) -> None:
+    """Every tiling that fits the device, for one product after the other, the others as they are. Each is told with what a layer takes."""
+    weights = {name.split(".")[-2]: weight for name, weight in layers.model.named_parameters()}
+    for name in PRODUCTS:
+        results = []
+        for tiling in candidates(weights[name], name == "gate_up_proj"):
+            try:
+                results.append((layers.us(rows, Choice(tilings={name: tiling})), tiling))
+            except OutOfResources:
+                continue
+        for us, tiling in sorted(results, key=lambda result: result[0])[:8]:
+            print(f"{name:>24} {us:7.2f} us  {tiling}", flush=True)
 
 
-def tell(shape: str, work: Work, every_tiling: bool) -> None:
-    product, rows = work.product, len(work.x)
-    plain, kernel = work.seconds(work.torch), kernel_for(work.x, work.weights[0], gated=product.gated)
-    line = f"{shape:>12} {rows:3} x {product.name:<8}  torch {plain * 1e6:6.1f} us"
-    if kernel is not None:
-        ours = work.seconds(work.ours(kernel))
-        line += f"  ours {ours * 1e6:6.1f} us  {product.bytes / ours / 1e12:.2f} TB/s"
-    print(line, flush=True)
-    for seconds, tiling in tune(work) if every_tiling and rows > 1 else ():
-        print(f"{'':24} {seconds * 1e6:6.1f} us  {tiling}", flush=True)
+def tell(name: str, layers: Layers, rows: int) -> None:
+    ours, plain = layers.us(rows, Choice()), layers.us(rows, Choice(frozenset(PRODUCTS)))
+    without = (f"{product} {layers.us(rows, Choice(frozenset({product}))) - ours:+.1f}" for product in PRODUCTS)
+    print(f"{name:>12} {rows:4} rows: {ours:6.1f} us a layer, with torch's {plain:6.1f}; of these alone, {', '.join(without)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", default=["qwen3-0.6b", "qwen3-8b"], choices=SHAPES)
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128, 256])
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
     require_gpu()
     with torch.inference_mode():
-        for name, rows in itertools.product(args.shape, args.rows):
-            for product in products(SHAPES[name]):
-                tell(name, Work(product, rows), args.tune)
+        for name in args.shape:
+            layers = Layers(SHAPES[name])
+            for rows in args.rows:
+                tell(name, layers, rows)
+                if args.tune:
+                    tune(layers, rows)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import driver, jit
 
 from dovetail.nn.kernels import chain
@@ -61,7 +62,8 @@ def compiling_for_hopper() -> Iterator[list[Compiled]]:
     launched: list[Any] = []
 
     def do_compile(function: Any, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, warmup: bool) -> NoKernel:
-        compiled = compile(ASTSource(function, signature, constexprs, attrs), target=TARGET, options=options.__dict__)
+        source = GluonASTSource if function.is_gluon() else ASTSource
+        compiled = compile(source(function, signature, constexprs, attrs), target=TARGET, options=options.__dict__)
         kernels.append(Compiled(function.fn.__name__, compiled.asm["ptx"], compiled.metadata.shared))
         launched.append(function)
         function.device_caches[device][0][key] = NoKernel()

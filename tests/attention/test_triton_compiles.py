@@ -95,6 +95,28 @@ def test_layers_of_few_rows_ask_for_their_weights_before_they_wait(inputs: int, 
     assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
 
 
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "around"),
+    [(1024, 4096, {}), (1024, 6144, {"gated": True}), (3072, 1024, {"in_parts": True}), (2048, 1024, {"in_parts": True}), (896, 1152, {"bias": 1})],
+)
+@pytest.mark.parametrize("rows", [17, 64, 256])
+def test_layers_of_many_rows_ask_for_their_weights_before_they_wait(inputs: int, outputs: int, around: dict[str, Any], rows: int) -> None:
+    from dovetail.nn.kernels import many_rows
+    from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
+
+    x, weight, bias = (torch.zeros(size, dtype=torch.bfloat16) for size in ((rows, inputs), (outputs, inputs), (outputs,)))
+    gated, in_parts = "gated" in around, "in_parts" in around
+    tiling = many_rows.tiling_for(weight, rows, gated=gated, in_parts=in_parts)
+    assert tiling is not None
+    with compiling_for_hopper() as kernels:
+        many_rows.linear(x, weight, bias if "bias" in around else None, tiling=tiling, gated=gated, in_parts=in_parts)
+    [kernel] = kernels
+    before, after = kernel.ptx.split(CHAINED)
+    assert before.count("cp.async.bulk.tensor") == tiling.held * (2 if gated else 1)
+    assert "wgmma.mma_async" in after
+    assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
+
+
 def test_the_kernels_around_attention_compile() -> None:
     from dovetail.nn.kernels import embedding, gate, logprobs, one_row, qkv, rms_norm
     from dovetail_samplers import fused
@@ -109,12 +131,13 @@ def test_the_kernels_around_attention_compile() -> None:
     with compiling_for_hopper() as kernels:
         embedding.embed(torch.zeros(5, dtype=torch.int64), zeros(100, 1024))
         rms_norm.rms_norm(zeros(5, 1024), zeros(1024), 1e-6)
+        rms_norm.add_and_norm(zeros(5, 1024), torch.zeros(3, 5, 1024), zeros(1024), 1e-6)
         gate.silu_mul(zeros(5, 6144))
         qkv.norm_turn_write(zeros(5, 32, 128), 8, zeros(24 * 128), 1e-6, torch.zeros(64, 128), torch.zeros(5, dtype=torch.int64), cache)
         one_row.linear(zeros(1, 1024), zeros(6144, 1024), norm=(zeros(1024), 1e-6), gated=True)
         one_row.linear(zeros(1, 3072), zeros(1024, 3072), out=zeros(1, 1024))
         logprobs.normalizer_and_rank(zeros(3, 5000), torch.zeros(3, dtype=torch.int64))
         fused.draw(zeros(3, 5000), torch.arange(3), rows.records, RowHistory(ints[:, None], ints, ints), rows.hashes)
-    names = [kernel.name for kernel in kernels]
-    assert names == ["_embed", "_rms_norm", "_silu_mul", "_norm_turn_write", "_linear", "_linear", "_normalizer_and_rank", "_survey", "_choose"]
+    around = ["_embed", "_rms_norm", "_add_and_norm", "_silu_mul", "_norm_turn_write", "_linear", "_linear"]
+    assert [kernel.name for kernel in kernels] == [*around, "_normalizer_and_rank", "_survey", "_choose"]
     assert all(CHAINED in kernel.ptx for kernel in kernels if kernel.name != "_normalizer_and_rank")

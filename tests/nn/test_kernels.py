@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from dovetail.api.attention import AttentionLayer, FusedCache, LayerSpec
 from dovetail.nn import activation, embedding, linear, logprobs, norm, qkv
 from dovetail.nn.activation import silu_mul
-from dovetail.nn.kernels import available, few_rows, one_row
+from dovetail.nn.kernels import available, few_rows, many_rows, one_row
 from dovetail.nn.kernels import rms_norm as norm_kernel
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.norm import QKNorm
@@ -162,6 +162,76 @@ def test_a_few_rows_go_through_a_linear_layer_as_many_do(layer: Around) -> None:
 )
 def test_layers_that_torch_computes_quicker_have_no_tiling(outputs: int, inputs: int, gated: bool) -> None:
     assert few_rows.tiling_for(torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta"), 8, gated) is None
+
+
+on_a_hopper = pytest.mark.skipif(not ON_GPU or not available.has_warpgroups(DEVICE), reason="needs a Hopper: nothing interprets Gluon")
+halves = st.sampled_from([torch.float16, torch.bfloat16])
+
+
+@on_a_hopper
+@given(
+    rows=st.integers(1, 256),
+    inputs=st.sampled_from([64, 192, 896, 1024, 3072]),
+    outputs=st.sampled_from([16, 48, 1024, 4096]),
+    biased=st.booleans(),
+    gated=st.booleans(),
+    dtype=halves,
+    seed=seeds,
+)
+@some
+def test_many_rows_go_through_a_linear_layer_as_few_do(
+    rows: int, inputs: int, outputs: int, biased: bool, gated: bool, dtype: torch.dtype, seed: int
+) -> None:
+    layer = Around(rows, inputs, outputs, False, biased, "gate" if gated else "nothing", dtype, seed)
+    weight = torch.empty(outputs * (1 + gated), inputs, dtype=dtype, device="meta")
+    tiling = many_rows.tiling_for(weight, rows, gated=gated) or many_rows.tiling_for(weight, 64, gated=gated)
+    assert tiling is not None
+
+    def kernel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **around: Any) -> torch.Tensor:
+        return many_rows.linear(x, weight, bias, tiling=tiling, gated=gated)
+
+    layer.holds(kernel)
+
+
+@on_a_hopper
+@given(rows=st.integers(1, 256), inputs=st.sampled_from([64, 896, 2048, 3072]), outputs=st.sampled_from([48, 896, 1024]), dtype=halves, seed=seeds)
+@some
+def test_what_is_added_in_parts_is_what_is_added_at_once(rows: int, inputs: int, outputs: int, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, weight, before, scale = (randn(*size, dtype=dtype) for size in ((rows, inputs), (outputs, inputs), (rows, outputs), (outputs,)))
+    tiling = many_rows.tiling_for(weight, rows, in_parts=True)
+    assert tiling is not None
+    parts = many_rows.linear(x, weight / inputs**0.5, tiling=tiling, in_parts=True)
+    stream = before.clone()
+    normed = norm_kernel.add_and_norm(stream, parts, scale, 1e-5)
+    assert_close(stream, before.double() + x.double() @ (weight / inputs**0.5).double().T)
+    assert_close(normed, exact_norm(stream, scale, 1e-5))
+
+
+@runs_kernels
+@given(rows=st.integers(0, 5), size=st.sampled_from([1, 48, 1000, 5120]), parts=st.integers(1, 8), dtype=dtypes, seed=seeds)
+@some
+def test_parts_are_added_before_the_norm(rows: int, size: int, parts: int, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, weight, added = randn(rows, size, dtype=dtype), randn(size, dtype=dtype), randn(parts, rows, size)
+    stream = x.clone()
+    normed = norm_kernel.add_and_norm(stream, added, weight, 1e-5)
+    assert_close(stream, x.double() + added.double().sum(0))
+    assert_close(normed, exact_norm(stream, weight, 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "rows", "around"),
+    [
+        (151_936, 1024, 64, {}),  # the head of Qwen3-0.6B
+        (24_576, 4096, 65, {"gated": True}),  # of Qwen3-8B
+        (1024, 1024, 257, {}),
+        (1000, 1024, 64, {}),  # no tile divides it
+        (1024, 1000, 64, {}),  # nor this
+    ],
+)
+def test_many_rows_that_torch_computes_quicker_have_no_tiling(outputs: int, inputs: int, rows: int, around: dict[str, bool]) -> None:
+    assert many_rows.tiling_for(torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta"), rows, **around) is None
 
 
 # ---- silu and product

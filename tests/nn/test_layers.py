@@ -12,6 +12,7 @@ from scipy.special import log_softmax
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.norm import QKNorm, RMSNorm, rms_norm
+from dovetail.nn.residual import Residual
 from tests.models.oracle import context
 from tests.support import examples
 
@@ -89,3 +90,17 @@ def test_half_precision_logits_are_softmaxed_in_float32_and_left_alone() -> None
     assert top.logprobs.dtype == torch.float32
     assert torch.equal(top.logprobs, wide.logprobs)
     assert torch.equal(logits, kept)
+
+
+def test_a_residual_stream_has_all_that_was_added_to_it() -> None:
+    x, parts, more = torch.randn(3, 8), torch.randn(2, 3, 8), torch.randn(1, 3, 8)
+    stream, norm = Residual(x.clone()), RMSNorm(8, 1e-6, context())
+    norm.weight.load(torch.randn(8))
+    stream.add_parts(parts)
+    stream.add_parts(more)
+    torch.testing.assert_close(stream.normed(norm), norm(x + parts.sum(0) + more[0]))
+    torch.testing.assert_close(stream.x, x + parts.sum(0) + more[0])
+    stream.x.add_(1.0)
+    stream.add_parts(more)
+    torch.testing.assert_close(stream.x, x + parts.sum(0) + 2 * more[0] + 1.0)
+    assert len(stream) == 3

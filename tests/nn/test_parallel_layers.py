@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.linear import ColumnParallelLinear, GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from dovetail.nn.residual import Residual
 from tests.models.oracle import FakeGroup, context
 
 SIZES = [1, 2, 4]
@@ -60,7 +61,7 @@ def test_what_a_row_parallel_layer_adds_is_what_it_gives(size: int, bias: bool) 
         layer = load(RowParallelLinear(8, 5, own, bias=bias), {None: weight}, {None: torch.randn(5)} if bias else {})
         part = x.chunk(size, dim=1)[own.parallel.rank]
         summed = residual.clone()
-        layer.add_to(summed, part)
+        layer.add_to(Residual(summed), part)
         torch.testing.assert_close(summed, residual + layer(part))
 
 

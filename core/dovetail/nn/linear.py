@@ -18,32 +18,57 @@ import torch.nn.functional as F
 
 from dovetail.api.model import BuildContext
 from dovetail.nn.activation import silu_mul
-from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.available import has_warpgroups, use_kernels
 from dovetail.nn.layer import Layer
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import Part, Weight, kv_share, share, whole
+from dovetail.nn.residual import Residual
 
 FEW_ROWS = 16  # with more, torch's products are as quick
+FEW_ROWS_BESIDE_MANY = 8  # with more, the kernel for many rows is quicker, where there is one
 Kernel = Callable[..., torch.Tensor]  # called as `kernels.one_row.linear`
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, norm: RMSNorm | None = None) -> torch.Tensor:
-    """x [tokens, in], normed first if there is a norm -> [tokens, out]."""
-    if kernel := kernel_for(x, weight):
-        return kernel(x, weight, bias, norm=None if norm is None else (norm.weight, norm.eps))
-    return F.linear(x if norm is None else norm(x), weight, bias)
+def linear(
+    x: torch.Tensor | Residual, weight: torch.Tensor, bias: torch.Tensor | None = None, norm: RMSNorm | None = None, *, gated: bool = False
+) -> torch.Tensor:
+    """x [tokens, in] or a residual stream, normed first if there is a norm -> [tokens, out]. `gated`: silu of the first half of the outputs, times
+    the second half."""
+    stream = x if isinstance(x, Residual) else Residual(x.contiguous())
+    if kernel := kernel_for_few(len(stream), weight, gated):
+        return kernel(stream.x, weight, bias, norm=None if norm is None else (norm.weight, norm.eps), gated=gated)
+    x = stream.x if norm is None else stream.normed(norm)
+    if kernel := kernel_for_many(len(x), weight, gated):
+        return kernel(x, weight, bias, gated=gated)
+    y = F.linear(x, weight, bias)
+    return silu_mul(y) if gated else y
 
 
-def kernel_for(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> Kernel | None:
-    """What is quicker than torch for so few rows, if anything is. It computes as the tensor cores do, so not float32."""
-    if x.shape[0] > FEW_ROWS or x.dtype not in (torch.bfloat16, torch.float16) or not use_kernels(x, weight):
+def kernel_for_few(rows: int, weight: torch.Tensor, gated: bool = False) -> Kernel | None:
+    """What is quicker than torch for so few rows, if anything is."""
+    if rows > FEW_ROWS or not _on_matrix_units(weight) or (rows > FEW_ROWS_BESIDE_MANY and has_warpgroups(weight.device)):
         return None
     from dovetail.nn.kernels import few_rows, one_row
 
-    if x.shape[0] == 1:
+    if rows == 1:
         return one_row.linear
-    tiling = few_rows.tiling_for(weight, x.shape[0], gated)
+    tiling = few_rows.tiling_for(weight, rows, gated)
     return None if tiling is None else partial(few_rows.linear, tiling=tiling)
+
+
+def kernel_for_many(rows: int, weight: torch.Tensor, gated: bool = False, in_parts: bool = False) -> Kernel | None:
+    """What is quicker than torch for more rows, if anything is; called as `kernels.many_rows.linear`."""
+    if not _on_matrix_units(weight) or not has_warpgroups(weight.device):
+        return None
+    from dovetail.nn.kernels import many_rows
+
+    tiling = many_rows.tiling_for(weight, rows, gated=gated, in_parts=in_parts) if rows > FEW_ROWS_BESIDE_MANY else None
+    return None if tiling is None else partial(many_rows.linear, tiling=tiling)
+
+
+def _on_matrix_units(weight: torch.Tensor) -> bool:
+    """Whether a kernel may compute with them: they round float32."""
+    return weight.dtype in (torch.bfloat16, torch.float16) and use_kernels(weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +83,7 @@ class Columns:
 class MergedColumnParallelLinear(Layer):
     """Several linear layers of one input, computed as one: their outputs lie beside each other, in the order of `parts` (shard id -> columns).
 
-    x [tokens, in], normed first if there is a norm -> [tokens, sum of this rank's sizes].
+    x [tokens, in] or a residual stream, normed first if there is a norm -> [tokens, sum of this rank's sizes].
     """
 
     def __init__(self, in_features: int, parts: Mapping[str | None, Columns], context: BuildContext, *, bias: bool) -> None:
@@ -73,7 +98,7 @@ class MergedColumnParallelLinear(Layer):
         self.weight = Weight((at, in_features), weights, context)
         self.bias = Weight((at,), biases, context) if bias else None
 
-    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:
         return linear(x, self.weight, self.bias, norm)
 
 
@@ -107,10 +132,8 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
         part = Columns(intermediate_size, context.parallel.rank * size, size)
         super().__init__(hidden_size, {"gate": part, "up": part}, context, bias=bias)
 
-    def forward(self, x: torch.Tensor, norm: RMSNorm | None = None) -> torch.Tensor:
-        if kernel := kernel_for(x, self.weight, gated=True):
-            return kernel(x, self.weight, self.bias, norm=None if norm is None else (norm.weight, norm.eps), gated=True)
-        return silu_mul(super().forward(x, norm))
+    def forward(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:
+        return linear(x, self.weight, self.bias, norm, gated=True)
 
 
 class RowParallelLinear(Layer):
@@ -127,11 +150,14 @@ class RowParallelLinear(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.group.all_reduce(linear(x, self.weight, self.bias if self.group.rank == 0 else None))
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        """residual [tokens, out] += self(x)."""
+    def add_to(self, residual: Residual, x: torch.Tensor) -> None:
+        """The stream gets self(x) [tokens, out]."""
+        x = x.contiguous()
         if self.group.size > 1 or self.bias is not None:
-            residual.add_(self(x))
-        elif kernel := kernel_for(x, self.weight):
-            kernel(x, self.weight, out=residual)
+            residual.x.add_(self(x))
+        elif kernel := kernel_for_few(len(x), self.weight):
+            kernel(x, self.weight, out=residual.x)
+        elif kernel := kernel_for_many(len(x), self.weight, in_parts=True):
+            residual.add_parts(kernel(x, self.weight, in_parts=True))
         else:
-            residual.addmm_(x, self.weight.t())
+            residual.x.addmm_(x, self.weight.t())

@@ -19,6 +19,7 @@ from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParal
 from dovetail.nn.norm import QKNorm, RMSNorm
 from dovetail.nn.parameter import kv_share, share
 from dovetail.nn.qkv import turn_and_write
+from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
 
 
@@ -65,7 +66,7 @@ class Attention(nn.Module):
         self.head_size = size
         self.attn = context.make_attention(spec)
 
-    def add_to(self, residual: torch.Tensor, norm: RMSNorm, rotation: Rotation) -> None:
+    def add_to(self, residual: Residual, norm: RMSNorm, rotation: Rotation) -> None:
         qkv = self.qkv_proj(residual, norm).view(len(residual), -1, self.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
         q = turn_and_write(qkv, self.qk_norm, rotation, self.attn)
         self.o_proj.add_to(residual, self.attn.attend(q).flatten(1))
@@ -80,7 +81,7 @@ class FeedForward(nn.Module):
         self.gate_up_proj = GateUpParallelLinear(hidden, inner, context, bias=shape.mlp_bias)
         self.down_proj = RowParallelLinear(inner, hidden, context, bias=shape.mlp_bias)
 
-    def add_to(self, residual: torch.Tensor, norm: RMSNorm) -> None:
+    def add_to(self, residual: Residual, norm: RMSNorm) -> None:
         self.down_proj.add_to(residual, self.gate_up_proj(residual, norm))
 
 
@@ -94,7 +95,7 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
         self.mlp = FeedForward(shape, context)
 
-    def add_to(self, residual: torch.Tensor, rotation: Rotation) -> None:
+    def add_to(self, residual: Residual, rotation: Rotation) -> None:
         self.attention.add_to(residual, self.input_norm, rotation)
         self.mlp.add_to(residual, self.mlp_norm)
 
@@ -132,10 +133,10 @@ class Decoder(nn.Module):
         self.head = LMHead(shape.vocab_size, shape.hidden_size, context, tied=self.embedding if shape.tied else None)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        residual, rotation = self.embedding(token_ids), self.rotary(positions)  # [tokens, hidden]
+        residual, rotation = Residual(self.embedding(token_ids)), self.rotary(positions)
         for block in self.blocks:
             block.add_to(residual, rotation)
-        return self.norm(residual)
+        return residual.normed(self.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)

@@ -109,7 +109,7 @@ def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> Tiling | None:
     inputs = weight.shape[1]
     chunk = inputs & -inputs  # the largest power of two that divides it
     if gated:
-        tiling = Tiling(16 if inputs <= 1024 else 8, 4, min(512, chunk))
+        tiling = Tiling(16 if inputs <= 1024 else 8, 4, min(1024 if rows <= LEAST_ROWS else 512, chunk))
     elif inputs <= 1024:
         tiling = Tiling(32, 4, min(1024, chunk))
     else:
