@@ -5,7 +5,8 @@
     python -m bench.lab.own_gpu --out DIR --again                  # no GPU: fit anew what was measured, and compare the runs with it
 
 Random weights in the model's true shape, bfloat16, the engine's defaults otherwise: overlap on, prefix reuse on (nobody shares a prefix), blocks as
-the attention backend likes them. The calibration's workload is its grid alone. A run's first seconds are not compared: kernels are compiled then.
+the attention backend likes them. Calibration sees its grid, and a short workload unlike these. A run's first seconds are not compared: kernels are
+compiled then.
 DIR gets one file, own.tgz, which every invocation adds to, after each stage: the profile, every step that was sighted while it was measured, each
 run, real and simulated, and results.json.
 """
@@ -61,7 +62,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--cases", nargs="*", choices=CASES, help="default: the first two for qwen3-0.6b, none for others")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each real run")
-    parser.add_argument("--time-limit", type=float, default=40.0, help="seconds that the calibration may measure")
+    parser.add_argument("--time-limit", type=float, default=46.0, help="seconds that the calibration may measure")
     parser.add_argument("--again", action="store_true", help="measure nothing: fit and simulate what DIR/own.tgz holds")
     args = parser.parse_args()
     cases = args.cases if args.cases is not None else list(CASES)[:2] if args.shape == "qwen3-0.6b" else []

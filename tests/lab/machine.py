@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dovetail import LLMEngine
+from dovetail.api.clock import VirtualClock
 from dovetail.api.executor import Batch, ExecutorContext, Result
 from dovetail_lab.simulated import SimulatedExecutor, SimulatedOptions
 from dovetail_lab.step_time import StepShape
 
 LAYERS = 28
 SAMPLING_S = 1.2e-4  # of a step with prefills
+RESULTS_S = 1e-4
 GRAPH_SHARE = 0.6  # of launching a step with prefills that is one graph: when that begins, sampling is left to be launched
 ROW_GRAPHS = (1, 2, 4, *range(8, 129, 8))
 JUMP = 16
@@ -30,6 +33,10 @@ class Jitter:
 
     shares: tuple[float, ...] = (1.0,)
     times: tuple[float, ...] = (1.0,)
+
+    @property
+    def mean(self) -> float:
+        return float(np.dot(self.shares, self.times))
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,9 @@ class Machine(SimulatedExecutor):
     decode_launch_s: float = 3e-4
     copying: float = 0.0  # of launching decodes: what is left when their graph begins
     jump_s: float = 0.0  # what decodes take longer above `JUMP` rows: other kernels
+    busy: float = 1.0  # times as long the host takes for a step, and `request_s` for a request, while others than a grid's come and go
+    request_s: float = 0.0
+    setup_s: float = 0.0  # what the device does meanwhile, before the graph of a step with prefills
     length_s: float = 0.0  # what each token of the longest prefill row adds: its few queries go over it one after the other
 
     def __init__(self, options: SimulatedOptions, context: ExecutorContext) -> None:
@@ -58,13 +68,21 @@ class Machine(SimulatedExecutor):
         self._random = np.random.default_rng(context.config.seed + 7)
         self._submitted: deque[Submitted] = deque()
         self._free = 0.0  # when the device has nothing more to do
+        self._busy, self._setup_s = 1.0, 0.0
+
+    def take_in(self) -> bool:
+        self.clock.wait_until(self.clock.now() + self.request_s)
+        return super().take_in()
 
     def submit(self, batch: Batch) -> int:
+        if batch.added:
+            of_grid = all(_of_grid(new.request_id) for new in batch.added)
+            self._busy, self._setup_s = (1.0, 0.0) if of_grid else (self.busy, self.setup_s)
         begun, plan_s = self.clock.now(), self.plan_s
         super().submit(batch)
         pending = self._pending.pop()
         samples = bool(batch.samples.any())
-        launch_s = self._launch_s(pending.shape, samples) * self._random.choice(self.jitter.times, p=self.jitter.shares)
+        launch_s = self._launch_s(pending.shape, samples) * self._busy * self._random.choice(self.jitter.times, p=self.jitter.shares)
         self.plan_s = plan_s + 0.1 * (launch_s - plan_s)
         self.clock.wait_until(begun + launch_s)
         self._submitted.append(Submitted(batch.step, pending.token_ids, pending.shape, samples, begun, begun + launch_s))
@@ -76,7 +94,7 @@ class Machine(SimulatedExecutor):
         started = max(one.begun, self._free)
         self._free = self._end(one)
         seen = max(self._free, self.clock.now())
-        self.clock.wait_until(seen + 1e-4)
+        self.clock.wait_until(seen + self._busy * RESULTS_S)
         return Result(one.step, one.token_ids, seen - (self._free - started), seen)
 
     def _end(self, one: Submitted) -> float:
@@ -86,7 +104,8 @@ class Machine(SimulatedExecutor):
             return max(max(begins, self._free) + self._decode_s(one.shape), one.launched)
         launch_s, padded = one.launched - one.begun, self._padded(one.shape.tokens)
         if padded is not None:
-            model = max(one.begun + (GRAPH_SHARE if one.samples else 1.0) * launch_s, self._free) + self._prefill_s(one.shape, padded)
+            begins = max(one.begun + (GRAPH_SHARE if one.samples else 1.0) * launch_s, self._free + self._setup_s)
+            model = begins + self._prefill_s(one.shape, padded)
         else:
             model, kernel_s = self._free, self._prefill_s(one.shape, one.shape.tokens) / LAYERS
             for layer in range(1, LAYERS + 1):
@@ -113,9 +132,22 @@ class Machine(SimulatedExecutor):
         return max(1.9e-3, 1.2e-3 + 2.4e-6 * tokens) + attention
 
 
+def _of_grid(request_id: str) -> bool:
+    return request_id.startswith("calibration-")
+
+
 @contextmanager
 def machine(**attributes: Any) -> Iterator[None]:
     """The executor `simulated` is one, with these attributes of its class."""
+    made, add_request = type("Made", (Machine,), attributes), LLMEngine.add_request
+
+    def take_in(engine: LLMEngine, request_id: str, *args: Any, **rest: Any) -> None:
+        add_request(engine, request_id, *args, **rest)
+        clock = engine.core.clock
+        if type(clock) is VirtualClock and not _of_grid(request_id):  # a run's own clock is moved by `Machine.take_in`
+            clock.wait_until(clock.now() + made.request_s)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dovetail_lab.simulated.SimulatedExecutor", type("Made", (Machine,), attributes))
+        patch.setattr("dovetail_lab.simulated.SimulatedExecutor", made)
+        patch.setattr(LLMEngine, "add_request", take_in)
         yield

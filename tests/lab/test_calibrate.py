@@ -19,11 +19,12 @@ from dovetail_lab.calibrate import Calibration, calibrate, profile_of
 from dovetail_lab.fitting import Measurement, nonnegative_least_squares
 from dovetail_lab.metrics import per_request
 from dovetail_lab.regime_fitting import fit_regimes
+from dovetail_lab.rig import Sighting
 from dovetail_lab.simulate import replay
-from dovetail_lab.step_time import PiecewiseStepTime, RegimeStepTime, StepShape, StepTimeProfile
+from dovetail_lab.step_time import LEVELS, PiecewiseStepTime, Regime, RegimeStepTime, StepShape, StepTimeProfile
 from dovetail_lab.workloads import load_workload
 from tests.lab.commands import lab
-from tests.lab.machine import GRAPH_SHARE, GRAPHS, ROW_GRAPHS, Jitter, machine
+from tests.lab.machine import GRAPH_SHARE, GRAPHS, RESULTS_S, ROW_GRAPHS, Jitter, machine
 from tests.support import examples
 
 DECODE = PiecewiseStepTime(points=((1, 0.004), (16, 0.005), (64, 0.009)), per_context_s=4e-8)
@@ -193,6 +194,11 @@ def found_machine(measured_machine: Calibration) -> StepTimeProfile:
     return measured_machine.profile
 
 
+def gridded(made: Calibration) -> list[Sighting]:
+    """What was sighted before the rehearsal."""
+    return [sighting for sighting in made.sightings if not sighting.rehearsed]
+
+
 def test_it_is_found_out_which_steps_are_one_graph_of_which_sizes(found_machine: StepTimeProfile) -> None:
     assert found_machine.recorded_tokens == GRAPHS[-1]
     assert tuple(found_machine.step_time["mixed"]["sizes"]) == GRAPHS
@@ -280,33 +286,93 @@ def test_tails_need_the_spread_of_launching() -> None:
     assert all(without[figure] < -0.05 for figure in FIGURES if "p99" in figure)
 
 
+BUSY_HOST: dict[str, Any] = {"busy": 1.8, "request_s": 1e-3, "setup_s": 2e-4, "decode_launch_s": 5e-4, "jitter": Jitter((0.9, 0.1), (1.0, 1.5))}
+
+
+@pytest.fixture(scope="module")
+def found_busy() -> Calibration:
+    """Launching and delivering take longer, the device sets steps up, and requests are taken in, only while requests come and go: in the rehearsal,
+    and in runs."""
+    with machine(**BUSY_HOST):
+        return calibrate(MACHINE, time_limit_s=600)
+
+
+def test_what_the_host_takes_is_what_it_takes_while_requests_come_and_go(found_busy: Calibration) -> None:
+    grid, found = profile_of(gridded(found_busy), True, name="grid"), found_busy.profile
+    launch, grids = found.make_launch(), grid.make_launch()
+    assert launch is not None
+    assert grids is not None
+    for rows in (decodes(5, 300), decodes(100, 300), [(100, 0), *decodes(10, 300)], [(700, 900), *decodes(30, 900)]):
+        assert launch.seconds(shape(*rows)) == pytest.approx(BUSY_HOST["busy"] * grids.seconds(shape(*rows)), rel=0.12), rows
+    assert found.results_s == pytest.approx(BUSY_HOST["busy"] * RESULTS_S, rel=0.01)
+    assert found.request_s == pytest.approx(BUSY_HOST["request_s"], rel=0.01)
+    assert found.setup_s == pytest.approx(BUSY_HOST["setup_s"], abs=5e-5)
+    assert (found.step_time, found.recorded_tokens, found.error) == (grid.step_time, grid.recorded_tokens, grid.error), (
+        "what the device computes is the grid's"
+    )
+
+
+def test_of_launching_neither_the_level_nor_the_spread_counts_twice(found_busy: Calibration) -> None:
+    profile = found_busy.profile
+    launch, drawn = profile.make_launch(), profile.launch_spread
+    assert launch is not None
+    assert drawn is not None
+    for regime, rows in ((Regime.DECODE, decodes(12, 500)), (Regime.RECORDED, [(400, 0), *decodes(12, 500)])):
+        mean = float(np.dot(drawn.of(regime), np.diff(LEVELS)))
+        without_jitter = BUSY_HOST["decode_launch_s"] + 5e-7 * 12 if regime is Regime.DECODE else 9e-4
+        true = BUSY_HOST["busy"] * BUSY_HOST["jitter"].mean * without_jitter
+        assert mean * launch.seconds(shape(*rows)) == pytest.approx(true, rel=0.04), regime
+
+
+def test_a_busy_host_is_predicted_which_from_the_grid_alone_it_is_not(found_busy: Calibration) -> None:
+    grid = profile_of(gridded(found_busy), True, name="grid")
+    with_it, without = (differences(profile, SHORT, seeds=2, **BUSY_HOST) for profile in (found_busy.profile, grid))
+    assert with_it == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
+    assert all(without[f"{metric} p50"] < -0.05 for metric in ("ttft", "tpot", "e2e"))
+
+
+def test_a_rehearsal_keeps_some_rows_decoding_and_the_device_from_being_swamped(found_busy: Calibration) -> None:
+    rehearsed = [sighting for sighting in found_busy.sightings if sighting.rehearsed]
+    assert 4 < rehearsed[-1].ended - rehearsed[0].planned < 6
+    assert 8 < np.mean([sighting.shape.rows for sighting in rehearsed]) < 16
+    assert sum(sighting.shape.prefill_rows > 0 for sighting in rehearsed) > 100
+
+
+def test_an_engine_too_slow_for_a_rehearsal_has_the_grids_times() -> None:
+    slow = {"name": "slow", "step_time": {"kind": "linear", "base_s": 2.0}, "results_s": 0.25}
+    made = calibrate({**pretended(), "executor": {"name": "simulated", "num_blocks": 8000, "step_time": slow}}, quick=True)
+    assert len(gridded(made)) > len(made.sightings) - 20
+    assert made.profile.results_s == pytest.approx(0.25, rel=0.01)
+
+
 def test_the_grid_of_an_8b_model_takes_less_than_40_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail_lab.calibrate.ROUNDS", 1)  # the second is for what time is left
     step_time = {"kind": "linear", "base_s": 0.0042, "per_token_s": 2.2e-5, "per_context_s": 3.7e-8, "per_pair_s": 3e-10}
     sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": 16_384}
     made = calibrate({**MACHINE, **sizes, "executor": {"name": "simulated", "num_blocks": 50_000, "step_time": step_time, "core_s": 3e-4}})
     assert made.complete
-    assert made.sightings[-1].ended < 36  # the rest is for what the engine does besides
+    assert max(sighting.ended for sighting in gridded(made)) < 36  # the rest is for what the engine does besides
 
 
 def test_a_third_of_the_first_round_is_enough_for_a_profile(measured_machine: Calibration, found_machine: StepTimeProfile) -> None:
-    sightings = measured_machine.sightings
+    sightings = gridded(measured_machine)
     partial = profile_of(sightings[: len(sightings) // 6], True, name="partial")
     assert partial.recorded_tokens == GRAPHS[-1]
     for rows in (decodes(20, 500), [(300, 0)], [(1200, 0)], [(300, 0), *decodes(20, 500)], [(3000, 0)]):
         assert partial.make().seconds(shape(*rows)) == pytest.approx(found_machine.make().seconds(shape(*rows)), rel=0.03)
 
 
-@pytest.mark.parametrize("fields", [8, 10], ids=["noted before `added`", "noted now"])
+@pytest.mark.parametrize("fields", [8, 10, 11], ids=["noted before `added`", "noted before there was a rehearsal", "noted now"])
 def test_a_profile_is_fitted_anew_from_what_was_sighted(measured_machine: Calibration, tmp_path: Path, fields: int) -> None:
     profile = tmp_path / "h200-x.json"
     measured_machine.profile.save(profile)
-    (tmp_path / "sightings-x.json").write_text(json.dumps([astuple(sighting)[:fields] for sighting in measured_machine.sightings]))
+    sighted = measured_machine.sightings if fields == 11 else gridded(measured_machine)
+    (tmp_path / "sightings-x.json").write_text(json.dumps([astuple(sighting)[:fields] for sighting in sighted]))
     fit_anew(Archive(tmp_path / "own.tgz", tmp_path), "x", profile)
     again = StepTimeProfile.load(str(profile))
     assert again.recorded_tokens == measured_machine.profile.recorded_tokens
     assert again.sampling_share == pytest.approx(measured_machine.profile.sampling_share, abs=0.01)
-    assert (again == measured_machine.profile) == (fields == 10)
+    assert (again == measured_machine.profile) == (fields == 11)
 
 
 def test_of_launch_bound_steps_the_bound_is_respected() -> None:

@@ -29,8 +29,9 @@ def feeder(made: list[float], simulated: bool) -> Feeder:
     return Feeder(engine, executor, trace(*(request(index, index * EVERY_S) for index in range(50))), 0.0, lambda *args: None)
 
 
-def test_in_real_time_one_request_is_made_between_two_steps_and_in_time(made: list[float]) -> None:
-    feed = feeder(made, simulated=False).feed
+@pytest.mark.parametrize("simulated", [False, True])
+def test_one_request_is_made_between_two_steps_and_in_time(made: list[float], simulated: bool) -> None:
+    feed = feeder(made, simulated).feed
     feed(-EVERY_S)
     assert made[-1] > AHEAD_S - 2 * EVERY_S, "before the trace begins there is time for many"
     for step in range(60):
@@ -47,8 +48,9 @@ def test_who_was_forgotten_is_made_at_once(made: list[float]) -> None:
     assert made[-1] > 3.0
 
 
-def test_a_simulation_knows_who_has_arrived_and_the_next(made: list[float]) -> None:
+def test_who_has_arrived_is_known_and_the_next(made: list[float]) -> None:
     feed = feeder(made, simulated=True).feed
-    for now in (0.0, EVERY_S / 2, EVERY_S, 7.5 * EVERY_S):
+    for now in (0.0, EVERY_S / 2, EVERY_S, 7.5 * EVERY_S, 30 * EVERY_S):
         feed(now)
-        assert made == pytest.approx([index * EVERY_S for index in range(int(now / EVERY_S) + 2)])
+        assert made == pytest.approx([index * EVERY_S for index in range(len(made))])
+        assert made[-1] > now

@@ -98,12 +98,12 @@ def test_the_cores_time_lies_between_steps_without_overlap_and_under_them_with()
 
 def test_taking_a_request_in_delays_steps_where_it_outlasts_the_one_under_way_and_nothing_while_the_engine_is_idle() -> None:
     def e2e(arrivals: list[float], request_s: float) -> float:
-        """Of the first request; the others come while it decodes, or after it."""
+        """Of the first request; the others come after it, and are made a second before that: while it decodes, or not."""
         requests = [request(0, prompt=5, output=40), *(request(index, arrival, prompt=2, output=1) for index, arrival in enumerate(arrivals, 1))]
         profile = {"name": "taking in", "step_time": LINEAR, "request_s": request_s}
         return float(run(requests, overlap=True, executor={"step_time": profile}).requests[0].finished_s)
 
-    beside, after = [0.1, 0.2, 0.3], [5.0, 6.0]
+    beside, after = [1.1, 1.2, 1.3], [5.0, 6.0]
     assert e2e(beside, 0.001) == pytest.approx(e2e(beside, 0.0)), "a step takes thirteen times as long"
     assert 2 * (0.1 - 0.02) < e2e(beside, 0.1) - e2e(beside, 0.0) <= 2 * 0.1, "the first two are made before the trace begins"
     assert e2e(after, 0.1) == e2e(after, 0.0)

@@ -117,6 +117,16 @@ def test_decodes_do_not_wait_for_what_is_launched_after_their_graph() -> None:
     )
 
 
+def test_what_is_done_before_a_graph_of_prefills_hides_behind_its_launching() -> None:
+    rule = LaunchRule(recorded_tokens=SMALL.tokens, setup_s=0.003)
+    times = [rule.occupied_s(SMALL, 0.01, late_s, 0.04) for late_s in (-0.01, 0.002, 0.004)]
+    assert times == pytest.approx([0.013, 0.013, 0.014])
+    assert [rule.computed_s(SMALL, seconds, late_s, 0.04) for seconds, late_s in zip(times, (-0.01, 0.002, 0.004), strict=True)] == pytest.approx(
+        [0.01] * 3
+    )
+    assert rule.occupied_s(DECODES, 0.01, -0.01, 0.04) == 0.01
+
+
 def test_a_profile_that_says_nothing_of_graphs_has_prefills_computed_while_launched() -> None:
     rule = StepTimeProfile.load("a10g-llama-2-7b").rule
     assert [rule.regime(step) for step in (DECODES, SMALL, BIG)] == [Regime.DECODE, Regime.LAUNCHED, Regime.LAUNCHED]

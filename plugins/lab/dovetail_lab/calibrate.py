@@ -3,6 +3,8 @@
 decodes            rows × context, sizes of graphs and others
 one prompt joins   decodes × its tokens
 prompts in chunks  tokens × history, beside a growing number of decodes
+
+A short workload follows, for what the host takes: `rehearsal`.
 """
 
 from __future__ import annotations
@@ -22,14 +24,17 @@ import dovetail
 from dovetail import EngineConfig, LLMEngine
 from dovetail.errors import ConfigError
 from dovetail.runtime.token_sizes import ALWAYS_TOKENS, padded_sizes
+from dovetail_lab.rehearsal import as_rehearsed, rehearse
 from dovetail_lab.rig import NEVER, Rig, Sighting, TimeIsUpError
 from dovetail_lab.step_time import LaunchRule, StepShape, StepTimeProfile
-from dovetail_lab.step_timing import DeviceTimes, Timed, spread, timed
+from dovetail_lab.step_timing import DeviceTimes, Timed, counts_as_launched, spread, timed
 
 if TYPE_CHECKING:
     from dovetail.registry.registry import Registry
 
 TIME_LIMIT_S = 60.0
+REHEARSAL_S, QUICK_REHEARSAL_S = 6.0, 1.5
+REHEARSAL_SHARE = 1 / 6  # of the time, at most
 HELD_OUT = 5  # every fifth measurement judges the fit, and takes no part in it
 SETTLING = 2  # decode steps after a change that belong to no measurement
 TOGETHER = 6  # decode steps that are timed as one
@@ -49,7 +54,7 @@ PREFILLS = (
     (4000, NEVER),
     *((tokens, chunk) for size in GRAPHS if size not in FEW_GRAPHS for tokens, chunk in ((size, NEVER), (2 * size, size))),
     *((2 * size + 16, size + 8) for size in GRAPHS[7:-1:3]),  # just above a size
-    *((6000, 512), (4096, 512)),  # few queries after much
+    *((tokens, 512) for tokens in (5632, 4096, 2560, 1536, 4608, 3072, 2048)),  # few queries after much: only a prompt's last chunk counts
     *((2600, NEVER), (5000, 2500), (8000, NEVER), (8000, 4000), (16_000, NEVER)),
 )  # (tokens, chunk), with nobody decoding: a first chunk finds the device idle, a second doesn't
 FIRST = 2 * len(FEW_GRAPHS) + 1  # of them, before all else: they tell which steps are graphs
@@ -156,37 +161,42 @@ def calibrate(
 
     `quick`: a tiny grid. Raises what `LLMEngine` raises, and `ConfigError` if too little could be measured to fit anything.
     """
+    rehearsal_s = min(QUICK_REHEARSAL_S if quick else REHEARSAL_S, REHEARSAL_SHARE * time_limit_s)
     with LLMEngine.from_config(config, registry=registry) as engine:
         design = Design.of(engine, quick)
-        rig = Rig(engine, time.monotonic() + time_limit_s)
+        rig = Rig(engine, time.monotonic() + time_limit_s - rehearsal_s)
         complete = _measure(rig, design, progress or (lambda done, total: None))
-        papers = {**_papers(engine, complete), "request_s": float(np.median(rig.taking_in))}
-    overlapped = engine.core.max_in_flight > 1
-    sightings = tuple(rig.sightings)
-    return Calibration(profile_of(sightings, overlapped, name=name, **papers), sightings, complete)
+        overlapped = engine.core.max_in_flight > 1
+        grid = profile_of(rig.sightings, overlapped, name=name, **_papers(engine, complete))
+        taking_in = rehearse(rig, grid, rehearsal_s) or rig.taking_in
+        sightings = tuple(rig.sightings)
+    profile = as_rehearsed(grid, sightings, overlapped)
+    return Calibration(profile.model_copy(update={"request_s": float(np.mean(taking_in))}), sightings, complete)
 
 
 def profile_of(sightings: Sequence[Sighting], overlapped: bool, **papers: Any) -> StepTimeProfile:
-    """Fitted on `sightings`, which are in order; `overlapped`: steps were handed over while the device was busy. The `papers` are other fields of the
-    profile. Raises `ConfigError` if there is too little to fit anything."""
-    steps = list(timed(sightings, overlapped))
+    """Fitted on `sightings`, which are in order, a rehearsal's last; `overlapped`: steps were handed over while the device was busy. The `papers` are
+    other fields of the profile. Raises `ConfigError` if there is too little to fit anything."""
+    grid = [sighting for sighting in sightings if not sighting.rehearsed]
+    steps = list(timed(grid, overlapped))
     cells = _cells(steps)
     kept = [cell for index, cell in enumerate(cells) if index % HELD_OUT != HELD_OUT // 2]
     judges = cells[HELD_OUT // 2 :: HELD_OUT]
     times = DeviceTimes.fit(kept)
-    return StepTimeProfile(
+    profile = StepTimeProfile(
         step_time=times.step_time.model_dump(mode="json"),
         launch=None if times.launch is None else times.launch.model_dump(mode="json"),
-        launch_spread=times.launch_spread(step for step in steps if step.samples and not step.goes_on),
+        launch_spread=times.launch_spread(step for step in steps if counts_as_launched(step)),
         after_launch_s=times.rule.after_launch_s,
         recorded_tokens=times.rule.recorded_tokens,
         sampling_share=times.rule.sampling_share,
         copying_share=times.rule.copying_share,
         error=round(float(np.abs(times.errors(judges)).mean()), 4),
         judged_on=f"{len(judges)} of {len(cells)} measurements, that it wasn't fitted on",
-        **_core_times(sightings, times.rule),
+        **_core_times(grid, times.rule),
         **papers,
     )
+    return as_rehearsed(profile, sightings, overlapped)
 
 
 def _measure(rig: Rig, design: Design, progress: Progress) -> bool:

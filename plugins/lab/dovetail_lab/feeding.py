@@ -15,7 +15,7 @@ from dovetail_lab.simulated import SimulatedExecutor
 from dovetail_lab.token_ids import STOP_ID, output_ids, prompt_ids
 from dovetail_lab.traces.request import Trace, TraceRequest
 
-AHEAD_S = 1.0  # of real time: requests are made so long before they are due, one between two steps, or steps would wait for many
+AHEAD_S = 1.0  # requests are made so long before they are due, one between two steps, or steps would wait for many
 
 
 class Feeder:
@@ -34,10 +34,9 @@ class Feeder:
 
     def feed(self, now: float) -> None:
         """By `now`, on the engine's clock."""
-        ahead = 0.0 if self._simulated is not None else AHEAD_S
-        if now + ahead < self._known_until:
+        if now + AHEAD_S < self._known_until:
             return
-        soon = now + ahead if self._known_until == -math.inf else now  # before the trace begins there is time to make many
+        soon = now + AHEAD_S if self._known_until == -math.inf else now  # before the trace begins there is time to make many
         for request in self._coming:
             arrival = self._start + request.arrival_time
             if self._take(request, arrival) and arrival > soon:

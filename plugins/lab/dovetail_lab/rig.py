@@ -38,6 +38,7 @@ class Sighting:
     delivered: float = 0.0  # 0: nobody was left to get its tokens
     added: int = 0  # requests that took a row
     sampled: int | None = None  # rows that yield a token; None: not noted
+    rehearsed: bool = False  # not of the grid, but of the workload after it (`rehearsal`)
 
 
 class TimeIsUpError(Exception):
@@ -104,15 +105,16 @@ class _Script(Scheduler):
 
 
 class Rig:
-    """Takes the engine over: its policy and its executor are replaced for good."""
+    """Takes the engine over: its executor is replaced for good, its policy until `give_back`."""
 
     def __init__(self, engine: LLMEngine, until: float) -> None:
         """`until`: on the machine's monotonic clock."""
         config, capacity = engine.config, engine.capacity
         self.engine, self._until = engine, until
         context = Context(config.max_num_batched_tokens, config.max_num_seqs, capacity.num_blocks, capacity.layout.block_size, config.seed)
-        self._script = engine.core.scheduler = _Script(engine.core.scheduler.options, context)
-        self._probe = engine.core.executor = Probe(engine.core.executor, config.max_num_seqs)
+        self._policy = engine.core.scheduler
+        self._script = engine.core.scheduler = _Script(self._policy.options, context)
+        self.probe = engine.core.executor = Probe(engine.core.executor, config.max_num_seqs)
         self._random = np.random.default_rng(config.seed)
         self._made = 0
         self._streaming: set[str] = set()  # requests that have their first token, and aren't finished
@@ -122,7 +124,7 @@ class Rig:
     @property
     def sightings(self) -> list[Sighting]:
         """In order, of those that are complete."""
-        return self._probe.collected
+        return self.probe.collected
 
     def has_seats_for(self, prompts: Sequence[int]) -> bool:
         """Whether they fit beside those that decode."""
@@ -162,6 +164,11 @@ class Rig:
         while self.engine.core.has_unfinished():
             self.engine.core.step()
 
+    def give_back(self) -> None:
+        """The engine plans by its own policy again, and nobody is left; its executor is still looked over its shoulder."""
+        self.clear()
+        self.engine.core.scheduler = self._policy
+
     def _add(self, prompt_tokens: int, output_tokens: int) -> str:
         name = f"calibration-{self._made}"
         self._made += 1
@@ -174,7 +181,7 @@ class Rig:
         return name
 
     def _run(self, done: Callable[[], bool]) -> None:
-        core, probe = self.engine.core, self._probe
+        core, probe = self.engine.core, self.probe
         while not done() and core.has_unfinished():
             if time.monotonic() > self._until:
                 raise TimeIsUpError

@@ -16,6 +16,8 @@ from dovetail_lab.simulated import SimulatedExecutor
 from dovetail_lab.traces.request import Trace
 
 if TYPE_CHECKING:
+    from dovetail.engine.core import EngineCore
+    from dovetail.engine.flight import Delivery
     from dovetail.registry.registry import Registry
 
 SIMULATED = ("simulated", "dovetail:simulated")  # the executor's names
@@ -52,7 +54,7 @@ def replay(
         feeder = Feeder(engine, executor, trace, start, recorder.refused)
         if clock is not None:
             clock.moved = feeder.feed
-        _run(engine, executor, feeder, recorder, lambda: progress(recorder.num_finished, len(trace)) if progress else None)
+        _run(engine.core, executor, feeder, recorder, lambda: progress(recorder.num_finished, len(trace)) if progress else None)
         return RunResult(
             name=name or loaded.scheduler.name,
             trace=trace.name,
@@ -78,20 +80,32 @@ class _TraceClock(VirtualClock):
         self.moved(self._now)
 
 
-def _run(engine: LLMEngine, executor: SimulatedExecutor | None, feeder: Feeder, recorder: Recorder, progress: Callable[[], None]) -> None:
-    """To the end of the trace. The core is driven directly: what matters here is when tokens come, and no texts are made of them."""
-    core, taken_in = engine.core, 0
-    if executor is not None:
-        core.plans_late = executor.options.plans_late
+def drive(core: EngineCore, feeder: Feeder, fed: Callable[[], None], take: Callable[[Delivery], None]) -> None:
+    """Steps, until all that `feeder` brings has ended; `fed` is called when it has had its turn, `take` with what each step brought. The core is
+    driven directly: what matters here is when tokens come, and no texts are made of them. Raises what ended the engine."""
     while True:
-        feeder.feed(engine.now())
-        if executor is not None and taken_in < feeder.taken:  # a real engine takes them in one by one, too
-            taken_in = taken_in + 1 if executor.take_in() else feeder.taken
+        feeder.feed(core.clock.now())
+        fed()
         if not core.has_unfinished() and feeder.done:
             return
         delivery = core.step()
         if core.dead is not None:
             raise core.dead
+        take(delivery)
+
+
+def _run(core: EngineCore, executor: SimulatedExecutor | None, feeder: Feeder, recorder: Recorder, progress: Callable[[], None]) -> None:
+    """To the end of the trace."""
+    taken_in = 0
+    if executor is not None:
+        core.plans_late = executor.options.plans_late
+
+    def fed() -> None:
+        nonlocal taken_in
+        if executor is not None and taken_in < feeder.taken:  # a real engine takes them in one by one, too
+            taken_in = taken_in + 1 if executor.take_in() else feeder.taken
+
+    def take(delivery: Delivery) -> None:
         recorder.take(delivery)
         if executor is not None:
             core.virtual_plan_s = executor.plan_s
@@ -99,6 +113,8 @@ def _run(engine: LLMEngine, executor: SimulatedExecutor | None, feeder: Feeder, 
                 executor.forget(request.id)
         if delivery.finished:
             progress()
+
+    drive(core, feeder, fed, take)
 
 
 def _settings(config: EngineConfig, engine: LLMEngine, simulated: bool) -> dict[str, Any]:

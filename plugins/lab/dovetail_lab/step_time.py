@@ -94,6 +94,7 @@ class LaunchRule:
     sampling_share: float = 0.0  # of launching such a step: what is left to do when the graph begins
     after_launch_s: float = 0.0
     copying_share: float = 0.0  # of launching a step of decodes: what is left to do when its graph begins
+    setup_s: float = 0.0  # what the device does for a step with prefills before its graph begins, unless that is late anyway
 
     def regime(self, shape: StepShape) -> Regime:
         if not shape.prefill_rows:
@@ -107,7 +108,7 @@ class LaunchRule:
         if regime is Regime.DECODE:
             return max(seconds + max(late_s - self.copying_share * launch_s, 0.0), late_s)
         if regime is Regime.RECORDED:
-            seconds += max(late_s - self.sampling_share * launch_s, 0.0)
+            seconds += max(late_s - self.sampling_share * launch_s, self.setup_s)
         return max(seconds, late_s + self.after_launch_s)
 
     def computed_s(self, shape: StepShape, occupied_s: float, late_s: float, launch_s: float) -> float:
@@ -115,8 +116,9 @@ class LaunchRule:
         regime = self.regime(shape)
         if regime is Regime.LAUNCHED:
             return occupied_s
-        share = self.sampling_share if regime is Regime.RECORDED else self.copying_share
-        return occupied_s - max(late_s - share * launch_s, 0.0)
+        if regime is Regime.RECORDED:
+            return occupied_s - max(late_s - self.sampling_share * launch_s, self.setup_s)
+        return occupied_s - max(late_s - self.copying_share * launch_s, 0.0)
 
 
 class LinearStepTime(_Model):
@@ -182,6 +184,11 @@ class PiecewiseStepTime(_Model):
         if shape.prefill_rows and shape.decodes:
             attention += self.beside_s
         return max(max(own, 0.0) + attention + self.per_row_s * shape.rows, self.least_s)
+
+    def scaled(self, factor: float) -> PiecewiseStepTime:
+        """All of its seconds times `factor`."""
+        points = tuple((tokens, factor * seconds) for tokens, seconds in self.points)
+        return self.model_copy(update={"points": points, **{name: factor * value for name, value in self if name.endswith("_s")}})
 
 
 def padded(tokens: int, sizes: Sequence[int]) -> int:
@@ -340,6 +347,9 @@ class StepTimeProfile(_Model):
     copying_share: float = Field(
         default=0.0, ge=0, le=1, description="Of launching a step of decodes: what is left to do when its graph begins, such as copying results."
     )
+    setup_s: Seconds = Field(
+        default=0.0, description="What the device does for a recorded step with prefills before its graph, unless that is launched late anyway."
+    )
     request_s: Seconds = Field(default=0.0, description="The core's own time for each request that it takes in, between two steps.")
     results_s: Seconds = Field(default=0.0, description="From a step's end until its tokens are delivered.")
     results_per_row_s: Seconds = Field(default=0.0, description="What each request in the step adds to it.")
@@ -358,7 +368,7 @@ class StepTimeProfile(_Model):
 
     @property
     def rule(self) -> LaunchRule:
-        return LaunchRule(self.recorded_tokens, self.sampling_share, self.after_launch_s, self.copying_share)
+        return LaunchRule(self.recorded_tokens, self.sampling_share, self.after_launch_s, self.copying_share, self.setup_s)
 
     def make_launch(self) -> StepTimeModel | None:
         """Of the time that handing a step over takes. Raises `ConfigError` if `launch` describes no model."""

@@ -157,6 +157,11 @@ class DeviceTimes:
         return seconds if self.launch is None else self.rule.occupied_s(step.shape, seconds, launch_s - step.waited_s, launch_s)
 
 
+def counts_as_launched(step: Timed) -> bool:
+    """Whether launching it is what a run waits for: not that of steps that sample nothing, or only go on with prompts."""
+    return step.samples and not step.goes_on
+
+
 def spread(times: Iterable[tuple[Regime, float, float]]) -> Spread:
     """Of (regime, measured, fitted) seconds."""
     ratios: dict[Regime, list[float]] = defaultdict(list)
