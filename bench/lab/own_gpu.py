@@ -4,6 +4,8 @@
     python -m bench.lab.own_gpu --out DIR --shape qwen3-8b         # calibrate only
     python -m bench.lab.own_gpu --out DIR --again                  # no GPU: fit anew what was measured, and compare the runs with it
 
+Of what was measured the median over the real runs of a case counts, and of what was simulated the median over as many seeds: a host has slow seconds.
+
 Random weights in the model's true shape, bfloat16, the engine's defaults otherwise: overlap on, prefix reuse on (nobody shares a prefix), blocks as
 the attention backend likes them. Calibration sees its grid, and a short workload unlike these. A run's first seconds are not compared: kernels are
 compiled then.
@@ -19,7 +21,7 @@ import json
 import tarfile
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--cases", nargs="*", choices=CASES, help="default: the first two for qwen3-0.6b, none for others")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each real run")
+    parser.add_argument("--runs", type=int, default=3, help="of each case")
     parser.add_argument("--time-limit", type=float, default=46.0, help="seconds that the calibration may measure")
     parser.add_argument("--again", action="store_true", help="measure nothing: fit and simulate what DIR/own.tgz holds")
     args = parser.parse_args()
@@ -72,7 +75,7 @@ def main() -> None:
         if args.again:
             fit_anew(archive, args.shape, profile)
         else:
-            measure_all(args.shape, Path(model), profile, {name: CASES[name] for name in cases}, args, archive)
+            measure_all(args.shape, Path(model), profile, [(name, turn) for turn in range(args.runs) for name in cases], args, archive)
         holds = not cases or compare(archive.folder, profile, cases, args.seconds)
         archive.pack()
     raise SystemExit(not holds)
@@ -106,7 +109,7 @@ def trace_of(case: Case, seconds: float) -> Any:
     return load_workload(f"{case.workload} duration={seconds}", WorkloadOptions(seed=SEED))
 
 
-def measure_all(shape: str, model: Path, profile: Path, cases: Mapping[str, Case], args: argparse.Namespace, archive: Archive) -> None:
+def measure_all(shape: str, model: Path, profile: Path, runs: Sequence[tuple[str, int]], args: argparse.Namespace, archive: Archive) -> None:
     """What needs the GPU."""
     import torch
 
@@ -122,11 +125,13 @@ def measure_all(shape: str, model: Path, profile: Path, cases: Mapping[str, Case
     archive.pack()
     took = time.perf_counter() - begun
     print(f"calibrated in {took:.0f} s: off by {made.profile.error:.1%} ({made.profile.judged_on}); all of the grid: {made.complete}", flush=True)
-    for name, case in cases.items():
+    for name, turn in runs:
         gc.collect()
         torch.cuda.empty_cache()
-        begun = time.perf_counter()
-        replay(engine(str(model), case.scheduler), trace_of(case, args.seconds), name=name, seed=SEED).save(archive.folder / f"{name}-real.json")
+        begun, case = time.perf_counter(), CASES[name]
+        replay(engine(str(model), case.scheduler), trace_of(case, args.seconds), name=name, seed=SEED).save(
+            archive.folder / f"{name}-real-{turn}.json"
+        )
         archive.pack()
         print(f"{name}: ran in {time.perf_counter() - begun:.0f} s", flush=True)
 
@@ -149,36 +154,42 @@ def compare(out: Path, profile: Path, cases: list[str], seconds: float) -> bool:
     results: dict[str, Any] = {"profile": StepTimeProfile.load(str(profile)).model_dump(mode="json"), "cases": {}}
     holds = True
     for name in cases:
-        real = RunResult.load(out / f"{name}-real.json")
-        simulated = simulate(CASES[name], real, profile, name, seconds)
-        simulated.save(out / f"{name}-simulated.json")
+        real = [RunResult.load(file) for file in sorted(out.glob(f"{name}-real-*.json"))]
+        simulated = [simulate(CASES[name], real[0], profile, name, seconds, seed) for seed in range(SEED, SEED + len(real))]
+        for turn, run in enumerate(simulated):
+            run.save(out / f"{name}-simulated-{turn}.json")
         figures = figures_of(simulated, real)
         holds &= print_figures(name, figures)
-        for run in (simulated, real):
+        for run in (*simulated, *real):
             print("   ", describe(run))
         results["cases"][name] = {
             "figures": {figure.name: [figure.simulated, figure.measured, figure.difference] for figure in figures},
-            "simulated": describe(simulated),
-            "measured": describe(real),
+            "simulated": [describe(run) for run in simulated],
+            "measured": [describe(run) for run in real],
         }
     (out / "results.json").write_text(json.dumps(results, indent=1))
     return holds
 
 
-def simulate(case: Case, real: RunResult, profile: Path, name: str, seconds: float) -> RunResult:
+def simulate(case: Case, real: RunResult, profile: Path, name: str, seconds: float, seed: int) -> RunResult:
     blocks = {"num_blocks": real.settings["num_blocks"]}
     config = {**engine("demo", case.scheduler), "executor": {"name": "simulated", "step_time": str(profile), **blocks}}
-    return replay(config, trace_of(case, seconds), name=name, seed=SEED, overrides={"block_size": real.settings["block_size"]})
+    return replay(config, trace_of(case, seconds), name=name, seed=seed, overrides={"block_size": real.settings["block_size"]})
 
 
-def figures_of(simulated: RunResult, real: RunResult) -> list[Figure]:
+def figures_of(simulated: Sequence[RunResult], real: Sequence[RunResult]) -> list[Figure]:
+    """Medians over runs."""
     figures = []
     for metric in ("ttft", "tpot", "e2e"):
-        ours, theirs = (per_request([record for record in run if record.arrival_s >= SETTLING_S], metric) * 1e3 for run in (simulated, real))
         for percentile in (50, 99):
-            pair = float(np.nanpercentile(ours, percentile)), float(np.nanpercentile(theirs, percentile))
+            pair = (float(np.median([settled_ms(run, metric, percentile) for run in runs])) for runs in (simulated, real))
             figures.append(Figure(f"{metric.upper()} p{percentile}, ms", *pair, WITHIN))
     return figures
+
+
+def settled_ms(run: RunResult, metric: str, percentile: float) -> float:
+    times = per_request([record for record in run if record.arrival_s >= SETTLING_S], metric)
+    return 1e3 * float(np.nanpercentile(times, percentile))
 
 
 def describe(run: RunResult) -> dict[str, float]:

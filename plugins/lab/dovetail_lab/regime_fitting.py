@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +22,7 @@ GOOD = 0.002  # a mean error below which nothing is added
 ENOUGH = 10  # measurements on each side of a boundary
 FEW = 3  # of a boundary that is known
 OUTLIER = 5.0  # times the median error
+HICCUP = 0.25  # a ratio that far from 1 says nothing of the device
 BOUND_ROUNDS = 3  # which upper bounds are exceeded follows from the fit, and the fit from them
 
 
@@ -60,6 +62,17 @@ def fit_decodes(measurements: Sequence[Measurement], sizes: Sequence[int] = ()) 
     """Of the measurements without prefills; rows are padded to the next of `sizes`. Raises `ConfigError` if there are none."""
     decodes = [one for one in measurements if not any(shape.prefill_rows for shape in one.shapes)]
     return _without_outliers([_step(one) for one in decodes], "decodes", sizes)
+
+
+def corrected(decode: PiecewiseStepTime, measurements: Sequence[Measurement]) -> PiecewiseStepTime:
+    """With what it is off by in those of the measurements that are of full sizes. While rows are few and short, what a context adds depends on both:
+    not all of the device reads it, and no sum of terms says so."""
+    ratios: dict[int, dict[float, float]] = defaultdict(dict)
+    for step in (_step(one) for one in measurements if not any(shape.prefill_rows for shape in one.shapes)):
+        rows, ratio = step.shape.rows, step.seconds / decode.seconds(step.shape)
+        if padded(rows, decode.sizes) == rows and abs(ratio - 1) < HICCUP:
+            ratios[rows][step.shape.context_tokens / rows] = ratio
+    return decode.model_copy(update={"corrections": tuple((rows, tuple(sorted(ratios[rows].items()))) for rows in sorted(ratios))})
 
 
 def _with_prefills(decode: PiecewiseStepTime, steps: Sequence[_Step], boundary: int | None, sizes: Sequence[int]) -> RegimeStepTime:

@@ -14,6 +14,7 @@ from enum import Enum
 from functools import cached_property
 from importlib import import_module
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
@@ -159,6 +160,11 @@ class PiecewiseStepTime(_Model):
         description="What each token adds of the longest prefill row, or of the mean context of decodes alone, however many rows there are.",
     )
     beside_s: Seconds = Field(default=0.0, description="What it adds that prefills have decodes beside them.")
+    corrections: tuple[tuple[int, tuple[tuple[float, float], ...]], ...] = Field(
+        default=(),
+        description="For decodes alone, by rows, padding included: (mean context of a row, what was measured over all of the above), by context. "
+        "Between rows, and between contexts, the ratio is interpolated; beyond them it stays.",
+    )
 
     @model_validator(mode="after")
     def _in_order(self) -> PiecewiseStepTime:
@@ -173,6 +179,10 @@ class PiecewiseStepTime(_Model):
     def _tokens(self) -> list[int]:
         return [tokens for tokens, _ in self.points]
 
+    @cached_property
+    def _corrected_rows(self) -> list[int]:
+        return [rows for rows, _ in self.corrections]
+
     def seconds(self, shape: StepShape) -> float:
         tokens = padded(shape.tokens, self.sizes) if self.sizes else shape.tokens
         at = min(max(bisect_left(self._tokens, tokens), 1), len(self.points) - 1)
@@ -183,12 +193,29 @@ class PiecewiseStepTime(_Model):
             attention += self.per_length_s * (shape.prefill_length if shape.prefill_rows else shape.context_tokens / shape.rows)
         if shape.prefill_rows and shape.decodes:
             attention += self.beside_s
-        return max(max(own, 0.0) + attention + self.per_row_s * shape.rows, self.least_s)
+        seconds = max(own, 0.0) + attention + self.per_row_s * shape.rows
+        if self.corrections and not shape.prefill_rows:
+            seconds *= self._correction(tokens, shape.context_tokens / shape.rows)
+        return max(seconds, self.least_s)
+
+    def _correction(self, rows: int, context: float) -> float:
+        at = bisect_left(self._corrected_rows, rows)
+        around = self.corrections[max(at - 1, 0) : at + 1]  # one of the two, beyond an end
+        ratios = [_interpolated(ratios, context) for _, ratios in around]
+        return _interpolated(tuple(zip((rows for rows, _ in around), ratios, strict=True)), rows)
 
     def scaled(self, factor: float) -> PiecewiseStepTime:
         """All of its seconds times `factor`."""
         points = tuple((tokens, factor * seconds) for tokens, seconds in self.points)
         return self.model_copy(update={"points": points, **{name: factor * value for name, value in self if name.endswith("_s")}})
+
+
+def _interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
+    """Between (x, y) of rising x; beyond them as at the end."""
+    for (low, low_y), (high, high_y) in pairwise(points):
+        if x < high:
+            return low_y + (high_y - low_y) * max(x - low, 0.0) / (high - low)
+    return points[-1][1]
 
 
 def padded(tokens: int, sizes: Sequence[int]) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 
 from dovetail.runtime.token_sizes import padded_sizes, row_sizes
 from dovetail_lab.fitting import Measurement, relative_errors
-from dovetail_lab.regime_fitting import BOUNDARIES, ENOUGH, WORTH, fit_decodes, fit_regimes
+from dovetail_lab.regime_fitting import BOUNDARIES, ENOUGH, WORTH, corrected, fit_decodes, fit_regimes
 from dovetail_lab.rig import Sighting
 from dovetail_lab.step_time import LEVELS, LaunchRule, Regime, RegimeStepTime, Spread, StepShape
 
@@ -106,7 +106,9 @@ class DeviceTimes:
                 recorded = replace(begin, recorded_tokens=sizes[-1])
                 others += [cls._under(recorded, middle, cells, rows, sizes[-1], padded_to) for padded_to in ((), sizes)]
         best = min(others, key=lambda one: one._misfit(middle), default=plain)
-        return best if best._misfit(middle) < WORTH * plain._misfit(middle) else plain
+        best = best if best._misfit(middle) < WORTH * plain._misfit(middle) else plain
+        decode = corrected(best.step_time.decode, [_computed(one, best.rule) for one in middle])
+        return replace(best, step_time=best.step_time.model_copy(update={"decode": decode}))
 
     @classmethod
     def _under(

@@ -169,7 +169,7 @@ def tiling_for(weight: torch.Tensor, rows: int, *, gated: bool = False, in_parts
         return None
     if rows <= GROUP_ROWS // (4 if in_parts else 2) and weight.nbytes > MOST_BYTES_OF_HALF_A_TILE:
         return None
-    if tiles > 1 and inputs > MOST_INPUTS and not in_parts:
+    if (tiles > 1 and inputs > MOST_INPUTS and not in_parts) or (tiles > 2 and gated):
         return None
     return _cheapest(tiles * GROUP_ROWS, inputs, outputs // (2 if gated else 1), 2 if gated else 1, in_parts)
 
