@@ -168,6 +168,30 @@ on_a_hopper = pytest.mark.skipif(not ON_GPU or not available.has_warpgroups(DEVI
 halves = st.sampled_from([torch.float16, torch.bfloat16])
 
 
+def test_a_triton_in_which_many_rows_fail_goes_without(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def exact(x: torch.Tensor, weight: torch.Tensor, **around: Any) -> torch.Tensor:
+        return x @ weight.t()
+
+    def fails(*args: Any, **around: Any) -> torch.Tensor:
+        raise AttributeError("no such layout")
+
+    for kernel, computes in ((exact, True), (lambda *args, **around: 2 * exact(*args), False), (fails, False)):
+        monkeypatch.setattr(many_rows, "linear", kernel)
+        assert many_rows.computes_right(torch.device("cpu")) == computes
+        assert bool(caplog.records) != computes
+    assert "no such layout" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("capability", "computes", "expected"), [((9, 0), True, True), ((9, 0), False, False), ((8, 0), True, False), ((10, 0), True, False)]
+)
+def test_many_rows_need_a_hopper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], computes: bool, expected: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(many_rows, "computes_right", lambda device: computes)
+    assert available.has_warpgroups.__wrapped__(torch.device("cuda")) == expected
+    assert not available.has_warpgroups.__wrapped__(torch.device("cpu"))
+
+
 @on_a_hopper
 @given(
     rows=st.integers(1, 256),
