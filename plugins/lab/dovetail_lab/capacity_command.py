@@ -13,18 +13,9 @@ import typer
 
 from dovetail.errors import ConfigError
 from dovetail_lab.command_options import (
-    Arrivals,
-    Columns,
-    Format,
-    MaxTokens,
-    Predictor,
-    ScaleRate,
-    Seed,
     Settings,
-    Slice,
     StepTime,
-    Tokenizer,
-    TraceName,
+    TraceOptions,
     open_engine,
 )
 from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, seeds_from, wide_console
@@ -42,21 +33,12 @@ TABLE_FILE = "capacity.csv"
 
 def capacity(
     engines: Annotated[list[str], typer.Argument(metavar="engine.yaml …", help="One engine or more; all are set beside the first.")],
-    trace: TraceName,
+    requests: TraceOptions,
     slo: Annotated[str, typer.Option("--slo", help='"ttft_p99<0.5,tpot_p99<50ms", or a preset such as mlperf-llama3.1-8b.')],
     tolerance: Annotated[float, typer.Option("--tolerance", help="How exactly to find the rate, as a share of it.")] = 0.02,
     seeds: Seeds = 1,
     out: Out = None,
-    scale_rate: ScaleRate = None,
-    slice: Slice = None,
-    arrivals: Arrivals = None,
-    max_tokens: MaxTokens = "trace",
-    predictor: Predictor = None,
-    seed: Seed = 0,
     step_time: StepTime = None,
-    format: Format = None,
-    columns: Columns = None,
-    tokenizer: Tokenizer = None,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
     jobs: Jobs = None,
 ) -> None:
@@ -64,19 +46,18 @@ def capacity(
     from dovetail_lab.capacity import find_capacity
     from dovetail_lab.jobs import names_of
     from dovetail_lab.slo import parse_slo
-    from dovetail_lab.workloads.load import WorkloadOptions
 
     objectives = parse_slo(slo)
     names = names_of(engines)
     configs = [open_engine(engine, settings, step_time=step_time) for engine in engines]
-    options = [WorkloadOptions(format, columns, arrivals, slice, None, max_tokens, predictor, one, tokenizer) for one in seeds_from(seed, seeds)]
-    own_rate = _own_rate(trace, options)
+    options = [requests.workload(one, None) for one in seeds_from(requests.seed, seeds)]
+    own_rate = _own_rate(requests.trace, options)
     if out is not None:
         make_folder(out)
     found = {}
     for name, config in zip(names, configs, strict=True):
-        runner = _Runner(name, config, trace, options, cores(jobs))
-        found[name] = find_capacity(runner, objectives, tolerance=tolerance, start=1.0 if scale_rate is None else scale_rate)
+        runner = _Runner(name, config, requests.trace, options, cores(jobs))
+        found[name] = find_capacity(runner, objectives, tolerance=tolerance, start=1.0 if requests.scale_rate is None else requests.scale_rate)
         _print_one(name, found[name], objectives, own_rate)
     first = found[names[0]].scale
     for name in names[1:]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -13,25 +16,68 @@ from dovetail.errors import ConfigError
 if TYPE_CHECKING:
     from dovetail import EngineConfig
     from dovetail_lab.simulate import Progress
+    from dovetail_lab.workloads.load import WorkloadOptions
 
 Engine = Annotated[str, typer.Argument(metavar="engine.yaml", help="The engine: which policy, which KV-cache manager, what sizes.")]
-TraceName = Annotated[str, typer.Option("--trace", metavar="FILE|SPEC", help="A trace in any known format, a YAML spec of a workload, or a spec.")]
-Format = Annotated[str | None, typer.Option("--format", help="Of the trace.  [default: found by its content]")]
-Columns = Annotated[str | None, typer.Option("--columns", metavar="FIELD=COLUMN,…", help="What the columns of an unknown CSV file are.")]
-Arrivals = Annotated[str | None, typer.Option("--arrivals", metavar="PROCESS", help='In place of the trace\'s own times, such as "poisson(4)".')]
-Slice = Annotated[str | None, typer.Option("--slice", metavar="FROM:TO", help="A part of the trace: 100:200 (requests) or 60s:120s (seconds).")]
-ScaleRate = Annotated[float | None, typer.Option("--scale-rate", metavar="FACTOR", help="This many times as many requests a second.")]
-MaxTokens = Annotated[str, typer.Option("--max-tokens", metavar="trace|N", help="What policies see as a request's max_tokens.")]
-Tokenizer = Annotated[
-    str | None, typer.Option("--tokenizer", metavar="FILE.json", help="To count tokens of a trace that holds text.  [default: words are counted]")
-]
-Predictor = Annotated[
-    str | None, typer.Option("--predictor", help="Guesses of output lengths that policies see: oracle, noisy(0.5), bucket(2, 0.8).")
-]
-Seed = Annotated[int, typer.Option("--seed", help="Of the engine, of synthetic workloads and of predictions.")]
 Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the engine, dotted if need be. May be repeated.")]
 StepTime = Annotated[str | None, typer.Option("--step-time", metavar="FILE.json|NAME", help="How long steps take.  [default: as the engine says]")]
 Real = Annotated[bool, typer.Option("--real", help="On the engine's own executor, in real time, instead of a simulation.")]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """Which requests there are."""
+
+    trace: Annotated[str, typer.Option("--trace", metavar="FILE|SPEC", help="A trace in any known format, a YAML spec of a workload, or a spec.")]
+    scale_rate: Annotated[float | None, typer.Option("--scale-rate", metavar="FACTOR", help="This many times as many requests a second.")] = None
+    slice: Annotated[
+        str | None, typer.Option("--slice", metavar="FROM:TO", help="A part of the trace: 100:200 (requests) or 60s:120s (seconds).")
+    ] = None
+    arrivals: Annotated[
+        str | None, typer.Option("--arrivals", metavar="PROCESS", help='In place of the trace\'s own times, such as "poisson(4)".')
+    ] = None
+    max_tokens: Annotated[str, typer.Option("--max-tokens", metavar="trace|N", help="What policies see as a request's max_tokens.")] = "trace"
+    predictor: Annotated[
+        str | None, typer.Option("--predictor", help="Guesses of output lengths that policies see: oracle, noisy(0.5), bucket(2, 0.8).")
+    ] = None
+    seed: Annotated[int, typer.Option("--seed", help="Of the engine, of synthetic workloads and of predictions.")] = 0
+    format: Annotated[str | None, typer.Option("--format", help="Of the trace.  [default: found by its content]")] = None
+    columns: Annotated[str | None, typer.Option("--columns", metavar="FIELD=COLUMN,…", help="What the columns of an unknown CSV file are.")] = None
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", metavar="FILE.json", help="To count tokens of a trace that holds text.  [default: words are counted]")
+    ] = None
+
+    def workload(self, seed: int, scale_rate: float | None) -> WorkloadOptions:
+        """With another seed, and at another rate."""
+        from dovetail_lab.workloads.load import WorkloadOptions
+
+        return WorkloadOptions(
+            self.format, self.columns, self.arrivals, self.slice, scale_rate, self.max_tokens, self.predictor, seed, self.tokenizer
+        )
+
+
+def flat(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, with the fields of each parameter that is a dataclass in that parameter's place: typer knows no groups of options."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[Parameter] = []
+    for name, parameter in signature(command).parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
+            continue
+        own = get_type_hints(groups[name], include_extras=True)
+        for field in fields(groups[name]):
+            default = Parameter.empty if field.default is MISSING else field.default
+            parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=own[field.name]))
+
+    @wraps(command)
+    def call(**values: Any) -> None:
+        made = {name: group(**{field.name: values.pop(field.name) for field in fields(group)}) for name, group in groups.items()}
+        command(**made, **values)
+
+    call.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
 
 
 def open_engine(source: str, settings: Sequence[str] = (), *, step_time: str | None = None, real: bool = False) -> EngineConfig:

@@ -10,6 +10,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from dovetail_lab.command_options import flat
+
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {  # name -> "module:function", one line
         "run": ("dovetail_lab.run_command:run", "Replay a trace through an engine: what its users would feel"),
@@ -42,7 +44,7 @@ class LabGroup(TyperGroup):
 def _load(name: str) -> Any:
     module, _, function = COMMANDS[name][0].partition(":")
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(name=name)(getattr(import_module(module), function))
+    app.command(name=name)(flat(getattr(import_module(module), function)))
     return typer.main.get_command(app)
 
 

@@ -12,18 +12,9 @@ import typer
 
 from dovetail.errors import ConfigError
 from dovetail_lab.command_options import (
-    Arrivals,
-    Columns,
-    Format,
-    MaxTokens,
-    Predictor,
-    ScaleRate,
-    Seed,
     Settings,
-    Slice,
     StepTime,
-    Tokenizer,
-    TraceName,
+    TraceOptions,
     open_engine,
 )
 from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, need, seeds_from, shown_command, wide_console
@@ -37,23 +28,14 @@ if TYPE_CHECKING:
 
 def compare(
     engines: Annotated[list[str], typer.Argument(metavar="a.yaml b.yaml …", help="Two engines or more; all are compared with the first.")],
-    trace: TraceName,
+    requests: TraceOptions,
     seeds: Seeds = 1,
     out: Out = None,
     confidence: Annotated[float, typer.Option("--confidence", help="Of each interval.")] = 0.95,
     resamples: Annotated[int, typer.Option("--resamples", help="Of the bootstrap.")] = 2_000,
     decisions: Annotated[bool, typer.Option("--decisions", help="Write a log of decisions of each run, for Perfetto, into --out.")] = False,
     keep_runs: Annotated[bool, typer.Option("--keep-runs", help="Write each run into --out, for `dovetail lab report`.")] = False,
-    scale_rate: ScaleRate = None,
-    slice: Slice = None,
-    arrivals: Arrivals = None,
-    max_tokens: MaxTokens = "trace",
-    predictor: Predictor = None,
-    seed: Seed = 0,
     step_time: StepTime = None,
-    format: Format = None,
-    columns: Columns = None,
-    tokenizer: Tokenizer = None,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
     jobs: Jobs = None,
 ) -> None:
@@ -61,7 +43,6 @@ def compare(
     need("scipy", *(("matplotlib", "jinja2") if out is not None else ()))
     from dovetail_lab import compare as comparing
     from dovetail_lab.jobs import Job, keep, names_of, run_jobs
-    from dovetail_lab.workloads.load import WorkloadOptions
 
     if len(engines) < 2:
         raise ConfigError("a comparison needs two engines or more: dovetail lab compare a.yaml b.yaml --trace …")
@@ -73,12 +54,12 @@ def compare(
     todo = [
         Job(
             _with_log(config, out / file_name(name, one, "-decisions")) if decisions and out else config,
-            trace,
-            WorkloadOptions(format, columns, arrivals, slice, scale_rate, max_tokens, predictor, one, tokenizer),
+            requests.trace,
+            requests.workload(one, requests.scale_rate),
             name,
         )
         for name, config in configs.items()
-        for one in seeds_from(seed, seeds)
+        for one in seeds_from(requests.seed, seeds)
     ]
     if out is not None:
         make_folder(out)
@@ -86,7 +67,7 @@ def compare(
         job.check()
     done = list(run_jobs(todo, keep, cores(jobs), "compare"))
     runs = {name: done[index * seeds : (index + 1) * seeds] for index, name in enumerate(names)}
-    found = comparing.compare(runs, resamples=resamples, confidence=confidence, seed=seed)
+    found = comparing.compare(runs, resamples=resamples, confidence=confidence, seed=requests.seed)
     print_comparison(found)
     if out is not None:
         if keep_runs:

@@ -8,20 +8,11 @@ from typing import Annotated
 import typer
 
 from dovetail_lab.command_options import (
-    Arrivals,
-    Columns,
     Engine,
-    Format,
-    MaxTokens,
-    Predictor,
     Real,
-    ScaleRate,
-    Seed,
     Settings,
-    Slice,
     StepTime,
-    Tokenizer,
-    TraceName,
+    TraceOptions,
     open_engine,
     progress_bar,
 )
@@ -32,38 +23,29 @@ RUN_FILE = "run.json"
 
 def run(
     engine: Engine,
-    trace: TraceName,
+    requests: TraceOptions,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help=f"Where to write {RUN_FILE}: every request and every step.")] = None,
     goodput: Annotated[
         str | None, typer.Option("--goodput", metavar="METRIC<LIMIT,…", help='Count the requests that keep limits: "ttft<0.5,tpot<50ms".')
     ] = None,
-    scale_rate: ScaleRate = None,
-    slice: Slice = None,
-    arrivals: Arrivals = None,
-    max_tokens: MaxTokens = "trace",
-    predictor: Predictor = None,
-    seed: Seed = 0,
     step_time: StepTime = None,
-    format: Format = None,
-    columns: Columns = None,
-    tokenizer: Tokenizer = None,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
     real: Real = False,
 ) -> None:
     """Replay a trace through an engine."""
     from dovetail_lab.slo import parse_goodput
-    from dovetail_lab.workloads import WorkloadOptions, load_workload
+    from dovetail_lab.workloads import load_workload
 
     slo = None if goodput is None else parse_goodput(goodput)
     config = open_engine(engine, settings, step_time=step_time, real=real)
-    workload = load_workload(trace, WorkloadOptions(format, columns, arrivals, slice, scale_rate, max_tokens, predictor, seed, tokenizer))
+    workload = load_workload(requests.trace, requests.workload(requests.seed, requests.scale_rate))
     if out is not None:
         make_folder(out)
     from dovetail_lab.simulate import replay
     from dovetail_lab.summary import print_summary
 
     with progress_bar(workload.name) as progress:
-        result = replay(config, workload, name=Path(engine).stem, seed=seed, progress=progress)
+        result = replay(config, workload, name=Path(engine).stem, seed=requests.seed, progress=progress)
     print_summary(result, slo)
     if out is not None:
         result.save(out / RUN_FILE)

@@ -10,18 +10,9 @@ import typer
 
 from dovetail.errors import ConfigError
 from dovetail_lab.command_options import (
-    Arrivals,
-    Columns,
     Engine,
-    Format,
-    MaxTokens,
-    Predictor,
-    ScaleRate,
-    Seed,
-    Slice,
     StepTime,
-    Tokenizer,
-    TraceName,
+    TraceOptions,
     open_engine,
 )
 from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, seeds_from, wide_console
@@ -37,44 +28,33 @@ _MANY = 10_000  # points that nobody meant
 
 def sweep(
     engine: Engine,
-    trace: TraceName,
+    requests: TraceOptions,
     settings: Annotated[list[str], typer.Option("--set", metavar="KEY=A,B,…", help="A key of the engine, and its values. May be repeated.")] = [],  # noqa: B006 typer makes a list of its own
     rates: Annotated[str | None, typer.Option("--rates", metavar="A,B,…", help="Factors on the trace's rate.")] = None,
     seeds: Seeds = 1,
     slo: Annotated[str | None, typer.Option("--slo", help="Objectives to judge each run by: ttft_p99<0.5,tpot_p99<50ms, or a preset.")] = None,
     out: Out = None,
-    scale_rate: ScaleRate = None,
-    slice: Slice = None,
-    arrivals: Arrivals = None,
-    max_tokens: MaxTokens = "trace",
-    predictor: Predictor = None,
-    seed: Seed = 0,
     step_time: StepTime = None,
-    format: Format = None,
-    columns: Columns = None,
-    tokenizer: Tokenizer = None,
     jobs: Jobs = None,
 ) -> None:
     """Run every combination of settings and rates."""
     from dovetail_lab import sweep as sweeping
     from dovetail_lab.jobs import Job
     from dovetail_lab.slo import parse_slo
-    from dovetail_lab.workloads.load import WorkloadOptions
 
     objectives = () if slo is None else parse_slo(slo)
     axes = [*map(sweeping.parse_axis, settings), *([] if rates is None else [sweeping.Axis(sweeping.RATE, _factors(rates))])]
     if not axes:
         raise ConfigError("nothing to sweep over: give --set key=value,value,… or --rates")
-    points = list(sweeping.grid(axes, seeds_from(seed, seeds)))
+    points = list(sweeping.grid(axes, seeds_from(requests.seed, seeds)))
     if len(points) > _MANY:
         raise ConfigError(f"the grid has {len(points):,} points: more than {_MANY:,} is surely a mistake")
     todo = []
     for point in points:
         chosen = [f"{key}={value}" for key, value in point.values.items() if key != sweeping.RATE]
         factor = point.values.get(sweeping.RATE)
-        rate = scale_rate if factor is None else float(factor) * (1.0 if scale_rate is None else scale_rate)
-        options = WorkloadOptions(format, columns, arrivals, slice, rate, max_tokens, predictor, point.seed, tokenizer)
-        todo.append((point, Job(open_engine(engine, chosen, step_time=step_time), trace, options)))
+        rate = requests.scale_rate if factor is None else float(factor) * (1.0 if requests.scale_rate is None else requests.scale_rate)
+        todo.append((point, Job(open_engine(engine, chosen, step_time=step_time), requests.trace, requests.workload(point.seed, rate))))
     if out is not None:
         make_folder(out)
     rows = sweeping.sweep(todo, objectives, cores(jobs))
