@@ -138,6 +138,6 @@ def test_the_kernels_around_attention_compile() -> None:
         one_row.linear(zeros(1, 3072), zeros(1024, 3072), out=zeros(1, 1024))
         logprobs.normalizer_and_rank(zeros(3, 5000), torch.zeros(3, dtype=torch.int64))
         fused.draw(zeros(3, 5000), torch.arange(3), rows.records, RowHistory(ints[:, None], ints, ints), rows.hashes)
-    around = ["_embed", "_rms_norm", "_add_and_norm", "_silu_mul", "_norm_turn_write", "_linear", "_linear"]
+    around = ["_embed", "_rms_norm", "_rms_norm", "_silu_mul", "_norm_turn_write", "_linear", "_linear"]
     assert [kernel.name for kernel in kernels] == [*around, "_normalizer_and_rank", "_survey", "_choose"]
     assert all(CHAINED in kernel.ptx for kernel in kernels if kernel.name != "_normalizer_and_rank")
