@@ -249,6 +249,7 @@ def test_parts_are_added_before_the_norm(rows: int, size: int, parts: int, dtype
     [
         (151_936, 1024, 64, {}),  # the head of Qwen3-0.6B
         (24_576, 4096, 65, {"gated": True}),  # of Qwen3-8B
+        (6144, 1024, 129, {"gated": True}),  # of Qwen3-0.6B
         (1024, 1024, 257, {}),
         (1000, 1024, 64, {}),  # no tile divides it
         (1024, 1000, 64, {}),  # nor this
