@@ -66,7 +66,7 @@ PARTS = (
     *(throughput(workload, "triton") for workload in WORKLOADS if workload != "nano"),
     Part("latency", ("-m", "bench.latency", "--rate", "4", "16", "--seconds", "15", "--json", FIGURES), 240),
     Part("startup", ("-m", "bench.startup", "--json", FIGURES), 180),
-    Part("calibration", ("-m", "bench.lab.own_gpu", "--out", FOLDER), 300),
+    Part("calibration", ("-m", "bench.lab.own_gpu", "--out", FOLDER), 360),
     Part("8b-calibration", ("-m", "bench.lab.own_gpu", "--out", FOLDER, "--shape", "qwen3-8b"), 200),
     Part("kernel-tests", ("-m", "pytest", *(f"tests/{file}.py" for file in KERNEL_TESTS)), 500),
     *(throughput(workload, "flash_attn") for workload in WORKLOADS if workload != "nano"),
