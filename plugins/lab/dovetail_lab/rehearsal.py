@@ -111,9 +111,8 @@ def workload(engine: LLMEngine, profile: StepTimeProfile, seconds: float) -> Tra
 def _step_s(profile: StepTimeProfile, shape: StepShape) -> float:
     """Whichever takes longer, the device or the host."""
     launch = profile.make_launch()
-    rows_s = (profile.core_per_row_s + profile.results_per_row_s) * shape.rows
-    host_s = profile.core_s + profile.results_s + rows_s + (0.0 if launch is None else launch.seconds(shape))
-    return max(profile.make().seconds(shape), host_s)
+    launch_s = 0.0 if launch is None else launch.seconds(shape)
+    return max(profile.make().seconds(shape), profile.planning_s(shape.rows) + launch_s + profile.delivering_s(shape.rows))
 
 
 def as_rehearsed(profile: StepTimeProfile, sightings: Sequence[Sighting], overlapped: bool) -> StepTimeProfile:
@@ -123,16 +122,15 @@ def as_rehearsed(profile: StepTimeProfile, sightings: Sequence[Sighting], overla
     decodes = [sighting for sighting in sightings if not sighting.shape.prefill_rows]
     if len(decodes) < ENOUGH:
         return profile
-    core = _ratio((sighting.submitted - sighting.planned, profile.core_s + profile.core_per_row_s * sighting.shape.rows) for sighting in decodes)
+    core = _ratio((sighting.submitted - sighting.planned, profile.planning_s(sighting.shape.rows)) for sighting in decodes)
     delivering = sum(sighting.delivered - sighting.ended for sighting in sightings)
-    fitted = sum(profile.results_s + profile.results_per_row_s * sighting.shape.rows for sighting in sightings)
+    fitted = sum(profile.delivering_s(sighting.shape.rows) for sighting in sightings)
     results = delivering / fitted if fitted else 1.0
     steps = [step for step in timed(sightings, overlapped) if counts_as_launched(step)]
-    core_s, core_per_row_s = core * profile.core_s, core * profile.core_per_row_s
-    planning = [(sighting.shape, sighting.submitted - sighting.planned, core_s + core_per_row_s * sighting.shape.rows) for sighting in sightings]
+    planning = [(one.shape, one.submitted - one.planned, core * profile.planning_s(one.shape.rows)) for one in sightings]
     updated = {
-        "core_s": core_s,
-        "core_per_row_s": core_per_row_s,
+        "core_s": core * profile.core_s,
+        "core_per_row_s": core * profile.core_per_row_s,
         "core_spread": _spread(profile, planning, profile.core_spread),
         "results_s": results * profile.results_s,
         "results_per_row_s": results * profile.results_per_row_s,

@@ -128,7 +128,7 @@ class SimulatedExecutor(Executor):
         if self.profile.launch_spread is not None:
             launch_s *= self.profile.launch_spread.drawn(regime, chance(self.context.config.seed, batch.step, LAUNCH_STREAM))
         self.plan_s += 0.1 * (self.last_core_s + launch_s - self.plan_s)
-        results_s = self.profile.results_s + self.profile.results_per_row_s * shape.rows
+        results_s = self.profile.delivering_s(shape.rows)
         ready = self.clock.now() + self.last_core_s
         self._pending.append(_Pending(batch.step, token_ids, shape, ready, ready + launch_s, seconds, results_s))
         if launch_s:  # the core does nothing else meanwhile: it learns late of the step before

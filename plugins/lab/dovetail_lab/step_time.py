@@ -389,6 +389,14 @@ class StepTimeProfile(_Model):
     source: str = Field(default="", description="Where the measurements come from, and their licence.")
     notes: tuple[str, ...] = ()
 
+    def planning_s(self, rows: int) -> float:
+        """The core's own time until it hands over a step of so many requests."""
+        return self.core_s + self.core_per_row_s * rows
+
+    def delivering_s(self, rows: int) -> float:
+        """From the end of such a step until its tokens are delivered."""
+        return self.results_s + self.results_per_row_s * rows
+
     def make(self) -> StepTimeModel:
         """Raises `ConfigError` if `step_time` describes no model."""
         return self._model(self.step_time)
