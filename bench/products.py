@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
-from bench.limits import require_gpu
+from bench.limits import require_gpu, seconds
 from bench.shapes import SHAPES, Shape
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.model import BuildContext
@@ -32,6 +31,7 @@ from dovetail.nn import linear
 from dovetail.nn.kernels import few_rows
 from dovetail.nn.kernels.chain import chained, let_next_begin, wait
 from dovetail.nn.rotary import Rope
+from dovetail.runtime.decode_graphs import record
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.weights import dummy_weights
 from dovetail_models.decoder import Decoder, DecoderShape
@@ -93,22 +93,8 @@ class Layers:
         ids = torch.arange(rows, device="cuda") % VOCAB
         positions = torch.arange(rows, device="cuda")
         with self.taking(choice):
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                self.model(ids, positions)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.model(ids, positions)
-        times = []
-        for _ in range(REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / len(self.model.blocks))
-        return statistics.median(times)
+            graph, _ = record(lambda: self.model(ids, positions), pool=None, warm_ups=1, device=ids.device)
+        return seconds(graph.replay, REPLAYS) * 1e6 / len(self.model.blocks)
 
     @contextmanager
     def taking(self, choice: Choice) -> Iterator[None]:
