@@ -125,6 +125,9 @@ def measure_all(shape: str, model: Path, profile: Path, runs: Sequence[tuple[str
     archive.pack()
     took = time.perf_counter() - begun
     print(f"calibrated in {took:.0f} s: off by {made.profile.error:.1%} ({made.profile.judged_on}); all of the grid: {made.complete}", flush=True)
+    for name, _ in runs:
+        for earlier in archive.folder.glob(f"{name}-real-*.json"):  # of another calibration
+            earlier.unlink()
     for name, turn in runs:
         gc.collect()
         torch.cuda.empty_cache()
@@ -150,11 +153,13 @@ def fit_anew(archive: Archive, shape: str, profile: Path) -> None:
 
 
 def compare(out: Path, profile: Path, cases: list[str], seconds: float) -> bool:
-    """What doesn't: simulate, and hold the two against each other. Whether all is within `WITHIN`."""
+    """What doesn't: simulate, and hold the two against each other. Whether all is within `WITHIN`. Ends the program if nothing was run."""
     results: dict[str, Any] = {"profile": StepTimeProfile.load(str(profile)).model_dump(mode="json"), "cases": {}}
     holds = True
     for name in cases:
         real = [RunResult.load(file) for file in sorted(out.glob(f"{name}-real-*.json"))]
+        if not real:
+            raise SystemExit(f"{name}: no real run of it is there to compare with")
         simulated = [simulate(CASES[name], real[0], profile, name, seconds, seed) for seed in range(SEED, SEED + len(real))]
         for turn, run in enumerate(simulated):
             run.save(out / f"{name}-simulated-{turn}.json")
