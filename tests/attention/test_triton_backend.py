@@ -18,6 +18,7 @@ from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
 from dovetail.runtime.decode_graphs import DecodeGraphs
 from dovetail_attention.triton_backend import TritonAttention
+from dovetail_attention.triton_tuning import HOPPER
 from tests.attention import interpreter
 from tests.attention.cases import Bench, Case, assert_close, cases
 from tests.runtime.fakes import Bench as RunnerBench
@@ -290,6 +291,31 @@ def test_what_it_can_not_do_is_refused_in_words() -> None:
     assert len(reasons) == 2
     assert "device cpu" in reasons[0]
     assert "head size 512" in reasons[1]
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "block_size", "heads"),
+    [
+        ("bfloat16", 128, 16, 4),
+        ("bfloat16", 128, 128, 1),
+        ("float16", 128, 32, 12),
+        ("bfloat16", 64, 8, 2),
+        ("bfloat16", 40, 64, 4),
+        ("bfloat16", 80, 256, 8),
+    ],
+)
+@pytest.mark.parametrize("backend", [TritonAttention, MixedGraphAttention])
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), min_size=1, max_size=4), st.integers(0, 9))
+@enough
+def test_prefills_on_a_hopper_are_attended_as_defined_while_unused_slots_are_nan(
+    backend: type[TritonAttention], dtype: str, head_size: int, block_size: int, heads: int, rows: list[tuple[int, int]], padding: int
+) -> None:
+    history, queries = zip(*rows, strict=True)
+    bench = Bench(backend, on_device(Case(history, queries, block_size, heads, 1, head_size, dtype=dtype, padding=padding)))
+    if bench.backend.tilings != HOPPER:
+        pytest.skip("needs a Hopper, and a Triton with which its kernel works")
+    assert_close(bench.run(), bench.expected(), HALF[dtype])
 
 
 @gpu

@@ -43,16 +43,27 @@ def attend(dtype: str, head_size: int, block_size: int, window: int | None, mixe
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_size", "block_size", "window"), [("bfloat16", 128, 16, None), ("bfloat16", 80, 256, 512), ("float32", 256, 8, None)]
+    ("dtype", "head_size", "block_size", "window", "loads_apart"),
+    [
+        ("bfloat16", 128, 16, None, True),
+        ("float16", 64, 256, None, True),
+        ("bfloat16", 80, 8, None, True),
+        ("bfloat16", 128, 24, None, False),
+        ("bfloat16", 80, 256, 512, False),
+        ("float32", 256, 8, None, False),
+    ],
 )
 @pytest.mark.parametrize("mixed_graph", [False, True])
-def test_attention_compiles_within_the_shared_memory(dtype: str, head_size: int, block_size: int, window: int | None, mixed_graph: bool) -> None:
+def test_attention_compiles_within_the_shared_memory(
+    dtype: str, head_size: int, block_size: int, window: int | None, loads_apart: bool, mixed_graph: bool
+) -> None:
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
 
     with compiling_for_hopper() as kernels:
         attend(dtype, head_size, block_size, window, mixed_graph)
     names = {kernel.name: kernel for kernel in kernels}
     assert names.keys() == {"scatter", "decode_shares", "prefill_tiles", "copy_in_order", *([] if window else ["attend_prefix"])}
+    assert ("cp.async.bulk.tensor" in names["prefill_tiles"].ptx) == loads_apart
     for kernel in kernels:
         assert kernel.shared_bytes <= SHARED_MEMORY_BYTES, kernel.name
     assert names["decode_shares"].shared_bytes * 2 <= SHARED_MEMORY_BYTES, "several run on a multiprocessor"

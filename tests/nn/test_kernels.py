@@ -16,6 +16,7 @@ from transformers import LlamaConfig, Qwen3Config
 pytest.importorskip("triton")
 
 from dovetail.api.attention import AttentionLayer, FusedCache, LayerSpec
+from dovetail.errors import DovetailError
 from dovetail.nn import activation, embedding, linear, logprobs, norm, qkv
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.kernels import available, few_rows, many_rows, one_row
@@ -164,7 +165,7 @@ def test_layers_that_torch_computes_quicker_have_no_tiling(outputs: int, inputs:
     assert few_rows.tiling_for(torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta"), 8, gated) is None
 
 
-on_a_hopper = pytest.mark.skipif(not ON_GPU or not available.has_warpgroups(DEVICE), reason="needs a Hopper: nothing interprets Gluon")
+on_a_hopper = pytest.mark.skipif(not ON_GPU or not available.has_many_rows(DEVICE), reason="needs a Hopper: nothing interprets Gluon")
 halves = st.sampled_from([torch.float16, torch.bfloat16])
 
 
@@ -177,7 +178,7 @@ def test_a_triton_in_which_many_rows_fail_goes_without(monkeypatch: pytest.Monke
 
     for kernel, computes in ((exact, True), (lambda *args, **around: 2 * exact(*args), False), (fails, False)):
         monkeypatch.setattr(many_rows, "linear", kernel)
-        assert many_rows.computes_right(torch.device("cpu")) == computes
+        assert available.works("many rows", lambda: many_rows.check(torch.device("cpu"))) == computes
         assert bool(caplog.records) != computes
     assert "no such layout" in caplog.text
 
@@ -186,10 +187,14 @@ def test_a_triton_in_which_many_rows_fail_goes_without(monkeypatch: pytest.Monke
     ("capability", "computes", "expected"), [((9, 0), True, True), ((9, 0), False, False), ((8, 0), True, False), ((10, 0), True, False)]
 )
 def test_many_rows_need_a_hopper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], computes: bool, expected: bool) -> None:
+    def check(device: torch.device) -> None:
+        if not computes:
+            raise DovetailError("it computes something else")
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(many_rows, "computes_right", lambda device: computes)
-    assert available.has_warpgroups.__wrapped__(torch.device("cuda")) == expected
-    assert not available.has_warpgroups.__wrapped__(torch.device("cpu"))
+    monkeypatch.setattr(many_rows, "check", check)
+    assert available.has_many_rows.__wrapped__(torch.device("cuda")) == expected
+    assert not available.has_many_rows.__wrapped__(torch.device("cpu"))
 
 
 @on_a_hopper

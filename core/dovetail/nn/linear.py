@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from dovetail.api.model import BuildContext
 from dovetail.nn.activation import silu_mul
-from dovetail.nn.kernels.available import has_warpgroups, use_kernels
+from dovetail.nn.kernels.available import has_many_rows, use_kernels
 from dovetail.nn.layer import Layer
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import Part, Weight, kv_share, share, whole
@@ -46,7 +46,7 @@ def linear(
 
 def kernel_for_few(rows: int, weight: torch.Tensor, gated: bool = False) -> Kernel | None:
     """What is quicker than torch for so few rows, if anything is."""
-    if rows > FEW_ROWS or not _on_matrix_units(weight) or (rows > FEW_ROWS_BESIDE_MANY and has_warpgroups(weight.device)):
+    if rows > FEW_ROWS or not _on_matrix_units(weight) or (rows > FEW_ROWS_BESIDE_MANY and has_many_rows(weight.device)):
         return None
     from dovetail.nn.kernels import few_rows, one_row
 
@@ -58,7 +58,7 @@ def kernel_for_few(rows: int, weight: torch.Tensor, gated: bool = False) -> Kern
 
 def kernel_for_many(rows: int, weight: torch.Tensor, gated: bool = False, in_parts: bool = False) -> Kernel | None:
     """What is quicker than torch for more rows, if anything is; called as `kernels.many_rows.linear`."""
-    if not _on_matrix_units(weight) or not has_warpgroups(weight.device):
+    if not _on_matrix_units(weight) or not has_many_rows(weight.device):
         return None
     from dovetail.nn.kernels import many_rows
 

@@ -13,6 +13,7 @@ the captured step had one, without if it had none.
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from pydantic import BaseModel
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, FusedCache, LayerSpec
 from dovetail.errors import DovetailError
+from dovetail.nn.kernels.available import is_hopper, works
 from dovetail.nn.kernels.chain import chained
 from dovetail_attention import triton_cache, triton_decode, triton_prefill
 from dovetail_attention.triton_step import PREFIX_PARTS, Likeness, Limits, Schedule, StepBuffers
-from dovetail_attention.triton_tuning import HOPPER, INTERPRETED, Tilings
+from dovetail_attention.triton_tuning import CUDA, HOPPER, INTERPRETED, PrefillTiling, Tilings
 
 LOG2_E = math.log2(math.e)
 COPY_WIDTH = 2048
@@ -42,7 +44,7 @@ class TritonAttention(AttentionBackend):
         self.device = torch.device(context.device)
         self.dtype: torch.dtype = getattr(torch, context.dtype)
         on_gpu = self.device.type == "cuda"
-        self.tilings: Tilings = HOPPER if on_gpu else INTERPRETED
+        self.tilings: Tilings = INTERPRETED if not on_gpu else HOPPER if _loads_apart(self.device) else CUDA
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else INTERPRETED_PROCESSORS
         self.step: StepBuffers | None = None
         self._layers: list[TritonLayer] = []
@@ -85,11 +87,13 @@ class TritonLayer(AttentionLayer):
         self.spec, self._backend = spec, backend
         self._likeness = Likeness.of(spec)
         self._k = self._v = torch.empty(0)
+        self._described: list[Any] | None = None  # K and V, for the tensor memory accelerator
 
     def allocate(self, num_blocks: int) -> None:
         self._k = self._v = torch.empty(0)  # lets go of the old before the new is made
         shape = (num_blocks, self.spec.kv_heads, self._backend.context.block_size, self.spec.head_size)
         self._k, self._v = (torch.empty(shape, dtype=self._backend.dtype, device=self._backend.device) for _ in range(2))
+        self._described = None
         block_stride, head_stride, token_stride, _ = self._k.stride()
         self._paging: dict[str, Any] = {
             "BLOCK_SIZE": self._backend.context.block_size,
@@ -192,6 +196,9 @@ class TritonLayer(AttentionLayer):
 
     def _prefill(self, q: torch.Tensor, out: torch.Tensor, step: StepBuffers, schedule: Schedule) -> None:
         tiling = schedule.prefill_tiling
+        if tiling.loads_apart:
+            self._prefill_on_a_hopper(tiling, q, out, step, schedule)
+            return
         triton_prefill.prefill_tiles[(self.spec.kv_heads, schedule.num_tiles)](
             q,
             out,
@@ -209,6 +216,42 @@ class TritonLayer(AttentionLayer):
             num_stages=tiling.stages,
             **self._constants(q),
         )
+
+    def _prefill_on_a_hopper(self, tiling: PrefillTiling, q: torch.Tensor, out: torch.Tensor, step: StepBuffers, schedule: Schedule) -> None:
+        from dovetail_attention import triton_prefill_hopper
+
+        if self._described is None:
+            self._described = [triton_prefill_hopper.describe(cache_of, tiling.keys) for cache_of in (self._k, self._v)]
+        triton_prefill_hopper.prefill_tiles[(self.spec.kv_heads, schedule.num_tiles)](
+            q,
+            out,
+            *self._described,
+            step.table,
+            schedule.tiles,
+            self.spec.scale * LOG2_E,
+            Q_TOKEN_STRIDE=q.stride(0),
+            TABLE_STRIDE=step.limits.blocks,
+            HEADS=self.spec.heads,
+            GROUP=self._likeness.group,
+            D=self.spec.head_size,
+            N=tiling.keys,
+            STAGES=tiling.stages,
+            BLOCK_SIZE=self._backend.context.block_size,
+            SPARSE=schedule.mixed_graph,
+            num_warps=tiling.warps,
+        )
+
+
+@cache
+def _loads_apart(device: torch.device) -> bool:
+    """Whether `triton_prefill_hopper` can be used."""
+
+    def check() -> None:
+        from dovetail_attention import triton_prefill_hopper
+
+        triton_prefill_hopper.check(device)
+
+    return is_hopper(device) and works("prefill with warps of their own for loading", check)
 
 
 def _heads_together(tensor: torch.Tensor) -> torch.Tensor:

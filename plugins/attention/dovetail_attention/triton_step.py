@@ -84,7 +84,7 @@ class Schedule:
 
     def __init__(self, limits: Limits, likeness: Likeness) -> None:
         self.limits, self.likeness = limits, likeness
-        shape = Shape(likeness.group, likeness.padded_size, limits.dtype.itemsize, limits.block_size)
+        shape = Shape(likeness.group, likeness.padded_size, limits.dtype.itemsize, limits.block_size, likeness.window is not None)
         self.decode_tiling, self.prefill_tiling = limits.tilings.decode(shape), limits.tilings.prefill(shape)
         self.tables = DecodeTables(max(1, limits.processors * self.decode_tiling.programs // likeness.kv_heads), limits.rows)
         slots = self.tables.slots + PREFIX_PARTS * limits.rows

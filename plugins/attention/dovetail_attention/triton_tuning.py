@@ -16,6 +16,7 @@ class Shape:
     head_size: int  # padded to a power of two
     itemsize: int  # bytes
     block_size: int  # tokens
+    windowed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,14 @@ class DecodeTiling:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiling:
-    """`queries` of a program (each query head of a group counts), which go over the keys in steps of `keys`."""
+    """`queries` of a program (each query head of a group counts), which go over the keys in steps of `keys`. `loads_apart`: by
+    `triton_prefill_hopper`, which has `warps` for each half of the queries, always as many, and one that loads."""
 
     queries: int
     keys: int
     warps: int
     stages: int
+    loads_apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ _HOPPER_DECODE = {  # bytes of one head's K of a token, at most: (keys, warps, s
     1024: DecodeTiling(16, 4, 3, 2),  # not measured
 }
 # Prefill: 32 heads over 8, 16 rows of 8,192 tokens (head size 256: 64 of 1,024).
-_HOPPER_PREFILL = {  # bytes of a number, and head size at most: (queries, keys, warps, stages)
+_PREFILL = {  # bytes of a number, and head size at most: (queries, keys, warps, stages)
     # 422 TFLOP/s (head size 64: 385); (128, 128, 8, 3) 424 but 254 of 292 with rows of 1,024, (64, 64, 4, 3) 360, (128, 64, 8, 2) 336
     (2, 128): PrefillTiling(128, 64, 8, 3),
     (2, 256): PrefillTiling(128, 64, 8, 2),  # 316 TFLOP/s; (64, 32, 4, 2) 276, (128, 32, 8, 2) 267
@@ -77,12 +80,26 @@ _HOPPER_PREFILL = {  # bytes of a number, and head size at most: (queries, keys,
 }
 
 
+_LOADS_APART = {  # head size, of 2 bytes a number: keys, stages
+    64: PrefillTiling(128, 128, 4, 4, loads_apart=True),
+    128: PrefillTiling(128, 128, 4, 2, loads_apart=True),  # 567 TFLOP/s; (64, 3) 511, (64, 4) 519
+}
+
+
 def _hopper_decode(shape: Shape) -> DecodeTiling:
     return next(tiling for most, tiling in _HOPPER_DECODE.items() if shape.head_size * shape.itemsize <= most)
 
 
+def _cuda_prefill(shape: Shape) -> PrefillTiling:
+    return next(tiling for (itemsize, most), tiling in _PREFILL.items() if shape.itemsize == itemsize and shape.head_size <= most)
+
+
 def _hopper_prefill(shape: Shape) -> PrefillTiling:
-    return next(tiling for (itemsize, most), tiling in _HOPPER_PREFILL.items() if shape.itemsize == itemsize and shape.head_size <= most)
+    tiling = _LOADS_APART.get(shape.head_size) if shape.itemsize == 2 and not shape.windowed else None
+    if tiling is None or (tiling.keys % shape.block_size and shape.block_size % tiling.keys):
+        return _cuda_prefill(shape)
+    return tiling
 
 
 HOPPER = Tilings(_hopper_decode, _hopper_prefill, (4, 1024))
+CUDA = Tilings(_hopper_decode, _cuda_prefill, (4, 1024))  # not measured on others than a Hopper

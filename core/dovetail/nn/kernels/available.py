@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 
@@ -22,14 +23,28 @@ def use_kernels(*tensors: torch.Tensor) -> bool:
     return has_triton() and all(x.is_cuda and x.is_contiguous() for x in tensors)
 
 
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 @cache
-def has_warpgroups(device: torch.device) -> bool:
-    """Whether kernels may compute with all four warps of a group at once: a Hopper, and a Triton in which that can be said."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    try:
+def has_many_rows(device: torch.device) -> bool:
+    """Whether the kernels of `many_rows` can be used."""
+
+    def check() -> None:
         from dovetail.nn.kernels import many_rows
-    except ImportError as error:  # it is Triton's youngest part
-        log.warning("without the kernels for some dozens of rows, since this Triton hasn't what they are written in: %s", error)
+
+        many_rows.check(device)
+
+    return is_hopper(device) and works("layers of some dozens of rows", check)
+
+
+def works(kernel: str, check: Callable[[], None]) -> bool:
+    """Whether a kernel in Gluon, Triton's youngest part, imports, compiles and computes what it should with this Triton: `check` raises if not, and
+    a warning says why it will be done without."""
+    try:
+        check()
+    except Exception as error:  # whatever it is, there is another way
+        log.warning("without the kernel for %s, which fails with this Triton: %s", kernel, error)
         return False
-    return many_rows.computes_right(device)
+    return True

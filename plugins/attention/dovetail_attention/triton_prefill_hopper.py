@@ -1,0 +1,319 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: N803, N806 (constants are upper case)
+"""Prefill on a Hopper, of the same tiles as `triton_prefill`: one warp loads, two groups of four compute, each half of the tile's queries.
+
+As in FlashAttention-3 (Shah et al., arXiv:2407.08608, section 3): the tensor memory accelerator brings K and V into a ring of stages, barriers say
+what is there and what is free again, and a group works out a step's softmax while the matrix units add the step before to its output:
+
+    matrix units    q k0         q k1   p0 v0         q k2   p1 v1         …
+    group                  p0                  p1                   p2
+
+Numbers of a head lie in panels of 64, the 128 bytes that the matrix units read at once; what a panel has too many is zero.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from dovetail.errors import DovetailError
+
+QUERIES = 128  # of a tile
+CLOSE = 2e-2  # of numbers of about 1/5
+HALF = gl.constexpr(64)
+PANEL = gl.constexpr(64)
+ATOM = gl.constexpr(8)  # rows of a panel after which its layout in shared memory repeats
+HIDDEN = gl.constexpr(-1.0e30)  # the score of a key that a query doesn't see
+COMPUTING_REGISTERS = gl.constexpr(240)  # of a thread
+LOADING_REGISTERS = gl.constexpr(24)
+
+
+@gluon.jit
+def prefill_tiles(
+    q,
+    out,
+    k_cache,  # descriptor of [num_blocks * kv_heads * BLOCK_SIZE, D], in pieces of [BLOCK_SIZE or N, PANEL]
+    v_cache,  # likewise
+    table,  # as for `triton_prefill`, and so are all that follow
+    tiles,
+    scale,
+    Q_TOKEN_STRIDE: gl.constexpr,
+    TABLE_STRIDE: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    SPARSE: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    dtype: gl.constexpr = q.dtype.element_ty
+    PANELS: gl.constexpr = (D + PANEL - 1) // PANEL
+    kv_head = gl.program_id(0)
+    record = tiles + gl.program_id(1) * 5
+    queries = gl.load(record + 2)
+    if SPARSE:  # noqa: SIM102 (`and` would be computed on the device)
+        if queries == 0:
+            return
+    table_row = table + gl.load(record).to(gl.int64) * TABLE_STRIDE
+    first_token = gl.load(record + 1)
+    kv_len = gl.load(record + 3)
+    flat = gl.load(record + 4)
+    end = kv_len - queries + gl.minimum((flat + 2 * HALF - 1) // GROUP, queries - 1) + 1  # of the keys that any query of the tile sees
+
+    keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, PANEL], dtype)
+    q_tile = gl.allocate_shared_memory(dtype, [2 * PANELS, HALF, PANEL], gl.NVMMASharedLayout.get_default_for([HALF, PANEL], dtype))
+    k = gl.allocate_shared_memory(dtype, [STAGES * PANELS, N, PANEL], keys_layout)
+    v = gl.allocate_shared_memory(dtype, [STAGES * PANELS, N, PANEL], keys_layout)
+    k_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_there.index(i), count=1)
+        mbarrier.init(v_there.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)  # both halves have read it
+        mbarrier.init(v_free.index(i), count=2)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    d = gl.expand_dims(gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout)), 0)
+    for half in gl.static_range(2):
+        at = flat + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+        place = (first_token + at // GROUP) * Q_TOKEN_STRIDE + (kv_head * GROUP + at % GROUP) * D
+        real = gl.expand_dims(at // GROUP < queries, 1)
+        for panel in gl.static_range(PANELS):
+            values = gl.load(q + gl.expand_dims(place, 1) + panel * PANEL + d, mask=real & (panel * PANEL + d < D), other=0.0)
+            q_tile.index(half * PANELS + panel).store(values)
+    fence_async_shared()
+    gl.thread_barrier()
+    ring = (k, v, k_there, v_there, k_free, v_free)
+    row = (first_token, queries, kv_len)
+    gl.warp_specialize(
+        [
+            (_compute, (0, q_tile, out, ring, row, kv_head, flat, end, scale, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
+            (_compute, (1, q_tile, out, ring, row, kv_head, flat + HALF, end, scale, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
+            (_load, (k_cache, v_cache, ring, table_row, kv_head, end, HEADS // GROUP, D, N, STAGES, BLOCK_SIZE)),
+        ],
+        [4, 1],
+        [COMPUTING_REGISTERS, LOADING_REGISTERS],
+    )
+
+
+@gluon.jit
+def _load(
+    k_cache,
+    v_cache,
+    ring,
+    table_row,
+    kv_head,
+    end,
+    KV_HEADS: gl.constexpr,
+    D: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+):
+    k, v, k_there, v_there, k_free, v_free = ring
+    head = kv_head * BLOCK_SIZE
+    stride: gl.constexpr = KV_HEADS * BLOCK_SIZE
+    last = (end - 1) // BLOCK_SIZE
+    for step in range(gl.cdiv(end, N)):
+        stage = step % STAGES
+        again = (step // STAGES & 1) ^ 1
+        mbarrier.wait(k_free.index(stage), again)
+        _load_keys(k_cache, k, k_there.index(stage), stage, table_row, step * N, last, head, stride, D, N, BLOCK_SIZE)
+        mbarrier.wait(v_free.index(stage), again)
+        _load_keys(v_cache, v, v_there.index(stage), stage, table_row, step * N, last, head, stride, D, N, BLOCK_SIZE)
+
+
+@gluon.jit
+def _load_keys(
+    cache_of, keys, there, stage, table_row, first, last, head, stride: gl.constexpr, D: gl.constexpr, N: gl.constexpr, BLOCK_SIZE: gl.constexpr
+):  # fmt: skip
+    """N tokens from `first` on; after the row's last block comes that block again."""
+    PANELS: gl.constexpr = (D + PANEL - 1) // PANEL
+    AT_ONCE: gl.constexpr = min(BLOCK_SIZE, N)
+    mbarrier.expect(there, PANELS * N * PANEL * 2)
+    for i in gl.static_range(N // AT_ONCE):
+        token = first + i * AT_ONCE
+        row = gl.load(table_row + gl.minimum(token // BLOCK_SIZE, last)) * stride + head + token % BLOCK_SIZE
+        for panel in gl.static_range(PANELS):
+            piece = keys.index(stage * PANELS + panel).slice(i * AT_ONCE, AT_ONCE)
+            tma.async_copy_global_to_shared(cache_of, [row, panel * PANEL], there, piece)
+
+
+@gluon.jit
+def _compute(
+    half: gl.constexpr,
+    q_tile,
+    out,
+    ring,
+    row,
+    kv_head,
+    flat,  # the first of the half
+    end,  # of the tile
+    scale,
+    HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    N: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+):
+    """Half a tile."""
+    first_token, queries, kv_len = row
+    k, v, k_there, v_there, k_free, v_free = ring
+    dtype: gl.constexpr = k.dtype
+    PANELS: gl.constexpr = (D + PANEL - 1) // PANEL
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PANEL, 16])
+    of_query: gl.constexpr = gl.SliceLayout(1, scores_layout)
+    position = kv_len - queries + (flat + gl.arange(0, HALF, layout=of_query)) // GROUP
+    key = gl.arange(0, N, layout=gl.SliceLayout(0, scores_layout))
+    steps = gl.cdiv(end, N)
+    all_seen = (kv_len - queries + flat // GROUP + 1) // N  # steps whose keys every query sees
+    top = gl.full([HALF], float("-inf"), gl.float32, layout=of_query)
+    total = gl.zeros([HALF], gl.float32, layout=of_query)
+    left = gl.zeros([HALF, PANEL], gl.float32, layout=out_layout)
+    right = gl.zeros([HALF, PANEL], gl.float32, layout=out_layout)
+
+    mbarrier.wait(k_there.index(0), 0)
+    scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k, half, 0, scores_layout, PANELS, N)])
+    mbarrier.arrive(k_free.index(0), count=1)
+    if all_seen == 0:
+        scores = gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), scores, HIDDEN)
+    weights, top, total, shrink = _softmax(scores, top, total, scale)
+    p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2))
+    for step in range(1, steps):
+        stage, before = step % STAGES, (step - 1) % STAGES
+        mbarrier.wait(k_there.index(stage), step // STAGES & 1)
+        scores = _scores(q_tile, k, half, stage, scores_layout, PANELS, N)
+        mbarrier.wait(v_there.index(before), (step - 1) // STAGES & 1)
+        left, right = _add(p, v, before, left, right, PANELS)
+        scores = warpgroup_mma_wait(PANELS, deps=[scores])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        if step >= all_seen:
+            scores = gl.where(gl.expand_dims(step * N + key, 0) <= gl.expand_dims(position, 1), scores, HIDDEN)
+        weights, top, total, shrink = _softmax(scores, top, total, scale)
+        rounded = weights.to(dtype)
+        left, right = warpgroup_mma_wait(0, deps=[left, right])
+        mbarrier.arrive(v_free.index(before), count=1)
+        p = gl.convert_layout(rounded, gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2))
+        factor = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, out_layout)), 1)
+        left *= factor
+        right *= factor
+    stage = (steps - 1) % STAGES
+    mbarrier.wait(v_there.index(stage), (steps - 1) // STAGES & 1)
+    if kv_len % BLOCK_SIZE > 0:
+        _clear(v, stage, kv_len - (steps - 1) * N, PANELS, N)
+    left, right = _add(p, v, stage, left, right, PANELS)
+    left, right = warpgroup_mma_wait(0, deps=[left, right])
+    share = gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout)), 1)
+
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    at = flat + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+    d = gl.expand_dims(gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout)), 0)
+    place = gl.expand_dims(((first_token + at // GROUP) * HEADS + kv_head * GROUP + at % GROUP) * D, 1)
+    real = gl.expand_dims(at // GROUP < queries, 1)
+    gl.store(out + place + d, gl.convert_layout((left * share).to(dtype), layout), mask=real & (d < D))
+    if PANELS == 2:
+        gl.store(out + place + PANEL + d, gl.convert_layout((right * share).to(dtype), layout), mask=real & (PANEL + d < D))
+
+
+@gluon.jit
+def _scores(q_tile, k, half: gl.constexpr, stage, layout: gl.constexpr, PANELS: gl.constexpr, N: gl.constexpr):
+    """Begins q k [HALF, N]."""
+    scores = gl.zeros([HALF, N], gl.float32, layout=layout)
+    for panel in gl.static_range(PANELS):
+        keys = k.index(stage * PANELS + panel).permute((1, 0))
+        scores = warpgroup_mma(q_tile.index(half * PANELS + panel), keys, scores, use_acc=panel > 0, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _add(p, v, stage, left, right, PANELS: gl.constexpr):
+    """Begins to add p v to the panels of the output."""
+    left = warpgroup_mma(p, v.index(stage * PANELS), left, is_async=True)
+    if PANELS == 2:
+        right = warpgroup_mma(p, v.index(stage * PANELS + 1), right, is_async=True)
+    return left, right
+
+
+@gluon.jit
+def _softmax(scores, top, total, scale):
+    """Weights of a step's keys, with the running maximum and sum; and by what all from before shrinks."""
+    new_top = gl.maximum(top, gl.max(scores, 1) * scale)
+    weights = gl.exp2(scores * scale - gl.expand_dims(new_top, 1))
+    shrink = gl.exp2(top - new_top)
+    return weights, new_top, total * shrink + gl.sum(weights, 1), shrink
+
+
+@gluon.jit
+def _clear(v, stage, first, PANELS: gl.constexpr, N: gl.constexpr):
+    """Nobody has written V from row `first` on. Its weight is 0, but 0 times what lies there may be no number. Both groups write the same."""
+    atom_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ATOM, PANEL], v.dtype)
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    atoms = v._reinterpret(v.dtype, [v.shape[0] * (N // ATOM), ATOM, PANEL], atom_layout)
+    row = gl.expand_dims(gl.arange(0, ATOM, layout=gl.SliceLayout(1, layout)), 1)
+    for i in range(first // ATOM, N // ATOM):
+        for panel in gl.static_range(PANELS):
+            atom = atoms.index((stage * PANELS + panel) * (N // ATOM) + i)
+            values = atom.load(layout)
+            atom.store(gl.where(i * ATOM + row < first, values, gl.zeros_like(values)))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+def describe(cache_of: torch.Tensor, keys: int) -> TensorDescriptor:
+    """K or V of a layer, [num_blocks, kv_heads, block_size, head_size] contiguous, for steps of so many keys."""
+    *_, block_size, size = cache_of.shape
+    rows = min(block_size, keys)
+    return TensorDescriptor.from_tensor(cache_of.view(-1, size), [rows, PANEL.value], _layout(rows))
+
+
+@cache
+def _layout(rows: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, PANEL.value], gl.bfloat16)  # float16's is the same
+
+
+def check(device: torch.device) -> None:
+    """Raises unless it computes what it should here: what it is written in may change from one Triton to the next."""
+    block_size, blocks, queries, kv_len, group, size, keys = 16, 19, 70, 290, 2, 128, 128
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in ((queries, group, size), *[(blocks, 1, 16, size)] * 2))
+    table = torch.randperm(blocks, generator=generator).to(device, torch.int32)[None]
+    for cache_of in (k, v):
+        cache_of[table[0, kv_len // block_size], :, kv_len % block_size :] = float("nan")  # what nobody has written
+    tiles = [(0, 0, queries, kv_len, flat) for flat in range(0, queries * group, QUERIES)]
+    out = torch.empty_like(q)
+    prefill_tiles[(1, len(tiles))](
+        q,
+        out,
+        describe(k, keys),
+        describe(v, keys),
+        table,
+        torch.tensor(tiles, dtype=torch.int32, device=device),
+        size**-0.5 * math.log2(math.e),
+        Q_TOKEN_STRIDE=group * size,
+        TABLE_STRIDE=blocks,
+        HEADS=group,
+        GROUP=group,
+        D=size,
+        N=keys,
+        STAGES=2,
+        BLOCK_SIZE=block_size,
+        SPARSE=False,
+        num_warps=4,
+    )
+    wide_k, wide_v = (cache_of[table[0], 0].flatten(0, 1)[:kv_len].float() for cache_of in (k, v))
+    seen = torch.ones(queries, kv_len, dtype=torch.bool, device=device).tril(kv_len - queries)
+    scores = torch.einsum("qhd,kd->hqk", q.float(), wide_k) * size**-0.5
+    expected = torch.einsum("hqk,kd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), wide_v)
+    if not torch.allclose(out.float(), expected, atol=CLOSE):
+        raise DovetailError("it computes something else")
