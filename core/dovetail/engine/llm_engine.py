@@ -319,7 +319,7 @@ def _as_ids(prompt: Any) -> list[int]:
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray | memoryview):
         raise RequestError(f"the prompt must be text or a list of token ids, got {shown(prompt)}")
-    if set(map(type, ids)) == {int}:  # nearly always, and quickly seen
+    if list(map(type, ids)).count(int) == len(ids):  # nearly always, and quickly seen
         return list(ids)
     for token in ids:
         if not is_integer(token):
