@@ -41,6 +41,7 @@ class GraphsOnCpu(DecodeGraphs):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.replayed: list[tuple[bool, int]] = []
+        self.replayed_rows: list[list[int]] = []
 
     def _record(self, run: Callable[[], torch.Tensor], pool: Any, warm_ups: int) -> Any:
         outputs = run()
@@ -49,6 +50,7 @@ class GraphsOnCpu(DecodeGraphs):
     def replay(self, host_rows: NDArray[np.int64], shared_prefix_blocks: int) -> torch.Tensor:
         outputs = super().replay(host_rows, shared_prefix_blocks)
         self.replayed.append((shared_prefix_blocks > 0, outputs.shape[1]))
+        self.replayed_rows.append(host_rows.tolist())
         return outputs
 
 
@@ -106,6 +108,15 @@ def test_a_step_is_replayed_in_the_smallest_graph_that_holds_it() -> None:
     for rows in (1, 2, 3, 4, 5):
         bench.run(dict.fromkeys(range(rows), 1))
     assert graphs.replayed == [(False, 1), (False, 2), (False, 4), (False, 4), (False, 7)]
+
+
+def test_the_longest_rows_are_replayed_first() -> None:
+    bench = Bench(max_rows=4)
+    graphs = with_graphs(bench)
+    begin(bench, PROMPTS)
+    for rows in ([0, 1, 2, 3], [1, 3], [0, 1, 3]):
+        bench.run(dict.fromkeys(rows, 1))
+    assert graphs.replayed_rows == [[0, 2, 1, 3], [1, 3], [0, 1, 3]]
 
 
 def test_steps_that_share_a_prefix_have_graphs_of_their_own_where_the_backend_can_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,7 @@ class PendingStep:
     token_ids: HostCopy | None = None  # [n] of the rows that sample
     broken: HostCopy | None = None  # [n] bool: their hidden states hold NaN
     replayed: HostCopy | None = None  # [2, n or more]: both, of a step whose sampling was replayed
+    order: NDArray[np.int64] | None = None  # of a replayed decode: which of `rows` each column of that is
     logprobs: LogprobsCopy | None = None
     prompt_logprobs: dict[int, LogprobsCopy] = field(default_factory=dict)
     ended: float | None = None  # when it had been computed, where `submit` knows
@@ -96,7 +97,8 @@ class PendingStep:
     def outcome(self, n: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Of the n rows that sample: token ids, and whether they are broken."""
         if self.replayed is not None:
-            token_ids, broken = self.replayed.value[:, :n]
+            replayed = self.replayed.value[:, :n]
+            token_ids, broken = replayed if self.order is None else replayed[:, np.argsort(self.order)]
             return token_ids, broken
         if self.token_ids is None or self.broken is None:
             return np.zeros(0, np.int64), np.zeros(0, np.bool_)
@@ -185,7 +187,10 @@ class Runner:
         return single and self.sampler.capturable(rows.astype(np.int64))
 
     def _replay(self, graphs: DecodeGraphs, batch: Batch, pending: PendingStep) -> None:
-        pending.replayed = HostCopy(graphs.replay(batch.rows.astype(np.int64), self._worth_sharing(batch)))
+        """The longest rows first: kernels that take a row in one piece begin with them, and the short ones fill up the end."""
+        rows = batch.rows.astype(np.int64)
+        pending.order = np.argsort(-self.rows.known[rows], kind="stable")
+        pending.replayed = HostCopy(graphs.replay(rows[pending.order], self._worth_sharing(batch)))
 
     def _worth_sharing(self, batch: Batch) -> int:
         """The leading blocks that attention is told to read once for all rows; 0 if that would save too little."""
