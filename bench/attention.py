@@ -91,6 +91,8 @@ PREFILLS = (
     Load("16 x 8,192", (8192,) * 16, (8192,) * 16),
     Load("64 x 1,024", (1024,) * 64, (1024,) * 64),
     Load("4 chunks of 2,048 after 14k", (16_384,) * 4, (2048,) * 4),
+    Load("1 chunk of 512 after 3.5k", (4096,), (512,)),
+    Load("1 chunk of 64 after 16k", (16_448,), (64,)),
 )
 DECODE_MODELS = (
     Model(),

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from dovetail_attention.triton_schedule import (
     DIRECT,
     LEAST_KEYS,
+    LEAST_STEPS,
     DecodeTables,
     Prefix,
+    Split,
     StepRows,
     cut_evenly,
     most_prefill_tiles,
@@ -92,5 +94,40 @@ def test_tiles_cover_every_query_of_every_head_once(rows: list[tuple[int, int]],
     queries, history = np.array(rows, np.int32).T
     records = prefill_tiles(StepRows.of(queries, queries + history), group, tile)
     assert len(records) <= most_prefill_tiles(len(rows), int(queries.sum()), group, tile)
-    firsts = sorted((int(row), int(first)) for row, _, _, _, first in records)
+    firsts = sorted((int(row), int(first)) for row, _, _, _, first, *_ in records)
     assert firsts == [(row, first) for row, count in enumerate(queries) for first in range(0, int(count) * group, tile)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(2, 300), st.integers(0, 5000)), min_size=1, max_size=12),
+    st.integers(1, 9),
+    st.sampled_from([64, 128]),
+    st.integers(1, 132),
+)
+@examples(quick=200, full=5000)
+def test_parts_of_tiles_cover_their_keys_once_and_have_a_slot_each(rows: list[tuple[int, int]], group: int, step: int, most: int) -> None:
+    queries, history = np.array(rows, np.int32).T
+    step_rows, split = StepRows.of(queries, queries + history), Split(step, most)
+    whole, records = prefill_tiles(step_rows, group, 128), prefill_tiles(step_rows, group, 128, split)
+    assert len(records) <= most_prefill_tiles(len(rows), int(queries.sum()), group, 128, split)
+    parts_of: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for record in records.tolist():
+        parts_of.setdefault(tuple(record[:5]), []).append(tuple(record[5:]))
+    assert [(*tile, 0, parts[-1][1], 0, 1, 0) for tile, parts in parts_of.items()] == [tuple(record) for record in whole.tolist()]
+    slots = []
+    for parts in parts_of.values():
+        begins, ends = [part[0] for part in parts], [part[1] for part in parts]
+        assert begins == [0, *ends[:-1]], "one after the other"
+        assert all(begin < end and begin % step == 0 for begin, end in zip(begins, ends, strict=True))
+        assert [part[2:4] for part in parts] == [(i, len(parts)) for i in range(len(parts))]
+        if len(parts) > 1:
+            slots += [first + i for _, _, i, _, first in parts]
+            assert min(end - begin for begin, end in zip(begins[:-1], ends[:-1], strict=True)) >= LEAST_STEPS * step
+    assert slots == list(range(len(slots)))
+    assert len(slots) <= most
+
+
+def test_few_queries_after_many_tokens_use_the_whole_gpu() -> None:
+    rows = StepRows.of(np.array([64], np.int32), np.array([16_384], np.int32))
+    assert len(prefill_tiles(rows, group=2, tile=128)) == 1
+    assert len(prefill_tiles(rows, group=2, tile=128, split=Split(128, 16))) == 16

@@ -24,6 +24,7 @@ from dovetail.errors import DovetailError
 from dovetail.nn.kernels.available import is_hopper, works
 from dovetail.nn.kernels.chain import chained
 from dovetail_attention import triton_cache, triton_decode, triton_prefill
+from dovetail_attention.triton_schedule import TILE_NUMBERS
 from dovetail_attention.triton_step import PREFIX_PARTS, Likeness, Limits, Schedule, StepBuffers
 from dovetail_attention.triton_tuning import CUDA, HOPPER, INTERPRETED, PrefillTiling, Tilings
 
@@ -212,6 +213,7 @@ class TritonLayer(AttentionLayer):
             N=tiling.keys,
             WINDOW=self.spec.window or 0,
             SPARSE=schedule.mixed_graph,
+            RECORD=TILE_NUMBERS,
             num_warps=tiling.warps,
             num_stages=tiling.stages,
             **self._constants(q),
@@ -222,12 +224,15 @@ class TritonLayer(AttentionLayer):
 
         if self._described is None:
             self._described = [triton_prefill_hopper.describe(cache_of, tiling.keys) for cache_of in (self._k, self._v)]
-        triton_prefill_hopper.prefill_tiles[(self.spec.kv_heads, schedule.num_tiles)](
+        triton_prefill_hopper.prefill_hopper[(self.spec.kv_heads, schedule.num_tiles)](
             q,
             out,
             *self._described,
             step.table,
             schedule.tiles,
+            schedule.tile_partial,
+            schedule.tile_partial_lse,
+            schedule.tile_arrived,
             self.spec.scale * LOG2_E,
             Q_TOKEN_STRIDE=q.stride(0),
             TABLE_STRIDE=step.limits.blocks,
@@ -238,6 +243,7 @@ class TritonLayer(AttentionLayer):
             STAGES=tiling.stages,
             BLOCK_SIZE=self._backend.context.block_size,
             SPARSE=schedule.mixed_graph,
+            RECORD=TILE_NUMBERS,
             num_warps=tiling.warps,
         )
 

@@ -21,7 +21,7 @@ def prefill_tiles(
     k_cache,
     v_cache,
     table,  # [rows, TABLE_STRIDE] int32
-    tiles,  # [tiles, 5] int32: row, its first token, its queries (SPARSE: or none), its kv_len, first flat query of the tile
+    tiles,  # [tiles, RECORD] int32: row, its first token, its queries (SPARSE: or none), its kv_len, first flat query of the tile, …
     scale,
     Q_TOKEN_STRIDE: tl.constexpr,
     Q_HEAD_STRIDE: tl.constexpr,
@@ -39,10 +39,11 @@ def prefill_tiles(
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     SPARSE: tl.constexpr,  # some programs have nothing to do
+    RECORD: tl.constexpr,
 ):
     """One tile of one kv head: first the keys at the window's left edge, then those that all its queries see, then the diagonal."""
     kv_head = tl.program_id(0)
-    record = tiles + tl.program_id(1) * 5
+    record = tiles + tl.program_id(1) * RECORD
     row = tl.load(record)
     first_token = tl.load(record + 1).to(tl.int64)
     queries = tl.load(record + 2)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import numpy as np
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dovetail.errors import DovetailError
+from dovetail_attention.triton_schedule import TILE_NUMBERS, Split, StepRows, prefill_tiles
 
 QUERIES = 128  # of a tile
 CLOSE = 2e-2  # of numbers of about 1/5
@@ -35,13 +37,16 @@ LOADING_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def prefill_tiles(
+def prefill_hopper(
     q,
     out,
     k_cache,  # descriptor of [num_blocks * kv_heads * BLOCK_SIZE, D], in pieces of [BLOCK_SIZE or N, PANEL]
     v_cache,  # likewise
-    table,  # as for `triton_prefill`, and so are all that follow
-    tiles,
+    table,  # [rows, TABLE_STRIDE] int32
+    tiles,  # [tiles, RECORD] int32, of `triton_schedule.prefill_tiles`; SPARSE: some have no queries
+    partial,  # [slots, kv heads, 2 * HALF, D] float32: of each part of a tile that comes in parts
+    partial_lse,  # [slots, kv heads, 2 * HALF] float32, base 2
+    arrived,  # [slots, kv heads, 2] int32: parts of each half that are done, at the tile's first slot; 0 before and after
     scale,
     Q_TOKEN_STRIDE: gl.constexpr,
     TABLE_STRIDE: gl.constexpr,
@@ -52,12 +57,13 @@ def prefill_tiles(
     STAGES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     SPARSE: gl.constexpr,
+    RECORD: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q.dtype.element_ty
     PANELS: gl.constexpr = (D + PANEL - 1) // PANEL
     kv_head = gl.program_id(0)
-    record = tiles + gl.program_id(1) * 5
+    record = tiles + gl.program_id(1) * RECORD
     queries = gl.load(record + 2)
     if SPARSE:  # noqa: SIM102 (`and` would be computed on the device)
         if queries == 0:
@@ -66,7 +72,7 @@ def prefill_tiles(
     first_token = gl.load(record + 1)
     kv_len = gl.load(record + 3)
     flat = gl.load(record + 4)
-    end = kv_len - queries + gl.minimum((flat + 2 * HALF - 1) // GROUP, queries - 1) + 1  # of the keys that any query of the tile sees
+    first_step, end = gl.load(record + 5) // N, gl.load(record + 6)
 
     keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, PANEL], dtype)
     q_tile = gl.allocate_shared_memory(dtype, [2 * PANELS, HALF, PANEL], gl.NVMMASharedLayout.get_default_for([HALF, PANEL], dtype))
@@ -94,11 +100,12 @@ def prefill_tiles(
     gl.thread_barrier()
     ring = (k, v, k_there, v_there, k_free, v_free)
     row = (first_token, queries, kv_len)
+    parts = (gl.load(record + 7), gl.load(record + 8), gl.load(record + 9), partial, partial_lse, arrived)
     gl.warp_specialize(
         [
-            (_compute, (0, q_tile, out, ring, row, kv_head, flat, end, scale, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
-            (_compute, (1, q_tile, out, ring, row, kv_head, flat + HALF, end, scale, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
-            (_load, (k_cache, v_cache, ring, table_row, kv_head, end, HEADS // GROUP, D, N, STAGES, BLOCK_SIZE)),
+            (_compute, (0, q_tile, out, ring, row, parts, kv_head, flat, first_step, end, scale, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
+            (_compute, (1, q_tile, out, ring, row, parts, kv_head, flat + HALF, first_step, end, scale, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
+            (_load, (k_cache, v_cache, ring, table_row, kv_head, first_step, end, HEADS // GROUP, D, N, STAGES, BLOCK_SIZE)),
         ],
         [4, 1],
         [COMPUTING_REGISTERS, LOADING_REGISTERS],
@@ -112,6 +119,7 @@ def _load(
     ring,
     table_row,
     kv_head,
+    first_step,
     end,
     KV_HEADS: gl.constexpr,
     D: gl.constexpr,
@@ -123,13 +131,14 @@ def _load(
     head = kv_head * BLOCK_SIZE
     stride: gl.constexpr = KV_HEADS * BLOCK_SIZE
     last = (end - 1) // BLOCK_SIZE
-    for step in range(gl.cdiv(end, N)):
+    for step in range(gl.cdiv(end, N) - first_step):
         stage = step % STAGES
         again = (step // STAGES & 1) ^ 1
+        token = (first_step + step) * N
         mbarrier.wait(k_free.index(stage), again)
-        _load_keys(k_cache, k, k_there.index(stage), stage, table_row, step * N, last, head, stride, D, N, BLOCK_SIZE)
+        _load_keys(k_cache, k, k_there.index(stage), stage, table_row, token, last, head, stride, D, N, BLOCK_SIZE)
         mbarrier.wait(v_free.index(stage), again)
-        _load_keys(v_cache, v, v_there.index(stage), stage, table_row, step * N, last, head, stride, D, N, BLOCK_SIZE)
+        _load_keys(v_cache, v, v_there.index(stage), stage, table_row, token, last, head, stride, D, N, BLOCK_SIZE)
 
 
 @gluon.jit
@@ -155,9 +164,11 @@ def _compute(
     out,
     ring,
     row,
+    parts,
     kv_head,
     flat,  # the first of the half
-    end,  # of the tile
+    first_step,
+    end,
     scale,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
@@ -166,7 +177,8 @@ def _compute(
     STAGES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
 ):
-    """Half a tile."""
+    """Half a tile, over some of its keys or all."""
+    part, count, first_slot, partial, partial_lse, arrived = parts
     first_token, queries, kv_len = row
     k, v, k_there, v_there, k_free, v_free = ring
     dtype: gl.constexpr = k.dtype
@@ -176,8 +188,9 @@ def _compute(
     of_query: gl.constexpr = gl.SliceLayout(1, scores_layout)
     position = kv_len - queries + (flat + gl.arange(0, HALF, layout=of_query)) // GROUP
     key = gl.arange(0, N, layout=gl.SliceLayout(0, scores_layout))
-    steps = gl.cdiv(end, N)
-    all_seen = (kv_len - queries + flat // GROUP + 1) // N  # steps whose keys every query sees
+    first_key = first_step * N
+    steps = gl.cdiv(end, N) - first_step
+    all_seen = (kv_len - queries + flat // GROUP + 1) // N - first_step  # steps whose keys every query sees
     top = gl.full([HALF], float("-inf"), gl.float32, layout=of_query)
     total = gl.zeros([HALF], gl.float32, layout=of_query)
     left = gl.zeros([HALF, PANEL], gl.float32, layout=out_layout)
@@ -186,8 +199,8 @@ def _compute(
     mbarrier.wait(k_there.index(0), 0)
     scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k, half, 0, scores_layout, PANELS, N)])
     mbarrier.arrive(k_free.index(0), count=1)
-    if all_seen == 0:
-        scores = gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), scores, HIDDEN)
+    if all_seen <= 0:
+        scores = gl.where(gl.expand_dims(first_key + key, 0) <= gl.expand_dims(position, 1), scores, HIDDEN)
     weights, top, total, shrink = _softmax(scores, top, total, scale)
     p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2))
     for step in range(1, steps):
@@ -199,7 +212,7 @@ def _compute(
         scores = warpgroup_mma_wait(PANELS, deps=[scores])
         mbarrier.arrive(k_free.index(stage), count=1)
         if step >= all_seen:
-            scores = gl.where(gl.expand_dims(step * N + key, 0) <= gl.expand_dims(position, 1), scores, HIDDEN)
+            scores = gl.where(gl.expand_dims(first_key + step * N + key, 0) <= gl.expand_dims(position, 1), scores, HIDDEN)
         weights, top, total, shrink = _softmax(scores, top, total, scale)
         rounded = weights.to(dtype)
         left, right = warpgroup_mma_wait(0, deps=[left, right])
@@ -211,19 +224,30 @@ def _compute(
     stage = (steps - 1) % STAGES
     mbarrier.wait(v_there.index(stage), (steps - 1) // STAGES & 1)
     if kv_len % BLOCK_SIZE > 0:
-        _clear(v, stage, kv_len - (steps - 1) * N, PANELS, N)
+        _clear(v, stage, kv_len - first_key - (steps - 1) * N, PANELS, N)
     left, right = _add(p, v, stage, left, right, PANELS)
     left, right = warpgroup_mma_wait(0, deps=[left, right])
     share = gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout)), 1)
-
+    left *= share
+    right *= share
+    ends_last = count == 1
+    if count > 1:
+        apart: gl.constexpr = HEADS // GROUP * 2  # slots of halves, from one part to the next
+        first = first_slot * apart + kv_head * 2 + half
+        _store_part(partial, partial_lse, first + part * apart, left, right, top + gl.log2(total), D, PANELS)
+        gl.thread_barrier()  # all threads have stored, before one of them tells so
+        ends_last = gl.atomic_add(arrived + first, 1, sem="acq_rel") == count - 1
+        if ends_last:
+            gl.store(arrived + first, 0)
+            left, right = _merge(partial, partial_lse, first, apart, count, out_layout, D, PANELS)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     at = flat + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
     d = gl.expand_dims(gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout)), 0)
     place = gl.expand_dims(((first_token + at // GROUP) * HEADS + kv_head * GROUP + at % GROUP) * D, 1)
-    real = gl.expand_dims(at // GROUP < queries, 1)
-    gl.store(out + place + d, gl.convert_layout((left * share).to(dtype), layout), mask=real & (d < D))
+    real = gl.expand_dims((at // GROUP < queries) & ends_last, 1)
+    gl.store(out + place + d, gl.convert_layout(left.to(dtype), layout), mask=real & (d < D))
     if PANELS == 2:
-        gl.store(out + place + PANEL + d, gl.convert_layout((right * share).to(dtype), layout), mask=real & (PANEL + d < D))
+        gl.store(out + place + PANEL + d, gl.convert_layout(right.to(dtype), layout), mask=real & (PANEL + d < D))
 
 
 @gluon.jit
@@ -270,6 +294,39 @@ def _clear(v, stage, first, PANELS: gl.constexpr, N: gl.constexpr):
     gl.thread_barrier()
 
 
+@gluon.jit
+def _store_part(partial, partial_lse, slot, left, right, lse, D: gl.constexpr, PANELS: gl.constexpr):
+    layout: gl.constexpr = left.type.layout
+    gl.store(partial_lse + slot * HALF + gl.arange(0, HALF, layout=lse.type.layout), lse)
+    query = slot * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+    d = gl.expand_dims(gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout)), 0)
+    at = partial + gl.expand_dims(query * D, 1) + d
+    gl.store(at, left, mask=d < D)
+    if PANELS == 2:
+        gl.store(at + PANEL, right, mask=PANEL + d < D)
+
+
+@gluon.jit
+def _merge(partial, partial_lse, first, apart: gl.constexpr, count, layout: gl.constexpr, D: gl.constexpr, PANELS: gl.constexpr):
+    """The half tile that comes in so many parts, put together."""
+    d = gl.expand_dims(gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout)), 0)
+    top = gl.full([HALF], float("-inf"), gl.float32, layout=gl.SliceLayout(1, layout))
+    total = gl.zeros([HALF], gl.float32, layout=gl.SliceLayout(1, layout))
+    left = gl.zeros([HALF, PANEL], gl.float32, layout=layout)
+    right = gl.zeros([HALF, PANEL], gl.float32, layout=layout)
+    for part in range(count):
+        query = (first + part * apart) * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+        lse = gl.load(partial_lse + query)
+        new_top = gl.maximum(top, lse)
+        shrink, weight = gl.exp2(top - new_top), gl.exp2(lse - new_top)
+        top, total = new_top, total * shrink + weight
+        at = partial + gl.expand_dims(query * D, 1) + d
+        left = left * gl.expand_dims(shrink, 1) + gl.load(at, mask=d < D, other=0.0) * gl.expand_dims(weight, 1)
+        if PANELS == 2:
+            right = right * gl.expand_dims(shrink, 1) + gl.load(at + PANEL, mask=PANEL + d < D, other=0.0) * gl.expand_dims(weight, 1)
+    return left / gl.expand_dims(total, 1), right / gl.expand_dims(total, 1)
+
+
 def describe(cache_of: torch.Tensor, keys: int) -> TensorDescriptor:
     """K or V of a layer, [num_blocks, kv_heads, block_size, head_size] contiguous, for steps of so many keys."""
     *_, block_size, size = cache_of.shape
@@ -284,21 +341,27 @@ def _layout(rows: int) -> gl.NVMMASharedLayout:
 
 def check(device: torch.device) -> None:
     """Raises unless it computes what it should here: what it is written in may change from one Triton to the next."""
-    block_size, blocks, queries, kv_len, group, size, keys = 16, 19, 70, 290, 2, 128, 128
+    block_size, blocks, queries, kv_len, group, size, keys = 16, 80, 70, 1250, 2, 128, 128
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in ((queries, group, size), *[(blocks, 1, 16, size)] * 2))
+    shapes = (queries, group, size), (blocks, 1, block_size, size), (blocks, 1, block_size, size)
+    q, k, v = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes)
     table = torch.randperm(blocks, generator=generator).to(device, torch.int32)[None]
     for cache_of in (k, v):
         cache_of[table[0, kv_len // block_size], :, kv_len % block_size :] = float("nan")  # what nobody has written
-    tiles = [(0, 0, queries, kv_len, flat) for flat in range(0, queries * group, QUERIES)]
+    rows = StepRows.of(np.array([queries], np.int32), np.array([kv_len], np.int32))
+    split = Split(keys, most=5)
+    tiles = prefill_tiles(rows, group, QUERIES, split)
     out = torch.empty_like(q)
-    prefill_tiles[(1, len(tiles))](
+    prefill_hopper[(1, len(tiles))](
         q,
         out,
         describe(k, keys),
         describe(v, keys),
         table,
-        torch.tensor(tiles, dtype=torch.int32, device=device),
+        torch.from_numpy(tiles).to(device),
+        torch.empty((split.most, 1, QUERIES, size), device=device),
+        torch.empty((split.most, 1, QUERIES), device=device),
+        torch.zeros((split.most, 1, 2), dtype=torch.int32, device=device),
         size**-0.5 * math.log2(math.e),
         Q_TOKEN_STRIDE=group * size,
         TABLE_STRIDE=blocks,
@@ -309,6 +372,7 @@ def check(device: torch.device) -> None:
         STAGES=2,
         BLOCK_SIZE=block_size,
         SPARSE=False,
+        RECORD=TILE_NUMBERS,
         num_warps=4,
     )
     wide_k, wide_v = (cache_of[table[0], 0].flatten(0, 1)[:kv_len].float() for cache_of in (k, v))

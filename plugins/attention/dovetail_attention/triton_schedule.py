@@ -16,6 +16,8 @@ Int64 = NDArray[np.int64]
 DIRECT = -1  # the place of a segment that needs no merging
 BOUNDS = 5  # numbers
 BEGINNING_KEYS = 64  # what beginning a segment costs besides, in keys
+TILE_NUMBERS = 10
+LEAST_STEPS = 4  # of a part of a prefill's tile: with fewer, putting it together costs more than it saves
 LEAST_KEYS = 64  # of a share, if there are too few for all: putting a row together again costs more than what finer shares save
 
 
@@ -35,6 +37,14 @@ class StepRows:
 
     def where(self, chosen: NDArray[np.bool_]) -> StepRows:
         return StepRows(self.index[chosen], self.tokens[chosen], self.queries[chosen], self.lens[chosen])
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How tiles of prefills may be cut over their keys, `step` of which are visited at a time: into `most` parts in all, but for whole tiles."""
+
+    step: int
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,21 +177,40 @@ def cut_evenly(steps: Int64, shares: int, beginning: int) -> Cut:
     return Cut(row, bounds[:-1] - starts[row], bounds[1:] - starts[row], share_starts)
 
 
-def prefill_tiles(rows: StepRows, group: int, tile: int) -> Int32:
-    """Records [tiles, 5] of (row, first token, queries, kv_len, first flat query): the rows that take longest first, and of each row the
-    last tile, which sees most, first; so tiles that run together share K and V, and the short ones fill up the end."""
+def prefill_tiles(rows: StepRows, group: int, tile: int, split: Split | None = None) -> Int32:
+    """Records [tiles, TILE_NUMBERS] of (row, first token, queries, kv_len, first flat query, first key, end of the keys, part, parts, first slot):
+    the rows that take longest first, and of each row the last tile, which sees most, first; so tiles that run together share K and V, and the short
+    ones fill up the end. `split`: a tile may come in parts, over some of its keys each, that have consecutive slots."""
     order = np.argsort(-(rows.queries * rows.lens), kind="stable")
     counts = -(-rows.queries[order] * group // tile)
     which = np.repeat(order, counts)
     ends = np.cumsum(counts)
     back = np.repeat(ends, counts) - 1 - np.arange(len(which))  # the place in its row
-    records = np.empty((len(which), 5), np.int32)
-    for column, values in enumerate((rows.index, rows.tokens, rows.queries, rows.lens)):
-        records[:, column] = values[which]
-    records[:, 4] = back * tile
+    queries, lens = rows.queries[which], rows.lens[which]
+    seen = lens - queries + np.minimum(((back + 1) * tile - 1) // group, queries - 1) + 1  # by the last query
+    records = np.empty((len(which), TILE_NUMBERS), np.int32)
+    for column, values in enumerate((rows.index[which], rows.tokens[which], queries, lens, back * tile, 0, seen, 0, 1, 0)):
+        records[:, column] = values
+    return records if split is None else _in_parts(records, seen, split)
+
+
+def _in_parts(tiles: Int32, seen: Int64, split: Split) -> Int32:
+    """As many parts as the GPU has room for, of equal length within each tile; one, if there are tiles enough."""
+    steps = -(-seen // split.step)
+    parts = np.maximum(steps // max(LEAST_STEPS, -(-int(steps.sum()) // split.most)), 1)
+    if not (parts > 1).any():
+        return tiles
+    starts = np.cumsum(parts) - parts
+    records = np.repeat(tiles, parts, axis=0)
+    of_part = np.arange(len(records)) - np.repeat(starts, parts)
+    steps, parts = np.repeat(steps, parts), np.repeat(parts, parts)
+    records[:, 5] = of_part * steps // parts * split.step
+    records[:, 6] = np.minimum((of_part + 1) * steps // parts * split.step, records[:, 6])
+    records[:, 7], records[:, 8] = of_part, parts
+    records[:, 9] = np.cumsum(parts > 1) - 1 - of_part
     return records
 
 
-def most_prefill_tiles(max_rows: int, max_tokens: int, group: int, tile: int) -> int:
+def most_prefill_tiles(max_rows: int, max_tokens: int, group: int, tile: int, split: Split | None = None) -> int:
     """No batch has more."""
-    return -(-max_tokens * group // tile) + max_rows
+    return -(-max_tokens * group // tile) + max_rows + (0 if split is None else split.most)

@@ -13,7 +13,7 @@ import torch
 from dovetail.api.attention import AttentionBatch, LayerSpec
 from dovetail.errors import DovetailError
 from dovetail.runtime.transfer import upload
-from dovetail_attention.triton_schedule import DecodeTables, Int32, Prefix, StepRows, most_prefill_tiles, prefill_tiles
+from dovetail_attention.triton_schedule import TILE_NUMBERS, DecodeTables, Int32, Prefix, Split, StepRows, most_prefill_tiles, prefill_tiles
 from dovetail_attention.triton_tuning import Shape, Tilings
 
 PREFIX_PARTS = 8  # of a shared prefix, at most
@@ -88,13 +88,19 @@ class Schedule:
         self.decode_tiling, self.prefill_tiling = limits.tilings.decode(shape), limits.tilings.prefill(shape)
         self.tables = DecodeTables(max(1, limits.processors * self.decode_tiling.programs // likeness.kv_heads), limits.rows)
         slots = self.tables.slots + PREFIX_PARTS * limits.rows
-        tiles = most_prefill_tiles(limits.rows, limits.tokens, likeness.group, self.prefill_tiling.queries)
+        tiling, most_parts = self.prefill_tiling, max(1, limits.processors // likeness.kv_heads)
+        self._split = Split(tiling.keys, most_parts) if tiling.loads_apart else None
+        tiles = self._most_tiles(limits.rows, limits.tokens)
         device = limits.device
         self.decode = torch.zeros(self.tables.size, dtype=torch.int32, device=device)
         self.bounds = self.decode[self.tables.bounds_at :]
         self.rows = self.decode[self.tables.rows_at :]
         self.segments = self.decode[self.tables.segments_at :]
-        self.tiles = torch.zeros(tiles * 5, dtype=torch.int32, device=device)
+        self.tiles = torch.zeros(tiles * TILE_NUMBERS, dtype=torch.int32, device=device)
+        parts = (most_parts if self._split else 0, likeness.kv_heads, tiling.queries)
+        self.tile_partial = torch.empty((*parts, likeness.head_size), dtype=torch.float32, device=device)
+        self.tile_partial_lse = torch.empty(parts, dtype=torch.float32, device=device)
+        self.tile_arrived = torch.zeros((*parts[:2], 2), dtype=torch.int32, device=device)
         self.partial = torch.empty((slots, likeness.heads, likeness.head_size), dtype=torch.float32, device=device)
         self.partial_lse = torch.empty((slots, likeness.heads), dtype=torch.float32, device=device)
         self.arrived = torch.zeros((limits.rows, likeness.kv_heads), dtype=torch.int32, device=device)
@@ -134,7 +140,7 @@ class Schedule:
             self._fill_tiles(rows.where(~single), tokens)
 
     def _fill_tiles(self, prefills: StepRows, tokens: int) -> None:
-        tiles = prefill_tiles(prefills, self.likeness.group, self.prefill_tiling.queries)
+        tiles = prefill_tiles(prefills, self.likeness.group, self.prefill_tiling.queries, self._split)
         if self.mixed_graph:
             tiles = self._padded(tiles, tokens)
         self.num_tiles = len(tiles)
@@ -143,8 +149,11 @@ class Schedule:
 
     def _padded(self, tiles: Int32, tokens: int) -> Int32:
         """With as many empty ones as any step of so many tokens may have: a prefill has two queries at least."""
-        most = most_prefill_tiles(min(self.limits.rows, tokens // 2), tokens, self.likeness.group, self.prefill_tiling.queries)
+        most = self._most_tiles(min(self.limits.rows, tokens // 2), tokens)
         return np.concatenate([tiles, np.zeros((most - len(tiles), tiles.shape[1]), np.int32)])
+
+    def _most_tiles(self, rows: int, tokens: int) -> int:
+        return most_prefill_tiles(rows, tokens, self.likeness.group, self.prefill_tiling.queries, self._split)
 
     def _prefix(self, decodes: StepRows, batch: AttentionBatch) -> Prefix:
         """The blocks that all rows share; of each row something is left to read by itself."""
