@@ -3,8 +3,8 @@
     python -m bench.attention                        # the triton backend, beside the device's copy bandwidth and, if importable, flash-attn
     python -m bench.attention --only decode --tune   # every candidate of the tuning table, quickest first
 
-Random data, blocks in random order, medians of CUDA events. The layers' caches take turns, so that together they exceed the L2 many times. Decode
-is replayed from a CUDA graph, as an engine does; prefill is launched.
+Random data, blocks in random order, medians of CUDA events. The layers' caches take turns, so that together they exceed the L2 many times. All is
+replayed from a CUDA graph, as an engine does, but for flash-attn's prefill, which is launched.
 """
 
 from __future__ import annotations
@@ -183,17 +183,14 @@ class Bench:
         for layer in self.layers:
             layer.attend(self.q)
 
-    def seconds(self, graph: bool) -> float:
+    def seconds(self) -> float:
         """Of one layer."""
-        run: Callable[[], object] = self.attend
-        if graph:
+        self.attend()
+        torch.cuda.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
             self.attend()
-            torch.cuda.synchronize()
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured):
-                self.attend()
-            run = captured.replay
-        return median_seconds(run) / len(self.layers)
+        return median_seconds(captured.replay) / len(self.layers)
 
     def plan_seconds(self) -> float:
         """Of `plan`, on the host."""
@@ -286,7 +283,7 @@ def decode_table(bandwidth: float) -> None:
     for model in DECODE_MODELS:
         for load in DECODES if model.block_size == 16 and model == Model() else DECODES[:3]:
             bench = Bench(model, load)
-            seconds, plan = bench.seconds(graph=True), bench.plan_seconds()
+            seconds, plan = bench.seconds(), bench.plan_seconds()
             rate = bench.bytes / seconds
             other = flash_decode_seconds(model, load)
             beside = f"{bench.bytes / other / 1e12:11.2f}" if other else f"{'-':>11}"
@@ -300,7 +297,7 @@ def prefill_table() -> None:
     for model in PREFILL_MODELS:
         for load in PREFILLS:
             bench = Bench(model, load)
-            seconds, plan = bench.seconds(graph=False), bench.plan_seconds()
+            seconds, plan = bench.seconds(), bench.plan_seconds()
             other = flash_prefill_seconds(model, load)
             beside = f"{bench.operations / other / 1e12:11.0f}" if other else f"{'-':>11}"
             row = f"{seconds * 1e3:8.3f} {bench.operations / seconds / 1e12:8.0f} {plan * 1e6:8.0f} {beside}"
@@ -320,12 +317,11 @@ def prefill_candidates() -> Iterator[PrefillTiling]:
 def tune(model: Model, load: Load, candidates: Iterator[DecodeTiling] | Iterator[PrefillTiling]) -> list[tuple[float, DecodeTiling | PrefillTiling]]:
     """Every candidate that fits the device, quickest first, with its seconds."""
     bench = Bench(model, load)
-    decode = load.queries[0] == 1
     results: list[tuple[float, DecodeTiling | PrefillTiling]] = []
     for tiling in candidates:
         try:
             bench.use(fixed(tiling))
-            results.append((bench.seconds(graph=decode), tiling))
+            results.append((bench.seconds(), tiling))
         except Exception as error:  # too much shared memory, or registers
             if "out of resource" not in str(error):
                 raise

@@ -136,7 +136,8 @@ class FlashLayer(AttentionLayer):
     def allocate(self, num_blocks: int) -> None:
         self._kv = torch.empty(0)  # lets go of the old before the new is made
         shape = (2, num_blocks + 1, self._backend.context.block_size, self.spec.kv_heads, self.spec.head_size)
-        self._kv = torch.empty(shape, dtype=self._backend.dtype, device=self._backend.device)
+        # FlashAttention 3 reads slots that nobody has written, with a weight of 0: 0 times what lies there must be a number.
+        self._kv = torch.zeros(shape, dtype=self._backend.dtype, device=self._backend.device)
 
     def cache_for_fused_write(self) -> FusedCache:
         return FusedCache(self._kv[0], self._kv[1], self._backend.planned.slots)
