@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer, LayerSpec
+from dovetail.api.sampler import RowSampling
 from dovetail.runtime import mixed_graphs
 from dovetail.runtime.mixed_graphs import Cuts, MixedGraphs
 from dovetail_attention.sdpa import TorchAttention
@@ -96,16 +97,16 @@ class PoolWideLayer(AttentionLayer):
         return torch.einsum("hts,shd->thd", weights, v)
 
 
-def bench_with_graphs(backend: type[AttentionBackend], sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench_with_graphs(backend: type[AttentionBackend], sizes: list[int], monkeypatch: pytest.MonkeyPatch, narrows: bool = False) -> Bench:
     monkeypatch.setattr("tests.runtime.fakes.TorchAttention", backend)
     monkeypatch.setattr(mixed_graphs, "padded_sizes", lambda most: sizes[::-1])
     play_graphs_on_the_cpu(monkeypatch)
-    bench, cuts = Bench(), Cuts()
+    bench, cuts = Bench(narrows=narrows), Cuts()
     whole: Any = SimpleNamespace(make_layer=cuts.wrap(bench.backend.make_layer))
     bench.model = bench.runner.model = TinyModel(whole)
     bench.backend.allocate(bench.num_blocks)
     bench.backend.prepare(bench.max_rows, 256, bench.max_len)
-    graphs = MixedGraphs(bench.model, cuts, bench.backend, 256, torch.device("cpu"))
+    graphs = MixedGraphs(bench.model, cuts, bench.backend, 256, torch.device("cpu"), bench.max_rows if narrows else None)
     graphs.capture()
     bench.runner.mixed_graphs = graphs
     return bench
@@ -130,13 +131,13 @@ def generate_in_chunks(bench: Bench, chunk: int, outputs: int) -> list[list[int]
 
 @pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
 @examples(quick=8, full=100)
-@given(chunk=st.integers(1, 13), sizes=st.sampled_from([[40], [16, 8, 4], [8]]))
+@given(chunk=st.integers(1, 13), sizes=st.sampled_from([[40], [16, 8, 4], [8]]), narrows=st.booleans())
 def test_the_tokens_are_those_of_the_model_however_prompts_are_cut_and_steps_padded(
-    backend: type[AttentionBackend], chunk: int, sizes: list[int]
+    backend: type[AttentionBackend], chunk: int, sizes: list[int], narrows: bool
 ) -> None:
     """With sizes that no step exceeds, that some do, and that most do."""
     with pytest.MonkeyPatch.context() as patch:
-        bench = bench_with_graphs(backend, sizes, patch)
+        bench = bench_with_graphs(backend, sizes, patch, narrows)
         assert generate_in_chunks(bench, chunk, 4) == [generate(prompt, 4) for prompt in PROMPTS]
 
 
@@ -151,6 +152,26 @@ def test_a_recording_is_cut_at_each_layers_attention_unless_that_can_be_recorded
 ) -> None:
     for recording in graphs_of(bench_with_graphs(backend, [8, 4], monkeypatch))._recordings.values():
         assert [piece.layer is not None for piece in recording.pieces] == pieces
+
+
+def test_recordings_twice_as_large_as_there_are_rows_compute_the_states_of_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = graphs_of(bench_with_graphs(PoolWideAttention, [16, 8, 7, 4], monkeypatch, narrows=True))
+    recordings = [graphs.recording_for(size, 0) for size in (16, 8, 7, 4)]
+    assert [len(recording.hidden) for recording in recordings if recording] == [4, 4, 7, 4]
+    assert [recording is not None and recording.wanted is not None for recording in recordings] == [True, True, False, False]
+
+
+def test_a_step_that_needs_all_states_is_not_replayed_in_a_narrowed_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_with_graphs(PoolWideAttention, [16, 4], monkeypatch, narrows=True)
+    backend: Any = bench.backend
+    prompt = [3, 1, 4, 1, 5, 9, 2]
+    result = bench.run({0: len(prompt)}, [bench.new(0, prompt, RowSampling(prompt_logprobs=2))])
+    assert not backend.planned[-1].mixed_graph
+    alone = Bench(narrows=False)
+    expected = alone.run({0: len(prompt)}, [alone.new(0, prompt, RowSampling(prompt_logprobs=2))])
+    assert np.allclose(result.prompt_logprobs[0].logprobs, expected.prompt_logprobs[0].logprobs, atol=1e-5)
+    bench.run({0: 1, 1: 5}, [bench.new(1, prompt[:5])])
+    assert backend.planned[-1].mixed_graph, "its prompt is computed"
 
 
 def test_recordings_of_all_sizes_hand_q_over_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,10 +37,12 @@ class ParallelGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelCapabilities:
-    """`tensor_parallel`: can be split over ranks. `quantizations`: names of weight formats it can load besides plain ones."""
+    """`tensor_parallel`: can be split over ranks. `quantizations`: names of weight formats it can load besides plain ones. `narrows`: the module's
+    `forward` takes `wanted`."""
 
     tensor_parallel: bool = True
     quantizations: tuple[str, ...] = ()
+    narrows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +66,14 @@ class BuildContext:
 class CausalLM(Protocol):
     """What `build` returns: a `torch.nn.Module` whose parameters all carry `load(source, shard_id)`: see `dovetail.nn.parameter`."""
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None = None, *, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """token_ids [tokens] int64 and positions [tokens] int64 of a ragged batch -> hidden states [tokens, hidden_size], after the last
-        norm. `hidden`: the output of the layers before, where `BuildContext.layers` doesn't start at 0."""
+        norm. `hidden`: the output of the layers before, where `BuildContext.layers` doesn't start at 0.
+
+        `wanted` [n] int64, given only where `ModelCapabilities.narrows`: places of tokens -> the states of these, [n, hidden_size]. All K and V must
+        be written; what else nobody reads needn't be computed: after the last attention, nearly all of a prompt."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden_size] of the rows that sample -> logits [n, vocab_size], the same on every rank."""

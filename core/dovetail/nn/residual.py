@@ -31,6 +31,10 @@ class Residual:
             self._parts = None
         return self._x
 
+    def keep(self, places: torch.Tensor) -> None:
+        """The stream is that of the tokens at `places` [n] int64 from here on."""
+        self._x = self.x.index_select(0, places)
+
     def add_parts(self, parts: torch.Tensor) -> None:
         """The stream gets the sum over the first dimension of parts [parts, tokens, hidden] float32, at the latest when it is read."""
         self._parts = parts if self._parts is None else torch.cat((self._parts, parts))

@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionLayer, FusedCache, LayerSpec
 from dovetail.runtime.token_sizes import padded_sizes
+from dovetail.runtime.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,9 @@ class Recording:
 
     token_ids: torch.Tensor  # [size] int64
     positions: torch.Tensor  # [size] int64
-    hidden: torch.Tensor  # [size, hidden]
+    hidden: torch.Tensor  # [size, hidden]; of a narrowed recording [most_wanted, hidden]
     pieces: tuple[Piece, ...]
+    wanted: torch.Tensor | None = None  # [most_wanted] int64: places of the tokens whose states are computed to the end; None: of all
 
     @property
     def size(self) -> int:
@@ -118,12 +121,15 @@ def sharing_sizes(sizes: list[int]) -> list[int]:
 class MixedGraphs:
     """All sizes of one model. A backend that can read a shared prefix once inside a graph gets recordings of their own for that."""
 
-    def __init__(self, model: Any, cuts: Cuts, backend: AttentionBackend, most_tokens: int, device: torch.device) -> None:
-        """For steps of up to `most_tokens`."""
+    def __init__(
+        self, model: Any, cuts: Cuts, backend: AttentionBackend, most_tokens: int, device: torch.device, most_wanted: int | None = None
+    ) -> None:
+        """For steps of up to `most_tokens`. `most_wanted`: how many states a step can want, of a model that can leave out the rest."""
         self._model, self._cuts, self._backend, self._device = model, cuts, backend, device
         self._whole = backend.capabilities.cuda_graph == "mixed"
         sizes = list(reversed(padded_sizes(most_tokens)))
         self._sizes = {False: sizes, True: sharing_sizes(sizes) if self._whole and backend.capabilities.shared_prefix else []}  # shares a prefix
+        self._most_wanted = most_wanted
         self._recordings: dict[tuple[bool, int], Recording] = {}
         self._buffers: Buffers = {}
 
@@ -146,39 +152,49 @@ class MixedGraphs:
         """What a run of the largest size returned last."""
         return self._recordings[False, self._sizes[False][0]].hidden
 
-    def recording_for(self, num_tokens: int, shared_prefix_blocks: int) -> Recording | None:
-        """The smallest that holds such a step; None if there are too many tokens."""
+    def recording_for(self, num_tokens: int, shared_prefix_blocks: int, *, may_narrow: bool = True) -> Recording | None:
+        """The smallest that holds such a step; None if there are too many tokens, or if all states are needed and it hasn't all."""
         shares = self._whole and shared_prefix_blocks > 0
         size = next((size for size in reversed(self._sizes[shares]) if size >= num_tokens), None)
-        return None if size is None else self._recordings[shares, size]
+        if size is None or (self._narrows(size) and not may_narrow):
+            return None
+        return self._recordings[shares, size]
 
-    def run(self, recording: Recording, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The model's hidden states [tokens, hidden] of the step that the backend has planned, with slots padded to the recording's size. What is
-        returned is overwritten by the next run."""
+    def _narrows(self, size: int) -> bool:
+        """Whether its recording leaves states out: if that is most of them."""
+        return self._most_wanted is not None and size >= 2 * self._most_wanted
+
+    def run(self, recording: Recording, token_ids: torch.Tensor, positions: torch.Tensor, places: NDArray[np.int64]) -> torch.Tensor:
+        """The model's hidden states [tokens, hidden] of the step that the backend has planned, with slots padded to the recording's size; of a
+        narrowed recording those of the tokens at `places` [n]. What is returned is overwritten by the next run."""
         tokens = len(token_ids)
         recording.token_ids[:tokens].copy_(token_ids)
         recording.positions[:tokens].copy_(positions)
+        if recording.wanted is not None:
+            upload(places, recording.wanted[: len(places)])
         for piece in recording.pieces:
             piece.graph.replay()
             if piece.layer is not None and piece.q is not None and piece.out is not None:
                 piece.out.copy_(piece.layer.attend(piece.q))
-        return recording.hidden[:tokens]
+        return recording.hidden[: tokens if recording.wanted is None else len(places)]
 
     def _record(self, shares: bool, size: int, pool: Any) -> Recording:
         token_ids, positions = torch.zeros((2, size), dtype=torch.int64, device=self._device)
+        wanted = torch.zeros(self._most_wanted or 0, dtype=torch.int64, device=self._device) if self._narrows(size) else None
+        narrowed = {} if wanted is None else {"wanted": wanted}
         self._backend.plan(self._padding(size, int(shares)))
-        self._model(token_ids, positions)  # kernels are compiled, workspaces made
+        self._model(token_ids, positions, **narrowed)  # kernels are compiled, workspaces made
         torch.cuda.synchronize(self._device)
         recorder = Recorder(pool, self._buffers)
         if not self._whole:
             self._cuts.recorder = recorder
         try:
             recorder.begin()
-            hidden = self._model(token_ids, positions)
+            hidden = self._model(token_ids, positions, **narrowed)
             recorder.end()
         finally:
             self._cuts.recorder = None
-        return Recording(token_ids, positions, hidden, tuple(recorder.pieces))
+        return Recording(token_ids, positions, hidden, tuple(recorder.pieces), wanted)
 
     def _padding(self, size: int, shared_prefix_blocks: int) -> AttentionBatch:
         """A step of padding alone, which reads and writes nothing."""

@@ -23,7 +23,7 @@ from dovetail.runtime.decode_graphs import DecodeGraphs
 from dovetail.runtime.mixed_graphs import MixedGraphs, Recording
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampling_graphs import SamplingGraphs
-from dovetail.runtime.transfer import HostCopy, all_to_device
+from dovetail.runtime.transfer import HostCopy, all_to_device, to_device
 
 LOGITS_AT_ONCE = 1 << 24  # numbers: prompt logprobs are computed in slices of so many
 SHARING_WORTH = 4096  # tokens of K and V not read: with fewer, reading together costs more than it saves
@@ -108,10 +108,19 @@ class PendingStep:
 class Runner:
     """Model, attention, sampler and rows of one device. Everything it is made with is ready to run; it allocates nothing lasting itself."""
 
-    def __init__(self, model: torch.nn.Module, backend: AttentionBackend, sampler: Sampler, rows: RowState, clock: Clock, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        rows: RowState,
+        clock: Clock,
+        vocab_size: int,
+        narrows: bool = False,  # `ModelCapabilities.narrows`
+    ) -> None:
         self.model: Any = model  # a CausalLM
         self.backend, self.sampler, self.rows, self.clock = backend, sampler, rows, clock
-        self.device = rows.device
+        self.device, self._narrows = rows.device, narrows
         self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions whose logits are made at once
         self._pending: deque[PendingStep] = deque()
         self.graphs: DecodeGraphs | None = None  # put there once captured, as are the next two
@@ -168,22 +177,28 @@ class Runner:
 
     def _compute(self, batch: Batch, pending: PendingStep) -> None:
         """Any step: if it is large, launched kernel by kernel."""
-        graphs, shared_blocks = self.mixed_graphs, self._worth_sharing(batch)
-        recording = None if graphs is None else graphs.recording_for(int(batch.num_tokens.sum()), shared_blocks)
+        graphs, shared_blocks, tokens = self.mixed_graphs, self._worth_sharing(batch), int(batch.num_tokens.sum())
+        narrows = self._narrows and not self._asks_prompt_logprobs(batch).any()
+        recording = None if graphs is None else graphs.recording_for(tokens, shared_blocks, may_narrow=narrows)
         inputs = self._inputs(batch, shared_blocks, recording)
         self.backend.plan(inputs.attention)
-        if graphs is None or recording is None:
-            hidden = self.model(inputs.token_ids, inputs.positions)
+        places = inputs.ends[batch.samples] - 1  # in the step, and then in `hidden`, of the rows that sample
+        if graphs is not None and recording is not None:
+            narrows = recording.wanted is not None
+            hidden = graphs.run(recording, inputs.token_ids, inputs.positions, places)
+        elif narrows := narrows and len(places) < tokens:
+            wanted = places if len(places) else inputs.ends[-1:] - 1
+            hidden = self.model(inputs.token_ids, inputs.positions, wanted=to_device(wanted, self.device))
         else:
-            hidden = graphs.run(recording, inputs.token_ids, inputs.positions)
+            hidden = self.model(inputs.token_ids, inputs.positions)
         self._ask_prompt_logprobs(batch, inputs, hidden, pending)
-        if batch.samples.any():
-            self._sample(batch, inputs, hidden, pending)
+        if len(places):
+            self._sample(batch, np.arange(len(places)) if narrows else places, hidden, pending)
 
     def _is_plain_decode(self, batch: Batch) -> bool:
         """Whether each row computes one token and samples in a way that a graph can: then a graph can replay the step."""
         rows = batch.rows
-        single = bool((batch.num_tokens == 1).all() and batch.samples.all() and (self.rows.prompt_logprobs[rows] < 0).all())
+        single = bool((batch.num_tokens == 1).all() and batch.samples.all() and not self._asks_prompt_logprobs(batch).any())
         return single and self.sampler.capturable(rows.astype(np.int64))
 
     def _replay(self, graphs: DecodeGraphs, batch: Batch, pending: PendingStep) -> None:
@@ -239,13 +254,14 @@ class Runner:
             ),
         )
 
-    def _sample(self, batch: Batch, inputs: StepInputs, hidden: torch.Tensor, pending: PendingStep) -> None:
-        host_rows, host_ends = batch.rows[batch.samples].astype(np.int64), inputs.ends[batch.samples] - 1
+    def _sample(self, batch: Batch, host_places: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep) -> None:
+        """`host_places` [n]: of the rows that sample, in `hidden`."""
+        host_rows = batch.rows[batch.samples].astype(np.int64)
         if self.sampling_graphs is not None and self.sampler.capturable(host_rows):
-            pending.replayed = HostCopy(self.sampling_graphs.replay(hidden, host_ends, host_rows))
+            pending.replayed = HostCopy(self.sampling_graphs.replay(hidden, host_places, host_rows))
             return
-        rows, ends = all_to_device([host_rows, host_ends], self.device)
-        last = hidden.index_select(0, ends)  # [n, hidden]
+        rows, places = all_to_device([host_rows, host_places], self.device)
+        last = hidden.index_select(0, places)  # [n, hidden]
         sampled = self.sampler.sample(self.model.logits(last), rows, host_rows)
         self.rows.append(sampled.token_ids, rows, host_rows)
         pending.token_ids = HostCopy(sampled.token_ids)
@@ -254,16 +270,19 @@ class Runner:
             pending.logprobs = LogprobsCopy()
             pending.logprobs.add(sampled.logprobs)
 
+    def _asks_prompt_logprobs(self, batch: Batch) -> NDArray[np.bool_]:
+        """[b] the rows that want to know, and of whose known tokens more than the last are still to be computed."""
+        rows = self.rows
+        asks: NDArray[np.bool_] = (rows.prompt_logprobs[batch.rows] >= 0) & (rows.computed[batch.rows] + 1 < rows.known[batch.rows])
+        return asks
+
     def _ask_prompt_logprobs(self, batch: Batch, inputs: StepInputs, hidden: torch.Tensor, pending: PendingStep) -> None:
         """Of the known token after each one computed, for the rows that ask; a row's last known token has none after it."""
-        asked = self.rows.prompt_logprobs[batch.rows]
-        for index in np.flatnonzero(asked >= 0).tolist():
+        for index in np.flatnonzero(self._asks_prompt_logprobs(batch)).tolist():
             row, start = int(batch.rows[index]), int(self.rows.computed[batch.rows[index]])
             count = min(int(batch.num_tokens[index]), int(self.rows.known[row]) - start - 1)
-            if count < 1:
-                continue
             first = int(inputs.ends[index]) - int(batch.num_tokens[index])
             targets = self.rows.token_ids[row, start + 1 : start + 1 + count].long()
             copy = pending.prompt_logprobs[index] = LogprobsCopy()
             for part, ids in zip(torch.split(hidden[first : first + count], self._slice), torch.split(targets, self._slice), strict=True):
-                copy.add(top_logprobs(self.model.logits(part), ids, int(asked[index])))
+                copy.add(top_logprobs(self.model.logits(part), ids, int(self.rows.prompt_logprobs[row])))

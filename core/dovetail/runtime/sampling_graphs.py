@@ -30,7 +30,7 @@ class SamplingGraph:
     """One size. A replay reads `places`, of which the first row says which rows sample, and `hidden`; it writes `outputs`."""
 
     graph: torch.cuda.CUDAGraph
-    places: torch.Tensor  # [2, size] int64: rows, nobody's for padding; and where each one's last token is in its step
+    places: torch.Tensor  # [2, size] int64: rows, nobody's for padding; and where the state of each one's last token is
     hidden: torch.Tensor  # [size, hidden]
     outputs: torch.Tensor  # [2, size] int64: the sampled ids, and whether the hidden state holds NaN
 
@@ -51,14 +51,14 @@ class SamplingGraphs:
             if progress is not None:
                 progress("capturing CUDA graphs of sampling", done + 1, len(self._sizes))
 
-    def replay(self, hidden: torch.Tensor, ends: Int64, host_rows: Int64) -> torch.Tensor:
-        """Enqueue what remains of a step: each of `host_rows` samples the token after its last known one, which is token `ends` of the step and has
-        the state hidden[ends]. Returns `SamplingGraph.outputs`, whose first entries are theirs, and which the next replay overwrites."""
+    def replay(self, hidden: torch.Tensor, host_places: Int64, host_rows: Int64) -> torch.Tensor:
+        """Enqueue what remains of a step: each of `host_rows` samples the token after its last known one, which has the state hidden[host_places].
+        Returns `SamplingGraph.outputs`, whose first entries are theirs, and which the next replay overwrites."""
         count = len(host_rows)
         captured = self._graphs[self._sizes[bisect_left(self._sizes, count)]]
         host = np.zeros(captured.places.shape, np.int64)
         host[0, :count], host[0, count:] = host_rows, self._rows.max_rows
-        host[1, :count] = ends
+        host[1, :count] = host_places
         upload(host, captured.places)
         torch.index_select(hidden, 0, captured.places[1], out=captured.hidden)
         captured.graph.replay()

@@ -136,7 +136,7 @@ class LocalExecutor(Executor):
         rows = RowState(self.context.config.max_num_seqs, model.max_model_len, layout.block_size, device)
         sampler = self.context.sampler.make(SamplerContext(str(device), model.vocab_size, rows.history))
         sampler.prepare(rows.max_rows)
-        return Runner(model.module, backend, sampler, rows, self.context.clock, model.vocab_size)
+        return Runner(model.module, backend, sampler, rows, self.context.clock, model.vocab_size, model.narrows)
 
     def _make_pool(self, backend: AttentionBackend, num_blocks: int, max_model_len: int) -> None:
         config = self.context.config
@@ -149,7 +149,8 @@ class LocalExecutor(Executor):
         if backend.capabilities.cuda_graph == "none":
             return "none"
         max_tokens = self.context.config.max_num_batched_tokens
-        runner.mixed_graphs = MixedGraphs(model.module, cuts, backend, most_recorded(max_tokens, num_parameters(model)), device)
+        most_wanted = runner.rows.max_rows if model.narrows else None
+        runner.mixed_graphs = MixedGraphs(model.module, cuts, backend, most_recorded(max_tokens, num_parameters(model)), device, most_wanted)
         runner.mixed_graphs.capture(self.context.progress)
         if not runner.sampler.capabilities.cuda_graph:
             return "mixed"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, ModelArch, ParallelGroup
+from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ParallelGroup
 from dovetail.errors import UnsupportedError
 from dovetail.nn.rotary import rope_from_config, rope_reasons_against
 from dovetail.runtime.model_files import model_length
@@ -86,6 +86,7 @@ class DecoderArch(ModelArch):
     would pass over, and is refused by name: whoever knows better can take it out of config.json.
     """
 
+    capabilities = ModelCapabilities(narrows=True)
     model_type: str  # of transformers' config
     handled: frozenset[str] = frozenset()
 

@@ -66,10 +66,14 @@ class Attention(nn.Module):
         self.head_size = size
         self.attn = context.make_attention(spec)
 
-    def add_to(self, residual: Residual, norm: RMSNorm, rotation: Rotation) -> None:
+    def add_to(self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None) -> None:
         qkv = self.qkv_proj(residual, norm).view(len(residual), -1, self.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
         q = turn_and_write(qkv, self.qk_norm, rotation, self.attn)
-        self.o_proj.add_to(residual, self.attn.attend(q).flatten(1))
+        out = self.attn.attend(q).flatten(1)
+        if wanted is not None:
+            residual.keep(wanted)
+            out = out.index_select(0, wanted)
+        self.o_proj.add_to(residual, out)
 
 
 class FeedForward(nn.Module):
@@ -86,7 +90,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward. Each reads the residual stream [tokens, hidden] through a norm, and adds to it."""
+    """One layer: attention, then feed-forward. Each reads the residual stream [tokens, hidden] through a norm, and adds to it. `wanted`: attention
+    leaves these tokens alone in the stream."""
 
     def __init__(self, index: int, shape: DecoderShape, context: BuildContext) -> None:
         super().__init__()
@@ -95,8 +100,8 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
         self.mlp = FeedForward(shape, context)
 
-    def add_to(self, residual: Residual, rotation: Rotation) -> None:
-        self.attention.add_to(residual, self.input_norm, rotation)
+    def add_to(self, residual: Residual, rotation: Rotation, wanted: torch.Tensor | None = None) -> None:
+        self.attention.add_to(residual, self.input_norm, rotation, wanted)
         self.mlp.add_to(residual, self.mlp_norm)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
@@ -132,10 +137,12 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
         self.head = LMHead(shape.vocab_size, shape.hidden_size, context, tied=self.embedding if shape.tied else None)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, *, wanted: torch.Tensor | None = None) -> torch.Tensor:
         residual, rotation = Residual(self.embedding(token_ids)), self.rotary(positions)
-        for block in self.blocks:
+        *earlier, last = self.blocks
+        for block in earlier:
             block.add_to(residual, rotation)
+        last.add_to(residual, rotation, wanted)
         return residual.normed(self.norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -96,11 +96,12 @@ class Bench:
                 rule.parameter.load(tensors[rule.source], rule.shard_id)
 
     @torch.no_grad()
-    def step(self, *parts: Part) -> torch.Tensor:
-        """Hidden states [tokens, hidden] of a step that computes these parts."""
+    def step(self, *parts: Part, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states [tokens, hidden] of a step that computes these parts; of those `wanted` alone [n, hidden]."""
         self.sequences.step = [(part.sequence, len(part.token_ids)) for part in parts]
         positions = torch.cat([torch.arange(part.start, part.start + len(part.token_ids)) for part in parts])
-        hidden: torch.Tensor = self.model(torch.cat([part.token_ids for part in parts]), positions)
+        narrowed = {} if wanted is None else {"wanted": wanted}
+        hidden: torch.Tensor = self.model(torch.cat([part.token_ids for part in parts]), positions, **narrowed)
         return hidden
 
     def run(self, token_ids: torch.Tensor, chunks: Sequence[int] = (), sequence: str = "a", start: int = 0) -> torch.Tensor:
