@@ -13,9 +13,12 @@ from numpy.typing import NDArray
 from dovetail.api.executor import Batch, NewRow
 from dovetail.api.sampler import RowHistory
 from dovetail.errors import DovetailError
-from dovetail.runtime.transfer import all_to_device
+from dovetail.runtime.transfer import ALIGNMENT, all_to_device
 
 Int64 = NDArray[np.int64]
+Change = tuple[Int64, NDArray[np.int32]]  # where numbers go in the memory of all rows, and they
+
+ALIGNED = ALIGNMENT // 4  # numbers
 
 
 class RowState:
@@ -25,12 +28,16 @@ class RowState:
         self.max_rows, self.max_len, self.block_size, self.device = max_rows, max_len, block_size, device
         self.max_blocks = -(-max_len // block_size)
         self.row_width = max_len + 1  # so that a row at its end may sample once more, into a place that is never read
-        # One row more than are given out, which belongs to nobody: the padding of CUDA graphs.
-        self.token_ids = torch.zeros((max_rows + 1, self.row_width), dtype=torch.int32, device=device)
-        self.num_tokens = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)  # known: their ids are in `token_ids`
+        # One row more than are given out, which belongs to nobody: the padding of CUDA graphs. All is one piece of memory, for one copy to change.
+        count = max_rows + 1
+        sizes = [-(-numbers // ALIGNED) * ALIGNED for numbers in (count, count, count * self.row_width, count * self.max_blocks)]
+        self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        num_tokens, prompt_lens, token_ids, block_table = torch.split(self._all, sizes)
+        self.num_tokens, self.prompt_lens = num_tokens[:count], prompt_lens[:count]  # known: their ids are in `token_ids`
         self.num_tokens[max_rows] = 1
-        self.prompt_lens = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
-        self.block_table = torch.zeros((max_rows + 1, self.max_blocks), dtype=torch.int32, device=device)
+        self.token_ids = token_ids[: count * self.row_width].view(count, self.row_width)
+        self.block_table = block_table[: count * self.max_blocks].view(count, self.max_blocks)
+        self._prompt_lens_at, self._token_ids_at, self._block_table_at = np.cumsum(sizes[:3]).tolist()
         # The host's own copies: of the tables, and counts in int64
         self.host_blocks = np.zeros((max_rows, self.max_blocks), np.int32)  # equals block_table
         self.known = np.zeros(max_rows, np.int64)  # equals num_tokens
@@ -48,10 +55,12 @@ class RowState:
         self._check_added(batch.added)
         if len(batch.removed):
             self.known[batch.removed] = self.computed[batch.removed] = self.num_blocks[batch.removed] = 0
-        if batch.added:
-            self._add(batch.added)
+        changes = self._add(batch.added) if batch.added else []
         if len(batch.new_blocks):
-            self._append_blocks(batch.new_block_rows.astype(np.int64), batch.new_blocks)
+            changes.append(self._append_blocks(batch.new_block_rows.astype(np.int64), batch.new_blocks))
+        if changes:
+            places, numbers = (np.concatenate(parts) for parts in zip(*changes, strict=True))
+            self._all.index_copy_(0, *all_to_device([places, numbers], self.device))
 
     def check(self, batch: Batch) -> None:
         """Raise `DovetailError` naming a request whose tokens or blocks don't suffice for what the batch wants computed."""
@@ -93,7 +102,7 @@ class RowState:
                     f"{self.max_blocks} blocks"
                 )
 
-    def _add(self, added: tuple[NewRow, ...]) -> None:
+    def _add(self, added: tuple[NewRow, ...]) -> list[Change]:
         rows = np.array([new.row for new in added], np.int64)
         self.known[rows] = [len(new.token_ids) for new in added]
         self.computed[rows] = [new.computed for new in added]
@@ -103,16 +112,14 @@ class RowState:
             self.request_ids[new.row] = new.request_id
             self.host_blocks[new.row, : len(new.blocks)] = new.blocks
             self.prompt_logprobs[new.row] = -1 if new.sampling.prompt_logprobs is None else new.sampling.prompt_logprobs
-        prompt_lens = np.array([new.prompt_len for new in added], np.int32)
-        tokens = _laid_out(rows * self.row_width, [new.token_ids for new in added])
-        blocks = _laid_out(rows * self.max_blocks, [new.blocks for new in added])
-        sent = all_to_device([rows, self.known[rows].astype(np.int32), prompt_lens, *tokens, *blocks], self.device)  # one copy
-        self.num_tokens.index_copy_(0, sent[0], sent[1])
-        self.prompt_lens.index_copy_(0, sent[0], sent[2])
-        self.token_ids.view(-1).index_copy_(0, sent[3], sent[4])
-        self.block_table.view(-1).index_copy_(0, sent[5], sent[6])
+        return [
+            (rows, self.known[rows].astype(np.int32)),
+            (self._prompt_lens_at + rows, np.array([new.prompt_len for new in added], np.int32)),
+            _laid_out(self._token_ids_at + rows * self.row_width, [new.token_ids for new in added]),
+            _laid_out(self._block_table_at + rows * self.max_blocks, [new.blocks for new in added]),
+        ]
 
-    def _append_blocks(self, rows: Int64, blocks: NDArray[np.int32]) -> None:
+    def _append_blocks(self, rows: Int64, blocks: NDArray[np.int32]) -> Change:
         order = np.argsort(rows, kind="stable")  # a row's blocks together, in their order
         rows = rows[order]
         places = self.num_blocks[rows] + counts_within(rows)
@@ -121,8 +128,7 @@ class RowState:
             raise DovetailError(f"request {self.request_ids[row]!r} was given more than the {self.max_blocks} blocks that a row holds")
         np.add.at(self.num_blocks, rows, 1)
         self.host_blocks[rows, places] = blocks[order]
-        flat, ids = all_to_device([rows * self.max_blocks + places, blocks[order]], self.device)
-        self.block_table.view(-1).index_copy_(0, flat, ids)
+        return self._block_table_at + rows * self.max_blocks + places, blocks[order]
 
 
 def counts_within(groups: Int64) -> Int64:
@@ -132,8 +138,8 @@ def counts_within(groups: Int64) -> Int64:
     return index - np.maximum.accumulate(np.where(begins, index, 0))
 
 
-def _laid_out(starts: Int64, values: list[NDArray[np.int32]]) -> tuple[Int64, NDArray[np.int32]]:
-    """Each of `values` from its start on: where each number goes, and all numbers."""
+def _laid_out(starts: Int64, values: list[NDArray[np.int32]]) -> Change:
+    """Each of `values` from its start on."""
     lens = np.array([len(part) for part in values])
     places = np.repeat(starts - (np.cumsum(lens) - lens), lens) + np.arange(lens.sum())
     return places, np.concatenate(values).astype(np.int32, copy=False)

@@ -33,7 +33,7 @@ SHARING_WORTH = 4096  # tokens of K and V not read: with fewer, reading together
 class StepInputs:
     """A ragged batch, flat. `ends` are the exclusive ends of the rows' tokens in it."""
 
-    token_ids: torch.Tensor  # [tokens] int64
+    token_ids: torch.Tensor  # [tokens] int32
     positions: torch.Tensor  # [tokens] int64
     ends: NDArray[np.int64]  # [b]
     attention: AttentionBatch
@@ -188,9 +188,9 @@ class Runner:
             hidden = graphs.run(recording, inputs.token_ids, inputs.positions, places)
         elif narrows := narrows and len(places) < tokens:
             wanted = places if len(places) else inputs.ends[-1:] - 1
-            hidden = self.model(inputs.token_ids, inputs.positions, wanted=to_device(wanted, self.device))
+            hidden = self.model(inputs.token_ids.long(), inputs.positions, wanted=to_device(wanted, self.device))
         else:
-            hidden = self.model(inputs.token_ids, inputs.positions)
+            hidden = self.model(inputs.token_ids.long(), inputs.positions)
         self._ask_prompt_logprobs(batch, inputs, hidden, pending)
         if len(places):
             self._sample(batch, np.arange(len(places)) if narrows else places, hidden, pending)
@@ -237,7 +237,7 @@ class Runner:
             [places, host_positions, host_slots, rows, starts, host_kv_lens], self.device
         )
         return StepInputs(
-            token_ids=state.token_ids.view(-1).index_select(0, places_of_tokens).long(),
+            token_ids=state.token_ids.view(-1).index_select(0, places_of_tokens),
             positions=positions,
             ends=ends,
             attention=AttentionBatch(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dovetail.api.sampler import RowHistory
 from dovetail.nn.kernels.available import use_kernels
-from dovetail.runtime.transfer import to_device
+from dovetail.runtime.transfer import all_to_device
 from dovetail_samplers.filters import LEAST, cut_top_k, keep, keep_min_p
 from dovetail_samplers.noise import exponentials, id_hashes, stream_keys
 from dovetail_samplers.order import first_argmax
@@ -57,8 +57,7 @@ class DeviceRows:
         records["temperature"] = np.where(table.needs[rows] & Needs.RANDOM, table.temperature[rows], 0)
         for name, column in (("top_k", table.top_k), ("top_p", table.top_p), ("min_p", table.min_p), ("seed_state", table.seed_states)):
             records[name] = column[rows]
-        device = self.records.device
-        self.records.index_copy_(0, to_device(rows, device), to_device(_words(records), device))
+        self.records.index_copy_(0, *all_to_device([rows, _words(records)], self.records.device))
 
     def draw(self, logits: torch.Tensor, rows: torch.Tensor, history: RowHistory) -> torch.Tensor:
         """logits [n, vocab] and rows [n] int64, `max_rows` for padding -> token ids [n] int64."""
