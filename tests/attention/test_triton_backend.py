@@ -64,7 +64,7 @@ class MixedGraphAttention(SharingAttention):
     def launches(self) -> list[object]:
         """What the host passes to the launches of `attend`, for each kind of layer."""
         kinds = self.planned.schedules.values()
-        return [(kind.decodes, kind.tile_programs, kind.zero_from, kind.may_share, kind.mixed_graph) for kind in kinds]
+        return [(kind.decodes, kind.num_tiles, kind.zero_from, kind.may_share, kind.mixed_graph) for kind in kinds]
 
 
 def mixed_graph_bench(case: Case) -> tuple[Bench, MixedGraphAttention]:

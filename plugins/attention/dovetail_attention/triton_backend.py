@@ -136,7 +136,7 @@ class TritonLayer(AttentionLayer):
             out[schedule.zero_from :] = 0
         if schedule.decodes:
             self._decode(q, out, step, schedule)
-        if schedule.tile_programs:
+        if schedule.num_tiles:
             self._prefill(q, out, step, schedule)
         return out
 
@@ -200,7 +200,7 @@ class TritonLayer(AttentionLayer):
         if tiling.loads_apart:
             self._prefill_on_a_hopper(tiling, q, out, step, schedule)
             return
-        triton_prefill.prefill_tiles[(self.spec.kv_heads, schedule.tile_programs)](
+        triton_prefill.prefill_tiles[(self.spec.kv_heads, schedule.num_tiles)](
             q,
             out,
             self._k,
@@ -224,13 +224,12 @@ class TritonLayer(AttentionLayer):
 
         if self._described is None:
             self._described = [triton_prefill_hopper.describe(cache_of, tiling.keys) for cache_of in (self._k, self._v)]
-        triton_prefill_hopper.prefill_hopper[(self.spec.kv_heads, schedule.tile_programs)](
+        triton_prefill_hopper.prefill_hopper[(self.spec.kv_heads, schedule.num_tiles)](
             q,
             out,
             *self._described,
             step.table,
             schedule.tiles,
-            schedule.tile_count,
             schedule.tile_partial,
             schedule.tile_partial_lse,
             schedule.tile_arrived,
@@ -243,6 +242,7 @@ class TritonLayer(AttentionLayer):
             N=tiling.keys,
             STAGES=tiling.stages,
             BLOCK_SIZE=self._backend.context.block_size,
+            SPARSE=schedule.mixed_graph,
             RECORD=TILE_NUMBERS,
             num_warps=tiling.warps,
         )

@@ -43,8 +43,7 @@ def prefill_hopper(
     k_cache,  # descriptor of [num_blocks * kv_heads * BLOCK_SIZE, D], in pieces of [BLOCK_SIZE or N, PANEL]
     v_cache,  # likewise
     table,  # [rows, TABLE_STRIDE] int32
-    tiles,  # [tiles, RECORD] int32, of `triton_schedule.prefill_tiles`
-    num_tiles,  # [1] int32; the programs of a kv head take them in turn, forwards and backwards
+    tiles,  # [tiles, RECORD] int32, of `triton_schedule.prefill_tiles`; SPARSE: some have no queries
     partial,  # [slots, kv heads, 2 * HALF, D] float32: of each part of a tile that comes in parts
     partial_lse,  # [slots, kv heads, 2 * HALF] float32, base 2
     arrived,  # [slots, kv heads, 2] int32: parts of each half that are done, at the tile's first slot; 0 before and after
@@ -57,18 +56,26 @@ def prefill_hopper(
     N: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
+    SPARSE: gl.constexpr,
     RECORD: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q.dtype.element_ty
     PANELS: gl.constexpr = (D + PANEL - 1) // PANEL
-    KV_HEADS: gl.constexpr = HEADS // GROUP
     kv_head = gl.program_id(0)
-    program, programs, count = gl.program_id(1), gl.num_programs(1), gl.load(num_tiles)
-    in_last = gl.where(count // programs % 2 == 0, program, programs - 1 - program) < count % programs
-    mine = (program, programs, count // programs + in_last.to(gl.int32))
+    record = tiles + gl.program_id(1) * RECORD
+    queries = gl.load(record + 2)
+    if SPARSE:  # noqa: SIM102 (`and` would be computed on the device)
+        if queries == 0:
+            return
+    table_row = table + gl.load(record).to(gl.int64) * TABLE_STRIDE
+    first_token = gl.load(record + 1)
+    kv_len = gl.load(record + 3)
+    flat = gl.load(record + 4)
+    first_step, end = gl.load(record + 5) // N, gl.load(record + 6)
+
     keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, PANEL], dtype)
-    queries = gl.allocate_shared_memory(dtype, [2 * PANELS, HALF, PANEL], gl.NVMMASharedLayout.get_default_for([HALF, PANEL], dtype))
+    q_tile = gl.allocate_shared_memory(dtype, [2 * PANELS, HALF, PANEL], gl.NVMMASharedLayout.get_default_for([HALF, PANEL], dtype))
     k = gl.allocate_shared_memory(dtype, [STAGES * PANELS, N, PANEL], keys_layout)
     v = gl.allocate_shared_memory(dtype, [STAGES * PANELS, N, PANEL], keys_layout)
     k_there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -80,21 +87,25 @@ def prefill_hopper(
         mbarrier.init(v_there.index(i), count=1)
         mbarrier.init(k_free.index(i), count=2)  # both halves have read it
         mbarrier.init(v_free.index(i), count=2)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    d = gl.expand_dims(gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout)), 0)
+    for half in gl.static_range(2):
+        at = flat + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+        place = (first_token + at // GROUP) * Q_TOKEN_STRIDE + (kv_head * GROUP + at % GROUP) * D
+        real = gl.expand_dims(at // GROUP < queries, 1)
+        for panel in gl.static_range(PANELS):
+            values = gl.load(q + gl.expand_dims(place, 1) + panel * PANEL + d, mask=real & (panel * PANEL + d < D), other=0.0)
+            q_tile.index(half * PANELS + panel).store(values)
     fence_async_shared()
     gl.thread_barrier()
     ring = (k, v, k_there, v_there, k_free, v_free)
-    parts = (partial, partial_lse, arrived)
+    row = (first_token, queries, kv_len)
+    parts = (gl.load(record + 7), gl.load(record + 8), gl.load(record + 9), partial, partial_lse, arrived)
     gl.warp_specialize(
         [
-            (
-                _compute,
-                (0, q, queries, out, ring, parts, tiles, mine, kv_head, scale, Q_TOKEN_STRIDE, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE, RECORD),
-            ),
-            (
-                _compute,
-                (1, q, queries, out, ring, parts, tiles, mine, kv_head, scale, Q_TOKEN_STRIDE, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE, RECORD),
-            ),
-            (_load, (k_cache, v_cache, ring, table, tiles, mine, kv_head, TABLE_STRIDE, KV_HEADS, D, N, STAGES, BLOCK_SIZE, RECORD)),
+            (_compute, (0, q_tile, out, ring, row, parts, kv_head, flat, first_step, end, scale, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
+            (_compute, (1, q_tile, out, ring, row, parts, kv_head, flat + HALF, first_step, end, scale, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
+            (_load, (k_cache, v_cache, ring, table_row, kv_head, first_step, end, HEADS // GROUP, D, N, STAGES, BLOCK_SIZE)),
         ],
         [4, 1],
         [COMPUTING_REGISTERS, LOADING_REGISTERS],
@@ -102,45 +113,32 @@ def prefill_hopper(
 
 
 @gluon.jit
-def _tile(i, mine):
-    """The i-th of a program's. mine: program, programs, and how many tiles it computes."""
-    program, programs, _ = mine
-    return i * programs + program + i % 2 * (programs - 1 - 2 * program)
-
-
-@gluon.jit
 def _load(
     k_cache,
     v_cache,
     ring,
-    table,
-    tiles,
-    mine,
+    table_row,
     kv_head,
-    TABLE_STRIDE: gl.constexpr,
+    first_step,
+    end,
     KV_HEADS: gl.constexpr,
     D: gl.constexpr,
     N: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
-    RECORD: gl.constexpr,
 ):
     k, v, k_there, v_there, k_free, v_free = ring
     head = kv_head * BLOCK_SIZE
     stride: gl.constexpr = KV_HEADS * BLOCK_SIZE
-    turn = 0  # steps so far, of all tiles: where the ring stands
-    for i in range(mine[2]):
-        record = tiles + _tile(i, mine) * RECORD
-        table_row = table + gl.load(record).to(gl.int64) * TABLE_STRIDE
-        first_key, end = gl.load(record + 5), gl.load(record + 6)
-        last = (end - 1) // BLOCK_SIZE
-        for key in range(first_key, end, N):
-            stage, again = turn % STAGES, (turn // STAGES & 1) ^ 1
-            mbarrier.wait(k_free.index(stage), again)
-            _load_keys(k_cache, k, k_there.index(stage), stage, table_row, key, last, head, stride, D, N, BLOCK_SIZE)
-            mbarrier.wait(v_free.index(stage), again)
-            _load_keys(v_cache, v, v_there.index(stage), stage, table_row, key, last, head, stride, D, N, BLOCK_SIZE)
-            turn += 1
+    last = (end - 1) // BLOCK_SIZE
+    for step in range(gl.cdiv(end, N) - first_step):
+        stage = step % STAGES
+        again = (step // STAGES & 1) ^ 1
+        token = (first_step + step) * N
+        mbarrier.wait(k_free.index(stage), again)
+        _load_keys(k_cache, k, k_there.index(stage), stage, table_row, token, last, head, stride, D, N, BLOCK_SIZE)
+        mbarrier.wait(v_free.index(stage), again)
+        _load_keys(v_cache, v, v_there.index(stage), stage, table_row, token, last, head, stride, D, N, BLOCK_SIZE)
 
 
 @gluon.jit
@@ -162,46 +160,16 @@ def _load_keys(
 @gluon.jit
 def _compute(
     half: gl.constexpr,
-    q,
-    all_queries,
+    q_tile,
     out,
     ring,
+    row,
     parts,
-    tiles,
-    mine,
     kv_head,
+    flat,  # the first of the half
+    first_step,
+    end,
     scale,
-    Q_TOKEN_STRIDE: gl.constexpr,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    N: gl.constexpr,
-    STAGES: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    RECORD: gl.constexpr,
-):
-    """Half of each tile, over the keys of its part or all."""
-    turn = 0
-    for i in range(mine[2]):
-        record = tiles + _tile(i, mine) * RECORD
-        turn = _compute_half(
-            half, q, all_queries, out, ring, parts, record, turn, kv_head, scale, Q_TOKEN_STRIDE, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE
-        )
-
-
-@gluon.jit
-def _compute_half(
-    half: gl.constexpr,
-    q,
-    all_queries,
-    out,
-    ring,
-    parts,
-    record,
-    turn,
-    kv_head,
-    scale,
-    Q_TOKEN_STRIDE: gl.constexpr,
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
@@ -209,57 +177,40 @@ def _compute_half(
     STAGES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
 ):
-    """Returns where the ring stands then."""
+    """Half a tile, over some of its keys or all."""
+    part, count, first_slot, partial, partial_lse, arrived = parts
+    first_token, queries, kv_len = row
     k, v, k_there, v_there, k_free, v_free = ring
-    partial, partial_lse, arrived = parts
     dtype: gl.constexpr = k.dtype
     PANELS: gl.constexpr = (D + PANEL - 1) // PANEL
-    first_token, queries, kv_len = gl.load(record + 1), gl.load(record + 2), gl.load(record + 3)
-    flat = gl.load(record + 4) + half * HALF
-    first_key, end = gl.load(record + 5), gl.load(record + 6)
-    part, count, first_slot = gl.load(record + 7), gl.load(record + 8), gl.load(record + 9)
-
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    at = flat + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
-    d = gl.expand_dims(gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout)), 0)
-    place = gl.expand_dims((first_token + at // GROUP) * Q_TOKEN_STRIDE + (kv_head * GROUP + at % GROUP) * D, 1)
-    real = gl.expand_dims(at // GROUP < queries, 1)
-    gl.thread_barrier()  # nobody reads the queries of the tile before
-    for panel in gl.static_range(PANELS):
-        values = gl.load(q + place + panel * PANEL + d, mask=real & (panel * PANEL + d < D), other=0.0)
-        all_queries.index(half * PANELS + panel).store(values)
-    fence_async_shared()
-    gl.thread_barrier()
-
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PANEL, 16])
     of_query: gl.constexpr = gl.SliceLayout(1, scores_layout)
     position = kv_len - queries + (flat + gl.arange(0, HALF, layout=of_query)) // GROUP
     key = gl.arange(0, N, layout=gl.SliceLayout(0, scores_layout))
-    steps = gl.cdiv(end - first_key, N)
-    all_seen = (kv_len - queries + flat // GROUP + 1 - first_key) // N  # steps whose keys every query sees; none, if that is negative
+    first_key = first_step * N
+    steps = gl.cdiv(end, N) - first_step
+    all_seen = (kv_len - queries + flat // GROUP + 1) // N - first_step  # steps whose keys every query sees
     top = gl.full([HALF], float("-inf"), gl.float32, layout=of_query)
     total = gl.zeros([HALF], gl.float32, layout=of_query)
     left = gl.zeros([HALF, PANEL], gl.float32, layout=out_layout)
     right = gl.zeros([HALF, PANEL], gl.float32, layout=out_layout)
 
-    stage = turn % STAGES
-    mbarrier.wait(k_there.index(stage), turn // STAGES & 1)
-    scores = warpgroup_mma_wait(0, deps=[_scores(all_queries, k, half, stage, scores_layout, PANELS, N)])
-    mbarrier.arrive(k_free.index(stage), count=1)
+    mbarrier.wait(k_there.index(0), 0)
+    scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k, half, 0, scores_layout, PANELS, N)])
+    mbarrier.arrive(k_free.index(0), count=1)
     if all_seen <= 0:
         scores = gl.where(gl.expand_dims(first_key + key, 0) <= gl.expand_dims(position, 1), scores, HIDDEN)
     weights, top, total, shrink = _softmax(scores, top, total, scale)
     p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2))
     for step in range(1, steps):
-        before = (turn + step - 1) % STAGES
-        now = (turn + step) % STAGES
-        mbarrier.wait(k_there.index(now), (turn + step) // STAGES & 1)
-        scores = _scores(all_queries, k, half, now, scores_layout, PANELS, N)
-        mbarrier.wait(v_there.index(before), (turn + step - 1) // STAGES & 1)
+        stage, before = step % STAGES, (step - 1) % STAGES
+        mbarrier.wait(k_there.index(stage), step // STAGES & 1)
+        scores = _scores(q_tile, k, half, stage, scores_layout, PANELS, N)
+        mbarrier.wait(v_there.index(before), (step - 1) // STAGES & 1)
         left, right = _add(p, v, before, left, right, PANELS)
         scores = warpgroup_mma_wait(PANELS, deps=[scores])
-        mbarrier.arrive(k_free.index(now), count=1)
+        mbarrier.arrive(k_free.index(stage), count=1)
         if step >= all_seen:
             scores = gl.where(gl.expand_dims(first_key + step * N + key, 0) <= gl.expand_dims(position, 1), scores, HIDDEN)
         weights, top, total, shrink = _softmax(scores, top, total, scale)
@@ -270,14 +221,12 @@ def _compute_half(
         factor = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(1, out_layout)), 1)
         left *= factor
         right *= factor
-    turn += steps
-    end_stage = (turn - 1) % STAGES
-    mbarrier.wait(v_there.index(end_stage), (turn - 1) // STAGES & 1)
+    stage = (steps - 1) % STAGES
+    mbarrier.wait(v_there.index(stage), (steps - 1) // STAGES & 1)
     if kv_len % BLOCK_SIZE > 0:
-        _clear(v, end_stage, kv_len - first_key - (steps - 1) * N, PANELS, N)
-    left, right = _add(p, v, end_stage, left, right, PANELS)
+        _clear(v, stage, kv_len - first_key - (steps - 1) * N, PANELS, N)
+    left, right = _add(p, v, stage, left, right, PANELS)
     left, right = warpgroup_mma_wait(0, deps=[left, right])
-    mbarrier.arrive(v_free.index(end_stage), count=1)
     share = gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout)), 1)
     left *= share
     right *= share
@@ -291,11 +240,14 @@ def _compute_half(
         if ends_last:
             gl.store(arrived + first, 0)
             left, right = _merge(partial, partial_lse, first, apart, count, out_layout, D, PANELS)
-    at_out = out + gl.expand_dims(((first_token + at // GROUP) * HEADS + kv_head * GROUP + at % GROUP) * D, 1) + d
-    gl.store(at_out, gl.convert_layout(left.to(dtype), layout), mask=real & ends_last & (d < D))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    at = flat + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+    d = gl.expand_dims(gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout)), 0)
+    place = gl.expand_dims(((first_token + at // GROUP) * HEADS + kv_head * GROUP + at % GROUP) * D, 1)
+    real = gl.expand_dims((at // GROUP < queries) & ends_last, 1)
+    gl.store(out + place + d, gl.convert_layout(left.to(dtype), layout), mask=real & (d < D))
     if PANELS == 2:
-        gl.store(at_out + PANEL, gl.convert_layout(right.to(dtype), layout), mask=real & ends_last & (PANEL + d < D))
-    return turn
+        gl.store(out + place + PANEL + d, gl.convert_layout(right.to(dtype), layout), mask=real & (PANEL + d < D))
 
 
 @gluon.jit
@@ -400,14 +352,13 @@ def check(device: torch.device) -> None:
     split = Split(keys, most=5)
     tiles = prefill_tiles(rows, group, QUERIES, split)
     out = torch.empty_like(q)
-    prefill_hopper[(1, len(tiles) - 1)](  # so that one program computes two
+    prefill_hopper[(1, len(tiles))](
         q,
         out,
         describe(k, keys),
         describe(v, keys),
         table,
         torch.from_numpy(tiles).to(device),
-        torch.tensor([len(tiles)], dtype=torch.int32, device=device),
         torch.empty((split.most, 1, QUERIES, size), device=device),
         torch.empty((split.most, 1, QUERIES), device=device),
         torch.zeros((split.most, 1, 2), dtype=torch.int32, device=device),
@@ -420,6 +371,7 @@ def check(device: torch.device) -> None:
         N=keys,
         STAGES=2,
         BLOCK_SIZE=block_size,
+        SPARSE=False,
         RECORD=TILE_NUMBERS,
         num_warps=4,
     )

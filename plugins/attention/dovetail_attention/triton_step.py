@@ -12,11 +12,10 @@ import torch
 
 from dovetail.api.attention import AttentionBatch, LayerSpec
 from dovetail.errors import DovetailError
-from dovetail.runtime.transfer import ALIGNMENT, upload
-from dovetail_attention.triton_schedule import TILE_NUMBERS, DecodeTables, Prefix, Split, StepRows, most_prefill_tiles, prefill_tiles
+from dovetail.runtime.transfer import upload
+from dovetail_attention.triton_schedule import TILE_NUMBERS, DecodeTables, Int32, Prefix, Split, StepRows, most_prefill_tiles, prefill_tiles
 from dovetail_attention.triton_tuning import Shape, Tilings
 
-HEADER = ALIGNMENT // 4  # numbers before the tiles: the first is how many there are
 PREFIX_PARTS = 8  # of a shared prefix, at most
 
 
@@ -97,8 +96,7 @@ class Schedule:
         self.bounds = self.decode[self.tables.bounds_at :]
         self.rows = self.decode[self.tables.rows_at :]
         self.segments = self.decode[self.tables.segments_at :]
-        self._tiles = torch.zeros(HEADER + tiles * TILE_NUMBERS, dtype=torch.int32, device=device)
-        self.tile_count, self.tiles = self._tiles[:1], self._tiles[HEADER:]
+        self.tiles = torch.zeros(tiles * TILE_NUMBERS, dtype=torch.int32, device=device)
         parts = (most_parts if self._split else 0, likeness.kv_heads, tiling.queries)
         self.tile_partial = torch.empty((*parts, likeness.head_size), dtype=torch.float32, device=device)
         self.tile_partial_lse = torch.empty(parts, dtype=torch.float32, device=device)
@@ -110,7 +108,7 @@ class Schedule:
         self.prefix = Prefix()
         self.may_share = False  # the step, or another replay of its graph, attends to a shared prefix
         self.mixed_graph = False  # what is launched must do for any step of as many tokens
-        self.tile_programs = 0  # of prefills a kv head; in a mixed graph some have nothing to do
+        self.num_tiles = 0  # programs of prefills a kv head; in a mixed graph some have nothing to do
         self.zero_from: int | None = None  # padding tokens that no kernel turns to zeros
 
     @property
@@ -137,25 +135,22 @@ class Schedule:
             step = self.decode_tiling.keys
             filled = self.tables.fill(decodes, self.likeness.window, step, self.prefix, zeroed, batch.num_tokens)
             upload(filled, self.decode[: len(filled)])
-        self.tile_programs = 0
+        self.num_tiles = 0
         if not only_decodes or self.mixed_graph:
             self._fill_tiles(rows.where(~single), tokens)
 
     def _fill_tiles(self, prefills: StepRows, tokens: int) -> None:
         tiles = prefill_tiles(prefills, self.likeness.group, self.prefill_tiling.queries, self._split)
-        self.tile_programs = len(tiles)
         if self.mixed_graph:
-            most = self._most_tiles(min(self.limits.rows, tokens // 2), tokens)  # of any step of so many: a prefill has two queries at least
-            if self._split is None:  # each program computes one, or none
-                self.tile_programs = most
-                tiles = np.concatenate([tiles, np.zeros((most - len(tiles), TILE_NUMBERS), np.int32)])
-            else:
-                self.tile_programs = min(most, self._split.most)
-                tiles = tiles[np.argsort(tiles[:, 5] - tiles[:, 6], kind="stable")]  # the longest first, for programs that compute several
-        if self.tile_programs:
-            count = np.zeros(HEADER, np.int32)
-            count[0] = len(tiles)
-            upload(np.concatenate([count, tiles.reshape(-1)]), self._tiles[: HEADER + tiles.size])
+            tiles = self._padded(tiles, tokens)
+        self.num_tiles = len(tiles)
+        if self.num_tiles:
+            upload(tiles, self.tiles[: tiles.size])
+
+    def _padded(self, tiles: Int32, tokens: int) -> Int32:
+        """With as many empty ones as any step of so many tokens may have: a prefill has two queries at least."""
+        most = self._most_tiles(min(self.limits.rows, tokens // 2), tokens)
+        return np.concatenate([tiles, np.zeros((most - len(tiles), tiles.shape[1]), np.int32)])
 
     def _most_tiles(self, rows: int, tokens: int) -> int:
         return most_prefill_tiles(rows, tokens, self.likeness.group, self.prefill_tiling.queries, self._split)
