@@ -1,4 +1,8 @@
-"""An engine under a load that doesn't wait for it: requests come at their own times, and each token is stamped when the engine hands it over."""
+"""An engine under a load that doesn't wait for it: requests come at their own times, and each token is stamped when the engine hands it over.
+
+What is noted lies in arrays: elsewhere clients are processes of their own, and here the garbage collector would go through their lists while a step
+waits.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ import gc
 import heapq
 import random
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +32,7 @@ class Timeline:
     prompt_tokens: int
     output_tokens: int
     arrival: float
-    stamps: list[float] = field(default_factory=list)  # of each token
+    stamps: array[float] = field(default_factory=lambda: array("d"))  # of each token
 
     @property
     def ttft(self) -> float:
@@ -78,7 +83,7 @@ class Due:
     arrival: float
     order: int
     kind: str = field(compare=False)
-    prompt: list[int] = field(compare=False)
+    prompt: Sequence[int] = field(compare=False)
     output_tokens: int = field(compare=False)
     then: Callable[[float], None] | None = field(compare=False)
 
@@ -91,14 +96,14 @@ class Driver:
         engine.core.expects_arrivals = True  # as in a server: planning late pays
         self.timelines: list[Timeline] = []
         self.decodes: list[int] = []  # rows that decoded, of each step
-        self.steps: list[StepTime] = []
+        self._steps = array("d")  # of each the fields of StepTime
         self._before, self._stepped, self._spent = engine.stats(), engine.now(), self._own_times()
         self._temperature = temperature
         self._due: list[Due] = []
         self._running: dict[str, tuple[Timeline, Callable[[float], None] | None]] = {}
         self._count = 0
 
-    def schedule(self, kind: str, arrival: float, prompt: list[int], output_tokens: int, then: Callable[[float], None] | None = None) -> None:
+    def schedule(self, kind: str, arrival: float, prompt: Sequence[int], output_tokens: int, then: Callable[[float], None] | None = None) -> None:
         """`then` is called with the time when the request has finished."""
         heapq.heappush(self._due, Due(arrival, self._count, kind, prompt, output_tokens, then))
         self._count += 1
@@ -114,6 +119,12 @@ class Driver:
 
     def of(self, kind: str) -> list[Timeline]:
         return [timeline for timeline in self.timelines if timeline.kind == kind]
+
+    @property
+    def steps(self) -> list[StepTime]:
+        """Those so far."""
+        rows = np.frombuffer(self._steps.tobytes()).reshape(-1, len(fields(StepTime)))
+        return [StepTime(*row[:-2], *map(int, row[-2:])) for row in rows.tolist()]
 
     def longest(self, count: int, since: float, until: float) -> list[StepTime]:
         """The steps in [since, until) for which those who stream waited longest."""
@@ -136,7 +147,7 @@ class Driver:
         for output in outputs:
             timeline, then = self._running[output.request_id]
             decodes += bool(timeline.stamps)
-            timeline.stamps += [now] * len(output.outputs[0].token_ids)
+            timeline.stamps.extend([now] * len(output.outputs[0].token_ids))
             if output.finished:
                 del self._running[output.request_id]
                 if len(timeline.stamps) != timeline.output_tokens:
@@ -156,7 +167,7 @@ class Driver:
             self._spent = thread_s, collector_s
             times = now - last, stats.device_s - before.device_s, stats.core_s - before.core_s, thread_s - spent[0], collector_s - spent[1]
             tokens = stats.prefill_tokens - before.prefill_tokens, stats.decode_tokens - before.decode_tokens
-            self.steps.append(StepTime(now, *times, *tokens))
+            self._steps.extend(astuple(StepTime(now, *times, *tokens)))
 
     @staticmethod
     def _own_times() -> tuple[float, float]:

@@ -38,9 +38,9 @@ LONGEST = 10  # steps that are told of one by one
 UNCHUNKED = {"scheduler": {"name": "fcfs", "max_stretch": None}}  # a prompt of 4,096 fits the default budget of a step
 
 
-def prompt_of(length: int, seed: int) -> list[int]:
+def prompt_of(length: int, seed: int) -> tuple[int, ...]:
     rng = random.Random(seed)
-    return [rng.randint(0, MAX_ID) for _ in range(length)]
+    return tuple(rng.randint(0, MAX_ID) for _ in range(length))
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from bench.driver import Driver, Timeline, poisson, quantiles
 from bench.latency import show
@@ -23,7 +25,7 @@ def test_every_token_is_stamped_in_order_and_none_before_its_request_arrives() -
         driver.run()
     timelines = driver.of("request")
     assert [len(timeline.stamps) for timeline in timelines] == [3, 4, 5, 6]
-    assert all(timeline.stamps == sorted(timeline.stamps) and timeline.ttft > 0 for timeline in timelines)
+    assert all(list(timeline.stamps) == sorted(timeline.stamps) and timeline.ttft > 0 for timeline in timelines)
     assert sorted(ended) == sorted(timeline.stamps[-1] for timeline in timelines)
     assert sum(driver.decodes) == 2 + 3 + 4 + 5
     assert [len(timeline.stamps) for timeline in driver.of("other")] == [1]
@@ -64,7 +66,7 @@ def test_what_a_run_prints_of_a_list_is_a_line_each(capsys: pytest.CaptureFixtur
 
 
 def test_latencies_are_of_the_stamps() -> None:
-    timeline = Timeline("request", 8, 4, arrival=1.0, stamps=[1.5, 1.6, 1.8, 2.4])
+    timeline = Timeline("request", 8, 4, arrival=1.0, stamps=array("d", [1.5, 1.6, 1.8, 2.4]))
     assert timeline.ttft == pytest.approx(0.5)
     assert timeline.tpot == pytest.approx(0.3)
     assert timeline.gaps() == pytest.approx([0.1, 0.2, 0.6])
