@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
@@ -314,7 +315,7 @@ class Request:
         self.extra: Mapping[str, Any] = MappingProxyType(dict(extra or {}))  # distribution -> its own validated model
         self.needs_last_token = needs_last_token  # on the host, before the next token can be computed
         self._prompt_array: NDArray[np.int64] | None = None
-        self._output_ids: list[int] = []
+        self._output_ids = array("q")  # no list: the garbage collector would look at each token, and a step wait for it
         self._order = 0  # how many were added before
         self._status = Status.NEW
         self._computed = 0  # tokens whose K and V are there or planned

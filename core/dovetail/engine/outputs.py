@@ -38,7 +38,7 @@ class SampleOutput:
         finish, tokens = self.finish, self.request._output_ids
         text: str = ""
         if kind is OutputKind.DELTA:
-            new_tokens: Sequence[int] = tokens[self.sent_tokens :]
+            new_tokens: Sequence[int] = tokens[self.sent_tokens :].tolist()
             logprobs = None if self.logprobs is None else self.logprobs[self.sent_logprobs :]
             self.sent_tokens = len(tokens)
             self.sent_logprobs = 0 if self.logprobs is None else len(self.logprobs)

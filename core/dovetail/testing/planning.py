@@ -7,6 +7,7 @@ assert done.refused == {"b": Refusal.MEMORY}
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ def make_request(
         predicted_tokens=predicted_tokens,
         extra=extra,
     )
-    request._output_ids = [1] * generated
+    request._output_ids = array("q", [1] * generated)
     request._computed = -1 if computed is None else computed
     return request
 
@@ -150,7 +151,7 @@ def _start(books: Books, request: Request) -> None:
     if allocation is None:
         raise DovetailError("the pool is too small for the running requests")
     if not request.generated and computed == request.prompt_tokens:
-        request._output_ids = [1]  # its prefill is done: it has sampled
+        request._output_ids = array("q", [1])  # its prefill is done: it has sampled
     books.extend(request, allocation.blocks)
     request._computed = computed
     decodes = request.generated > 0 and computed == request.num_tokens - 1
