@@ -242,7 +242,6 @@ class TritonLayer(AttentionLayer):
             N=tiling.keys,
             STAGES=tiling.stages,
             BLOCK_SIZE=self._backend.context.block_size,
-            SPARSE=schedule.mixed_graph,
             RECORD=TILE_NUMBERS,
             num_warps=tiling.warps,
         )

@@ -43,7 +43,7 @@ def prefill_hopper(
     k_cache,  # descriptor of [num_blocks * kv_heads * BLOCK_SIZE, D], in pieces of [BLOCK_SIZE or N, PANEL]
     v_cache,  # likewise
     table,  # [rows, TABLE_STRIDE] int32
-    tiles,  # [tiles, RECORD] int32, of `triton_schedule.prefill_tiles`; SPARSE: some have no queries
+    tiles,  # [tiles, RECORD] int32, of `triton_schedule.prefill_tiles`; some may have no queries
     partial,  # [slots, kv heads, 2 * HALF, D] float32: of each part of a tile that comes in parts
     partial_lse,  # [slots, kv heads, 2 * HALF] float32, base 2
     arrived,  # [slots, kv heads, 2] int32: parts of each half that are done, at the tile's first slot; 0 before and after
@@ -56,7 +56,6 @@ def prefill_hopper(
     N: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
-    SPARSE: gl.constexpr,
     RECORD: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -65,9 +64,8 @@ def prefill_hopper(
     kv_head = gl.program_id(0)
     record = tiles + gl.program_id(1) * RECORD
     queries = gl.load(record + 2)
-    if SPARSE:  # noqa: SIM102 (`and` would be computed on the device)
-        if queries == 0:
-            return
+    if queries == 0:  # always looked at: without it would be another kernel, which takes seconds to compile
+        return
     table_row = table + gl.load(record).to(gl.int64) * TABLE_STRIDE
     first_token = gl.load(record + 1)
     kv_len = gl.load(record + 3)
@@ -371,7 +369,6 @@ def check(device: torch.device) -> None:
         N=keys,
         STAGES=2,
         BLOCK_SIZE=block_size,
-        SPARSE=False,
         RECORD=TILE_NUMBERS,
         num_warps=4,
     )
