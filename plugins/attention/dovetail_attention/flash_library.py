@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from dovetail.nn.kernels.available import is_hopper
+
 INSTALL = "pip install flash-attn --no-build-isolation"
 PAGE = 256  # tokens: FlashAttention 2 wants pages of this many, or a multiple
 CLOSE = 1e-2
@@ -102,7 +104,7 @@ class FlashAttention3(FlashLibrary):
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
-        return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+        return device.type != "cuda" or is_hopper(device)
 
     def decode(self, q: torch.Tensor, cache: Paged, scale: float, window: int | None) -> torch.Tensor:
         return self._call(q[:, None], cache, scale, window)[:, 0]

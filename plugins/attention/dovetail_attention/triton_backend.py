@@ -1,7 +1,7 @@
 """The `triton` attention backend: paged K and V on a GPU, read in place by kernels of our own.
 
 `plan` copies a step's inputs and the host's schedule into buffers whose addresses never change; `attend` launches at most two kinds of kernel:
-rows of one query token go to `triton_decode`, the others to `triton_prefill`.
+rows of one query token go to `triton_decode`, the others to `triton_prefill`, or on a Hopper to `triton_prefill_hopper`, if that can serve the layer.
 
 A CUDA graph may be captured of a step whose rows have one query token each, and replayed after any `plan` of as many (padded) rows of that kind; or
 of a step planned with `mixed_graph`, whose grids are as large as any step of as many tokens needs. It serves steps with or without a shared prefix if
@@ -224,26 +224,18 @@ class TritonLayer(AttentionLayer):
 
         if self._described is None:
             self._described = [triton_prefill_hopper.describe(cache_of, tiling.keys) for cache_of in (self._k, self._v)]
-        triton_prefill_hopper.prefill_hopper[(self.spec.kv_heads, schedule.num_tiles)](
+        triton_prefill_hopper.attend(
             q,
             out,
-            *self._described,
+            self._described,
             step.table,
             schedule.tiles,
-            schedule.tile_partial,
-            schedule.tile_partial_lse,
-            schedule.tile_arrived,
+            schedule.num_tiles,
+            schedule.tile_parts,
             self.spec.scale * LOG2_E,
-            Q_TOKEN_STRIDE=q.stride(0),
-            TABLE_STRIDE=step.limits.blocks,
-            HEADS=self.spec.heads,
-            GROUP=self._likeness.group,
-            D=self.spec.head_size,
-            N=tiling.keys,
-            STAGES=tiling.stages,
-            BLOCK_SIZE=self._backend.context.block_size,
-            RECORD=TILE_NUMBERS,
-            num_warps=tiling.warps,
+            kv_heads=self.spec.kv_heads,
+            block_size=self._backend.context.block_size,
+            tiling=tiling,
         )
 
 

@@ -14,7 +14,7 @@ Numbers of a head lie in panels of 64, the 128 bytes that the matrix units read 
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -24,9 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dovetail.errors import DovetailError
+from dovetail.nn.kernels.described import in_tiles
 from dovetail_attention.triton_schedule import TILE_NUMBERS, Split, StepRows, prefill_tiles
+from dovetail_attention.triton_step import TileParts
+from dovetail_attention.triton_tuning import HOPPER, PrefillTiling, Shape
 
-QUERIES = 128  # of a tile
 CLOSE = 2e-2  # of numbers of about 1/5
 HALF = gl.constexpr(64)
 PANEL = gl.constexpr(64)
@@ -328,53 +330,67 @@ def _merge(partial, partial_lse, first, apart: gl.constexpr, count, layout: gl.c
 def describe(cache_of: torch.Tensor, keys: int) -> TensorDescriptor:
     """K or V of a layer, [num_blocks, kv_heads, block_size, head_size] contiguous, for steps of so many keys."""
     *_, block_size, size = cache_of.shape
-    rows = min(block_size, keys)
-    return TensorDescriptor.from_tensor(cache_of.view(-1, size), [rows, PANEL.value], _layout(rows))
+    return in_tiles(cache_of.view(-1, size), min(block_size, keys), PANEL.value)
 
 
-@cache
-def _layout(rows: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, PANEL.value], gl.bfloat16)  # float16's is the same
+def attend(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    described: Sequence[TensorDescriptor],
+    table: torch.Tensor,
+    tiles: torch.Tensor,
+    num_tiles: int,
+    parts: TileParts,
+    scale: float,
+    *,
+    kv_heads: int,
+    block_size: int,
+    tiling: PrefillTiling,
+) -> None:
+    """q [tokens, heads, head_size], each token's heads in one piece, and `out`, contiguous; K and V `describe`d; the rest as for `prefill_hopper`."""
+    _, heads, size = q.shape
+    prefill_hopper[(kv_heads, num_tiles)](
+        q,
+        out,
+        *described,
+        table,
+        tiles,
+        parts.values,
+        parts.lse,
+        parts.arrived,
+        scale,
+        Q_TOKEN_STRIDE=q.stride(0),
+        TABLE_STRIDE=table.stride(0),
+        HEADS=heads,
+        GROUP=heads // kv_heads,
+        D=size,
+        N=tiling.keys,
+        STAGES=tiling.stages,
+        BLOCK_SIZE=block_size,
+        RECORD=TILE_NUMBERS,
+        num_warps=tiling.warps,
+    )
 
 
 def check(device: torch.device) -> None:
     """Raises unless it computes what it should here: what it is written in may change from one Triton to the next."""
-    block_size, blocks, queries, kv_len, group, size, keys = 16, 80, 70, 1250, 2, 128, 128
+    block_size, blocks, queries, kv_len, group, size = 16, 80, 70, 1250, 2, 128
+    tiling = HOPPER.prefill(Shape(group, size, itemsize=2, block_size=block_size))
     generator = torch.Generator().manual_seed(0)
     shapes = (queries, group, size), (blocks, 1, block_size, size), (blocks, 1, block_size, size)
     q, k, v = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes)
     table = torch.randperm(blocks, generator=generator).to(device, torch.int32)[None]
     for cache_of in (k, v):
         cache_of[table[0, kv_len // block_size], :, kv_len % block_size :] = float("nan")  # what nobody has written
-    rows = StepRows.of(np.array([queries], np.int32), np.array([kv_len], np.int32))
-    split = Split(keys, most=5)
-    tiles = prefill_tiles(rows, group, QUERIES, split)
-    out = torch.empty_like(q)
-    prefill_hopper[(1, len(tiles))](
-        q,
-        out,
-        describe(k, keys),
-        describe(v, keys),
-        table,
-        torch.from_numpy(tiles).to(device),
-        torch.empty((split.most, 1, QUERIES, size), device=device),
-        torch.empty((split.most, 1, QUERIES), device=device),
-        torch.zeros((split.most, 1, 2), dtype=torch.int32, device=device),
-        size**-0.5 * math.log2(math.e),
-        Q_TOKEN_STRIDE=group * size,
-        TABLE_STRIDE=blocks,
-        HEADS=group,
-        GROUP=group,
-        D=size,
-        N=keys,
-        STAGES=2,
-        BLOCK_SIZE=block_size,
-        RECORD=TILE_NUMBERS,
-        num_warps=4,
-    )
+    rows, split = StepRows.of(np.array([queries], np.int32), np.array([kv_len], np.int32)), Split(tiling.keys, most=5)
+    tiles = prefill_tiles(rows, group, tiling.queries, split)
+    parts = TileParts.room(split.most, 1, tiling.queries, size, device)
+    out, scale, described = torch.empty_like(q), size**-0.5, [describe(cache_of, tiling.keys) for cache_of in (k, v)]
+    on_device = torch.from_numpy(tiles).to(device)
+    attend(q, out, described, table, on_device, len(tiles), parts, scale * math.log2(math.e), kv_heads=1, block_size=block_size, tiling=tiling)
     wide_k, wide_v = (cache_of[table[0], 0].flatten(0, 1)[:kv_len].float() for cache_of in (k, v))
     seen = torch.ones(queries, kv_len, dtype=torch.bool, device=device).tril(kv_len - queries)
-    scores = torch.einsum("qhd,kd->hqk", q.float(), wide_k) * size**-0.5
+    scores = torch.einsum("qhd,kd->hqk", q.float(), wide_k) * scale
     expected = torch.einsum("hqk,kd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), wide_v)
     if not torch.allclose(out.float(), expected, atol=CLOSE):
         raise DovetailError("it computes something else")

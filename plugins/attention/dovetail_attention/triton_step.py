@@ -79,6 +79,21 @@ class StepBuffers:
             schedule.fill(step_rows, batch)
 
 
+@dataclass(frozen=True, slots=True)
+class TileParts:
+    """What is computed of tiles that come in parts, until one program puts them together."""
+
+    values: torch.Tensor  # [slots, kv_heads, queries, head_size] float32
+    lse: torch.Tensor  # [slots, kv_heads, queries] float32, base 2
+    arrived: torch.Tensor  # [slots, kv_heads, 2] int32: parts of each half that are done
+
+    @classmethod
+    def room(cls, slots: int, kv_heads: int, queries: int, head_size: int, device: torch.device) -> TileParts:
+        values = torch.empty((slots, kv_heads, queries, head_size), dtype=torch.float32, device=device)
+        lse = torch.empty((slots, kv_heads, queries), dtype=torch.float32, device=device)
+        return cls(values, lse, torch.zeros((slots, kv_heads, 2), dtype=torch.int32, device=device))
+
+
 class Schedule:
     """Who computes what in the layers that are alike, on the device; and how many programs that takes, on the host."""
 
@@ -97,10 +112,7 @@ class Schedule:
         self.rows = self.decode[self.tables.rows_at :]
         self.segments = self.decode[self.tables.segments_at :]
         self.tiles = torch.zeros(tiles * TILE_NUMBERS, dtype=torch.int32, device=device)
-        parts = (most_parts if self._split else 0, likeness.kv_heads, tiling.queries)
-        self.tile_partial = torch.empty((*parts, likeness.head_size), dtype=torch.float32, device=device)
-        self.tile_partial_lse = torch.empty(parts, dtype=torch.float32, device=device)
-        self.tile_arrived = torch.zeros((*parts[:2], 2), dtype=torch.int32, device=device)
+        self.tile_parts = TileParts.room(most_parts if self._split else 0, likeness.kv_heads, tiling.queries, likeness.head_size, device)
         self.partial = torch.empty((slots, likeness.heads, likeness.head_size), dtype=torch.float32, device=device)
         self.partial_lse = torch.empty((slots, likeness.heads), dtype=torch.float32, device=device)
         self.arrived = torch.zeros((limits.rows, likeness.kv_heads), dtype=torch.int32, device=device)

@@ -29,11 +29,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.chain import chained
+from dovetail.nn.kernels.described import in_tiles
 
 MOST_ROWS = 256  # with more, torch's products are quicker
 MOST_BYTES = {1: 256 << 20, 2: 96 << 20, 4: 24 << 20}  # of weights, by the tiles that the rows make; likewise
@@ -228,8 +228,8 @@ def linear(
     shape, dtype = ((tiling.parts, rows, outputs), torch.float32) if in_parts else ((rows, outputs), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
     _linear[(outputs // tiling.outputs, ceil(rows / tiling.rows), tiling.parts)](
-        _tiles(x, tiling.rows, tiling.chunk),
-        _tiles(weight, tiling.outputs, tiling.chunk),
+        in_tiles(x, tiling.rows, tiling.chunk),
+        in_tiles(weight, tiling.outputs, tiling.chunk),
         weight if bias is None else bias,
         out,
         rows,
@@ -246,15 +246,6 @@ def linear(
         **chained(x.device),
     )
     return out
-
-
-def _tiles(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], _layout(rows, columns))
-
-
-@cache
-def _layout(rows: int, columns: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)  # float16's is the same
 
 
 def check(device: torch.device) -> None:

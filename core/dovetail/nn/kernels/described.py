@@ -1,0 +1,19 @@
+"""Matrices as the tensor memory accelerator of a Hopper takes them: in tiles, laid out in shared memory for the matrix units."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+def in_tiles(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A contiguous matrix of float16 or bfloat16, to be brought in tiles [rows, columns]."""
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], _layout(rows, columns))
+
+
+@cache
+def _layout(rows: int, columns: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)  # float16's is the same
