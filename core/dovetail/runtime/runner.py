@@ -178,7 +178,8 @@ class Runner:
     def _compute(self, batch: Batch, pending: PendingStep) -> None:
         """Any step: if it is large, launched kernel by kernel."""
         graphs, shared_blocks, tokens = self.mixed_graphs, self._worth_sharing(batch), int(batch.num_tokens.sum())
-        narrows = self._narrows and not self._asks_prompt_logprobs(batch).any()
+        asks = np.flatnonzero(self._asks_prompt_logprobs(batch))
+        narrows = self._narrows and not len(asks)
         recording = None if graphs is None else graphs.recording_for(tokens, shared_blocks, may_narrow=narrows)
         inputs = self._inputs(batch, shared_blocks, recording)
         self.backend.plan(inputs.attention)
@@ -191,7 +192,7 @@ class Runner:
             hidden = self.model(inputs.token_ids.long(), inputs.positions, wanted=to_device(wanted, self.device))
         else:
             hidden = self.model(inputs.token_ids.long(), inputs.positions)
-        self._ask_prompt_logprobs(batch, inputs, hidden, pending)
+        self._ask_prompt_logprobs(asks, batch, inputs, hidden, pending)
         if len(places):
             self._sample(batch, np.arange(len(places)) if narrows else places, hidden, pending)
 
@@ -276,9 +277,9 @@ class Runner:
         asks: NDArray[np.bool_] = (rows.prompt_logprobs[batch.rows] >= 0) & (rows.computed[batch.rows] + 1 < rows.known[batch.rows])
         return asks
 
-    def _ask_prompt_logprobs(self, batch: Batch, inputs: StepInputs, hidden: torch.Tensor, pending: PendingStep) -> None:
-        """Of the known token after each one computed, for the rows that ask; a row's last known token has none after it."""
-        for index in np.flatnonzero(self._asks_prompt_logprobs(batch)).tolist():
+    def _ask_prompt_logprobs(self, asks: NDArray[np.int64], batch: Batch, inputs: StepInputs, hidden: torch.Tensor, pending: PendingStep) -> None:
+        """Of the known token after each one computed, for the rows at places `asks` in the batch; a row's last known token has none after it."""
+        for index in asks.tolist():
             row, start = int(batch.rows[index]), int(self.rows.computed[batch.rows[index]])
             count = min(int(batch.num_tokens[index]), int(self.rows.known[row]) - start - 1)
             first = int(inputs.ends[index]) - int(batch.num_tokens[index])
