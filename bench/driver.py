@@ -95,7 +95,7 @@ class Driver:
         self.engine = engine
         engine.core.expects_arrivals = True  # as in a server: planning late pays
         self.timelines: list[Timeline] = []
-        self.decodes: list[int] = []  # rows that decoded, of each step
+        self.decodes = array("q")  # rows that decoded, of each step
         self._steps = array("d")  # of each the fields of StepTime
         self._before, self._stepped, self._spent = engine.stats(), engine.now(), self._own_times()
         self._temperature = temperature
