@@ -15,7 +15,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from bench.limits import require_gpu
 from dovetail.api.attention import AttentionBatch, AttentionContext, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail_attention.triton_backend import TritonAttention
-from dovetail_attention.triton_tuning import HOPPER, DecodeTiling, PrefillTiling, Tilings
+from dovetail_attention.triton_tuning import DecodeTiling, PrefillTiling, Tilings
 
 DEVICE = torch.device("cuda")
 ROTATED_BYTES = 1 << 30  # of K and V that the layers hold together, at least
@@ -134,12 +134,13 @@ def copy_bandwidth() -> float:
 class Bench:
     """A backend whose layers are full of random K and V, for one model and load."""
 
-    def __init__(self, model: Model, load: Load, tilings: Tilings = HOPPER) -> None:
+    def __init__(self, model: Model, load: Load) -> None:
         self.model, self.load = model, load
         blocks_of_row = [-(-n // model.block_size) for n in load.lens]
         num_blocks = sum(blocks_of_row)
         num_layers = max(1, -(-ROTATED_BYTES // (sum(load.lens) * model.bytes_per_token)))
         self.backend = TritonAttention(NoOptions(), AttentionContext("cuda", model.dtype, model.block_size))
+        self.tilings = self.backend.tilings  # what an engine uses on this GPU
         spec = (model.heads, model.kv_heads, model.head_size, model.head_size**-0.5, model.window)
         self.layers = [self.backend.make_layer(LayerSpec(i, *spec)) for i in range(num_layers)]
         self.backend.allocate(num_blocks)
@@ -151,7 +152,7 @@ class Bench:
         dtype = getattr(torch, model.dtype)
         self.q = torch.randn(sum(load.queries), model.heads, model.head_size, dtype=dtype, device=DEVICE)
         self._fill(num_blocks * model.block_size, dtype)
-        self.use(tilings)
+        self.use(self.tilings)
 
     def _fill(self, num_slots: int, dtype: torch.dtype) -> None:
         """Write every slot, one row after the other, in pieces."""
@@ -312,15 +313,21 @@ def decode_candidates() -> Iterator[DecodeTiling]:
 def prefill_candidates() -> Iterator[PrefillTiling]:
     for queries, keys, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
         yield PrefillTiling(queries, keys, warps, stages)
+    for keys, stages in itertools.product((64, 128), (2, 3, 4)):
+        yield PrefillTiling(128, keys, 4, stages, loads_apart=True)
 
 
 def tune(model: Model, load: Load, candidates: Iterator[DecodeTiling] | Iterator[PrefillTiling]) -> list[tuple[float, DecodeTiling | PrefillTiling]]:
     """Every candidate that fits the device, quickest first, with its seconds."""
     bench = Bench(model, load)
+    [usual] = bench.backend.planned.schedules.values()
+    loads_apart = usual.prefill_tiling.loads_apart
     results: list[tuple[float, DecodeTiling | PrefillTiling]] = []
     for tiling in candidates:
+        if isinstance(tiling, PrefillTiling) and tiling.loads_apart and not loads_apart:
+            continue  # such a model isn't served so, or not here
         try:
-            bench.use(fixed(tiling))
+            bench.use(fixed(tiling, bench.tilings))
             results.append((bench.seconds(), tiling))
         except Exception as error:  # too much shared memory, or registers
             if "out of resource" not in str(error):
@@ -328,11 +335,11 @@ def tune(model: Model, load: Load, candidates: Iterator[DecodeTiling] | Iterator
     return sorted(results, key=lambda result: result[0])
 
 
-def fixed(tiling: DecodeTiling | PrefillTiling) -> Tilings:
+def fixed(tiling: DecodeTiling | PrefillTiling, usual: Tilings) -> Tilings:
     """The usual choices, but for this one."""
     if isinstance(tiling, DecodeTiling):
-        return Tilings(lambda shape: tiling, HOPPER.prefill, HOPPER.scatter)
-    return Tilings(HOPPER.decode, lambda shape: tiling, HOPPER.scatter)
+        return replace(usual, decode=lambda shape: tiling)
+    return replace(usual, prefill=lambda shape: tiling)
 
 
 def tuning_table(decode: bool) -> None:
