@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ pytest.importorskip("triton")
 from dovetail.api.attention import AttentionBatch, AttentionContext, FusedCache, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.sampler import RowHistory
+from dovetail.errors import DovetailError
+from dovetail.nn.kernels.launch import compiling_ahead
+from dovetail_attention import triton_backend
 from dovetail_attention.triton_backend import TritonAttention
-from dovetail_attention.triton_tuning import HOPPER, REGISTERS, Shape
+from dovetail_attention.triton_tuning import CUDA, HOPPER, REGISTERS, Shape, Tilings
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="a GPU compiles what it runs, and the interpreter nothing"
@@ -24,7 +28,13 @@ pytestmark = pytest.mark.skipif(
 CHAINED = "griddepcontrol.wait"
 
 
-def attend(dtype: str, head_size: int, block_size: int, window: int | None, mixed_graph: bool, heads: int = 16) -> None:
+@pytest.fixture(autouse=True)
+def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed here that could be looked at."""
+    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda likeness, limits: True)
+
+
+def attend(dtype: str, head_size: int, block_size: int, window: int | None, mixed_graph: bool, heads: int = 16) -> TritonAttention:
     """A step of decodes with a shared prefix and of a prefill, as on an H200."""
     backend = TritonAttention(NoOptions(), AttentionContext("cpu", dtype, block_size))
     backend.tilings, backend.processors = HOPPER, 132
@@ -36,10 +46,11 @@ def attend(dtype: str, head_size: int, block_size: int, window: int | None, mixe
     table, slots = torch.zeros((21, 4096 // block_size), dtype=torch.int32), torch.full((tokens,), -1)
     shared = 1024 // block_size
     backend.plan(AttentionBatch(21, tokens, torch.from_numpy(starts), torch.from_numpy(lens), table, slots, queries, lens, shared, mixed_graph))
-    q, k = (torch.zeros(tokens, of, head_size, dtype=backend.dtype) for of in (heads, 8))
-    layer.write(k, k)
-    layer.attend(q)
+    qkv = torch.zeros(tokens, heads + 16, head_size, dtype=backend.dtype)
+    layer.write(qkv[:, heads : heads + 8], qkv[:, heads + 8 :])
+    layer.attend(qkv[:, :heads])
     layer.copy_blocks(torch.tensor([0, 1]), torch.tensor([2, 3]))  # type: ignore[attr-defined]
+    return backend
 
 
 @pytest.mark.parametrize(
@@ -70,6 +81,19 @@ def test_attention_compiles_within_the_shared_memory(
     assert names["decode_shares"].shared_bytes * 2 <= SHARED_MEMORY_BYTES, "several run on a multiprocessor"
     assert CHAINED in names["decode_shares"].ptx
     assert "prefetch.global.L2" in names["decode_shares"].ptx
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_trying_the_kernel_for_prefills_compiles_none_that_layers_would_not_need(head_size: int) -> None:
+    from dovetail_attention import triton_prefill_hopper
+    from tests.attention.hopper import compiling_for_hopper
+
+    with compiling_for_hopper() as kernels:
+        backend = attend("bfloat16", head_size, 16, None, True)
+        [schedule] = backend.planned.schedules.values()
+        with pytest.raises(DovetailError, match="something else"):
+            triton_prefill_hopper.check(schedule.likeness, schedule.limits, schedule.prefill_tiling)
+    assert [kernel.name for kernel in kernels].count("prefill_hopper") == 1
 
 
 @pytest.mark.parametrize(("heads", "head_size"), [(8, 128), (16, 128), (32, 128), (16, 64), (32, 64), (16, 256)])
@@ -153,3 +177,36 @@ def test_the_kernels_around_attention_compile() -> None:
     around = ["_embed", "_rms_norm", "_rms_norm", "_silu_mul", "_norm_turn_write", "_linear", "_linear"]
     assert [kernel.name for kernel in kernels] == [*around, "_normalizer_and_rank", "_survey", "_choose"]
     assert all(CHAINED in kernel.ptx for kernel in kernels if kernel.name != "_normalizer_and_rank")
+
+
+def backend_of(tilings: Tilings) -> TritonAttention:
+    backend = TritonAttention(NoOptions(), AttentionContext("cpu", "bfloat16", 16))
+    backend.tilings, backend.processors = tilings, 132
+    backend.make_layer(LayerSpec(0, 16, 8, 128, 0.1))
+    return backend
+
+
+def prefill_loads_apart(backend: TritonAttention) -> bool:
+    backend.prepare(max_rows=32, max_tokens=1024, max_len=4096)
+    [schedule] = backend.planned.schedules.values()
+    return schedule.prefill_tiling.loads_apart
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_triton_in_which_the_kernel_for_prefills_fails_goes_without(computes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda likeness, limits: computes)
+    backend = backend_of(HOPPER)
+    assert prefill_loads_apart(backend) == computes
+    assert (backend.tilings, backend.planned.limits.tilings) == ((HOPPER,) * 2 if computes else (CUDA,) * 2)
+
+
+def test_other_tilings_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda likeness, limits: pytest.fail("nobody asked"))
+    assert prefill_loads_apart(backend_of(replace(HOPPER, scatter=(8, 1024))))
+    assert not prefill_loads_apart(backend_of(CUDA))
+
+
+def test_while_kernels_are_compiled_ahead_it_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda likeness, limits: pytest.fail("nothing is launched"))
+    with compiling_ahead(torch.device("cpu"), 1):
+        assert prefill_loads_apart(backend_of(HOPPER))

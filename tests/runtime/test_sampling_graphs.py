@@ -33,8 +33,8 @@ class GreedyWithoutLogprobs(CapturableGreedy):
 
 def with_sampling_graphs(bench: Bench) -> GreedyWithoutLogprobs:
     bench.sampler.__class__ = GreedyWithoutLogprobs
-    graphs = SamplingGraphs(bench.model, bench.sampler, bench.rows, bench.max_rows, None)
-    graphs.capture(torch.zeros(1, HIDDEN))
+    graphs = SamplingGraphs(bench.model, bench.sampler, bench.rows, bench.max_rows)
+    graphs.capture(torch.zeros(1, HIDDEN), None)
     bench.runner.sampling_graphs = graphs
     assert isinstance(bench.sampler, GreedyWithoutLogprobs)
     return bench.sampler

@@ -19,7 +19,7 @@ from dovetail.api.attention import AttentionBackend, AttentionBatch
 from dovetail.api.sampler import Sampler
 from dovetail.runtime.decode_rows import append, last_tokens
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.token_sizes import row_sizes
+from dovetail.runtime.token_sizes import row_sizes, typical
 from dovetail.runtime.transfer import upload
 
 Int64 = NDArray[np.int64]
@@ -96,16 +96,28 @@ class DecodeGraphs:
         """For steps of as many rows as there are, or as a step may have tokens."""
         self._model, self._backend, self._sampler, self._rows = model, backend, sampler, rows
         self._most = min(rows.max_rows, max_tokens)
+        sharing = sharing_sizes(self._most) if backend.capabilities.shared_prefix else []
+        self._sizes = {False: list(reversed(row_sizes(self._most))), True: sharing}  # shares a prefix -> sizes, largest first
         self._graphs: dict[tuple[bool, int], DecodeGraph] = {}  # (shares a prefix, size)
         self._size_for = np.zeros((2, self._most + 1), np.int64)  # the same, number of rows -> size
         self.pool: Any = None  # of memory; once captured
 
     @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Launch what will be recorded, once for each kind of size, on numbers that are made up: kernels may be compiled, and compute nothing."""
+        for shares, sizes in self._sizes.items():
+            for size in typical(sizes):
+                rows = self._padding_inputs(shares, size).rows
+                last_tokens(self._rows, rows)
+                nothing = torch.zeros_like(rows)
+                hidden = self._model(nothing, nothing).zero_()
+                sampled = self._sampler.sample_captured(self._model.logits(hidden).zero_(), rows)
+                append(self._rows, rows, nothing, sampled, hidden)
+
+    @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Record every size. The KV pool must be there."""
-        wanted = [(False, size) for size in reversed(row_sizes(self._most))]
-        if self._backend.capabilities.shared_prefix:
-            wanted += [(True, size) for size in sharing_sizes(self._most)]
+        wanted = [(shares, size) for shares, sizes in self._sizes.items() for size in sizes]
         for done, (shares, size) in enumerate(wanted):
             captured = self._capture(shares, size, self.pool, WARM_UPS if done == 0 else 1)
             self.pool = self.pool or captured.graph.pool()
@@ -145,12 +157,16 @@ class DecodeGraphs:
         )
 
     def _capture(self, shares: bool, size: int, pool: Any, warm_ups: int) -> DecodeGraph:
-        """Of a step of padding alone, which reads and writes nothing."""
+        inputs = self._padding_inputs(shares, size)
+        graph, outputs = self._record(lambda: self._decode(inputs.rows), pool, warm_ups)
+        return DecodeGraph(graph, inputs, outputs)
+
+    def _padding_inputs(self, shares: bool, size: int) -> Inputs:
+        """Of a step of padding alone, which reads and writes nothing; the backend is told of it."""
         inputs = Inputs(size, self._rows.max_rows, self._rows.device)
         nobodys = self._rows.block_table[-1:, :1].expand(size, 1)
         self._backend.plan(self._batch(inputs, np.zeros(0, np.int64), nobodys, int(shares)))
-        graph, outputs = self._record(lambda: self._decode(inputs.rows), pool, warm_ups)
-        return DecodeGraph(graph, inputs, outputs)
+        return inputs
 
     def _record(self, run: Callable[[], torch.Tensor], pool: Any, warm_ups: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         return record(run, pool, warm_ups, self._rows.device)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.row import warps_of_row
 from dovetail.runtime.row_state import RowState
 
@@ -62,7 +63,7 @@ def _append(
 def last_tokens(state: RowState, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     token_ids, positions = torch.empty_like(rows), torch.empty_like(rows)
     if len(rows):
-        _last_tokens[(len(rows),)](
+        launch(_last_tokens, (len(rows),))(
             rows, state.token_ids, state.num_tokens, state.row_width, token_ids, positions, num_warps=1, **chained(rows.device)
         )
     return token_ids, positions
@@ -73,7 +74,7 @@ def append(state: RowState, rows: torch.Tensor, positions: torch.Tensor, token_i
     outputs = torch.empty((2, n), dtype=torch.int64, device=hidden.device)
     block = triton.next_power_of_2(size)
     if n:
-        _append[(n,)](
+        launch(_append, (n,))(
             rows,
             positions,
             token_ids,

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionLayer, FusedCache, LayerSpec
-from dovetail.runtime.token_sizes import padded_sizes
+from dovetail.runtime.token_sizes import padded_sizes, typical
 from dovetail.runtime.transfer import upload
 
 
@@ -82,6 +82,7 @@ class Cuts:
         return lambda spec: CutLayer(make_layer(spec), self)
 
 
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # token ids, positions, and what is wanted, as of `Recording`
 Buffers = dict[torch.Size, tuple[torch.Tensor, torch.Tensor]]  # [heads, head_size] of a layer -> its q, and what attention makes of it
 
 
@@ -134,6 +135,13 @@ class MixedGraphs:
         self._buffers: Buffers = {}
 
     @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run the model once for each kind of size: what that launches is what will be recorded."""
+        for shares, sizes in self._sizes.items():
+            for size in typical(sizes):
+                self._run(*self._padding_inputs(shares, size))
+
+    @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Record every size. The KV pool must be there."""
         pool = torch.cuda.graph_pool_handle()
@@ -178,22 +186,31 @@ class MixedGraphs:
                 piece.out.copy_(piece.layer.attend(piece.q))
         return recording.hidden[: tokens if recording.wanted is None else len(places)]
 
-    def _record(self, shares: bool, size: int, pool: Any) -> Recording:
+    def _padding_inputs(self, shares: bool, size: int) -> Inputs:
+        """Of a step of padding alone, which the backend is told of."""
         token_ids, positions = torch.zeros((2, size), dtype=torch.int64, device=self._device)
         wanted = torch.zeros(self._most_wanted or 0, dtype=torch.int64, device=self._device) if self._narrows(size) else None
-        narrowed = {} if wanted is None else {"wanted": wanted}
         self._backend.plan(self._padding(size, int(shares)))
-        self._model(token_ids, positions, **narrowed)  # kernels are compiled, workspaces made
+        return token_ids, positions, wanted
+
+    def _run(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
+        hidden: torch.Tensor = self._model(token_ids, positions, **({} if wanted is None else {"wanted": wanted}))
+        return hidden
+
+    def _record(self, shares: bool, size: int, pool: Any) -> Recording:
+        inputs = self._padding_inputs(shares, size)
+        self._run(*inputs)  # kernels are compiled, workspaces made
         torch.cuda.synchronize(self._device)
         recorder = Recorder(pool, self._buffers)
         if not self._whole:
             self._cuts.recorder = recorder
         try:
             recorder.begin()
-            hidden = self._model(token_ids, positions, **narrowed)
+            hidden = self._run(*inputs)
             recorder.end()
         finally:
             self._cuts.recorder = None
+        token_ids, positions, wanted = inputs
         return Recording(token_ids, positions, hidden, tuple(recorder.pieces), wanted)
 
     def _padding(self, size: int, shared_prefix_blocks: int) -> AttentionBatch:

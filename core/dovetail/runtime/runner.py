@@ -120,7 +120,7 @@ class Runner:
     ) -> None:
         self.model: Any = model  # a CausalLM
         self.backend, self.sampler, self.rows, self.clock = backend, sampler, rows, clock
-        self.device, self._narrows = rows.device, narrows
+        self.device, self.narrows = rows.device, narrows
         self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions whose logits are made at once
         self._pending: deque[PendingStep] = deque()
         self.graphs: DecodeGraphs | None = None  # put there once captured, as are the next two
@@ -179,7 +179,7 @@ class Runner:
         """Any step: if it is large, launched kernel by kernel."""
         graphs, shared_blocks, tokens = self.mixed_graphs, self._worth_sharing(batch), int(batch.num_tokens.sum())
         asks = np.flatnonzero(self._asks_prompt_logprobs(batch))
-        narrows = self._narrows and not len(asks)
+        narrows = self.narrows and not len(asks)
         recording = None if graphs is None else graphs.recording_for(tokens, shared_blocks, may_narrow=narrows)
         inputs = self._inputs(batch, shared_blocks, recording)
         self.backend.plan(inputs.attention)

@@ -36,18 +36,19 @@ class SamplingGraph:
 
 
 class SamplingGraphs:
-    """All sizes up to `most` rows, in a memory `pool` of graphs that no replay runs beside."""
+    """All sizes up to `most` rows."""
 
-    def __init__(self, model: Any, sampler: Sampler, rows: RowState, most: int, pool: Any) -> None:
-        self._model, self._sampler, self._rows, self._pool = model, sampler, rows, pool
+    def __init__(self, model: Any, sampler: Sampler, rows: RowState, most: int) -> None:
+        self._model, self._sampler, self._rows = model, sampler, rows
         self._sizes = row_sizes(most)
         self._graphs: dict[int, SamplingGraph] = {}
 
     @torch.inference_mode()
-    def capture(self, like: torch.Tensor, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Record every size. `like` [any, hidden]: hidden states of the model, for their size and dtype."""
+    def capture(self, like: torch.Tensor, pool: Any, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Record every size, in the memory `pool` of graphs that no replay runs beside. `like` [any, hidden]: hidden states of the model, for their
+        size and dtype."""
         for done, size in enumerate(reversed(self._sizes)):
-            self._graphs[size] = self._capture(size, like)
+            self._graphs[size] = self._capture(size, like, pool)
             if progress is not None:
                 progress("capturing CUDA graphs of sampling", done + 1, len(self._sizes))
 
@@ -65,12 +66,12 @@ class SamplingGraphs:
         self._rows.known[host_rows] += 1
         return captured.outputs
 
-    def _capture(self, size: int, like: torch.Tensor) -> SamplingGraph:
+    def _capture(self, size: int, like: torch.Tensor, pool: Any) -> SamplingGraph:
         """Of padding alone."""
         places = torch.zeros((2, size), dtype=torch.int64, device=like.device)
         places[0] = self._rows.max_rows
         hidden = like.new_zeros(size, like.shape[1])
-        graph, outputs = record(lambda: self._sample(places[0], hidden), self._pool, 1, like.device)
+        graph, outputs = record(lambda: self._sample(places[0], hidden), pool, 1, like.device)
         return SamplingGraph(graph, places, hidden, outputs)
 
     def _sample(self, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

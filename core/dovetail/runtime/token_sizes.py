@@ -3,6 +3,8 @@ Needs no torch: who simulates such an engine asks too."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 ALWAYS_TOKENS = 2048  # are recorded, whatever the model
 RECORDED_WORK = 5e12  # tokens times parameters: a step of more takes an H200 15 ms, longer than a host that isn't busy otherwise needs to launch it
 
@@ -17,6 +19,12 @@ def padded_sizes(most: int) -> tuple[int, ...]:
     """Tokens, rising, up to `most`: the finer, the smaller."""
     sizes = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1024, 128), *range(1024, 4096, 256), *range(4096, most, 512))
     return (*(size for size in sizes if size < most), most)
+
+
+def typical(sizes: Iterable[int]) -> list[int]:
+    """Of `sizes` the largest, the powers of two, and three times these: between two of them, kernels of one kind are launched, mostly."""
+    sizes = list(sizes)
+    return [size for size in sizes if size == max(sizes) or (size // (size & -size)) in (1, 3)]
 
 
 def row_sizes(most: int) -> tuple[int, ...]:

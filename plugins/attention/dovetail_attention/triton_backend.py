@@ -13,7 +13,9 @@ the captured step had one, without if it had none.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCa
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.available import is_hopper, works
 from dovetail.nn.kernels.chain import chained
+from dovetail.nn.kernels.launch import is_compiling_ahead, launch
 from dovetail_attention import triton_cache, triton_decode, triton_prefill
 from dovetail_attention.triton_schedule import TILE_NUMBERS
 from dovetail_attention.triton_step import PREFIX_PARTS, Likeness, Limits, Schedule, StepBuffers
@@ -33,6 +36,7 @@ COPY_WIDTH = 2048
 MERGE_NUMBERS = 4096  # that a program merges at once
 LEAST_M = 16  # queries of a tile for the tensor cores
 INTERPRETED_PROCESSORS = 4
+LOADS_APART = "prefill with warps of their own for loading"
 
 
 class TritonAttention(AttentionBackend):
@@ -45,7 +49,7 @@ class TritonAttention(AttentionBackend):
         self.device = torch.device(context.device)
         self.dtype: torch.dtype = getattr(torch, context.dtype)
         on_gpu = self.device.type == "cuda"
-        self.tilings: Tilings = INTERPRETED if not on_gpu else HOPPER if _loads_apart(self.device) else CUDA
+        self.tilings: Tilings = INTERPRETED if not on_gpu else HOPPER if _can_load_apart(self.device) else CUDA
         self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else INTERPRETED_PROCESSORS
         self.step: StepBuffers | None = None
         self._layers: list[TritonLayer] = []
@@ -65,7 +69,11 @@ class TritonAttention(AttentionBackend):
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
         size = self.context.block_size
         limits = Limits(max_rows, max_tokens, -(-max_len // size), size, self.dtype, self.device, self.processors, self.tilings)
-        self.step = StepBuffers(limits, {Likeness.of(layer.spec) for layer in self._layers})
+        likenesses = {Likeness.of(layer.spec) for layer in self._layers}
+        if self.tilings == HOPPER and not is_compiling_ahead() and not all(_loads_apart_well(likeness, limits) for likeness in likenesses):
+            self.tilings = CUDA
+            limits = replace(limits, tilings=CUDA)
+        self.step = StepBuffers(limits, likenesses)
 
     def plan(self, batch: AttentionBatch) -> None:
         self.planned.fill(batch)
@@ -111,7 +119,7 @@ class TritonLayer(AttentionLayer):
             return
         k, v = _heads_together(k), _heads_together(v)
         tokens, width = self._backend.tilings.scatter
-        triton_cache.scatter[(-(-len(k) // tokens), -(-self.spec.kv_heads * self.spec.head_size // width))](
+        launch(triton_cache.scatter, (-(-len(k) // tokens), -(-self.spec.kv_heads * self.spec.head_size // width)))(
             k,
             v,
             self._k,
@@ -143,7 +151,7 @@ class TritonLayer(AttentionLayer):
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         block = self._paging["BLOCK_STRIDE"]
         if len(src):
-            triton_cache.copy_in_order[(-(-block // COPY_WIDTH),)](self._k, self._v, src, dst, len(src), BLOCK_STRIDE=block, N=COPY_WIDTH)
+            launch(triton_cache.copy_in_order, (-(-block // COPY_WIDTH),))(self._k, self._v, src, dst, len(src), BLOCK_STRIDE=block, N=COPY_WIDTH)
 
     def _constants(self, q: torch.Tensor) -> dict[str, Any]:
         return {
@@ -174,10 +182,10 @@ class TritonLayer(AttentionLayer):
         captured = schedule.mixed_graph or (q.is_cuda and torch.cuda.is_current_stream_capturing())
         if schedule.prefix.parts or (schedule.may_share and captured):
             tiles = -(-schedule.decodes * self._likeness.group // schedule.prefix_queries)
-            triton_decode.attend_prefix[(self.spec.kv_heads, tiles, PREFIX_PARTS)](
+            launch(triton_decode.attend_prefix, (self.spec.kv_heads, tiles, PREFIX_PARTS))(
                 q, self._k, self._v, step.table, M=schedule.prefix_queries, num_warps=4, num_stages=tiling.stages, **known
             )
-        triton_decode.decode_shares[(self.spec.kv_heads, tables.shares)](
+        launch(triton_decode.decode_shares, (self.spec.kv_heads, tables.shares))(
             q,
             out,
             self._k,
@@ -200,7 +208,7 @@ class TritonLayer(AttentionLayer):
         if tiling.loads_apart:
             self._prefill_on_a_hopper(tiling, q, out, step, schedule)
             return
-        triton_prefill.prefill_tiles[(self.spec.kv_heads, schedule.num_tiles)](
+        launch(triton_prefill.prefill_tiles, (self.spec.kv_heads, schedule.num_tiles))(
             q,
             out,
             self._k,
@@ -240,15 +248,24 @@ class TritonLayer(AttentionLayer):
 
 
 @cache
-def _loads_apart(device: torch.device) -> bool:
-    """Whether `triton_prefill_hopper` can be used."""
+def _can_load_apart(device: torch.device) -> bool:
+    """Whether `triton_prefill_hopper` is for this device, and for this Triton."""
+    return is_hopper(device) and works(LOADS_APART, lambda: import_module("dovetail_attention.triton_prefill_hopper"))
+
+
+@cache
+def _loads_apart_well(likeness: Likeness, limits: Limits) -> bool:
+    """Whether it computes what it should for such layers, if it would be used for them."""
+    tiling = limits.tilings.prefill(likeness.shape(limits.dtype, limits.block_size))
+    if not tiling.loads_apart:
+        return True
 
     def check() -> None:
         from dovetail_attention import triton_prefill_hopper
 
-        triton_prefill_hopper.check(device)
+        triton_prefill_hopper.check(likeness, limits, tiling)
 
-    return is_hopper(device) and works("prefill with warps of their own for loading", check)
+    return works(LOADS_APART, check)
 
 
 def _heads_together(tensor: torch.Tensor) -> torch.Tensor:

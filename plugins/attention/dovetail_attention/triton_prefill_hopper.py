@@ -25,9 +25,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.described import in_tiles
+from dovetail.nn.kernels.launch import launch
 from dovetail_attention.triton_schedule import TILE_NUMBERS, Split, StepRows, prefill_tiles
-from dovetail_attention.triton_step import TileParts
-from dovetail_attention.triton_tuning import HOPPER, PrefillTiling, Shape
+from dovetail_attention.triton_step import Likeness, Limits, TileParts
+from dovetail_attention.triton_tuning import PrefillTiling
 
 CLOSE = 2e-2  # of numbers of about 1/5
 HALF = gl.constexpr(64)
@@ -349,7 +350,7 @@ def attend(
 ) -> None:
     """q [tokens, heads, head_size], each token's heads in one piece, and `out`, contiguous; K and V `describe`d; the rest as for `prefill_hopper`."""
     _, heads, size = q.shape
-    prefill_hopper[(kv_heads, num_tiles)](
+    launch(prefill_hopper, (kv_heads, num_tiles))(
         q,
         out,
         *described,
@@ -372,25 +373,28 @@ def attend(
     )
 
 
-def check(device: torch.device) -> None:
-    """Raises unless it computes what it should here: what it is written in may change from one Triton to the next."""
-    block_size, blocks, queries, kv_len, group, size = 16, 80, 70, 1250, 2, 128
-    tiling = HOPPER.prefill(Shape(group, size, itemsize=2, block_size=block_size))
+def check(likeness: Likeness, limits: Limits, tiling: PrefillTiling) -> None:
+    """Raises unless it computes what it should here: what it is written in may change from one Triton to the next. Launches it as layers of that kind
+    will, so that it isn't compiled for this alone."""
+    block_size, device, size, heads, kv_heads = limits.block_size, limits.device, likeness.head_size, likeness.heads, likeness.kv_heads
+    kv_len = min(1250, limits.blocks * block_size - 1)
+    queries, blocks = min(70, kv_len), kv_len // block_size + 1
     generator = torch.Generator().manual_seed(0)
-    shapes = (queries, group, size), (blocks, 1, block_size, size), (blocks, 1, block_size, size)
-    q, k, v = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes)
-    table = torch.randperm(blocks, generator=generator).to(device, torch.int32)[None]
+    shapes = (queries, heads + 2 * kv_heads, size), (blocks, kv_heads, block_size, size), (blocks, kv_heads, block_size, size)
+    qkv, k, v = (torch.randn(shape, generator=generator).to(device, limits.dtype) for shape in shapes)
+    q, table = qkv[:, :heads], torch.zeros((1, limits.blocks), dtype=torch.int32, device=device)
+    used = table[0, :blocks] = torch.randperm(blocks, generator=generator).to(table)
     for cache_of in (k, v):
-        cache_of[table[0, kv_len // block_size], :, kv_len % block_size :] = float("nan")  # what nobody has written
+        cache_of[used[-1], :, kv_len % block_size :] = float("nan")  # what nobody has written
     rows, split = StepRows.of(np.array([queries], np.int32), np.array([kv_len], np.int32)), Split(tiling.keys, most=5)
-    tiles = prefill_tiles(rows, group, tiling.queries, split)
-    parts = TileParts.room(split.most, 1, tiling.queries, size, device)
-    out, scale, described = torch.empty_like(q), size**-0.5, [describe(cache_of, tiling.keys) for cache_of in (k, v)]
-    on_device = torch.from_numpy(tiles).to(device)
-    attend(q, out, described, table, on_device, len(tiles), parts, scale * math.log2(math.e), kv_heads=1, block_size=block_size, tiling=tiling)
-    wide_k, wide_v = (cache_of[table[0], 0].flatten(0, 1)[:kv_len].float() for cache_of in (k, v))
+    tiles = prefill_tiles(rows, likeness.group, tiling.queries, split)
+    parts = TileParts.room(split.most, kv_heads, tiling.queries, size, device)
+    out, scale, described = torch.empty(q.shape, dtype=q.dtype, device=device), size**-0.5, [describe(cache_of, tiling.keys) for cache_of in (k, v)]
+    on_device, log2_scale = torch.from_numpy(tiles).to(device), scale * math.log2(math.e)
+    attend(q, out, described, table, on_device, len(tiles), parts, log2_scale, kv_heads=kv_heads, block_size=block_size, tiling=tiling)
+    wide_k, wide_v = (cache_of[used].transpose(1, 2).flatten(0, 1)[:kv_len].float() for cache_of in (k, v))  # [keys, kv_heads, size]
     seen = torch.ones(queries, kv_len, dtype=torch.bool, device=device).tril(kv_len - queries)
-    scores = torch.einsum("qhd,kd->hqk", q.float(), wide_k) * scale
-    expected = torch.einsum("hqk,kd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), wide_v)
+    scores = torch.einsum("qhgd,khd->hgqk", q.float().view(queries, kv_heads, likeness.group, size), wide_k) * scale
+    expected = torch.einsum("hgqk,khd->qhgd", scores.masked_fill(~seen, float("-inf")).softmax(-1), wide_v).flatten(1, 2)
     if not torch.allclose(out.float(), expected, atol=CLOSE):
         raise DovetailError("it computes something else")

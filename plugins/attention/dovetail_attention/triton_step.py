@@ -40,6 +40,9 @@ class Likeness:
     def padded_size(self) -> int:
         return max(16, 1 << (self.head_size - 1).bit_length())
 
+    def shape(self, dtype: torch.dtype, block_size: int) -> Shape:
+        return Shape(self.group, self.padded_size, dtype.itemsize, block_size, self.window is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -99,7 +102,7 @@ class Schedule:
 
     def __init__(self, limits: Limits, likeness: Likeness) -> None:
         self.limits, self.likeness = limits, likeness
-        shape = Shape(likeness.group, likeness.padded_size, limits.dtype.itemsize, limits.block_size, likeness.window is not None)
+        shape = likeness.shape(limits.dtype, limits.block_size)
         self.decode_tiling, self.prefill_tiling = limits.tilings.decode(shape), limits.tilings.prefill(shape)
         self.tables = DecodeTables(max(1, limits.processors * self.decode_tiling.programs // likeness.kv_heads), limits.rows)
         slots = self.tables.slots + PREFIX_PARTS * limits.rows

@@ -16,16 +16,14 @@ from dovetail.api.executor import Batch, Capacity, Executor, ExecutorContext, Ne
 from dovetail.api.kv_cache import KVLayout
 from dovetail.api.sampler import RowSampling, SamplerContext
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
-from dovetail.runtime.decode_graphs import DecodeGraphs
 from dovetail.runtime.loading import LoadedModel, load_model
 from dovetail.runtime.memory import readable_bytes
-from dovetail.runtime.mixed_graphs import Cuts, MixedGraphs
+from dovetail.runtime.mixed_graphs import Cuts
 from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import PendingStep, Runner
-from dovetail.runtime.sampling_graphs import SamplingGraphs
-from dovetail.runtime.token_sizes import most_recorded
+from dovetail.runtime.step_graphs import StepGraphs
 from dovetail_executors.options import LocalOptions
 from dovetail_executors.pool import kv_layout, pool_blocks
 
@@ -64,12 +62,14 @@ class LocalExecutor(Executor):
         make_layer = cuts.wrap(chosen.backend.make_layer)
         model = load_model(config.model, config, self.context.models, make_layer, SINGLE, device, self.context.progress)
         self._runner = self._make_runner(model, chosen.backend, layout, device)
-        num_blocks = self._pool_blocks(layout, model.max_model_len, device)
-        self._make_pool(chosen.backend, num_blocks, model.max_model_len)
         if device.type == "cuda":
             gc.collect()
             gc.freeze()  # what stands now stays: looking through it again and again would stall steps for some 20 ms
-        graphs = self._capture(model, chosen.backend, cuts, device) if config.cuda_graphs and device.type == "cuda" else "none"
+        graphs = self._step_graphs(model, chosen.backend, cuts, device)
+        num_blocks = self._pool_blocks(layout, model.max_model_len, device)
+        self._make_pool(chosen.backend, num_blocks, model.max_model_len)
+        if graphs is not None:
+            graphs.capture(self.context.progress)
         if device.type == "cuda":
             gc.freeze()  # and what compiling kernels and recording left
         return Capacity(
@@ -85,7 +85,7 @@ class LocalExecutor(Executor):
                 "attention": chosen.name,
                 "model": str(hf_config.architectures[0]),
                 "parameters": f"{num_parameters(model) / 1e6:.1f}M",
-                "cuda_graphs": graphs,
+                "cuda_graphs": "none" if graphs is None else str(graphs),
                 "kv_pool": readable_bytes(num_blocks * layout.bytes_per_block),
             },
         )
@@ -143,23 +143,14 @@ class LocalExecutor(Executor):
         backend.allocate(num_blocks)
         backend.prepare(config.max_num_seqs, config.max_num_batched_tokens, max_model_len)
 
-    def _capture(self, model: LoadedModel, backend: AttentionBackend, cuts: Cuts, device: torch.device) -> str:
-        """Record what can be: told in words."""
-        runner = self._running()
-        if backend.capabilities.cuda_graph == "none":
-            return "none"
-        max_tokens = self.context.config.max_num_batched_tokens
-        most_wanted = runner.rows.max_rows if model.narrows else None
-        runner.mixed_graphs = MixedGraphs(model.module, cuts, backend, most_recorded(max_tokens, num_parameters(model)), device, most_wanted)
-        runner.mixed_graphs.capture(self.context.progress)
-        if not runner.sampler.capabilities.cuda_graph:
-            return "mixed"
-        graphs = DecodeGraphs(model.module, backend, runner.sampler, runner.rows, max_tokens)
-        graphs.capture(self.context.progress)
-        sampling = SamplingGraphs(model.module, runner.sampler, runner.rows, min(runner.rows.max_rows, max_tokens), graphs.pool)
-        sampling.capture(runner.mixed_graphs.hidden, self.context.progress)
-        runner.graphs, runner.sampling_graphs = graphs, sampling
-        return "decode, mixed"
+    def _step_graphs(self, model: LoadedModel, backend: AttentionBackend, cuts: Cuts, device: torch.device) -> StepGraphs | None:
+        """What will be recorded, its kernels compiled."""
+        config = self.context.config
+        if device.type != "cuda" or not config.cuda_graphs or backend.capabilities.cuda_graph == "none":
+            return None
+        graphs = StepGraphs(self._running(), cuts, config.max_num_batched_tokens, num_parameters(model))
+        graphs.compile_ahead(lambda: self._make_pool(backend, 1, model.max_model_len))
+        return graphs
 
     def _pool_blocks(self, layout: KVLayout, max_model_len: int, device: torch.device) -> int:
         return pool_blocks(self.context.config, layout, max_model_len, self.options.num_blocks, device, lambda: self._profile(device))

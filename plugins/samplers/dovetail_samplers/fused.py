@@ -36,6 +36,7 @@ from triton.language.extra import libdevice
 
 from dovetail.api.sampler import RowHistory
 from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.launch import launch
 from dovetail_samplers import noise
 
 WORDS = tl.constexpr(6)  # of 4 bytes in a row's record: see `device_rows.RECORD`
@@ -446,8 +447,8 @@ def draw(
     shape = (len(records) - 1, vocab, logits.stride(0))
     each = max(1, min(sizes.rows, n * tiles // sizes.programs))
     cut = {"TILE": sizes.tile, "WIDTH": width, "GROUP": sizes.group, **chained(logits.device)}
-    _survey[(triton.cdiv(n, each), tiles)](*known, each, n, *shape, num_warps=sizes.survey_warps, **cut)
-    _choose[(n,)](
+    launch(_survey, (triton.cdiv(n, each), tiles))(*known, each, n, *shape, num_warps=sizes.survey_warps, **cut)
+    launch(_choose, (n,))(
         *known,
         hits,
         token_ids,

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 
 import torch
 
+from dovetail.nn.kernels.launch import launching
+
 log = logging.getLogger(__name__)
 
 
@@ -39,11 +41,12 @@ def has_many_rows(device: torch.device) -> bool:
     return is_hopper(device) and works("layers of some dozens of rows", check)
 
 
-def works(kernel: str, check: Callable[[], None]) -> bool:
-    """Whether a kernel in Gluon, Triton's youngest part, imports, compiles and computes what it should with this Triton: `check` raises if not, and
-    a warning says why it will be done without."""
+def works(kernel: str, check: Callable[[], object]) -> bool:
+    """Whether a kernel in Gluon, Triton's youngest part, imports, compiles and computes what it should with this Triton: `check`, which may launch
+    it, raises if not, and a warning says why it will be done without."""
     try:
-        check()
+        with launching():
+            check()
     except Exception as error:  # whatever it is, there is another way
         log.warning("without the kernel for %s, which fails with this Triton: %s", kernel, error)
         return False

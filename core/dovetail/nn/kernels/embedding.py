@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.row import warps_of_row
 
 
@@ -28,5 +29,5 @@ def embed(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     tokens, size = len(token_ids), weight.shape[1]
     out, block = torch.empty((tokens, size), dtype=weight.dtype, device=weight.device), triton.next_power_of_2(size)
     if tokens:
-        _embed[(tokens,)](token_ids, weight, out, SIZE=size, BLOCK=block, num_warps=warps_of_row(block), **chained(weight.device))
+        launch(_embed, (tokens,))(token_ids, weight, out, SIZE=size, BLOCK=block, num_warps=warps_of_row(block), **chained(weight.device))
     return out

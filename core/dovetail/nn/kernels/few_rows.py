@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.launch import launch
 
 LEAST_ROWS = 8  # that tensor cores compute at once
 LEAST_INPUTS = 16  # likewise, of a warp
@@ -144,7 +145,7 @@ def linear(
     if out is None:
         out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     norm_weight, eps = norm or (weight, 0.0)
-    _linear[(triton.cdiv(outputs, tiling.outputs),)](
+    launch(_linear, (triton.cdiv(outputs, tiling.outputs),))(
         x,
         weight,
         weight if bias is None else bias,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.launch import launch
 
 BLOCK = 1024  # numbers that a program writes
 WARPS = 4
@@ -31,5 +32,5 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        _silu_mul[(tokens, triton.cdiv(size, BLOCK))](gate_up, out, SIZE=size, BLOCK=BLOCK, num_warps=WARPS, **chained(out.device))
+        launch(_silu_mul, (tokens, triton.cdiv(size, BLOCK)))(gate_up, out, SIZE=size, BLOCK=BLOCK, num_warps=WARPS, **chained(out.device))
     return out

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.nn.kernels.launch import launch
+
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 CHUNK = 4096  # numbers that a program looks at in one go
 WARPS = 8
@@ -39,5 +41,5 @@ def normalizer_and_rank(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[
     normalizers = torch.empty((n, 1), dtype=torch.float32, device=logits.device)
     ranks = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n:
-        _normalizer_and_rank[(n,)](logits, token_ids, normalizers, ranks, vocab, logits.stride(0), CHUNK=CHUNK, num_warps=WARPS)
+        launch(_normalizer_and_rank, (n,))(logits, token_ids, normalizers, ranks, vocab, logits.stride(0), CHUNK=CHUNK, num_warps=WARPS)
     return normalizers, ranks

@@ -34,6 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.chain import chained
 from dovetail.nn.kernels.described import in_tiles
+from dovetail.nn.kernels.launch import launch
 
 MOST_ROWS = 256  # with more, torch's products are quicker
 MOST_BYTES = {1: 256 << 20, 2: 96 << 20, 4: 24 << 20}  # of weights, by the tiles that the rows make; likewise
@@ -227,7 +228,7 @@ def linear(
     outputs = weight.shape[0] // (2 if gated else 1)
     shape, dtype = ((tiling.parts, rows, outputs), torch.float32) if in_parts else ((rows, outputs), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
-    _linear[(outputs // tiling.outputs, ceil(rows / tiling.rows), tiling.parts)](
+    launch(_linear, (outputs // tiling.outputs, ceil(rows / tiling.rows), tiling.parts))(
         in_tiles(x, tiling.rows, tiling.chunk),
         in_tiles(weight, tiling.outputs, tiling.chunk),
         weight if bias is None else bias,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.launch import launch
 
 WIDE = 8192  # inputs from which on a program has more warps
 
@@ -85,7 +86,7 @@ def linear(
     norm_weight, eps = norm or (weight, 0.0)
     padded = triton.next_power_of_2(inputs)
     at_once = max(2, min(8, 2 * WIDE // padded))  # measured with `bench/products.py`, as are the warps
-    _linear[(triton.cdiv(outputs, at_once),)](
+    launch(_linear, (triton.cdiv(outputs, at_once),))(
         x,
         weight,
         weight if bias is None else bias,

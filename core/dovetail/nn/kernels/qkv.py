@@ -20,6 +20,7 @@ import triton.language as tl
 
 from dovetail.api.attention import FusedCache
 from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.launch import launch
 
 NUMBERS = 2048  # that a program turns, about
 NUMBERS_PER_WARP = 512  # 16 bytes of bfloat16 of each half a thread; never less than one each, or some would be read after they were overwritten
@@ -107,7 +108,7 @@ def norm_turn_write(
         return
     k, v, slots = (qkv, qkv, positions) if cache is None else (cache.k, cache.v, cache.slots)
     k_strides, v_strides = _strides(cache.k if cache else None), _strides(cache.v if cache else None)
-    _norm_turn_write[(tokens, triton.cdiv(all_heads, heads_at_once))](
+    launch(_norm_turn_write, (tokens, triton.cdiv(all_heads, heads_at_once)))(
         qkv,
         qkv if weight is None else weight,
         table,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.row import warps_of_row
 
 
@@ -57,7 +58,7 @@ def _normed(x: torch.Tensor, parts: torch.Tensor | None, weight: torch.Tensor, e
     size = x.shape[-1]
     out, block = torch.empty_like(x), triton.next_power_of_2(size)
     if rows := x.numel() // size:
-        _rms_norm[(rows,)](
+        launch(_rms_norm, (rows,))(
             x,
             x if parts is None else parts,
             weight,

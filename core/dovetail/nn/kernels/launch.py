@@ -1,0 +1,111 @@
+"""Launching Triton's kernels, and compiling them ahead.
+
+A kernel is compiled where it is first launched, for each kind of arguments anew: some dozens of times, from a tenth of a second to three, one after
+the other. What is launched by `launch` can be compiled before, many at once, in threads: Triton spends most of that time outside of Python.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 16  # bytes, and multiples of numbers: Triton compiles anew for what has it and what hasn't
+
+
+class Compiler:
+    """Compiles kernels in threads, each kind of launch once."""
+
+    def __init__(self, pool: ThreadPoolExecutor, device: torch.device) -> None:
+        self._pool, self._device = pool, device
+        self._jobs: dict[tuple[Any, ...], Future[None]] = {}
+
+    def add(self, kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
+        """What launching it so would compile. Returns at once."""
+        placed = (_kind(value, parameter.do_not_specialize) for value, parameter in zip(args, kernel.params, strict=False))
+        named = ((name, _kind(value) if isinstance(value, torch.Tensor) else value) for name, value in options.items())  # constants, mostly
+        kind = id(kernel), *placed, *named
+        if kind not in self._jobs:
+            self._jobs[kind] = self._pool.submit(self._compile, kernel, grid, tuple(map(_stand_in, args)), options)
+
+    def wait(self) -> None:
+        """Until all is compiled. What can't be is left to its launch, which says why."""
+        for job in self._jobs.values():
+            if (error := job.exception()) is not None:
+                log.debug("not compiled ahead: %s", error)
+
+    def _compile(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # each thread has a current device
+        compiled = kernel.warmup(*args, grid=grid, **options)
+        _ = compiled.run  # so that it is loaded, and has what launches it: a C compiler makes that
+
+
+_compiler: ContextVar[Compiler | None] = ContextVar("_compiler", default=None)
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """`kernel[grid]`, to be called with the kernel's arguments. While kernels are compiled ahead nothing is launched: what it would have written is
+    undefined."""
+    compiler = _compiler.get()
+    return kernel[grid] if compiler is None else partial(compiler.add, kernel, grid)
+
+
+def is_compiling_ahead() -> bool:
+    """Whether `launch` launches nothing."""
+    return _compiler.get() is not None
+
+
+@contextmanager
+def compiling_ahead(device: torch.device, threads: int) -> Iterator[None]:
+    """What `launch` is given by this thread meanwhile is compiled for `device` instead; the end waits for that. Numbers that kernels compute are
+    undefined meanwhile: nothing may use one of them as an index."""
+    with ThreadPoolExecutor(threads, thread_name_prefix="dovetail-compile") as pool:
+        compiler = Compiler(pool, device)
+        token = _compiler.set(compiler)
+        try:
+            yield
+        finally:
+            _compiler.reset(token)
+            compiler.wait()
+
+
+@contextmanager
+def launching() -> Iterator[None]:
+    """Kernels are launched after all, whatever is compiled ahead around this."""
+    if (compiler := _compiler.get()) is not None:
+        compiler.wait()  # for two threads must not load one kernel
+    token = _compiler.set(None)
+    try:
+        yield
+    finally:
+        _compiler.reset(token)
+
+
+def _kind(argument: Any, any_number: bool = False) -> object:
+    """Alike for arguments that a kernel isn't compiled anew for."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % ALIGNMENT == 0
+    if isinstance(argument, int) and not isinstance(argument, bool):
+        width = int, argument.bit_length() // 32
+        return width if any_number else (*width, argument == 1, argument % ALIGNMENT == 0)
+    if isinstance(argument, float):
+        return float
+    if hasattr(argument, "block_shape"):  # a matrix that is described for the tensor memory accelerator
+        return argument.base.dtype, tuple(argument.block_shape), str(getattr(argument, "layout", None))
+    return argument
+
+
+def _stand_in(argument: Any) -> Any:
+    """As good as `argument` to compile for, without keeping its memory."""
+    if isinstance(argument, torch.Tensor) and argument.data_ptr() % ALIGNMENT == 0:
+        return torch.empty(0, dtype=argument.dtype, device=argument.device)
+    return argument

@@ -1,0 +1,61 @@
+"""All that is recorded of one model's steps as CUDA graphs, and how kernels are compiled for it before."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+
+from dovetail.nn.kernels.available import has_triton
+from dovetail.nn.kernels.launch import compiling_ahead
+from dovetail.runtime.decode_graphs import DecodeGraphs
+from dovetail.runtime.mixed_graphs import Cuts, MixedGraphs
+from dovetail.runtime.runner import Runner
+from dovetail.runtime.sampling_graphs import SamplingGraphs
+from dovetail.runtime.token_sizes import most_recorded
+
+log = logging.getLogger("dovetail")
+
+MOST_THREADS = 16  # that compile: as many kernels are worth a thread, and Python's part of compiling runs in one at a time
+
+
+class StepGraphs:
+    """What `runner` may replay: the model's part of any step that isn't too large; and, if its sampler can be recorded, the rest of such a step and
+    whole steps of decodes."""
+
+    def __init__(self, runner: Runner, cuts: Cuts, max_tokens: int, parameters: int) -> None:
+        """Of steps of up to `max_tokens`, with a model of so many `parameters`. Attention can be recorded, at least beside the model."""
+        rows, model, backend = runner.rows, runner.model, runner.backend
+        self._runner = runner
+        most_wanted = rows.max_rows if runner.narrows else None
+        self.mixed = MixedGraphs(model, cuts, backend, most_recorded(max_tokens, parameters), runner.device, most_wanted)
+        self.decode: DecodeGraphs | None = None
+        if runner.sampler.capabilities.cuda_graph:
+            self.decode = DecodeGraphs(model, backend, runner.sampler, rows, max_tokens)
+            self.sampling = SamplingGraphs(model, runner.sampler, rows, min(rows.max_rows, max_tokens))
+
+    def __str__(self) -> str:
+        return "decode, mixed" if self.decode else "mixed"
+
+    def compile_ahead(self, prepare: Callable[[], None]) -> None:
+        """Compile what recording will launch, many kernels at once. `prepare` prepares the backend, for a pool of any size."""
+        if not has_triton():
+            return
+        try:
+            with compiling_ahead(self._runner.device, min(MOST_THREADS, os.cpu_count() or 1)):
+                prepare()
+                self.mixed.rehearse()
+                if self.decode:
+                    self.decode.rehearse()
+        except Exception as error:  # nothing is lost: what is really wrong is told when it is launched
+            log.info("kernels are compiled one by one: %s: %s", type(error).__name__, error)
+
+    def capture(self, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Record all sizes, and let the runner replay them. The KV pool must be there."""
+        runner = self._runner
+        self.mixed.capture(progress)
+        runner.mixed_graphs = self.mixed
+        if self.decode:
+            self.decode.capture(progress)
+            self.sampling.capture(self.mixed.hidden, self.decode.pool, progress)
+            runner.graphs, runner.sampling_graphs = self.decode, self.sampling
