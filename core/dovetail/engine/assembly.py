@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -104,6 +105,8 @@ def assemble(
     try:
         capacity = _start(executor, parts.executor.qualified_name)
         core = _make_core(executor, capacity, config, parts, clock)
+        if gc.get_freeze_count():  # the executor spares its steps the garbage collector's looking through what stands: so do the core's books
+            gc.freeze()
         return Assembly(
             config=config,
             core=core,
