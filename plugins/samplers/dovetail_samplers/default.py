@@ -29,6 +29,7 @@ from dovetail_samplers.table import Needs, RowTable
 
 Rows = NDArray[np.int64]  # row numbers, or places in the batch, on the host
 AT_ONCE = 2**24  # numbers of all rows' logits, or of their histories, that rules and penalties work on: each takes some 30 bytes meanwhile
+UNCAPTURABLE = ~int(Needs.RANDOM | Needs.FILTERS)
 CPU_CHUNK = 2**17  # logits that the CPU draws from at once: what its cache holds
 
 
@@ -52,7 +53,7 @@ class DefaultSampler(Sampler):
 
     def capturable(self, host_rows: Rows) -> bool:
         """What needs no more than the device holds: temperature and filters."""
-        return not int(np.bitwise_or.reduce(self._table.needs[host_rows])) & ~int(Needs.RANDOM | Needs.FILTERS)
+        return not int(np.bitwise_or.reduce(self._table.needs[host_rows])) & UNCAPTURABLE
 
     @torch.inference_mode()
     def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
