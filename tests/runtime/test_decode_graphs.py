@@ -119,6 +119,18 @@ def test_the_longest_rows_are_replayed_first() -> None:
     assert graphs.replayed_rows == [[0, 2, 1, 3], [1, 3], [0, 1, 3]]
 
 
+def test_the_sampler_hears_of_a_row_before_it_is_asked_whether_a_graph_serves_it() -> None:
+    class Informed(CapturableGreedy):
+        def capturable(self, host_rows: NDArray[np.int64]) -> bool:
+            return all(row in self.rows for row in host_rows.tolist())
+
+    bench = Bench()
+    graphs = with_graphs(bench)
+    bench.sampler.__class__ = Informed
+    assert bench.run({2: 1}, [bench.new(2, [5])]).token_ids.tolist() == generate([5], 1)
+    assert graphs.replayed == [(False, 1)]
+
+
 def test_steps_that_share_a_prefix_have_graphs_of_their_own_where_the_backend_can_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.runtime.fakes.TorchAttention", SharingAttention)
     monkeypatch.setattr("dovetail.runtime.runner.SHARING_WORTH", 4)

@@ -99,14 +99,14 @@ class PoolWideLayer(AttentionLayer):
 
 def bench_with_graphs(backend: type[AttentionBackend], sizes: list[int], monkeypatch: pytest.MonkeyPatch, narrows: bool = False) -> Bench:
     monkeypatch.setattr("tests.runtime.fakes.TorchAttention", backend)
-    monkeypatch.setattr(mixed_graphs, "padded_sizes", lambda most: sizes[::-1])
+    monkeypatch.setattr(mixed_graphs, "padded_sizes", lambda most: tuple(sizes[::-1]))
     play_graphs_on_the_cpu(monkeypatch)
     bench, cuts = Bench(narrows=narrows), Cuts()
     whole: Any = SimpleNamespace(make_layer=cuts.wrap(bench.backend.make_layer))
     bench.model = bench.runner.model = TinyModel(whole)
     bench.backend.allocate(bench.num_blocks)
     bench.backend.prepare(bench.max_rows, 256, bench.max_len)
-    graphs = MixedGraphs(bench.model, cuts, bench.backend, 256, torch.device("cpu"), bench.max_rows if narrows else None)
+    graphs = MixedGraphs(bench.model, cuts, bench.backend, bench.rows, 256, narrows)
     graphs.capture()
     bench.runner.mixed_graphs = graphs
     return bench
@@ -158,7 +158,7 @@ def test_recordings_twice_as_large_as_there_are_rows_compute_the_states_of_as_ma
     graphs = graphs_of(bench_with_graphs(PoolWideAttention, [16, 8, 7, 4], monkeypatch, narrows=True))
     recordings = [graphs.recording_for(size, 0) for size in (16, 8, 7, 4)]
     assert [len(recording.hidden) for recording in recordings if recording] == [4, 4, 7, 4]
-    assert [recording is not None and recording.wanted is not None for recording in recordings] == [True, True, False, False]
+    assert [recording is not None and recording.narrowed for recording in recordings] == [True, True, False, False]
 
 
 def test_a_step_that_needs_all_states_is_not_replayed_in_a_narrowed_recording(monkeypatch: pytest.MonkeyPatch) -> None:

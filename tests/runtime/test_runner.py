@@ -192,3 +192,15 @@ def test_a_token_without_a_block_is_refused() -> None:
     bench.rows.num_blocks[0] = 0
     with pytest.raises(DovetailError, match="0 blocks hold 0"):
         bench.run({0: 1})
+
+
+def test_a_step_that_samples_nothing_tells_the_sampler_too_and_the_model_does_not_wait_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, happened = Bench(), []
+    forward, update = bench.model.forward, bench.sampler.update
+    monkeypatch.setattr(bench.model, "forward", lambda *inputs, **wanted: happened.append("model") or forward(*inputs, **wanted))
+    monkeypatch.setattr(bench.sampler, "update", lambda removed, added: happened.append("told") or update(removed, added))
+    bench.run({0: 3}, [bench.new(0, [1, 2, 3, 4])])
+    bench.run({0: 1})
+    bench.run({1: 2}, [bench.new(1, [5, 6])], removed=[0])
+    assert happened == ["model", "told", "model", "model", "told"]
+    assert set(bench.sampler.rows) == {1}

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.runtime import transfer
-from dovetail.runtime.transfer import ALIGNMENT, HostCopy, PinnedRing, all_to_device, parts_of, to_device, upload
+from dovetail.runtime.transfer import ALIGNMENT, HostCopy, Mirror, PinnedRing, all_to_device, parts_of, to_device, upload
 from tests.support import examples
 
 CPU = torch.device("cpu")
@@ -127,6 +127,22 @@ def test_arrays_sent_together_keep_their_shapes_and_dtypes(device_type: str, mon
         np.testing.assert_array_equal(tensor.numpy(), array)
     if device_type == "cuda":
         assert [tensor.storage_offset() * tensor.itemsize % ALIGNMENT for tensor in sent] == [0] * len(sent)
+
+
+def test_a_mirror_sends_what_its_arrays_hold_and_keeps_its_addresses() -> None:
+    mirror = Mirror([np.full(3, 7), np.zeros((2, 2), np.int32), np.zeros(0), np.array([True])], CPU)
+    at = [tensor.data_ptr() for tensor in mirror.tensors]
+    assert [place % ALIGNMENT for place in at] == [at[0] % ALIGNMENT] * 4
+    mirror.send()
+    assert [tensor.tolist() for tensor in mirror.tensors] == [[7, 7, 7], [[0, 0], [0, 0]], [], [True]]
+    mirror.arrays[0][1], mirror.arrays[1][1] = 5, 6
+    mirror.arrays[3][0] = False
+    assert mirror.tensors[0].tolist() == [7, 7, 7], "until it is sent"
+    mirror.send()
+    mirror.arrays[0][:] = 0
+    assert [tensor.tolist() for tensor in mirror.tensors] == [[7, 5, 7], [[0, 0], [6, 6]], [], [False]]
+    assert [tensor.data_ptr() for tensor in mirror.tensors] == at
+    assert [tensor.dtype for tensor in mirror.tensors] == [torch.int64, torch.int32, torch.float64, torch.bool]
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:

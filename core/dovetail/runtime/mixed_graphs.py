@@ -10,17 +10,18 @@ depends on what a step mixes; then a recording is cut at each call of `attend`:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionLayer, FusedCache, LayerSpec
+from dovetail.runtime.row_state import RowState
+from dovetail.runtime.step_inputs import FixedInputs
 from dovetail.runtime.token_sizes import padded_sizes, typical
-from dovetail.runtime.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +38,19 @@ class Piece:
 class Recording:
     """One size. `hidden` is overwritten by the next run of any size."""
 
-    token_ids: torch.Tensor  # [size] int64
-    positions: torch.Tensor  # [size] int64
-    hidden: torch.Tensor  # [size, hidden]; of a narrowed recording [most_wanted, hidden]
+    inputs: FixedInputs
+    hidden: torch.Tensor  # [size, hidden]; if it is narrowed [most_wanted, hidden]
     pieces: tuple[Piece, ...]
-    wanted: torch.Tensor | None = None  # [most_wanted] int64: places of the tokens whose states are computed to the end; None: of all
 
     @property
     def size(self) -> int:
         """Tokens, padding included."""
-        return len(self.token_ids)
+        return self.inputs.size
+
+    @property
+    def narrowed(self) -> bool:
+        """Only the states of wanted tokens are computed to the end."""
+        return len(self.inputs.wanted) > 0
 
     @property
     def whole(self) -> bool:
@@ -82,7 +86,6 @@ class Cuts:
         return lambda spec: CutLayer(make_layer(spec), self)
 
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # token ids, positions, and what is wanted, as of `Recording`
 Buffers = dict[torch.Size, tuple[torch.Tensor, torch.Tensor]]  # [heads, head_size] of a layer -> its q, and what attention makes of it
 
 
@@ -114,23 +117,21 @@ class Recorder:
         self.pieces.append(Piece(self._graph))
 
 
-def sharing_sizes(sizes: list[int]) -> list[int]:
-    """Of `sizes`, largest first, the ones for steps that read a shared prefix once: few, for each costs start-up time."""
-    return [size for size in sizes if size == sizes[0] or (size >= 256 and size.bit_count() == 1)]
+def sharing_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Of `sizes`, rising, the ones for steps that read a shared prefix once: few, for each costs start-up time."""
+    return tuple(size for size in sizes if size == sizes[-1] or (size >= 256 and size.bit_count() == 1))
 
 
 class MixedGraphs:
     """All sizes of one model. A backend that can read a shared prefix once inside a graph gets recordings of their own for that."""
 
-    def __init__(
-        self, model: Any, cuts: Cuts, backend: AttentionBackend, most_tokens: int, device: torch.device, most_wanted: int | None = None
-    ) -> None:
-        """For steps of up to `most_tokens`. `most_wanted`: how many states a step can want, of a model that can leave out the rest."""
-        self._model, self._cuts, self._backend, self._device = model, cuts, backend, device
+    def __init__(self, model: Any, cuts: Cuts, backend: AttentionBackend, rows: RowState, most_tokens: int, narrows: bool = False) -> None:
+        """For steps of up to `most_tokens`. `narrows`: the model can leave out states that aren't wanted."""
+        self._model, self._cuts, self._backend, self._rows, self._device = model, cuts, backend, rows, rows.device
         self._whole = backend.capabilities.cuda_graph == "mixed"
-        sizes = list(reversed(padded_sizes(most_tokens)))
-        self._sizes = {False: sizes, True: sharing_sizes(sizes) if self._whole and backend.capabilities.shared_prefix else []}  # shares a prefix
-        self._most_wanted = most_wanted
+        sizes = padded_sizes(most_tokens)
+        self._sizes = {False: sizes, True: sharing_sizes(sizes) if self._whole and backend.capabilities.shared_prefix else ()}  # shares a prefix
+        self._least_narrowed = 2 * rows.max_rows if narrows else None  # size of a recording that leaves states out: most of them
         self._recordings: dict[tuple[bool, int], Recording] = {}
         self._buffers: Buffers = {}
 
@@ -139,7 +140,7 @@ class MixedGraphs:
         """Run the model once for each kind of size: what that launches is what will be recorded."""
         for shares, sizes in self._sizes.items():
             for size in typical(sizes):
-                self._run(*self._padding_inputs(shares, size))
+                self._run(self._padding_inputs(shares, size))
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int], None] | None = None) -> None:
@@ -147,7 +148,7 @@ class MixedGraphs:
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        wanted = [(shares, size) for shares, sizes in self._sizes.items() for size in sizes]
+        wanted = [(shares, size) for shares, sizes in self._sizes.items() for size in reversed(sizes)]
         with torch.cuda.stream(stream):
             for done, (shares, size) in enumerate(wanted):
                 self._recordings[shares, size] = self._record(shares, size, pool)
@@ -158,72 +159,67 @@ class MixedGraphs:
     @property
     def hidden(self) -> torch.Tensor:
         """What a run of the largest size returned last."""
-        return self._recordings[False, self._sizes[False][0]].hidden
+        return self._recordings[False, self._sizes[False][-1]].hidden
 
     def recording_for(self, num_tokens: int, shared_prefix_blocks: int, *, may_narrow: bool = True) -> Recording | None:
         """The smallest that holds such a step; None if there are too many tokens, or if all states are needed and it hasn't all."""
         shares = self._whole and shared_prefix_blocks > 0
-        size = next((size for size in reversed(self._sizes[shares]) if size >= num_tokens), None)
-        if size is None or (self._narrows(size) and not may_narrow):
+        sizes = self._sizes[shares]
+        place = bisect_left(sizes, num_tokens)
+        if place == len(sizes) or (self._narrows(sizes[place]) and not may_narrow):
             return None
-        return self._recordings[shares, size]
+        return self._recordings[shares, sizes[place]]
 
     def _narrows(self, size: int) -> bool:
-        """Whether its recording leaves states out: if that is most of them."""
-        return self._most_wanted is not None and size >= 2 * self._most_wanted
+        return self._least_narrowed is not None and size >= self._least_narrowed
 
-    def run(self, recording: Recording, token_ids: torch.Tensor, positions: torch.Tensor, places: NDArray[np.int64]) -> torch.Tensor:
-        """The model's hidden states [tokens, hidden] of the step that the backend has planned, with slots padded to the recording's size; of a
-        narrowed recording those of the tokens at `places` [n]. What is returned is overwritten by the next run."""
-        tokens = len(token_ids)
-        recording.token_ids[:tokens].copy_(token_ids)
-        recording.positions[:tokens].copy_(positions)
-        if recording.wanted is not None:
-            upload(places, recording.wanted[: len(places)])
+    def run(self, recording: Recording) -> torch.Tensor:
+        """The hidden states, [size, hidden] or of wanted tokens, of the step that the recording's inputs hold and the backend has planned, with the
+        slots of these. What is returned is overwritten by the next run."""
         for piece in recording.pieces:
             piece.graph.replay()
             if piece.layer is not None and piece.q is not None and piece.out is not None:
                 piece.out.copy_(piece.layer.attend(piece.q))
-        return recording.hidden[: tokens if recording.wanted is None else len(places)]
+        return recording.hidden
 
-    def _padding_inputs(self, shares: bool, size: int) -> Inputs:
+    def _padding_inputs(self, shares: bool, size: int) -> FixedInputs:
         """Of a step of padding alone, which the backend is told of."""
-        token_ids, positions = torch.zeros((2, size), dtype=torch.int64, device=self._device)
-        wanted = torch.zeros(self._most_wanted or 0, dtype=torch.int64, device=self._device) if self._narrows(size) else None
-        self._backend.plan(self._padding(size, int(shares)))
-        return token_ids, positions, wanted
+        max_rows = self._rows.max_rows
+        inputs = FixedInputs(size, max_rows, max_rows if self._narrows(size) else 0, self._device)
+        self._backend.plan(self._padding(inputs, int(shares)))
+        return inputs
 
-    def _run(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor:
-        hidden: torch.Tensor = self._model(token_ids, positions, **({} if wanted is None else {"wanted": wanted}))
+    def _run(self, inputs: FixedInputs) -> torch.Tensor:
+        token_ids = self._rows.token_ids.view(-1).index_select(0, inputs.places).long()
+        wanted = {"wanted": inputs.wanted} if len(inputs.wanted) else {}
+        hidden: torch.Tensor = self._model(token_ids, inputs.positions, **wanted)
         return hidden
 
     def _record(self, shares: bool, size: int, pool: Any) -> Recording:
         inputs = self._padding_inputs(shares, size)
-        self._run(*inputs)  # kernels are compiled, workspaces made
+        self._run(inputs)  # kernels are compiled, workspaces made
         torch.cuda.synchronize(self._device)
         recorder = Recorder(pool, self._buffers)
         if not self._whole:
             self._cuts.recorder = recorder
         try:
             recorder.begin()
-            hidden = self._run(*inputs)
+            hidden = self._run(inputs)
             recorder.end()
         finally:
             self._cuts.recorder = None
-        token_ids, positions, wanted = inputs
-        return Recording(token_ids, positions, hidden, tuple(recorder.pieces), wanted)
+        return Recording(inputs, hidden, tuple(recorder.pieces))
 
-    def _padding(self, size: int, shared_prefix_blocks: int) -> AttentionBatch:
+    def _padding(self, inputs: FixedInputs, shared_prefix_blocks: int) -> AttentionBatch:
         """A step of padding alone, which reads and writes nothing."""
-        ints: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
-        nothing = np.zeros(0, np.int32)
+        of_no_rows, nothing = inputs.rows(0), np.zeros(0, np.int32)
         return AttentionBatch(
             num_rows=0,
             num_tokens=0,
-            query_starts=torch.zeros(1, **ints),
-            kv_lens=torch.zeros(0, **ints),
-            block_table=torch.zeros((0, 1), **ints),
-            slots=torch.full((size,), -1, dtype=torch.int64, device=self._device),
+            query_starts=of_no_rows.query_starts,
+            kv_lens=of_no_rows.kv_lens,
+            block_table=self._rows.block_table[:0, :1],
+            slots=of_no_rows.slots,
             host_query_lens=nothing,
             host_kv_lens=nothing,
             shared_prefix_blocks=shared_prefix_blocks,

@@ -23,20 +23,11 @@ from dovetail.runtime.decode_graphs import DecodeGraphs
 from dovetail.runtime.mixed_graphs import MixedGraphs, Recording
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampling_graphs import SamplingGraphs
+from dovetail.runtime.step_inputs import DeviceInputs, HostInputs
 from dovetail.runtime.transfer import HostCopy, all_to_device, to_device
 
 LOGITS_AT_ONCE = 1 << 24  # numbers: prompt logprobs are computed in slices of so many
 SHARING_WORTH = 4096  # tokens of K and V not read: with fewer, reading together costs more than it saves
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """A ragged batch, flat. `ends` are the exclusive ends of the rows' tokens in it."""
-
-    token_ids: torch.Tensor  # [tokens] int32
-    positions: torch.Tensor  # [tokens] int64
-    ends: NDArray[np.int64]  # [b]
-    attention: AttentionBatch
 
 
 @dataclass(slots=True)
@@ -134,10 +125,17 @@ class Runner:
         span = DeviceSpan(self.device) if self.device.type == "cuda" else None
         self._change_rows(batch)
         pending = PendingStep(batch.step, batch.rows, self.rows.request_ids, batch.samples, started, span=span)
-        if self.graphs is not None and self._is_plain_decode(batch):
-            self._replay(self.graphs, batch, pending)
+        graphs = self.graphs if self._is_plain_decode(batch) else None
+        if graphs is not None:
+            self._tell_sampler(batch)
+        if graphs is not None and self.sampler.capturable(batch.rows.astype(np.int64)):
+            self._replay(graphs, batch, pending)
         else:
-            self._compute(batch, pending)
+            hidden, places = self._run_model(batch, pending)
+            if graphs is None:
+                self._tell_sampler(batch)  # while the device computes
+            if len(places):
+                self._sample(batch, places, hidden, pending)
         self.rows.advance(batch.rows, batch.num_tokens)
         if span is not None:
             span.close()
@@ -175,32 +173,33 @@ class Runner:
         ended = self.clock.now()
         return ended - pending.span.seconds, ended
 
-    def _compute(self, batch: Batch, pending: PendingStep) -> None:
-        """Any step: if it is large, launched kernel by kernel."""
+    def _run_model(self, batch: Batch, pending: PendingStep) -> tuple[torch.Tensor, NDArray[np.int64]]:
+        """Of any step: if it is large, launched kernel by kernel. Returns hidden states [any, hidden], and where in them the last tokens of the rows
+        that sample are."""
         graphs, shared_blocks, tokens = self.mixed_graphs, self._worth_sharing(batch), int(batch.num_tokens.sum())
         asks = np.flatnonzero(self._asks_prompt_logprobs(batch))
         narrows = self.narrows and not len(asks)
         recording = None if graphs is None else graphs.recording_for(tokens, shared_blocks, may_narrow=narrows)
-        inputs = self._inputs(batch, shared_blocks, recording)
-        self.backend.plan(inputs.attention)
-        places = inputs.ends[batch.samples] - 1  # in the step, and then in `hidden`, of the rows that sample
+        host = HostInputs.of(batch, self.rows)
+        places = host.ends[batch.samples].astype(np.int64) - 1  # in the step
+        inputs = host.to_device(self.device) if recording is None else recording.inputs.fill(host, places)
+        self.backend.plan(self._attention_batch(batch, host, inputs, shared_blocks, recording))
         if graphs is not None and recording is not None:
-            narrows = recording.wanted is not None
-            hidden = graphs.run(recording, inputs.token_ids, inputs.positions, places)
-        elif narrows := narrows and len(places) < tokens:
-            wanted = places if len(places) else inputs.ends[-1:] - 1
-            hidden = self.model(inputs.token_ids.long(), inputs.positions, wanted=to_device(wanted, self.device))
+            narrows = recording.narrowed
+            hidden = graphs.run(recording)
         else:
-            hidden = self.model(inputs.token_ids.long(), inputs.positions)
-        self._ask_prompt_logprobs(asks, batch, inputs, hidden, pending)
-        if len(places):
-            self._sample(batch, np.arange(len(places)) if narrows else places, hidden, pending)
+            token_ids = self.rows.token_ids.view(-1).index_select(0, inputs.places).long()
+            if narrows := narrows and len(places) < tokens:
+                wanted = places if len(places) else np.array([tokens - 1])
+                hidden = self.model(token_ids, inputs.positions, wanted=to_device(wanted, self.device))
+            else:
+                hidden = self.model(token_ids, inputs.positions)
+        self._ask_prompt_logprobs(asks, batch, host, hidden, pending)
+        return hidden, np.arange(len(places)) if narrows else places
 
     def _is_plain_decode(self, batch: Batch) -> bool:
-        """Whether each row computes one token and samples in a way that a graph can: then a graph can replay the step."""
-        rows = batch.rows
-        single = bool((batch.num_tokens == 1).all() and batch.samples.all() and not self._asks_prompt_logprobs(batch).any())
-        return single and self.sampler.capturable(rows.astype(np.int64))
+        """Whether each row computes one token and samples: then a graph can replay the step, if the sampler can."""
+        return bool((batch.num_tokens == 1).all() and batch.samples.all() and not self._asks_prompt_logprobs(batch).any())
 
     def _replay(self, graphs: DecodeGraphs, batch: Batch, pending: PendingStep) -> None:
         """The longest rows first: kernels that take a row in one piece begin with them, and the short ones fill up the end."""
@@ -216,43 +215,31 @@ class Runner:
     def _change_rows(self, batch: Batch) -> None:
         self.rows.update(batch)
         self.rows.check(batch)
-        if len(batch.removed) or batch.added:
-            self.sampler.update(batch.removed.tolist(), [(new.row, new.sampling) for new in batch.added])
         if batch.copies:
             src, dst = (np.array(ids, np.int64) for ids in zip(*((copy.src, copy.dst) for copy in batch.copies), strict=True))
             self.backend.copy_blocks(*all_to_device([src, dst], self.device))
 
-    def _inputs(self, batch: Batch, shared_blocks: int, recording: Recording | None) -> StepInputs:
+    def _tell_sampler(self, batch: Batch) -> None:
+        if len(batch.removed) or batch.added:
+            self.sampler.update(batch.removed.tolist(), [(new.row, new.sampling) for new in batch.added])
+
+    def _attention_batch(
+        self, batch: Batch, host: HostInputs, inputs: DeviceInputs, shared_blocks: int, recording: Recording | None
+    ) -> AttentionBatch:
         """Of a step that is replayed, attention is told of padding too."""
-        rows, counts, state = batch.rows.astype(np.int64), batch.num_tokens.astype(np.int64), self.rows
-        computed, ends = state.computed[rows], np.cumsum(counts)
-        num_tokens = int(ends[-1])
-        row_of = np.repeat(rows, counts)  # [tokens]
-        host_positions = np.arange(num_tokens) + np.repeat(computed - (ends - counts), counts)
-        host_slots = np.full(num_tokens if recording is None else recording.size, -1)
-        host_slots[:num_tokens] = state.slots(row_of, host_positions)
-        host_kv_lens = (computed + counts).astype(np.int32)
-        max_blocks = -(-int(host_kv_lens.max()) // state.block_size)
-        places, starts = row_of * state.row_width + host_positions, np.concatenate([[0], ends]).astype(np.int32)
-        places_of_tokens, positions, slots, device_rows, query_starts, kv_lens = all_to_device(
-            [places, host_positions, host_slots, rows, starts, host_kv_lens], self.device
-        )
-        return StepInputs(
-            token_ids=state.token_ids.view(-1).index_select(0, places_of_tokens),
-            positions=positions,
-            ends=ends,
-            attention=AttentionBatch(
-                num_rows=len(rows),
-                num_tokens=num_tokens,
-                query_starts=query_starts,
-                kv_lens=kv_lens,
-                block_table=state.block_table[:, :max_blocks].index_select(0, device_rows),
-                slots=slots,
-                host_query_lens=batch.num_tokens,
-                host_kv_lens=host_kv_lens,
-                shared_prefix_blocks=shared_blocks,
-                mixed_graph=recording is not None and recording.whole,
-            ),
+        state = self.rows
+        max_blocks = -(-int(host.kv_lens.max()) // state.block_size)
+        return AttentionBatch(
+            num_rows=len(host.rows),
+            num_tokens=host.num_tokens,
+            query_starts=inputs.query_starts,
+            kv_lens=inputs.kv_lens,
+            block_table=state.block_table[:, :max_blocks].index_select(0, inputs.rows),
+            slots=inputs.slots,
+            host_query_lens=batch.num_tokens,
+            host_kv_lens=host.kv_lens,
+            shared_prefix_blocks=shared_blocks,
+            mixed_graph=recording is not None and recording.whole,
         )
 
     def _sample(self, batch: Batch, host_places: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep) -> None:
@@ -277,12 +264,12 @@ class Runner:
         asks: NDArray[np.bool_] = (rows.prompt_logprobs[batch.rows] >= 0) & (rows.computed[batch.rows] + 1 < rows.known[batch.rows])
         return asks
 
-    def _ask_prompt_logprobs(self, asks: NDArray[np.int64], batch: Batch, inputs: StepInputs, hidden: torch.Tensor, pending: PendingStep) -> None:
+    def _ask_prompt_logprobs(self, asks: NDArray[np.int64], batch: Batch, host: HostInputs, hidden: torch.Tensor, pending: PendingStep) -> None:
         """Of the known token after each one computed, for the rows at places `asks` in the batch; a row's last known token has none after it."""
         for index in asks.tolist():
             row, start = int(batch.rows[index]), int(self.rows.computed[batch.rows[index]])
             count = min(int(batch.num_tokens[index]), int(self.rows.known[row]) - start - 1)
-            first = int(inputs.ends[index]) - int(batch.num_tokens[index])
+            first = int(host.query_starts[index])
             targets = self.rows.token_ids[row, start + 1 : start + 1 + count].long()
             copy = pending.prompt_logprobs[index] = LogprobsCopy()
             for part, ids in zip(torch.split(hidden[first : first + count], self._slice), torch.split(targets, self._slice), strict=True):

@@ -27,9 +27,9 @@ class StepGraphs:
         """Of steps of up to `max_tokens`, with a model of so many `parameters`. Attention can be recorded, at least beside the model."""
         rows, model, backend = runner.rows, runner.model, runner.backend
         self._runner = runner
-        most_wanted = rows.max_rows if runner.narrows else None
-        self.mixed = MixedGraphs(model, cuts, backend, most_recorded(max_tokens, parameters), runner.device, most_wanted)
+        self.mixed = MixedGraphs(model, cuts, backend, rows, most_recorded(max_tokens, parameters), runner.narrows)
         self.decode: DecodeGraphs | None = None
+        self.sampling: SamplingGraphs | None = None
         if runner.sampler.capabilities.cuda_graph:
             self.decode = DecodeGraphs(model, backend, runner.sampler, rows, max_tokens)
             self.sampling = SamplingGraphs(model, runner.sampler, rows, min(rows.max_rows, max_tokens))
@@ -55,7 +55,7 @@ class StepGraphs:
         runner = self._runner
         self.mixed.capture(progress)
         runner.mixed_graphs = self.mixed
-        if self.decode:
+        if self.decode and self.sampling:
             self.decode.capture(progress)
             self.sampling.capture(self.mixed.hidden, self.decode.pool, progress)
             runner.graphs, runner.sampling_graphs = self.decode, self.sampling

@@ -109,12 +109,37 @@ def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 def all_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
     """The same of several arrays, in one copy: what a copy costs the host is worth some 10 KiB. On a GPU they are parts of one piece of memory."""
-    starts = [0, *accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
-    if device.type == "cpu" or starts[-1] > SLOT_BYTES:
+    *starts, size = _starts(arrays)
+    if device.type == "cpu" or size > SLOT_BYTES:
         return [to_device(array, device) for array in arrays]
-    target = torch.empty(starts.pop(), dtype=torch.uint8, device=device)
+    target = torch.empty(size, dtype=torch.uint8, device=device)
     _ring(device).send(arrays, starts, target)
     return parts_of(target, arrays, starts)
+
+
+def _starts(arrays: Sequence[NDArray[Any]]) -> list[int]:
+    """Where each begins, in bytes, if they lie behind each other; and where the last ends."""
+    return [0, *accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
+
+
+class Mirror:
+    """Arrays to write to, and tensors of their shapes and dtypes which get what they hold, all in one copy. Both keep their addresses."""
+
+    def __init__(self, arrays: Sequence[NDArray[Any]], device: torch.device) -> None:
+        """They hold what `arrays` do now, the tensors from the first `send` on."""
+        *starts, size = _starts(arrays)
+        self._host = np.zeros(size, np.uint8)
+        self._target = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.arrays = [
+            self._host[start : start + array.nbytes].view(array.dtype).reshape(array.shape) for array, start in zip(arrays, starts, strict=True)
+        ]
+        for own, array in zip(self.arrays, arrays, strict=True):
+            own[...] = array
+        self.tensors = parts_of(self._target, arrays, starts)
+
+    def send(self) -> None:
+        """Enqueue the copy. The arrays may be changed at once."""
+        upload(self._host, self._target)
 
 
 def parts_of(target: torch.Tensor, arrays: Sequence[NDArray[Any]], starts: Sequence[int]) -> list[torch.Tensor]:

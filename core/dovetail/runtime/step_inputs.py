@@ -1,0 +1,102 @@
+"""What the host tells the device of a step's tokens and rows: a ragged batch, flat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.api.executor import Batch
+from dovetail.runtime.row_state import RowState
+from dovetail.runtime.transfer import Mirror, all_to_device
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInputs:
+    """`HostInputs` on the device; tokens may be padded there."""
+
+    places: torch.Tensor  # [tokens] int64
+    positions: torch.Tensor  # [tokens] int64
+    slots: torch.Tensor  # [tokens] int64
+    rows: torch.Tensor  # [b] int64
+    query_starts: torch.Tensor  # [b + 1] int32
+    kv_lens: torch.Tensor  # [b] int32
+
+
+@dataclass(frozen=True, slots=True)
+class HostInputs:
+    """Of the b rows of a batch, and their tokens, one row's after the other's."""
+
+    places: Int64  # [tokens] of the tokens' ids, in those of all rows
+    positions: Int64  # [tokens] in their sequences
+    slots: Int64  # [tokens] where their K and V go
+    rows: Int64  # [b]
+    query_starts: Int32  # [b + 1] where each row's tokens begin, and the last ones end
+    kv_lens: Int32  # [b] tokens that a row can see once this step's K and V are written
+
+    @classmethod
+    def of(cls, batch: Batch, state: RowState) -> HostInputs:
+        rows, counts = batch.rows.astype(np.int64), batch.num_tokens.astype(np.int64)
+        computed, ends = state.computed[rows], counts.cumsum()
+        row_of = rows.repeat(counts)
+        positions = np.arange(len(row_of)) + (computed - ends + counts).repeat(counts)
+        starts = np.zeros(len(rows) + 1, np.int32)
+        starts[1:] = ends
+        kv_lens = (computed + counts).astype(np.int32)
+        return cls(row_of * state.row_width + positions, positions, state.slots(row_of, positions), rows, starts, kv_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.places)
+
+    @property
+    def ends(self) -> Int32:
+        """[b] the exclusive ends of the rows' tokens."""
+        return self.query_starts[1:]
+
+    def to_device(self, device: torch.device) -> DeviceInputs:
+        return DeviceInputs(*all_to_device([self.places, self.positions, self.slots, self.rows, self.query_starts, self.kv_lens], device))
+
+
+class FixedInputs:
+    """The same for a recorded step of up to `size` tokens of up to `max_rows` rows, where a graph finds it: the tensors keep their addresses. Padding
+    tokens are the first token of row 0, and their K and V go nowhere."""
+
+    def __init__(self, size: int, max_rows: int, most_wanted: int, device: torch.device) -> None:
+        self.size = size
+        tokens, rows, short = np.zeros(size, np.int64), np.zeros(max_rows, np.int64), np.zeros(max_rows + 1, np.int32)
+        self._mirror = Mirror([tokens, tokens, tokens - 1, rows, short, short[:-1], np.zeros(most_wanted, np.int64)], device)
+        self._mirror.send()
+        *inputs, wanted = self._mirror.tensors
+        self._all = DeviceInputs(*inputs)
+        self.wanted = wanted  # [most_wanted] int64: places, in the step, of the tokens whose states are computed to the end
+
+    @property
+    def places(self) -> torch.Tensor:
+        return self._all.places
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self._all.positions
+
+    def rows(self, count: int) -> DeviceInputs:
+        """Of so many rows, and all tokens."""
+        every = self._all
+        return DeviceInputs(every.places, every.positions, every.slots, every.rows[:count], every.query_starts[: count + 1], every.kv_lens[:count])
+
+    def fill(self, host: HostInputs, wanted: Int64) -> DeviceInputs:
+        """Enqueue the copy: of a step, and the places of the tokens whose states are wanted, if that matters."""
+        places, positions, slots, rows, query_starts, kv_lens, all_wanted = self._mirror.arrays
+        tokens, count = host.num_tokens, len(host.rows)
+        for padded, own, padding in ((places, host.places, 0), (positions, host.positions, 0), (slots, host.slots, -1)):
+            padded[:tokens], padded[tokens:] = own, padding
+        rows[:count], query_starts[: count + 1], kv_lens[:count] = host.rows, host.query_starts, host.kv_lens
+        if len(all_wanted):
+            all_wanted[: len(wanted)] = wanted
+        self._mirror.send()
+        return self.rows(count)

@@ -1,0 +1,88 @@
+"""`HostInputs` against plain loops; `FixedInputs` hold the last step and nothing of those before."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.api.executor import Batch, NewRow
+from dovetail.api.sampler import RowSampling
+from dovetail.runtime.row_state import RowState
+from dovetail.runtime.step_inputs import DeviceInputs, FixedInputs, HostInputs
+from tests.support import examples
+
+CPU = torch.device("cpu")
+MAX_ROWS, MAX_LEN, BLOCK_SIZE, SIZE = 5, 12, 4, 32
+NONE = np.zeros(0, np.int32)
+
+Step = list[tuple[int, int, int]]  # row, tokens computed before, tokens to compute
+steps = st.lists(st.integers(0, MAX_ROWS - 1), min_size=1, unique=True).flatmap(
+    lambda rows: st.tuples(*(st.tuples(st.just(row), st.integers(0, 6), st.integers(1, 6)) for row in rows)).map(list)
+)
+
+
+def blocks_of(row: int) -> list[int]:
+    return [10 * row + 3, 10 * row + 1, 10 * row + 2]
+
+
+def inputs_of(step: Step) -> HostInputs:
+    state = RowState(MAX_ROWS, MAX_LEN, BLOCK_SIZE, CPU)
+    tokens = np.zeros(MAX_LEN, np.int32)
+    added = tuple(NewRow(row, str(row), tokens, MAX_LEN, computed, np.array(blocks_of(row), np.int32), RowSampling()) for row, computed, _ in step)
+    rows, _, counts = (np.array(column, np.int32) for column in zip(*step, strict=True))
+    batch = Batch(0, NONE, added, NONE, NONE, (), rows, counts, np.zeros(len(rows), np.bool_))
+    state.update(batch)
+    return HostInputs.of(batch, state)
+
+
+def lists_of(inputs: HostInputs | DeviceInputs) -> dict[str, list[int]]:
+    return {field.name: getattr(inputs, field.name).tolist() for field in fields(inputs)}
+
+
+def expected_of(step: Step) -> dict[str, list[int]]:
+    tokens = [(row, position) for row, computed, count in step for position in range(computed, computed + count)]
+    return {
+        "places": [row * (MAX_LEN + 1) + position for row, position in tokens],
+        "positions": [position for _, position in tokens],
+        "slots": [blocks_of(row)[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for row, position in tokens],
+        "rows": [row for row, _, _ in step],
+        "query_starts": [sum(count for _, _, count in step[:index]) for index in range(len(step) + 1)],
+        "kv_lens": [computed + count for _, computed, count in step],
+    }
+
+
+@examples(quick=50, full=1000)
+@given(steps)
+def test_a_batch_is_flat(step: Step) -> None:
+    host = inputs_of(step)
+    expected = expected_of(step)
+    assert lists_of(host) == lists_of(host.to_device(CPU)) == expected
+    assert host.num_tokens == len(expected["places"])
+    assert host.ends.tolist() == expected["query_starts"][1:]
+
+
+@examples(quick=50, full=1000)
+@given(st.lists(steps, min_size=1, max_size=4))
+def test_fixed_inputs_hold_the_last_step_and_padding_that_is_harmless(sequence: list[Step]) -> None:
+    fixed = FixedInputs(SIZE, MAX_ROWS, MAX_ROWS, CPU)
+    at = [getattr(fixed.rows(1), field.name).data_ptr() for field in fields(DeviceInputs)]
+    for step in sequence:
+        host = inputs_of(step)
+        filled, expected, padding = lists_of(fixed.fill(host, host.ends.astype(np.int64) - 1)), expected_of(step), SIZE - host.num_tokens
+        for name, number in (("places", 0), ("positions", 0), ("slots", -1)):
+            expected[name] += [number] * padding
+        assert filled == expected
+        assert fixed.wanted[: len(step)].tolist() == (host.ends - 1).tolist()
+        assert [getattr(fixed.rows(1), field.name).data_ptr() for field in fields(DeviceInputs)] == at
+    assert (fixed.places.tolist(), fixed.positions.tolist()) == (expected["places"], expected["positions"])
+
+
+def test_fixed_inputs_begin_as_padding() -> None:
+    fixed = FixedInputs(SIZE, MAX_ROWS, 0, CPU)
+    tokens = fixed.rows(0)
+    assert [set(part.tolist()) for part in (tokens.places, tokens.positions, tokens.slots)] == [{0}, {0}, {-1}]
+    assert (len(tokens.rows), tokens.query_starts.tolist(), len(tokens.kv_lens), len(fixed.wanted)) == (0, [0], 0, 0)
