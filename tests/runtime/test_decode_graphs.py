@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dovetail.runtime import decode_graphs
-from dovetail.runtime.decode_graphs import TABLE_ENTRIES, DecodeGraphs, Inputs, sharing_sizes
+from dovetail.runtime.decode_graphs import DecodeGraphs, Inputs, sharing_sizes
+from dovetail.runtime.step_inputs import TABLE_ENTRIES
 from dovetail.runtime.token_sizes import ALWAYS_TOKENS, most_recorded, padded_sizes, row_sizes
 from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.fakes import Bench, Greedy, generate

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dovetail.api.executor import Batch, NewRow
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import DovetailError
+from dovetail.runtime import row_state
 from dovetail.runtime.row_state import RowState, counts_within
 from tests.support import examples
 
@@ -45,6 +46,12 @@ def new(row: int, tokens: list[int], blocks: list[int]) -> NewRow:
     return NewRow(row, f"r{row}", np.array(tokens, np.int32), len(tokens), 0, np.array(blocks, np.int32), RowSampling())
 
 
+def assert_tables(state: RowState, plain: dict[int, PlainRow]) -> None:
+    for row, expected in plain.items():
+        tables = state.block_table[row].tolist(), state.host_blocks[row].tolist()
+        assert [table[: len(expected.blocks)] for table in tables] == [expected.blocks] * 2
+
+
 @given(st.data())
 @examples(quick=40, full=1000)
 def test_rows_hold_what_they_were_told(data: st.DataObject) -> None:
@@ -71,11 +78,12 @@ def test_rows_hold_what_they_were_told(data: st.DataObject) -> None:
         for row, token in zip(sampling, sampled, strict=True):
             plain[row].tokens.append(token)
         state.append(torch.tensor(sampled, dtype=torch.int64), torch.tensor(sampling, dtype=torch.int64), np.array(sampling, np.int64))
+        if data.draw(st.booleans(), label="the table is read"):
+            assert_tables(state, plain)
+    assert_tables(state, plain)
     for row, expected in plain.items():
         assert state.token_ids[row, : len(expected.tokens)].tolist() == expected.tokens
         assert state.num_tokens[row] == state.known[row] == len(expected.tokens)
-        tables = state.block_table[row].tolist(), state.host_blocks[row].tolist()
-        assert [table[: len(expected.blocks)] for table in tables] == [expected.blocks] * 2
         assert state.num_blocks[row] == len(expected.blocks)
 
 
@@ -97,6 +105,21 @@ def test_counts_within_begin_at_zero_in_each_group(sizes: list[int]) -> None:
 def test_a_request_that_fits_no_row_is_refused_by_name(added: NewRow, message: str) -> None:
     with pytest.raises(DovetailError, match=message):
         RowState(MAX_ROWS, MAX_LEN, BLOCK_SIZE, torch.device("cpu")).update(batch(added=[added]))
+
+
+def test_appended_blocks_are_sent_when_the_table_is_read_or_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, sent, send = RowState(MAX_ROWS, 300, 1, torch.device("cpu")), [], row_state.all_to_device
+    monkeypatch.setattr(row_state, "all_to_device", lambda arrays, device: sent.append(len(arrays[0])) or send(arrays, device))
+    state.update(batch(added=[new(1, [1], [7])]))
+    sent.clear()
+    for block in (8, 9):
+        state.update(batch(blocks=[(1, block)]))
+    assert sent == []
+    assert state.block_table[1, :3].tolist() == state.block_table[1, :3].tolist() == [7, 8, 9]
+    assert sent == [2], "together, once"
+    for block in range(row_state.MOST_UNSENT + 1):
+        state.update(batch(blocks=[(1, block)]))
+    assert sent == [2, row_state.MOST_UNSENT + 1]
 
 
 def test_more_blocks_than_a_row_holds_are_refused() -> None:

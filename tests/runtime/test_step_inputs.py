@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.executor import Batch, NewRow
 from dovetail.api.sampler import RowSampling
+from dovetail.runtime import step_inputs
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.step_inputs import DeviceInputs, FixedInputs, HostInputs
 from tests.support import examples
@@ -39,11 +42,11 @@ def inputs_of(step: Step) -> HostInputs:
     return HostInputs.of(batch, state)
 
 
-def lists_of(inputs: HostInputs | DeviceInputs) -> dict[str, list[int]]:
-    return {field.name: getattr(inputs, field.name).tolist() for field in fields(inputs)}
+def lists_of(inputs: HostInputs | DeviceInputs) -> dict[str, list[Any]]:
+    return {field.name: getattr(inputs, field.name).tolist() for field in fields(DeviceInputs)}
 
 
-def expected_of(step: Step) -> dict[str, list[int]]:
+def expected_of(step: Step) -> dict[str, list[Any]]:
     tokens = [(row, position) for row, computed, count in step for position in range(computed, computed + count)]
     return {
         "places": [row * (MAX_LEN + 1) + position for row, position in tokens],
@@ -52,6 +55,7 @@ def expected_of(step: Step) -> dict[str, list[int]]:
         "rows": [row for row, _, _ in step],
         "query_starts": [sum(count for _, _, count in step[:index]) for index in range(len(step) + 1)],
         "kv_lens": [computed + count for _, computed, count in step],
+        "table": [blocks_of(row)[: -(-max(computed + count for _, computed, count in step) // BLOCK_SIZE)] for row, _, _ in step],
     }
 
 
@@ -69,7 +73,8 @@ def test_a_batch_is_flat(step: Step) -> None:
 @given(st.lists(steps, min_size=1, max_size=4))
 def test_fixed_inputs_hold_the_last_step_and_padding_that_is_harmless(sequence: list[Step]) -> None:
     fixed = FixedInputs(SIZE, MAX_ROWS, MAX_ROWS, CPU)
-    at = [getattr(fixed.rows(1), field.name).data_ptr() for field in fields(DeviceInputs)]
+    names = [field.name for field in fields(DeviceInputs) if field.name != "table"]
+    at = [getattr(fixed.rows(1), name).data_ptr() for name in names]
     for step in sequence:
         host = inputs_of(step)
         filled, expected, padding = lists_of(fixed.fill(host, host.ends.astype(np.int64) - 1)), expected_of(step), SIZE - host.num_tokens
@@ -77,8 +82,18 @@ def test_fixed_inputs_hold_the_last_step_and_padding_that_is_harmless(sequence: 
             expected[name] += [number] * padding
         assert filled == expected
         assert fixed.wanted[: len(step)].tolist() == (host.ends - 1).tolist()
-        assert [getattr(fixed.rows(1), field.name).data_ptr() for field in fields(DeviceInputs)] == at
+        assert [getattr(fixed.rows(1), name).data_ptr() for name in names] == at
     assert (fixed.places.tolist(), fixed.positions.tolist()) == (expected["places"], expected["positions"])
+
+
+def test_a_table_of_many_blocks_is_left_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = [(0, 0, 5), (1, 0, 1), (2, 0, 9)]  # three blocks each
+    for entries, comes in ((9, True), (8, False)):
+        monkeypatch.setattr(step_inputs, "TABLE_ENTRIES", entries)
+        host = inputs_of(step)
+        assert host.max_blocks == 3
+        fixed = FixedInputs(SIZE, MAX_ROWS, 0, CPU).fill(host, np.zeros(0, np.int64))
+        assert [inputs.table is not None for inputs in (host, host.to_device(CPU), fixed)] == [comes] * 3
 
 
 def test_fixed_inputs_begin_as_padding() -> None:

@@ -19,13 +19,13 @@ from dovetail.api.attention import AttentionBackend, AttentionBatch
 from dovetail.api.sampler import Sampler
 from dovetail.runtime.decode_rows import append, last_tokens
 from dovetail.runtime.row_state import RowState
+from dovetail.runtime.step_inputs import TABLE_ENTRIES
 from dovetail.runtime.token_sizes import row_sizes, typical
 from dovetail.runtime.transfer import upload
 
 Int64 = NDArray[np.int64]
 
 WARM_UPS = 2  # runs before a capture: kernels are compiled, workspaces made
-TABLE_ENTRIES = 4096  # a step's block table of so many or fewer comes from the host with its other inputs: a kernel less than gathering it
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ Int64 = NDArray[np.int64]
 Change = tuple[Int64, NDArray[np.int32]]  # where numbers go in the memory of all rows, and they
 
 ALIGNED = ALIGNMENT // 4  # numbers
+MOST_UNSENT = 64  # steps whose blocks wait to be sent
 
 
 class RowState:
@@ -36,10 +37,11 @@ class RowState:
         self.num_tokens, self.prompt_lens = num_tokens[:count], prompt_lens[:count]  # known: their ids are in `token_ids`
         self.num_tokens[max_rows] = 1
         self.token_ids = token_ids[: count * self.row_width].view(count, self.row_width)
-        self.block_table = block_table[: count * self.max_blocks].view(count, self.max_blocks)
+        self._block_table = block_table[: count * self.max_blocks].view(count, self.max_blocks)
         self._prompt_lens_at, self._token_ids_at, self._block_table_at = np.cumsum(sizes[:3]).tolist()
         # The host's own copies: of the tables, and counts in int64
         self.host_blocks = np.zeros((max_rows, self.max_blocks), np.int32)  # equals block_table
+        self._unsent: list[Int64] = []  # places in it, flat, that the device hasn't been told of
         self.known = np.zeros(max_rows, np.int64)  # equals num_tokens
         self.computed = np.zeros(max_rows, np.int64)  # tokens whose K and V are there, or enqueued
         self.num_blocks = np.zeros(max_rows, np.int64)
@@ -50,6 +52,13 @@ class RowState:
     def history(self) -> RowHistory:
         return RowHistory(self.token_ids, self.num_tokens, self.prompt_lens)
 
+    @property
+    def block_table(self) -> torch.Tensor:
+        """[max_rows + 1, max_blocks] int32. Blocks that came are sent when this is asked for: many steps bring a small table of their own."""
+        if self._unsent:
+            self._send([])
+        return self._block_table
+
     def update(self, batch: Batch) -> None:
         """Rows that are given up, that begin, and blocks that are appended. Raises `DovetailError` if they don't fit."""
         self._check_added(batch.added)
@@ -57,10 +66,9 @@ class RowState:
             self.known[batch.removed] = self.computed[batch.removed] = self.num_blocks[batch.removed] = 0
         changes = self._add(batch.added) if batch.added else []
         if len(batch.new_blocks):
-            changes.append(self._append_blocks(batch.new_block_rows.astype(np.int64), batch.new_blocks))
-        if changes:
-            places, numbers = (np.concatenate(parts) for parts in zip(*changes, strict=True))
-            self._all.index_copy_(0, *all_to_device([places, numbers], self.device))
+            self._append_blocks(batch.new_block_rows.astype(np.int64), batch.new_blocks)
+        if changes or len(self._unsent) > MOST_UNSENT:
+            self._send(changes)
 
     def check(self, batch: Batch) -> None:
         """Raise `DovetailError` naming a request whose tokens or blocks don't suffice for what the batch wants computed."""
@@ -111,15 +119,15 @@ class RowState:
         for new in added:
             self.request_ids[new.row] = new.request_id
             self.host_blocks[new.row, : len(new.blocks)] = new.blocks
+            self._unsent.append(new.row * self.max_blocks + np.arange(len(new.blocks)))
             self.prompt_logprobs[new.row] = -1 if new.sampling.prompt_logprobs is None else new.sampling.prompt_logprobs
         return [
             (rows, self.known[rows].astype(np.int32)),
             (self._prompt_lens_at + rows, np.array([new.prompt_len for new in added], np.int32)),
             _laid_out(self._token_ids_at + rows * self.row_width, [new.token_ids for new in added]),
-            _laid_out(self._block_table_at + rows * self.max_blocks, [new.blocks for new in added]),
         ]
 
-    def _append_blocks(self, rows: Int64, blocks: NDArray[np.int32]) -> Change:
+    def _append_blocks(self, rows: Int64, blocks: NDArray[np.int32]) -> None:
         order = np.argsort(rows, kind="stable")  # a row's blocks together, in their order
         rows = rows[order]
         places = self.num_blocks[rows] + counts_within(rows)
@@ -128,7 +136,16 @@ class RowState:
             raise DovetailError(f"request {self.request_ids[row]!r} was given more than the {self.max_blocks} blocks that a row holds")
         np.add.at(self.num_blocks, rows, 1)
         self.host_blocks[rows, places] = blocks[order]
-        return self._block_table_at + rows * self.max_blocks + places, blocks[order]
+        self._unsent.append(rows * self.max_blocks + places)
+
+    def _send(self, changes: list[Change]) -> None:
+        """These, and blocks that weren't sent."""
+        if self._unsent:
+            places = np.unique(np.concatenate(self._unsent))  # a row may have been given up and begun again meanwhile
+            changes = [*changes, (self._block_table_at + places, self.host_blocks.reshape(-1)[places])]
+            self._unsent = []
+        where, numbers = (np.concatenate(parts) for parts in zip(*changes, strict=True))
+        self._all.index_copy_(0, *all_to_device([where, numbers], self.device))
 
 
 def counts_within(groups: Int64) -> Int64:

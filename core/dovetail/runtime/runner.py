@@ -227,14 +227,15 @@ class Runner:
         self, batch: Batch, host: HostInputs, inputs: DeviceInputs, shared_blocks: int, recording: Recording | None
     ) -> AttentionBatch:
         """Of a step that is replayed, attention is told of padding too."""
-        state = self.rows
-        max_blocks = -(-int(host.kv_lens.max()) // state.block_size)
+        table = inputs.table
+        if table is None:
+            table = self.rows.block_table[:, : host.max_blocks].index_select(0, inputs.rows)
         return AttentionBatch(
             num_rows=len(host.rows),
             num_tokens=host.num_tokens,
             query_starts=inputs.query_starts,
             kv_lens=inputs.kv_lens,
-            block_table=state.block_table[:, :max_blocks].index_select(0, inputs.rows),
+            block_table=table,
             slots=inputs.slots,
             host_query_lens=batch.num_tokens,
             host_kv_lens=host.kv_lens,

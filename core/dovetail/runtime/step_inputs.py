@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from dovetail.api.executor import Batch
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.transfer import Mirror, all_to_device
 
+TABLE_ENTRIES = 4096  # a step's block table of so many or fewer comes from the host with its other inputs: a kernel less than gathering it
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
@@ -26,6 +27,7 @@ class DeviceInputs:
     rows: torch.Tensor  # [b] int64
     query_starts: torch.Tensor  # [b + 1] int32
     kv_lens: torch.Tensor  # [b] int32
+    table: torch.Tensor | None = None  # [b, max_blocks] int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class HostInputs:
     rows: Int64  # [b]
     query_starts: Int32  # [b + 1] where each row's tokens begin, and the last ones end
     kv_lens: Int32  # [b] tokens that a row can see once this step's K and V are written
+    max_blocks: int  # of a row
+    table: Int32 | None  # [b, max_blocks] their blocks, if they are few
 
     @classmethod
     def of(cls, batch: Batch, state: RowState) -> HostInputs:
@@ -48,7 +52,10 @@ class HostInputs:
         starts = np.zeros(len(rows) + 1, np.int32)
         starts[1:] = ends
         kv_lens = (computed + counts).astype(np.int32)
-        return cls(row_of * state.row_width + positions, positions, state.slots(row_of, positions), rows, starts, kv_lens)
+        max_blocks = -(-int(kv_lens.max()) // state.block_size)
+        table = state.host_blocks[rows, :max_blocks] if len(rows) * max_blocks <= TABLE_ENTRIES else None
+        slots = state.slots(row_of, positions)
+        return cls(row_of * state.row_width + positions, positions, slots, rows, starts, kv_lens, max_blocks, table)
 
     @property
     def num_tokens(self) -> int:
@@ -60,21 +67,24 @@ class HostInputs:
         return self.query_starts[1:]
 
     def to_device(self, device: torch.device) -> DeviceInputs:
-        return DeviceInputs(*all_to_device([self.places, self.positions, self.slots, self.rows, self.query_starts, self.kv_lens], device))
+        table = [] if self.table is None else [self.table]
+        return DeviceInputs(*all_to_device([self.places, self.positions, self.slots, self.rows, self.query_starts, self.kv_lens, *table], device))
 
 
 class FixedInputs:
     """The same for a recorded step of up to `size` tokens of up to `max_rows` rows, where a graph finds it: the tensors keep their addresses. Padding
-    tokens are the first token of row 0, and their K and V go nowhere."""
+    tokens are the first token of row 0, and their K and V go nowhere.
+
+    `wanted` [most_wanted] int64: of the tokens whose states are computed to the end, their places in the step."""
 
     def __init__(self, size: int, max_rows: int, most_wanted: int, device: torch.device) -> None:
         self.size = size
         tokens, rows, short = np.zeros(size, np.int64), np.zeros(max_rows, np.int64), np.zeros(max_rows + 1, np.int32)
-        self._mirror = Mirror([tokens, tokens, tokens - 1, rows, short, short[:-1], np.zeros(most_wanted, np.int64)], device)
+        wanted, table = np.zeros(most_wanted, np.int64), np.zeros(TABLE_ENTRIES, np.int32)
+        self._mirror = Mirror([tokens, tokens, tokens - 1, rows, short, short[:-1], wanted, table], device)
         self._mirror.send()
-        *inputs, wanted = self._mirror.tensors
+        *inputs, self.wanted, self._table = self._mirror.tensors
         self._all = DeviceInputs(*inputs)
-        self.wanted = wanted  # [most_wanted] int64: places, in the step, of the tokens whose states are computed to the end
 
     @property
     def places(self) -> torch.Tensor:
@@ -91,12 +101,15 @@ class FixedInputs:
 
     def fill(self, host: HostInputs, wanted: Int64) -> DeviceInputs:
         """Enqueue the copy: of a step, and the places of the tokens whose states are wanted, if that matters."""
-        places, positions, slots, rows, query_starts, kv_lens, all_wanted = self._mirror.arrays
+        places, positions, slots, rows, query_starts, kv_lens, all_wanted, table = self._mirror.arrays
         tokens, count = host.num_tokens, len(host.rows)
         for padded, own, padding in ((places, host.places, 0), (positions, host.positions, 0), (slots, host.slots, -1)):
             padded[:tokens], padded[tokens:] = own, padding
         rows[:count], query_starts[: count + 1], kv_lens[:count] = host.rows, host.query_starts, host.kv_lens
         if len(all_wanted):
             all_wanted[: len(wanted)] = wanted
+        if host.table is not None:
+            table[: host.table.size] = host.table.reshape(-1)
         self._mirror.send()
-        return self.rows(count)
+        inputs = self.rows(count)
+        return inputs if host.table is None else replace(inputs, table=self._table[: host.table.size].view(host.table.shape))
