@@ -1,4 +1,4 @@
-"""What putting an engine together leaves behind in the process."""
+"""What an engine is to the garbage collector of its process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from dovetail import LLMEngine
+from dovetail import LLMEngine, SamplingParams
 from dovetail.api.executor import Capacity
+from dovetail.engine.detokenizer import BytePieces
 from dovetail_executors.local import LocalExecutor
 
 
@@ -33,3 +34,23 @@ def test_the_books_are_frozen_if_the_executor_freezes_what_stands(freezes: bool,
         looked_through = {id(thing) for thing in gc.get_objects()}
         assert (id(engine.core.kv) in looked_through) != freezes
         assert bool(gc.get_freeze_count()) == freezes
+
+
+@pytest.mark.parametrize("kind", ["delta", "cumulative", "final"])
+@pytest.mark.parametrize("stop", [None, ["no such word"]])
+def test_a_token_more_is_nothing_more_to_look_through(kind: str, stop: list[str] | None) -> None:
+    def looked_at() -> int:
+        gc.collect()
+        things = gc.get_objects()
+        return sum(len(gc.get_referents(thing)) for thing in things if not isinstance(thing, BytePieces))  # the vocabulary's, as far as it was seen
+
+    with LLMEngine.from_config({"model": "demo", "max_num_seqs": 2, "max_model_len": 512}) as engine:
+        engine.add_request("a", "To be", SamplingParams(max_tokens=400, ignore_eos=True, output_kind=kind, stop=stop))
+
+        def after(tokens: int) -> int:
+            while engine.stats().decode_tokens < tokens:
+                engine.step()
+            return looked_at()
+
+        few, many = after(40), after(340)
+    assert many - few < 300 / 3, "blocks of 16 tokens are noted in some places"

@@ -153,7 +153,7 @@ class IncrementalText:
     began first. One that ends before `min_tokens` tokens is text like any other.
     """
 
-    __slots__ = ("_held", "_include", "_min_tokens", "_new", "_num_tokens", "_parts", "_stops", "_tokens", "stopped")
+    __slots__ = ("_held", "_include", "_min_tokens", "_num_tokens", "_released", "_stops", "_taken", "_tokens", "stopped")
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._tokens = token_text(tokenizer, prompt_token_ids, params.skip_special_tokens)
@@ -161,31 +161,27 @@ class IncrementalText:
         self._include = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._parts: list[str] = []  # all released
-        self._new: list[str] = []  # of them, those not yet taken as deltas
+        self._released = bytearray()  # UTF-8. Not a list of pieces: the garbage collector would go through those of all running requests
+        self._taken = 0  # bytes of it, as deltas
         self._held = ""  # could begin a stop string
         self.stopped: str | None = None  # the stop string that ended it
 
     @property
     def text(self) -> str:
         """All released so far."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
+        return self._released.decode()
 
     def take_delta(self) -> str:
         """What was released since the last call."""
-        delta = "".join(self._new)
-        self._new.clear()
+        delta = self._released[self._taken :].decode()
+        self._taken = len(self._released)
         return delta
 
     def append(self, token_ids: Sequence[int]) -> None:
         """More tokens; those behind one that completes a stop string are dropped."""
         if not self._stops:
             text = self._tokens.append(token_ids)
-            if text:
-                self._parts.append(text)
-                self._new.append(text)
+            self._released += text.encode()
             return
         for token_id in token_ids:
             if self.append_and_check(token_id) is not None:
@@ -216,9 +212,7 @@ class IncrementalText:
         self._held = ""
 
     def _put(self, text: str, held: str) -> None:
-        if text:
-            self._parts.append(text)
-            self._new.append(text)
+        self._released += text.encode()
         self._held = held
 
 
