@@ -81,6 +81,16 @@ def test_the_launch_returns_at_once_and_the_end_waits() -> None:
     assert all(kernel.loaded for kernel in kernels)
 
 
+def test_who_waits_is_told_how_far_it_is() -> None:
+    broken, told = Kernel(), []
+    broken.error = RuntimeError("no such instruction")
+    with compiling_ahead(CPU, 2, lambda done, total: told.append((done, total))):
+        for kernel in (Kernel(), broken, Kernel()):
+            launch(kernel, (1,))(1)
+        assert not told
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
 def test_many_are_compiled_at_once() -> None:
     meeting = threading.Barrier(4)
     kernels = [Kernel() for _ in range(4)]

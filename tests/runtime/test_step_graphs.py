@@ -119,7 +119,9 @@ def test_what_fails_ahead_is_told_and_left_to_the_recording(graphs: StepGraphs, 
     def fails() -> None:
         raise MemoryError("no room")
 
-    graphs.compile_ahead(fails)
+    told: list[tuple[str, int, int]] = []
+    graphs.compile_ahead(fails, lambda *progress: told.append(progress))
+    assert not told
     assert "one by one: MemoryError: no room" in caplog.text
     assert not launch.is_compiling_ahead()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 
 from dovetail.nn.kernels.available import has_triton
 from dovetail.nn.kernels.launch import compiling_ahead
@@ -13,6 +14,7 @@ from dovetail.runtime.mixed_graphs import Cuts, MixedGraphs
 from dovetail.runtime.runner import Runner
 from dovetail.runtime.sampling_graphs import SamplingGraphs
 from dovetail.runtime.token_sizes import most_recorded
+from dovetail.runtime.weights import Progress
 
 log = logging.getLogger("dovetail")
 
@@ -37,12 +39,13 @@ class StepGraphs:
     def __str__(self) -> str:
         return "decode, mixed" if self.decode else "mixed"
 
-    def compile_ahead(self, prepare: Callable[[], None]) -> None:
+    def compile_ahead(self, prepare: Callable[[], None], progress: Progress | None = None) -> None:
         """Compile what recording will launch, many kernels at once. `prepare` prepares the backend, for a pool of any size."""
         if not has_triton():
             return
+        tell = None if progress is None else partial(progress, "compiling kernels")
         try:
-            with compiling_ahead(self._runner.device, min(MOST_THREADS, os.cpu_count() or 1)):
+            with compiling_ahead(self._runner.device, min(MOST_THREADS, os.cpu_count() or 1), tell):
                 prepare()
                 self.mixed.rehearse()
                 if self.decode:
@@ -50,7 +53,7 @@ class StepGraphs:
         except Exception as error:  # nothing is lost: what is really wrong is told when it is launched
             log.info("kernels are compiled one by one: %s: %s", type(error).__name__, error)
 
-    def capture(self, progress: Callable[[str, int, int], None] | None = None) -> None:
+    def capture(self, progress: Progress | None = None) -> None:
         """Record all sizes, and let the runner replay them. The KV pool must be there."""
         runner = self._runner
         self.mixed.capture(progress)

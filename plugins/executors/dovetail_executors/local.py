@@ -149,7 +149,7 @@ class LocalExecutor(Executor):
         if device.type != "cuda" or not config.cuda_graphs or backend.capabilities.cuda_graph == "none":
             return None
         graphs = StepGraphs(self._running(), cuts, config.max_num_batched_tokens, num_parameters(model))
-        graphs.compile_ahead(lambda: self._make_pool(backend, 1, model.max_model_len))
+        graphs.compile_ahead(lambda: self._make_pool(backend, 1, model.max_model_len), self.context.progress)
         return graphs
 
     def _pool_blocks(self, layout: KVLayout, max_model_len: int, device: torch.device) -> int:

@@ -36,11 +36,13 @@ class Compiler:
         if kind not in self._jobs:
             self._jobs[kind] = self._pool.submit(self._compile, kernel, grid, tuple(map(_stand_in, args)), options)
 
-    def wait(self) -> None:
-        """Until all is compiled. What can't be is left to its launch, which says why."""
-        for job in self._jobs.values():
+    def wait(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Until all is compiled; `progress` is told of how many of how many. What can't be is left to its launch, which says why."""
+        for done, job in enumerate(self._jobs.values(), 1):
             if (error := job.exception()) is not None:
                 log.debug("not compiled ahead: %s", error)
+            if progress is not None:
+                progress(done, len(self._jobs))
 
     def _compile(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self._device.type == "cuda":
@@ -65,9 +67,9 @@ def is_compiling_ahead() -> bool:
 
 
 @contextmanager
-def compiling_ahead(device: torch.device, threads: int) -> Iterator[None]:
-    """What `launch` is given by this thread meanwhile is compiled for `device` instead; the end waits for that. Numbers that kernels compute are
-    undefined meanwhile: nothing may use one of them as an index."""
+def compiling_ahead(device: torch.device, threads: int, progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
+    """What `launch` is given by this thread meanwhile is compiled for `device` instead. The end waits for that, and tells `progress` how many of how
+    many are done. Numbers that kernels compute are undefined meanwhile: nothing may use one of them as an index."""
     with ThreadPoolExecutor(threads, thread_name_prefix="dovetail-compile") as pool:
         compiler = Compiler(pool, device)
         token = _compiler.set(compiler)
@@ -75,7 +77,7 @@ def compiling_ahead(device: torch.device, threads: int) -> Iterator[None]:
             yield
         finally:
             _compiler.reset(token)
-            compiler.wait()
+            compiler.wait(progress)
 
 
 @contextmanager
