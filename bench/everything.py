@@ -60,6 +60,7 @@ def throughput(workload: str, attention: str) -> Part:
 
 
 PARTS = (
+    Part("host", ("-m", "bench.host"), 10),
     Part("gpu-tests", ("-m", "pytest", "-m", "gpu", "-s", "tests/gpu", "tests/samplers"), 500),
     *(throughput("nano", attention) for attention in BACKENDS),
     Part("stall", ("-m", "bench.latency", "--workload", "stall", "--json", FIGURES), 180),

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench import host
 from bench.engines import settings_of
 from bench.shapes import SHAPES, write_checkpoint, write_weights
 
@@ -57,7 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as kernels:
         write_checkpoint(SHAPES[args.shape], Path(name))
-        print(f"{write_weights(Path(name)):.2f} GB of weights, in the page cache")
+        print(f"{write_weights(Path(name)):.2f} GB of weights, in the page cache; {host.told()}")
         runs = []
         for run in range(1 + args.runs):
             stages = first_token(Path(name), settings_of(args.set), Path(kernels))

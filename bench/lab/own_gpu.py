@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import host
 from bench.lab.checks import Figure, print_figures
 from dovetail_lab.metrics import measure, per_request
 from dovetail_lab.records import RunResult
@@ -117,6 +118,7 @@ def measure_all(shape: str, model: Path, profile: Path, runs: Sequence[tuple[str
     from dovetail_lab.calibrate import calibrate
 
     write_checkpoint(SHAPES[shape], model)
+    print(host.told(), flush=True)
     begun = time.perf_counter()
     made = calibrate(engine(str(model), "fcfs"), name=profile.stem, time_limit_s=args.time_limit)
     named = {"model": f"{shape}'s shape, random weights, bfloat16", "source": "bench/lab/own_gpu.py"}
@@ -136,7 +138,7 @@ def measure_all(shape: str, model: Path, profile: Path, runs: Sequence[tuple[str
             archive.folder / f"{name}-real-{turn}.json"
         )
         archive.pack()
-        print(f"{name}: ran in {time.perf_counter() - begun:.0f} s", flush=True)
+        print(f"{name}: ran in {time.perf_counter() - begun:.0f} s; {host.told()}", flush=True)
 
 
 def fit_anew(archive: Archive, shape: str, profile: Path) -> None:
