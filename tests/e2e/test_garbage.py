@@ -1,4 +1,4 @@
-"""What an engine is to the garbage collector of its process."""
+"""What an engine of a model is to the garbage collector of its process."""
 
 from __future__ import annotations
 
