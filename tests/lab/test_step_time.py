@@ -105,7 +105,14 @@ def test_graphs_begin_when_launched_and_the_rest_is_computed_meanwhile(step: Ste
 def test_what_a_step_computes_follows_from_how_long_it_kept_the_device(rows: list[tuple[int, int]], seconds: float, late_s: float) -> None:
     occupied_s = RULE.occupied_s(shape(*rows), seconds, late_s, 0.04)
     computed_s = RULE.computed_s(shape(*rows), occupied_s, late_s, 0.04)
-    assert computed_s == pytest.approx(seconds if RULE.regime(shape(*rows)) is not Regime.LAUNCHED else max(seconds, late_s + 0.001))
+    launched_s = late_s + RULE.after_launch_s  # what ends before that can't be told from what ends then, but for a step that is one graph
+    assert computed_s == pytest.approx(seconds if RULE.regime(shape(*rows)) is Regime.DECODE else max(seconds, launched_s))
+
+
+def test_what_a_recorded_step_computes_is_known_up_to_when_its_launching_ended() -> None:
+    occupied_s = RULE.occupied_s(SMALL, 0.0100, 0.0098, 0.04)
+    assert occupied_s == pytest.approx(0.0108)
+    assert RULE.computed_s(SMALL, occupied_s, 0.0098, 0.04) == pytest.approx(0.0108)
 
 
 def test_decodes_do_not_wait_for_what_is_launched_after_their_graph() -> None:

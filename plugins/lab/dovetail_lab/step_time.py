@@ -113,7 +113,7 @@ class LaunchRule:
         return max(seconds, late_s + self.after_launch_s)
 
     def computed_s(self, shape: StepShape, occupied_s: float, late_s: float, launch_s: float) -> float:
-        """The other way round: what a step computes that kept the device for `occupied_s`; at most, if it is launched kernel by kernel."""
+        """The other way round: what a step computes that kept the device for `occupied_s`; at most, if that was until its launching had ended."""
         regime = self.regime(shape)
         if regime is Regime.LAUNCHED:
             return occupied_s
