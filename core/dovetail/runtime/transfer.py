@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 SLOTS, TOGETHER = 64, 8  # more copies than the steps in flight have; an event for so many: to record one costs the host as much as a copy
-SLOT_BYTES = 256 << 10  # all that a step of 8,192 tokens sends at once
+SLOT_BYTES = 320 << 10  # all that a recorded step of 8,192 tokens and 2,048 rows sends at once
 # Bytes: where each of several arrays begins. Kernels read so many at once, and Triton compiles anew for an address that is no multiple.
 ALIGNMENT = 16
 
