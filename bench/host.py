@@ -5,6 +5,7 @@ python -m bench.host
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import numpy as np
@@ -36,4 +37,5 @@ def told() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(told())
