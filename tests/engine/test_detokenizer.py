@@ -167,6 +167,14 @@ def test_byte_level_tokenizers_take_the_quick_way() -> None:
     assert isinstance(token_text(metaspace(), [], True), WindowText)
 
 
+def test_half_a_surrogate_pair_is_text_if_the_tokenizer_says_so() -> None:
+    text = IncrementalText(Spelled(["a", "\ud83d", "b"]), SamplingParams(), [])  # type: ignore[arg-type]
+    text.append([0, 1])
+    assert text.take_delta() == "a\ud83d"
+    text.append([2])
+    assert (text.take_delta(), text.text) == ("b", "a\ud83db")
+
+
 def test_text_and_deltas_may_be_read_in_turn() -> None:
     made = plain(Spelled("abcdef"))  # type: ignore[arg-type]
     seen = []

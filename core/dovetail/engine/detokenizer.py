@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 CONTEXT = 6  # tokens that the next ones are decoded after: some tokenizers drop the space of a first word
 MAX_HELD = 8  # tokens held back as half a character; more are nonsense, and the first of them are released
+ENCODING = "utf-8", "surrogatepass"  # of text that is kept: a tokenizer written in Python may make half a surrogate pair of a token
 MAX_HALF = 3  # tokens that half a character can have: one of four bytes less one, a byte each
 
 
@@ -169,11 +170,11 @@ class IncrementalText:
     @property
     def text(self) -> str:
         """All released so far."""
-        return self._released.decode()
+        return self._released.decode(*ENCODING)
 
     def take_delta(self) -> str:
         """What was released since the last call."""
-        delta = self._released[self._taken :].decode()
+        delta = self._released[self._taken :].decode(*ENCODING)
         self._taken = len(self._released)
         return delta
 
@@ -181,7 +182,7 @@ class IncrementalText:
         """More tokens; those behind one that completes a stop string are dropped."""
         if not self._stops:
             text = self._tokens.append(token_ids)
-            self._released += text.encode()
+            self._released += text.encode(*ENCODING)
             return
         for token_id in token_ids:
             if self.append_and_check(token_id) is not None:
@@ -212,7 +213,7 @@ class IncrementalText:
         self._held = ""
 
     def _put(self, text: str, held: str) -> None:
-        self._released += text.encode()
+        self._released += text.encode(*ENCODING)
         self._held = held
 
 
