@@ -36,6 +36,12 @@ def test_the_books_are_frozen_if_the_executor_freezes_what_stands(freezes: bool,
         assert bool(gc.get_freeze_count()) == freezes
 
 
+def test_what_the_process_froze_before_says_nothing_of_an_engine() -> None:
+    gc.freeze()
+    with LLMEngine.from_config({"model": "demo", "max_num_seqs": 2, "max_model_len": 128}) as engine:
+        assert any(thing is engine.core.kv for thing in gc.get_objects())
+
+
 @pytest.mark.parametrize("kind", ["delta", "cumulative", "final"])
 @pytest.mark.parametrize("stop", [None, ["no such word"]])
 def test_a_token_more_is_nothing_more_to_look_through(kind: str, stop: list[str] | None) -> None:

@@ -102,10 +102,11 @@ def assemble(
     defaults = GenerationDefaults.read(model_dir, sampling=config.generation_config == "auto")
     clock = clock or (VirtualClock() if parts.executor.load().capabilities.virtual_clock else WallClock())
     executor = _make_executor(config, parts, model_dir, clock, progress)
+    frozen = gc.get_freeze_count()
     try:
         capacity = _start(executor, parts.executor.qualified_name)
         core = _make_core(executor, capacity, config, parts, clock)
-        if gc.get_freeze_count():  # the executor spares its steps the garbage collector's looking through what stands: so do the core's books
+        if gc.get_freeze_count() > frozen:  # the executor spares its steps the garbage collector's looking through what stands: so do the books
             gc.freeze()
         return Assembly(
             config=config,
