@@ -125,7 +125,7 @@ class Runner:
         span = DeviceSpan(self.device) if self.device.type == "cuda" else None
         self._change_rows(batch)
         pending = PendingStep(batch.step, batch.rows, self.rows.request_ids, batch.samples, started, span=span)
-        graphs = self.graphs if self._is_plain_decode(batch) else None
+        graphs = self.graphs if self.graphs is not None and self._is_plain_decode(batch) else None
         if graphs is not None:
             self._tell_sampler(batch)
         if graphs is not None and self.sampler.capturable(batch.rows.astype(np.int64)):
@@ -176,11 +176,10 @@ class Runner:
     def _run_model(self, batch: Batch, pending: PendingStep) -> tuple[torch.Tensor, NDArray[np.int64]]:
         """Of any step: if it is large, launched kernel by kernel. Returns hidden states [any, hidden], and where in them the last tokens of the rows
         that sample are."""
-        graphs, shared_blocks, tokens = self.mixed_graphs, self._worth_sharing(batch), int(batch.num_tokens.sum())
+        graphs, shared_blocks, host = self.mixed_graphs, self._worth_sharing(batch), HostInputs.of(batch, self.rows)
         asks = np.flatnonzero(self._asks_prompt_logprobs(batch))
         narrows = self.narrows and not len(asks)
-        recording = None if graphs is None else graphs.recording_for(tokens, shared_blocks, may_narrow=narrows)
-        host = HostInputs.of(batch, self.rows)
+        recording = None if graphs is None else graphs.recording_for(host.num_tokens, shared_blocks, may_narrow=narrows)
         places = host.ends[batch.samples].astype(np.int64) - 1  # in the step
         inputs = host.to_device(self.device) if recording is None else recording.inputs.fill(host, places)
         self.backend.plan(self._attention_batch(batch, host, inputs, shared_blocks, recording))
@@ -189,8 +188,8 @@ class Runner:
             hidden = graphs.run(recording)
         else:
             token_ids = self.rows.token_ids.view(-1).index_select(0, inputs.places).long()
-            if narrows := narrows and len(places) < tokens:
-                wanted = places if len(places) else np.array([tokens - 1])
+            if narrows := narrows and len(places) < host.num_tokens:
+                wanted = places if len(places) else np.array([host.num_tokens - 1])
                 hidden = self.model(token_ids, inputs.positions, wanted=to_device(wanted, self.device))
             else:
                 hidden = self.model(token_ids, inputs.positions)

@@ -3,7 +3,7 @@ Needs no torch: who simulates such an engine asks too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 ALWAYS_TOKENS = 2048  # are recorded, whatever the model
 RECORDED_WORK = 5e12  # tokens times parameters: a step of more takes an H200 15 ms, longer than a host that isn't busy otherwise needs to launch it
@@ -21,10 +21,10 @@ def padded_sizes(most: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
-def typical(sizes: Iterable[int]) -> list[int]:
+def typical(sizes: Sequence[int]) -> list[int]:
     """Of `sizes` the largest, the powers of two, and three times these: between two of them, kernels of one kind are launched, mostly."""
-    sizes = list(sizes)
-    return [size for size in sizes if size == max(sizes) or (size // (size & -size)) in (1, 3)]
+    most = max(sizes, default=0)
+    return [size for size in sizes if size == most or size // (size & -size) in (1, 3)]
 
 
 def row_sizes(most: int) -> tuple[int, ...]:
