@@ -145,6 +145,18 @@ def test_a_mirror_sends_what_its_arrays_hold_and_keeps_its_addresses() -> None:
     assert [tensor.dtype for tensor in mirror.tensors] == [torch.int64, torch.int32, torch.float64, torch.bool]
 
 
+@pytest.mark.parametrize(
+    ("last", "numbers", "expected"),
+    [(-1, None, [9] * 6), (-1, 1, [9] * 5 + [0]), (2, 0, [9] * 4 + [0] * 2), (0, 1, [9] + [0] * 5), (1, None, [9] * 4 + [0] * 2)],
+)
+def test_of_a_mirror_as_much_is_sent_as_is_said(last: int, numbers: int | None, expected: list[int]) -> None:
+    mirror = Mirror([np.zeros(3), np.zeros(1, np.int32), np.zeros(2, np.int64)], CPU)
+    for array in mirror.arrays:
+        array[:] = 9
+    mirror.send(last, numbers)
+    assert torch.cat([tensor.long() for tensor in mirror.tensors]).tolist() == expected
+
+
 def test_on_the_cpu_nothing_is_copied() -> None:
     array = np.arange(4)
     assert to_device(array, CPU).data_ptr() == array.ctypes.data

@@ -21,7 +21,7 @@ from dovetail.runtime.decode_rows import append, last_tokens
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.step_inputs import TABLE_ENTRIES
 from dovetail.runtime.token_sizes import row_sizes, typical
-from dovetail.runtime.transfer import upload
+from dovetail.runtime.transfer import Mirror
 
 Int64 = NDArray[np.int64]
 
@@ -42,9 +42,9 @@ class Inputs:
 
     def __init__(self, size: int, nobody: int, device: torch.device) -> None:
         self.size, self._nobody = size, nobody
-        self._all = torch.zeros(5 * size + TABLE_ENTRIES, dtype=torch.int32, device=device)
-        self.rows, self.slots = self._all[: 4 * size].view(torch.int64).view(2, size)
-        self.kv_lens = self._all[4 * size : 5 * size]  # int32
+        numbers, kv_lens, table = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(TABLE_ENTRIES, np.int32)
+        self._mirror = Mirror([numbers, numbers, kv_lens, table], device)
+        self.rows, self.slots, self.kv_lens, self._table = self._mirror.tensors
         self.query_starts = torch.arange(size + 1, dtype=torch.int32, device=device)
         self.fill(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
@@ -54,19 +54,19 @@ class Inputs:
 
     def table(self, width: int) -> torch.Tensor:
         """[size, width] int32: the table that `fill` was given last, which was as wide, and zeros."""
-        return self._all[5 * self.size : (5 + width) * self.size].view(self.size, width)
+        return self._table[: self.size * width].view(self.size, width)
 
     def fill(self, rows: Int64, slots: Int64, kv_lens: Int64, table: NDArray[np.int32] | None = None) -> None:
         """Enqueue the copy. [n] each, n <= size; the rest stands for nobody's row, whose token goes nowhere. `table` [n, width] if `holds_table`."""
-        count, width = len(rows), 0 if table is None else table.shape[1]
-        host = np.zeros((5 + width) * self.size, np.int32)
-        numbers = host[: 4 * self.size].view(np.int64).reshape(2, self.size)
-        numbers[0, :count], numbers[0, count:] = rows, self._nobody
-        numbers[1, :count], numbers[1, count:] = slots, -1
-        host[4 * self.size : 4 * self.size + count] = kv_lens
+        all_rows, all_slots, all_lens, blocks = self._mirror.arrays
+        count = len(rows)
+        for padded, own, padding in ((all_rows, rows, self._nobody), (all_slots, slots, -1), (all_lens, kv_lens, 0)):
+            padded[:count], padded[count:] = own, padding
+        used = 0
         if table is not None:
-            host[5 * self.size : 5 * self.size + table.size] = table.reshape(-1)
-        upload(host, self._all[: len(host)])
+            used = self.size * table.shape[1]
+            blocks[: table.size], blocks[table.size : used] = table.reshape(-1), 0
+        self._mirror.send(numbers=used)
 
 
 def sharing_sizes(max_rows: int) -> list[int]:

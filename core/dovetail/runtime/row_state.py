@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from dovetail.api.executor import Batch, NewRow
 from dovetail.api.sampler import RowHistory
 from dovetail.errors import DovetailError
-from dovetail.runtime.transfer import ALIGNMENT, all_to_device
+from dovetail.nn.kernels.launch import ALIGNMENT
+from dovetail.runtime.transfer import all_to_device
 
 Int64 = NDArray[np.int64]
 Change = tuple[Int64, NDArray[np.int32]]  # where numbers go in the memory of all rows, and they

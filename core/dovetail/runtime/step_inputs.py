@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -94,10 +94,11 @@ class FixedInputs:
     def positions(self) -> torch.Tensor:
         return self._all.positions
 
-    def rows(self, count: int) -> DeviceInputs:
-        """Of so many rows, and all tokens."""
+    def rows(self, count: int, table: torch.Tensor | None = None) -> DeviceInputs:
+        """Of so many rows, which may have this table, and all tokens."""
         every = self._all
-        return DeviceInputs(every.places, every.positions, every.slots, every.rows[:count], every.query_starts[: count + 1], every.kv_lens[:count])
+        rows, query_starts, kv_lens = every.rows[:count], every.query_starts[: count + 1], every.kv_lens[:count]
+        return DeviceInputs(every.places, every.positions, every.slots, rows, query_starts, kv_lens, table)
 
     def fill(self, host: HostInputs, wanted: Int64) -> DeviceInputs:
         """Enqueue the copy: of a step, and the places of the tokens whose states are wanted, if that matters."""
@@ -108,8 +109,10 @@ class FixedInputs:
         rows[:count], query_starts[: count + 1], kv_lens[:count] = host.rows, host.query_starts, host.kv_lens
         if len(all_wanted):
             all_wanted[: len(wanted)] = wanted
-        if host.table is not None:
-            table[: host.table.size] = host.table.reshape(-1)
-        self._mirror.send()
-        inputs = self.rows(count)
-        return inputs if host.table is None else replace(inputs, table=self._table[: host.table.size].view(host.table.shape))
+        if host.table is None:
+            self._mirror.send(numbers=0)
+            return self.rows(count)
+        used = host.table.size
+        table[:used] = host.table.reshape(-1)
+        self._mirror.send(numbers=used)
+        return self.rows(count, self._table[:used].view(host.table.shape))

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dovetail.nn.kernels.launch import ALIGNMENT
+
 SLOTS, TOGETHER = 64, 8  # more copies than the steps in flight have; an event for so many: to record one costs the host as much as a copy
 SLOT_BYTES = 320 << 10  # all that a recorded step of 8,192 tokens and 2,048 rows sends at once
-# Bytes: where each of several arrays begins. Kernels read so many at once, and Triton compiles anew for an address that is no multiple.
-ALIGNMENT = 16
 
 
 class Event(Protocol):
@@ -118,7 +118,7 @@ def all_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[
 
 
 def _starts(arrays: Sequence[NDArray[Any]]) -> list[int]:
-    """Where each begins, in bytes, if they lie behind each other; and where the last ends."""
+    """Where each begins, in bytes, if they lie behind each other, aligned as kernels like to read them; and where the last ends."""
     return [0, *accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
 
 
@@ -127,7 +127,7 @@ class Mirror:
 
     def __init__(self, arrays: Sequence[NDArray[Any]], device: torch.device) -> None:
         """They hold what `arrays` do now, the tensors from the first `send` on."""
-        *starts, size = _starts(arrays)
+        *starts, size = self._starts = _starts(arrays)
         self._host = np.zeros(size, np.uint8)
         self._target = torch.zeros(size, dtype=torch.uint8, device=device)
         self.arrays = [
@@ -137,9 +137,11 @@ class Mirror:
             own[...] = array
         self.tensors = parts_of(self._target, arrays, starts)
 
-    def send(self) -> None:
-        """Enqueue the copy. The arrays may be changed at once."""
-        upload(self._host, self._target)
+    def send(self, last: int = -1, numbers: int | None = None) -> None:
+        """Enqueue the copy, of the array at `last` and all before it; of that one of its first `numbers`. The arrays may be changed at once."""
+        array = self.arrays[last]
+        end = self._starts[last % len(self.arrays)] + (array.size if numbers is None else numbers) * array.itemsize
+        upload(self._host[:end], self._target[:end])
 
 
 def parts_of(target: torch.Tensor, arrays: Sequence[NDArray[Any]], starts: Sequence[int]) -> list[torch.Tensor]:

@@ -12,11 +12,10 @@ import torch
 
 from dovetail.api.attention import AttentionBatch, LayerSpec
 from dovetail.errors import DovetailError
-from dovetail.runtime.transfer import upload
-from dovetail_attention.triton_schedule import TILE_NUMBERS, DecodeTables, Prefix, Split, StepRows, most_prefill_tiles, prefill_tiles
+from dovetail.runtime.transfer import Mirror
+from dovetail_attention.triton_schedule import TILE_NUMBERS, DecodeTables, Int32, Prefix, Split, StepRows, most_prefill_tiles, prefill_tiles
 from dovetail_attention.triton_tuning import Shape, Tilings
 
-ALIGNED = 4  # numbers: 16 bytes, for which Triton compiles
 PREFIX_PARTS = 8  # of a shared prefix, at most
 
 
@@ -111,10 +110,8 @@ class Schedule:
         self._split = Split(tiling.keys, most_parts) if tiling.loads_apart else None
         tiles = self._most_tiles(limits.rows, limits.tokens)
         device = limits.device
-        self._tiles_at = -(-self.tables.size // ALIGNED) * ALIGNED
-        self._host = np.zeros(self._tiles_at + tiles * TILE_NUMBERS, np.int32)  # as `_all`, which gets all that a step changes in one copy
-        self._all = torch.zeros(len(self._host), dtype=torch.int32, device=device)
-        self.decode, self.tiles = self._all[: self.tables.size], self._all[self._tiles_at :]
+        self._mirror = Mirror([np.zeros(numbers, np.int32) for numbers in (self.tables.size, tiles * TILE_NUMBERS)], device)
+        self.decode, self.tiles = self._mirror.tensors
         self.bounds = self.decode[self.tables.bounds_at :]
         self.rows = self.decode[self.tables.rows_at :]
         self.segments = self.decode[self.tables.segments_at :]
@@ -149,26 +146,25 @@ class Schedule:
         self.zero_from = batch.num_tokens if padding > zeroed else None
         self.may_share = batch.shared_prefix_blocks > 0 and self.likeness.window is None
         self.prefix = self._prefix(decodes, batch)
-        begin, end = self._tiles_at, self._tiles_at  # of what changes
+        of_decodes, of_tiles = self._mirror.arrays
+        used = 0
         if self.decodes:
             step = self.decode_tiling.keys
             filled = self.tables.fill(decodes, self.likeness.window, step, self.prefix, zeroed, batch.num_tokens)
-            self._host[: len(filled)] = filled
-            begin, end = 0, len(filled)
-        self.num_tiles = 0
-        if not only_decodes or self.mixed_graph:
-            self.num_tiles = self._fill_tiles(rows.where(~single), tokens)
-            end = self._tiles_at + self.num_tiles * TILE_NUMBERS if self.num_tiles else end
-        if end > begin:
-            upload(self._host[begin:end], self._all[begin:end])
+            used = len(filled)
+            of_decodes[:used] = filled
+        self.num_tiles = 0 if only_decodes and not self.mixed_graph else self._fill_tiles(of_tiles, rows.where(~single), tokens)
+        if self.num_tiles:
+            self._mirror.send(1, self.num_tiles * TILE_NUMBERS)
+        elif used:
+            self._mirror.send(0, used)
 
-    def _fill_tiles(self, prefills: StepRows, tokens: int) -> int:
+    def _fill_tiles(self, records: Int32, prefills: StepRows, tokens: int) -> int:
         """On the host. In a mixed graph with as many empty ones as any step of so many tokens may have: a prefill has two queries at least."""
         tiles = prefill_tiles(prefills, self.likeness.group, self.prefill_tiling.queries, self._split)
         count = self._most_tiles(min(self.limits.rows, tokens // 2), tokens) if self.mixed_graph else len(tiles)
-        records = self._host[self._tiles_at : self._tiles_at + count * TILE_NUMBERS]
         records[: tiles.size] = tiles.reshape(-1)
-        records[tiles.size :] = 0
+        records[tiles.size : count * TILE_NUMBERS] = 0
         return count
 
     def _most_tiles(self, rows: int, tokens: int) -> int:

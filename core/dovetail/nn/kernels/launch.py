@@ -18,7 +18,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 16  # bytes, and multiples of numbers: Triton compiles anew for what has it and what hasn't
+ALIGNMENT = 16  # of addresses in bytes, and of numbers: kernels read so much at once, and Triton compiles anew for what is no multiple
 
 
 class Compiler:
