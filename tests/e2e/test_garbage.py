@@ -9,7 +9,7 @@ import pytest
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.api.executor import Capacity
-from dovetail.engine.detokenizer import BytePieces
+from dovetail.engine.detokenizer import BytePieces, byte_pieces
 from dovetail_executors.local import LocalExecutor
 
 
@@ -20,7 +20,7 @@ def thawed() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("freezes", [True, False])
-def test_the_books_are_frozen_if_the_executor_freezes_what_stands(freezes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_books_and_tokenizer_are_frozen_if_the_executor_freezes_what_stands(freezes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     start = LocalExecutor.start
 
     def starts(executor: LocalExecutor) -> Capacity:
@@ -34,6 +34,10 @@ def test_the_books_are_frozen_if_the_executor_freezes_what_stands(freezes: bool,
         looked_through = {id(thing) for thing in gc.get_objects()}
         assert (id(engine.core.kv) in looked_through) != freezes
         assert bool(gc.get_freeze_count()) == freezes
+        engine.add_request("a", "To be", SamplingParams(max_tokens=1))
+        pieces = byte_pieces(engine.tokenizer, skip_special_tokens=True)
+        looked_through = {id(thing) for thing in gc.get_objects()}
+        assert all((id(thing) in looked_through) != freezes for thing in (engine.tokenizer, pieces))
 
 
 def test_what_the_process_froze_before_says_nothing_of_an_engine() -> None:

@@ -41,15 +41,21 @@ class Assembly:
     has_logprobs: bool = True
     extra_args: frozenset[str] = frozenset()  # keys of `SamplingParams.extra_args` that the sampler understands
     extra_models: Mapping[str, Any] = field(default_factory=dict)  # distribution -> pydantic model of what requests carry for it
+    freezes: bool = False  # what lasts, so that the garbage collector doesn't go through it while a step waits
 
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
+        from dovetail.engine.detokenizer import byte_pieces
         from dovetail.engine.tokenizer import Tokenizer  # transformers, only if there is text
 
-        return Tokenizer.load(self.tokenizer_dir)
+        tokenizer = Tokenizer.load(self.tokenizer_dir)
+        byte_pieces(tokenizer, skip_special_tokens=True)  # made now, for it will hold the vocabulary
+        if self.freezes:
+            gc.freeze()
+        return tokenizer
 
     def sampling(self, params: SamplingParams, seed: int, bad_words: tuple[tuple[int, ...], ...]) -> RowSampling:
         return resolve_sampling(params, self.defaults, seed, bad_words)
@@ -106,7 +112,7 @@ def assemble(
     try:
         capacity = _start(executor, parts.executor.qualified_name)
         core = _make_core(executor, capacity, config, parts, clock)
-        if gc.get_freeze_count() > frozen:  # the executor spares its steps the garbage collector's looking through what stands: so do the books
+        if freezes := gc.get_freeze_count() > frozen:  # the executor's part: now the books, later the tokenizer
             gc.freeze()
         return Assembly(
             config=config,
@@ -117,6 +123,7 @@ def assemble(
             has_logprobs=executor.capabilities.logprobs,
             extra_args=frozenset() if executor.capabilities.virtual_clock else frozenset(parts.sampler.load().capabilities.extra_args),
             extra_models={part.distribution: model for part in (parts.scheduler, parts.kv_cache) if (model := part.request_extra()) is not None},
+            freezes=freezes,
         )
     except BaseException:
         executor.stop()
