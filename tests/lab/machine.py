@@ -56,6 +56,7 @@ class Machine(SimulatedExecutor):
     graphs: tuple[int, ...] = GRAPHS
     row_graphs: tuple[int, ...] = ()  # rows that a graph of decodes is recorded for; none: one for each number
     decode_launch_s: float = 3e-4
+    joining_s: float = 0.0  # of launching a step with prefills: what is for requests that take a row
     copying: float = 0.0  # of launching decodes: what is left when their graph begins
     jump_s: float = 0.0  # what decodes take longer above `JUMP` rows: other kernels
     busy: float = 1.0  # times as long the host takes for a step, and `request_s` for a request, while others than a grid's come and go
@@ -82,7 +83,8 @@ class Machine(SimulatedExecutor):
         super().submit(batch)
         pending = self._pending.pop()
         samples = bool(batch.samples.any())
-        launch_s = self._launch_s(pending.shape, samples) * self._busy * self._random.choice(self.jitter.times, p=self.jitter.shares)
+        launch_s = self._launch_s(pending.shape, samples) + (self.joining_s if batch.added else 0.0)
+        launch_s *= self._busy * self._random.choice(self.jitter.times, p=self.jitter.shares)
         self.plan_s = plan_s + 0.1 * (launch_s - plan_s)
         self.clock.wait_until(begun + launch_s)
         self._submitted.append(Submitted(batch.step, pending.token_ids, pending.shape, samples, begun, begun + launch_s))

@@ -1,8 +1,8 @@
 """Step times of a real engine, measured over a designed grid: `calibrate`. The profile that comes of it makes a simulation take as long.
 
-decodes            rows × context, sizes of graphs and others
-one prompt joins   decodes × its tokens
-prompts in chunks  tokens × history, beside a growing number of decodes
+decodes            rows × context, sizes of graphs and others; few rows at more contexts
+prompts join       decodes × their tokens
+prompts in chunks  tokens × history, beside a growing number of decodes; a small last chunk beside decodes
 
 A short workload follows, for what the host takes: `rehearsal`.
 """
@@ -47,6 +47,9 @@ JOINING = (
     *((64, 64, 64, 64), (250, 250, 250), (30, 400), (600, 600), (150, 40, 10)),
 )  # what joins one step: by turns, some at each number of rows
 AT_ONCE = 4  # half as many beside other contexts than the first
+LEFTOVERS = ((560, 512), (640, 512), (90, 64), (760, 512), (1100, 512))  # (tokens, chunk) of prompts that end in a small chunk, by turns as well
+FEW_ROWS = (1, 2, 4, 8)  # how their keys are cut over the device changes from context to context
+FEW_ROWS_CONTEXTS = (1024, 256, 1500, 3072)
 GRAPHS = padded_sizes(ALWAYS_TOKENS)  # where a graph is recorded for each of these, each has a time of its own
 FEW_GRAPHS = GRAPHS[1::3]
 PREFILLS = (
@@ -70,15 +73,16 @@ Progress = Callable[[int, int], None]  # (cells measured, of all)
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Decodes of about `context` tokens each: at every number of `rows` some steps of them alone, then `prompts` that join; `between` them the former
-    alone."""
+    """Decodes of about `context` tokens each: at every number of `rows` some steps of them alone, then `prompts` that join, then `leftovers`;
+    `between` them the former alone."""
 
     context: int
     rows: tuple[int, ...]
-    between: tuple[int, ...]
-    chunk: int  # tokens of prompts beside decodes while rows are added
-    prompts: tuple[tuple[int, ...], ...]  # what joins one step
-    at_once: int  # so many of them at each number of rows: they take turns
+    between: tuple[int, ...] = ()
+    chunk: int = NEVER  # tokens of prompts beside decodes while rows are added
+    prompts: tuple[tuple[int, ...], ...] = ()  # what joins one step
+    at_once: int = 0  # so many of them at each number of rows: they take turns
+    leftovers: tuple[tuple[int, int], ...] = ()  # (tokens, chunk) of prompts: one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,7 @@ class Design:
         def that_fit(counts: Sequence[int], context: int) -> tuple[int, ...]:
             return tuple(count for count in counts if count == 1 or count * (context + 64) <= min(pool, LEVEL_TOKENS))
 
+        leftovers = () if tiny else _that_fit(LEFTOVERS, longest, config.max_num_batched_tokens)
         levels = [
             Level(
                 context,
@@ -122,9 +127,12 @@ class Design:
                 chunk,
                 tuple(joining),
                 AT_ONCE // 2 if index else AT_ONCE,
+                () if index else leftovers,
             )
             for index, (context, chunk) in enumerate(contexts)  # the first in full
         ]
+        few_rows = [count for count in FEW_ROWS if count <= most_rows]
+        levels[2:2] = [Level(context, that_fit(few_rows, context)) for context in (() if tiny else FEW_ROWS_CONTEXTS) if 2 * context <= longest]
         prefills = _that_fit(QUICK_PREFILLS if tiny else PREFILLS, longest, config.max_num_batched_tokens)
         return cls(levels[0], prefills, tuple(levels), steps, repeats, rounds)
 
@@ -225,18 +233,22 @@ def _measure(rig: Rig, design: Design, progress: Progress) -> bool:
 def _measure_prefills(rig: Rig, prefills: Sequence[tuple[int, int]], design: Design, tell: Callable[[], None]) -> None:
     for tokens, chunk in prefills:
         for _ in range(design.repeats if tokens <= LARGE else 1):
-            rig.prefill(tokens, chunk)
+            rig.inject((tokens,), chunk=chunk)
         tell()
 
 
 def _measure_level(rig: Rig, level: Level, design: Design, tell: Callable[[], None]) -> None:
-    turns = cycle(level.prompts)
+    groups, leftovers = cycle(level.prompts), cycle(level.leftovers)
     for rows in sorted({*level.rows, *level.between}):
         rig.grow(rows, level.context, level.chunk)
         rig.decode(design.decode_steps)
-        for group in filter(rig.has_seats_for, islice(turns, 0 if rows in level.between else level.at_once)):
+        joined = rows not in level.between
+        for group in filter(rig.has_seats_for, islice(groups, level.at_once if joined else 0)):
             for _ in range(design.repeats):
                 rig.inject(group, then=1)
+        for tokens, chunk in islice(leftovers, 1 if joined and rig.has_seats_for((1,)) else 0):
+            for _ in range(design.repeats):
+                rig.inject((tokens,), then=1, chunk=chunk)
         tell()
     rig.clear()
 
@@ -245,7 +257,7 @@ def _warm_up(rig: Rig, design: Design) -> None:
     """Kernels are compiled, caches of memory filled, also those that only large steps need; nothing of it counts."""
     level = design.warm_up
     for tokens, chunk in sorted({*design.prefills[::4], max(design.prefills)}):
-        rig.prefill(tokens, chunk)
+        rig.inject((tokens,), chunk=chunk)
     for rows in (1, 4, 16):
         rig.grow(min(rows, level.rows[-1]), level.context, level.chunk)
         rig.decode(4)

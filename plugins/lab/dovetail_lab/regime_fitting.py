@@ -58,6 +58,14 @@ def fit_regimes(
     return best
 
 
+def fit_launches(measurements: Sequence[Measurement], boundary: int | None) -> RegimeStepTime:
+    """How long handing steps over takes, in straight lines: it is the same graph, or as many kernels, whatever the tokens, and only what a step is
+    told of them grows. Steps with prefills of up to `boundary` tokens have a line of their own. Raises `ConfigError` as `fit_regimes`."""
+    steps = [_step(one) for one in measurements]
+    decode = _without_outliers([step for step in steps if not step.shape.prefill_rows], "decodes", straight=True)
+    return _with_prefills(decode, [step for step in steps if step.shape.prefill_rows], boundary, (), straight=True)
+
+
 def fit_decodes(measurements: Sequence[Measurement], sizes: Sequence[int] = ()) -> PiecewiseStepTime:
     """Of the measurements without prefills; rows are padded to the next of `sizes`. Raises `ConfigError` if there are none."""
     decodes = [one for one in measurements if not any(shape.prefill_rows for shape in one.shapes)]
@@ -65,19 +73,21 @@ def fit_decodes(measurements: Sequence[Measurement], sizes: Sequence[int] = ()) 
 
 
 def corrected(decode: PiecewiseStepTime, measurements: Sequence[Measurement]) -> PiecewiseStepTime:
-    """With what it is off by in those of the measurements that are of full sizes. While rows are few and short, what a context adds depends on both:
-    not all of the device reads it, and no sum of terms says so."""
-    ratios: dict[int, dict[float, float]] = defaultdict(dict)
+    """With what it is off by in those of the measurements that are of full sizes. While there are few rows, how their keys are cut over the device
+    changes with the number of these, now at once and now not at all, and no sum of terms says so."""
+    ratios: dict[int, dict[int, float]] = defaultdict(dict)
     for step in (_step(one) for one in measurements if not any(shape.prefill_rows for shape in one.shapes)):
         rows, ratio = step.shape.rows, step.seconds / decode.seconds(step.shape)
         if padded(rows, decode.sizes) == rows and abs(ratio - 1) < HICCUP:
-            ratios[rows][step.shape.context_tokens / rows] = ratio
+            ratios[rows][step.shape.context_tokens] = ratio
     return decode.model_copy(update={"corrections": tuple((rows, tuple(sorted(ratios[rows].items()))) for rows in sorted(ratios))})
 
 
-def _with_prefills(decode: PiecewiseStepTime, steps: Sequence[_Step], boundary: int | None, sizes: Sequence[int]) -> RegimeStepTime:
+def _with_prefills(
+    decode: PiecewiseStepTime, steps: Sequence[_Step], boundary: int | None, sizes: Sequence[int], straight: bool = False
+) -> RegimeStepTime:
     """One model for all, or two: parted at `boundary`, if that is known, or where it helps."""
-    best = RegimeStepTime(decode=decode, mixed=_without_outliers(steps, "prefills", () if boundary is None else sizes))
+    best = RegimeStepTime(decode=decode, mixed=_without_outliers(steps, "prefills", () if boundary is None else sizes, straight))
     least = np.inf if boundary is not None else _error(best, steps)
     for tried in BOUNDARIES if boundary is None else (boundary,):
         small, large = ([step for step in steps if (step.shape.tokens > tried) == above] for above in (False, True))
@@ -85,8 +95,8 @@ def _with_prefills(decode: PiecewiseStepTime, steps: Sequence[_Step], boundary: 
             continue
         parted = RegimeStepTime(
             decode=decode,
-            mixed=_without_outliers(small, "prefills", sizes),
-            large=_without_outliers(large, "prefills"),
+            mixed=_without_outliers(small, "prefills", sizes, straight),
+            large=_without_outliers(large, "prefills", (), straight),
             large_above=tried,
         )
         if least > GOOD and (error := _error(parted, steps)) < WORTH * least:
@@ -103,18 +113,18 @@ def _mean_shape(shapes: Sequence[StepShape]) -> StepShape:
     return shapes[0]._replace(context_tokens=round(sum(shape.context_tokens for shape in shapes) / len(shapes)))
 
 
-def _without_outliers(steps: Sequence[_Step], what: str, sizes: Sequence[int] = ()) -> PiecewiseStepTime:
+def _without_outliers(steps: Sequence[_Step], what: str, sizes: Sequence[int] = (), straight: bool = False) -> PiecewiseStepTime:
     if not steps:
         raise ConfigError(f"no step of {what} was measured: there was too little time, or the engine is too small")
-    first = _with_floor(steps, sizes)
+    first = _with_floor(steps, sizes, straight)
     off = np.abs(_relative(first, steps))
     kept = [step for step, error in zip(steps, off, strict=True) if error <= OUTLIER * max(float(np.median(off)), 0.01)]
-    return _with_floor(kept, sizes)
+    return _with_floor(kept, sizes, straight)
 
 
-def _with_floor(steps: Sequence[_Step], sizes: Sequence[int]) -> PiecewiseStepTime:
+def _with_floor(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) -> PiecewiseStepTime:
     """With the floor that makes the error smallest, or none."""
-    best = _fit(steps, sizes)
+    best = _fit(steps, sizes, straight)
     least = float(np.abs(_relative(best, steps)).mean())
     if least <= GOOD:
         return best
@@ -123,7 +133,7 @@ def _with_floor(steps: Sequence[_Step], sizes: Sequence[int]) -> PiecewiseStepTi
         for _ in range(3):  # which steps lie above the floor follows from the model, and the model from them
             if len(above) < ENOUGH:
                 break
-            free = _fit(above, sizes)
+            free = _fit(above, sizes, straight)
             model = free.model_copy(update={"least_s": floor})
             above = [step for step in steps if free.seconds(step.shape) > floor]
         error = float(np.abs(_relative(model, steps)).mean())
@@ -132,11 +142,13 @@ def _with_floor(steps: Sequence[_Step], sizes: Sequence[int]) -> PiecewiseStepTi
     return best
 
 
-def _fit(steps: Sequence[_Step], sizes: Sequence[int]) -> PiecewiseStepTime:
-    """Non-negative least squares of relative errors. What it takes never falls with the number of tokens."""
+def _fit(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) -> PiecewiseStepTime:
+    """Non-negative least squares of relative errors. What it takes never falls with the number of tokens; `straight`: it is a line through them."""
     tokens = np.array([padded(step.shape.tokens, sizes) for step in steps], np.float64)
     decodes = all(step.shape.prefill_rows == 0 for step in steps)
-    if decodes:
+    if straight:
+        knots = _knots(tokens, ())
+    elif decodes:
         knots = _measured(tokens, row_sizes(int(tokens.max())))
     else:
         knots = _knots(tokens, sorted({*sizes, *(knot for knot in KNOTS if not sizes or knot > sizes[-1])}))

@@ -148,20 +148,24 @@ def _setup_s(profile: StepTimeProfile, steps: Sequence[Timed]) -> float:
 
 
 def _launching(profile: StepTimeProfile, steps: Sequence[Timed]) -> dict[str, Any]:
-    """The profile's `launch` and its spread."""
+    """The profile's `launch`, which the grid has of prompts that begin, what less it is for those that go on, and its spread."""
     if profile.launch is None:
         return {}
     launch, rule = RegimeStepTime.model_validate(profile.launch), profile.rule
     own: dict[Regime, list[tuple[float, float]]] = defaultdict(list)
     for step in steps:
-        own[rule.regime(step.shape)].append((step.launch_s, launch.seconds(step.shape)))
+        if step.joins or not step.shape.prefill_rows:
+            own[rule.regime(step.shape)].append((step.launch_s, launch.seconds(step.shape)))
     ratios = {regime: _ratio(pairs) for regime, pairs in own.items() if len(pairs) >= ENOUGH}
     mixed = Regime.RECORDED if rule.recorded_tokens else Regime.LAUNCHED
     parts = {"decode": Regime.DECODE, "mixed": mixed, "large": Regime.LAUNCHED}
     scaled = {name: part.scaled(ratios.get(regime, 1.0)) for name, regime in parts.items() if (part := getattr(launch, name)) is not None}
     launch = launch.model_copy(update=scaled)
-    times = [(step.shape, step.launch_s, launch.seconds(step.shape)) for step in steps]
-    return {"launch": launch.model_dump(mode="json"), "launch_spread": _spread(profile, times, profile.launch_spread)}
+    less = [launch.seconds(step.shape) - step.launch_s for step in steps if step.shape.prefill_rows and not step.joins]
+    updated = {"launch": launch.model_dump(mode="json"), "joining_s": max(0.0, float(np.median(less))) if len(less) >= ENOUGH else 0.0}
+    fitted = profile.model_copy(update=updated)
+    times = [(step.shape, step.launch_s, fitted.launching_s(launch, step.shape, step.joins)) for step in steps]
+    return {**updated, "launch_spread": _spread(profile, times, profile.launch_spread)}
 
 
 def _ratio(times: Iterable[tuple[float, float]]) -> float:

@@ -143,18 +143,14 @@ class Rig:
         end = len(self.sightings) + steps
         self._run(lambda: len(self.sightings) >= end)
 
-    def inject(self, prompts: Sequence[int], then: int) -> None:
-        """Prompts of so many tokens join one step; `then` steps of decodes follow, if anybody decodes."""
+    def inject(self, prompts: Sequence[int], then: int = 0, chunk: int = NEVER) -> None:
+        """Prompts of so many tokens join those that decode, if anybody does, in one step or in chunks; `then` steps of decodes follow."""
+        self._script.chunk = chunk
         names = [self._add(tokens, 1) for tokens in prompts]
         self._run(lambda: self._alive.isdisjoint(names))
+        self._script.chunk = NEVER
         if self._streaming:
             self.decode(then)
-
-    def prefill(self, tokens: int, chunk: int = NEVER) -> None:
-        """One prompt, with nobody beside it, in chunks."""
-        self._script.chunk = chunk
-        self.inject((tokens,), then=0)
-        self._script.chunk = NEVER
 
     def clear(self) -> None:
         """Nobody is left."""

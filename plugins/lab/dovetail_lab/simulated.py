@@ -124,7 +124,7 @@ class SimulatedExecutor(Executor):
         self.last_core_s = self._core_s + self._core_per_row_s * shape.rows
         if self._core_spread is not None:
             self.last_core_s *= self._core_spread.drawn(regime, chance(self.context.config.seed, batch.step, CORE_STREAM))
-        launch_s = 0.0 if self._launch is None else self._launch.seconds(shape)
+        launch_s = self.profile.launching_s(self._launch, shape, joins=bool(batch.added))
         if self.profile.launch_spread is not None:
             launch_s *= self.profile.launch_spread.drawn(regime, chance(self.context.config.seed, batch.step, LAUNCH_STREAM))
         self.plan_s += 0.1 * (self.last_core_s + launch_s - self.plan_s)

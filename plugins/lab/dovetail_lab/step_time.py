@@ -160,9 +160,9 @@ class PiecewiseStepTime(_Model):
         description="What each token adds of the longest prefill row, or of the mean context of decodes alone, however many rows there are.",
     )
     beside_s: Seconds = Field(default=0.0, description="What it adds that prefills have decodes beside them.")
-    corrections: tuple[tuple[int, tuple[tuple[float, float], ...]], ...] = Field(
+    corrections: tuple[tuple[int, tuple[tuple[int, float], ...]], ...] = Field(
         default=(),
-        description="For decodes alone, by rows, padding included: (mean context of a row, what was measured over all of the above), by context. "
+        description="For decodes alone, by rows, padding included: (context tokens, what was measured over all of the above), by context. "
         "Between rows, and between contexts, the ratio is interpolated; beyond them it stays.",
     )
 
@@ -195,10 +195,10 @@ class PiecewiseStepTime(_Model):
             attention += self.beside_s
         seconds = max(own, 0.0) + attention + self.per_row_s * shape.rows
         if self.corrections and not shape.prefill_rows:
-            seconds *= self._correction(tokens, shape.context_tokens / shape.rows)
+            seconds *= self._correction(tokens, shape.context_tokens)
         return max(seconds, self.least_s)
 
-    def _correction(self, rows: int, context: float) -> float:
+    def _correction(self, rows: int, context: int) -> float:
         at = bisect_left(self._corrected_rows, rows)
         around = self.corrections[max(at - 1, 0) : at + 1]  # one of the two, beyond an end
         ratios = [_interpolated(ratios, context) for _, ratios in around]
@@ -358,7 +358,10 @@ class StepTimeProfile(_Model):
     launch: dict[str, Any] | None = Field(
         default=None, description="How long handing a step over takes the core: a model, as `step_time` is. Unset: no time."
     )
-    launch_spread: Spread | None = Field(default=None, description="How that varies from step to step. Unset: not at all.")
+    joining_s: Seconds = Field(
+        default=0.0, description="Of that, in steps with prefills: what is for requests that take a row. Where none does it is so much less."
+    )
+    launch_spread: Spread | None = Field(default=None, description="How launching varies from step to step. Unset: not at all.")
     core_spread: Spread | None = Field(default=None, description="How the core's own time before a step varies. Unset: not at all.")
     after_launch_s: Seconds = Field(
         default=0.0, description="A step that is computed while it is launched goes on for so long after it was handed over, at least."
@@ -406,8 +409,15 @@ class StepTimeProfile(_Model):
         return LaunchRule(self.recorded_tokens, self.sampling_share, self.after_launch_s, self.copying_share, self.setup_s)
 
     def make_launch(self) -> StepTimeModel | None:
-        """Of the time that handing a step over takes. Raises `ConfigError` if `launch` describes no model."""
+        """Of the time that handing a step over takes, if requests take rows in it. Raises `ConfigError` if `launch` describes no model."""
         return None if self.launch is None else self._model(self.launch)
+
+    def launching_s(self, launch: StepTimeModel | None, shape: StepShape, joins: bool) -> float:
+        """The time that handing such a step over takes, by the model that `make_launch` made; `joins`: a request takes a row in it."""
+        if launch is None:
+            return 0.0
+        seconds = launch.seconds(shape)
+        return seconds if joins or not shape.prefill_rows else max(0.0, seconds - self.joining_s)
 
     def _model(self, description: Mapping[str, Any]) -> StepTimeModel:
         values = dict(description)

@@ -16,7 +16,7 @@ import numpy as np
 
 from dovetail.runtime.token_sizes import padded_sizes, row_sizes
 from dovetail_lab.fitting import Measurement, relative_errors
-from dovetail_lab.regime_fitting import BOUNDARIES, ENOUGH, WORTH, corrected, fit_decodes, fit_regimes
+from dovetail_lab.regime_fitting import BOUNDARIES, ENOUGH, WORTH, corrected, fit_decodes, fit_launches, fit_regimes
 from dovetail_lab.rig import Sighting
 from dovetail_lab.step_time import LEVELS, LaunchRule, Regime, RegimeStepTime, Spread, StepShape
 
@@ -41,7 +41,12 @@ class Timed:
     waited_s: float  # from then on until the device was free for it
     seconds: float  # from then on until it had ended
     samples: bool = True  # a token, for anybody
-    goes_on: bool = False  # nothing but chunks of prompts that had a row before: they are launched faster, and while the device is busy
+    joins: bool = True  # a request takes a row in it, as far as that was noted
+
+    @property
+    def goes_on(self) -> bool:
+        """Nothing but chunks of prompts that had a row before: they are launched while the device is busy."""
+        return not self.joins and not self.shape.decodes
 
     @property
     def late_s(self) -> float:
@@ -67,14 +72,14 @@ def timed(sightings: Iterable[Sighting], overlapped: bool) -> Iterator[Timed]:
     before = -np.inf
     for sighting in sightings:
         seconds = sighting.ended - sighting.started
-        goes_on = noted and not sighting.added and not sighting.shape.decodes
+        joins = sighting.added > 0 or not noted
         if not overlapped:
-            yield Timed(sighting.shape, 0.0, 0.0, seconds, sighting.sampled != 0, goes_on)
+            yield Timed(sighting.shape, 0.0, 0.0, seconds, sighting.sampled != 0, joins)
             continue
         seen = sighting.ended - sighting.asked > WAITED_S
         before = sighting.ended if seen else min(sighting.ended, max(sighting.submitted, before) + seconds)
         waited_s = max(0.0, before - seconds - sighting.submitted)
-        yield Timed(sighting.shape, sighting.launched - sighting.submitted, waited_s, seconds, sighting.sampled != 0, goes_on)
+        yield Timed(sighting.shape, sighting.launched - sighting.submitted, waited_s, seconds, sighting.sampled != 0, joins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,7 @@ class DeviceTimes:
         if bound:
             rule = replace(rule, after_launch_s=max(0.0, float(np.median([one[0].after_launch_s for one in bound]))))
         launches = _launches(cells, rule)
-        return cls(fitted(free, rule), fit_regimes(launches, boundary=rule.recorded_tokens or None) if launches else None, rule)
+        return cls(fitted(free, rule), fit_launches(launches, rule.recorded_tokens or None) if launches else None, rule)
 
     def _misfit(self, steps: Iterable[tuple[Timed, ...]]) -> float:
         """Mean relative error, had launching taken as long as it did."""
