@@ -8,11 +8,13 @@ cached       0     yes       held by `hold`; by `take`, when none is empty, it l
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 
 from dovetail.api.kv_cache import BlockCounts
 from dovetail.errors import DovetailError
+from dovetail_kv_cache.containers import BlockIndex, BlockQueue
+
+NO_HASH = b""
 
 
 class BlockPool:
@@ -26,10 +28,10 @@ class BlockPool:
     def __init__(self, size: int) -> None:
         self._size = size
         self.refs = [0] * size  # tables that hold it, a block
-        self.block_of: dict[bytes, int] = {}  # hash -> the one block found by it
-        self._hash_of: list[bytes | None] = [None] * size
+        self.block_of = BlockIndex()  # hash -> the one block found by it
+        self._hash_of = [NO_HASH] * size
         self._empty = list(range(size - 1, -1, -1))  # a stack: the lowest first, later what was used last
-        self._cached: OrderedDict[int, bytes] = OrderedDict()  # block -> its hash
+        self._cached = BlockQueue(size)
 
     @property
     def available(self) -> int:
@@ -45,9 +47,9 @@ class BlockPool:
         if self._empty:
             block = self._empty.pop()
         else:
-            block, digest = self._cached.popitem(last=False)
-            del self.block_of[digest]
-            self._hash_of[block] = None
+            block = self._cached.pop_oldest()
+            del self.block_of[self._hash_of[block]]
+            self._hash_of[block] = NO_HASH
         self.refs[block] = 1
         return block
 
@@ -56,7 +58,7 @@ class BlockPool:
         refs, cached = self.refs, self._cached
         for block in blocks:
             if refs[block] == 0:
-                del cached[block]
+                cached.remove(block)
             refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -65,11 +67,10 @@ class BlockPool:
         for block in blocks:
             refs[block] -= 1
             if refs[block] == 0:
-                digest = hash_of[block]
-                if digest is None:
+                if hash_of[block] == NO_HASH:
                     empty.append(block)
                 else:
-                    cached[block] = digest
+                    cached.append(block)
 
     def publish(self, block: int, digest: bytes) -> None:
         """Let `block` be found by `digest`, unless another block is."""
@@ -80,16 +81,16 @@ class BlockPool:
         """`block` is not to be found by `digest` any more; nothing, if it isn't."""
         if self.block_of.get(digest) == block:
             del self.block_of[digest]
-            self._hash_of[block] = None
+            self._hash_of[block] = NO_HASH
             if self.refs[block] == 0:
-                del self._cached[block]
+                self._cached.remove(block)
                 self._empty.append(block)
 
     def forget(self) -> None:
         """No block can be found any more; the cached ones become empty."""
         self.block_of.clear()
-        self._hash_of = [None] * self._size
-        self._empty.extend(reversed(self._cached))
+        self._hash_of = [NO_HASH] * self._size
+        self._empty.extend(reversed(list(self._cached)))
         self._cached.clear()
 
     def check(self, holders: list[int]) -> None:
@@ -100,7 +101,7 @@ class BlockPool:
         empty, cached, held = set(self._empty), set(self._cached), {block for block, n in enumerate(self.refs) if n}
         if len(empty) != len(self._empty) or sorted([*empty, *cached, *held]) != list(range(self._size)):
             raise DovetailError(f"KV pool: blocks lost or in two states: empty {sorted(self._empty)}, cached {sorted(cached)}, held {sorted(held)}")
-        findable = {block: digest for block, digest in enumerate(self._hash_of) if digest is not None}
+        findable = {block: digest for block, digest in enumerate(self._hash_of) if digest != NO_HASH}
         if {block: digest for digest, block in self.block_of.items()} != findable or len(self.block_of) != len(findable):
             raise DovetailError("KV pool: the hashes of the blocks and the index of hashes differ")
         wrong = (cached - findable.keys()) | (empty & findable.keys())

@@ -173,7 +173,8 @@ class LookupKeepsFromEviction(PrefixCache):
     def lookup(self, request: Request) -> int:
         for block in self._hits(request):
             if block in self._pool._cached:
-                self._pool._cached.move_to_end(block)
+                self._pool._cached.remove(block)
+                self._pool._cached.append(block)
         return super().lookup(request)
 
 
@@ -305,8 +306,8 @@ class CutsTokenIdsTo16Bits(PrefixCache):
 @mutant(caught_by="kv_cache.reset")
 class ResetForgetsCachedBlocksAlone(PrefixCache):
     def reset(self) -> None:
-        for block, digest in list(self._pool._cached.items()):
-            self._pool.unpublish(block, digest)
+        for block in list(self._pool._cached):
+            self._pool.unpublish(block, self._pool._hash_of[block])
 
 
 @mutant(caught_by="kv_cache.reset")
