@@ -52,7 +52,7 @@ class Assembly:
         from dovetail.engine.tokenizer import Tokenizer  # transformers, only if there is text
 
         tokenizer = Tokenizer.load(self.tokenizer_dir)
-        byte_pieces(tokenizer, skip_special_tokens=True)  # made now, for it will hold the vocabulary
+        byte_pieces(tokenizer, True)  # skipping special tokens, as is usual: made now, for it will hold the vocabulary
         if self.freezes:
             gc.freeze()
         return tokenizer

@@ -66,8 +66,8 @@ def _byte_of_char() -> dict[str, int]:
 BYTE_OF_CHAR = _byte_of_char()
 
 
-@lru_cache(maxsize=8)
-def byte_pieces(tokenizer: Tokenizer, skip_special_tokens: bool) -> BytePieces | None:
+@lru_cache(maxsize=8)  # which takes the same argument, given by name, for another: hence by place alone
+def byte_pieces(tokenizer: Tokenizer, skip_special_tokens: bool, /) -> BytePieces | None:
     """None: the tokenizer isn't a byte-level one."""
     decoder = getattr(tokenizer.backend, "decoder", None)
     is_byte_level = type(decoder).__name__ == "ByteLevel" and type(decoder).__module__ == "tokenizers.decoders"
