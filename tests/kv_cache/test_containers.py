@@ -34,7 +34,7 @@ def test_a_queue_is_an_ordered_dict(acts: list[tuple[str, int]]) -> None:
             queue.clear()
             model.clear()
         assert list(queue) == list(model)
-        assert len(queue) == len(model)
+        assert queue.count == len(model)
         assert [block in queue for block in range(BLOCKS)] == [block in model for block in range(BLOCKS)]
 
 

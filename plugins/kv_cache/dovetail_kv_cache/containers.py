@@ -54,27 +54,29 @@ class BlockQueue:
         before  2   ·   e   · |  0
     """
 
-    __slots__ = ("_before", "_count", "_end", "_next")
+    __slots__ = ("_before", "_end", "_next", "count")
 
     def __init__(self, size: int) -> None:
         self._end = size
         self._next, self._before = (array("i", [-1]) * (size + 1) for _ in range(2))
         self._next[size] = self._before[size] = size
-        self._count = 0
+        self.count = 0  # to be read: how many are in it
 
     def append(self, block: int) -> None:
         """The newest, which isn't in it."""
-        newest, end = self._before[self._end], self._end
-        self._next[block], self._before[block] = end, newest
-        self._next[newest] = self._before[end] = block
-        self._count += 1
+        after, before, end = self._next, self._before, self._end
+        newest = before[end]
+        after[block], before[block] = end, newest
+        after[newest] = before[end] = block
+        self.count += 1
 
     def remove(self, block: int) -> None:
         """It is in it."""
-        before, after = self._before[block], self._next[block]
-        self._next[before], self._before[after] = after, before
-        self._next[block] = -1
-        self._count -= 1
+        after, before = self._next, self._before
+        older, newer = before[block], after[block]
+        after[older], before[newer] = newer, older
+        after[block] = -1
+        self.count -= 1
 
     def pop_oldest(self) -> int:
         """There is one."""
@@ -85,9 +87,6 @@ class BlockQueue:
     def clear(self) -> None:
         for block in list(self):
             self.remove(block)
-
-    def __len__(self) -> int:
-        return self._count
 
     def __contains__(self, block: int) -> bool:
         return self._next[block] >= 0

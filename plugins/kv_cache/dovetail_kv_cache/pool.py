@@ -35,11 +35,11 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        return len(self._empty) + len(self._cached)
+        return len(self._empty) + self._cached.count
 
     @property
     def counts(self) -> BlockCounts:
-        free, cached = len(self._empty), len(self._cached)
+        free, cached = len(self._empty), self._cached.count
         return BlockCounts(free=free, held=self._size - free - cached, cached=cached)
 
     def take(self) -> int:
