@@ -240,13 +240,13 @@ def _computed(steps: tuple[Timed, ...], rule: LaunchRule) -> Measurement:
 
 
 def _launches(cells: Cells, rule: LaunchRule) -> list[Measurement]:
-    """Of each cell the mean, but for hiccups: against cells of about the same size, since a whole cell may have had a bad time. Steps that only go on
-    with prompts don't count: launching the others is what a run waits for."""
+    """Of each cell the mean, but for hiccups: against cells of about the same size, since a whole cell may have had a bad time. Steps with prompts
+    count if one begins: those that only go on are launched sooner."""
     sizes: dict[tuple[Any, ...], list[list[Timed]]] = defaultdict(list)
     for cell in cells:
         shape = cell[0][0].shape
         size = rule.regime(shape), (shape.tokens - 1).bit_length(), round(log2(shape.rows))  # graphs often end at a power of two
-        if not cell[0][0].goes_on:
+        if cell[0][0].joins or not shape.prefill_rows:
             sizes[size].append([step for steps in cell for step in steps])
     launches = []
     for alike_cells in sizes.values():
