@@ -52,8 +52,8 @@ class Assembly:
         from dovetail.engine.tokenizer import Tokenizer  # transformers, only if there is text
 
         tokenizer = Tokenizer.load(self.tokenizer_dir)
-        byte_pieces(tokenizer, True)  # skipping special tokens, as is usual: made now, for it will hold the vocabulary
         if self.freezes:
+            byte_pieces(tokenizer, True)  # skipping special tokens, as is usual: made now, for it will hold the vocabulary
             gc.freeze()
         return tokenizer
 

@@ -154,17 +154,17 @@ def _launching(profile: StepTimeProfile, steps: Sequence[Timed]) -> dict[str, An
     launch, rule = RegimeStepTime.model_validate(profile.launch), profile.rule
     own: dict[Regime, list[tuple[float, float]]] = defaultdict(list)
     for step in steps:
-        if step.joins or not step.shape.prefill_rows:
+        if not step.goes_on:
             own[rule.regime(step.shape)].append((step.launch_s, launch.seconds(step.shape)))
     ratios = {regime: _ratio(pairs) for regime, pairs in own.items() if len(pairs) >= ENOUGH}
     mixed = Regime.RECORDED if rule.recorded_tokens else Regime.LAUNCHED
     parts = {"decode": Regime.DECODE, "mixed": mixed, "large": Regime.LAUNCHED}
     scaled = {name: part.scaled(ratios.get(regime, 1.0)) for name, regime in parts.items() if (part := getattr(launch, name)) is not None}
     launch = launch.model_copy(update=scaled)
-    less = [launch.seconds(step.shape) - step.launch_s for step in steps if step.shape.prefill_rows and not step.joins]
+    less = [launch.seconds(step.shape) - step.launch_s for step in steps if step.goes_on]
     updated = {"launch": launch.model_dump(mode="json"), "joining_s": max(0.0, float(np.median(less))) if len(less) >= ENOUGH else 0.0}
     fitted = profile.model_copy(update=updated)
-    times = [(step.shape, step.launch_s, fitted.launching_s(launch, step.shape, step.joins)) for step in steps]
+    times = [(step.shape, step.launch_s, fitted.launching_s(launch, step.shape, joins=not step.goes_on)) for step in steps]
     return {**updated, "launch_spread": _spread(profile, times, profile.launch_spread)}
 
 

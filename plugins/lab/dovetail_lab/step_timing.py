@@ -41,12 +41,7 @@ class Timed:
     waited_s: float  # from then on until the device was free for it
     seconds: float  # from then on until it had ended
     samples: bool = True  # a token, for anybody
-    joins: bool = True  # a request takes a row in it, as far as that was noted
-
-    @property
-    def goes_on(self) -> bool:
-        """Nothing but chunks of prompts that had a row before: they are launched while the device is busy."""
-        return not self.joins and not self.shape.decodes
+    goes_on: bool = False  # with prompts, all of which had a row before, as far as that was noted: it is launched sooner
 
     @property
     def late_s(self) -> float:
@@ -72,14 +67,14 @@ def timed(sightings: Iterable[Sighting], overlapped: bool) -> Iterator[Timed]:
     before = -np.inf
     for sighting in sightings:
         seconds = sighting.ended - sighting.started
-        joins = sighting.added > 0 or not noted
+        goes_on = noted and not sighting.added and sighting.shape.prefill_rows > 0
         if not overlapped:
-            yield Timed(sighting.shape, 0.0, 0.0, seconds, sighting.sampled != 0, joins)
+            yield Timed(sighting.shape, 0.0, 0.0, seconds, sighting.sampled != 0, goes_on)
             continue
         seen = sighting.ended - sighting.asked > WAITED_S
         before = sighting.ended if seen else min(sighting.ended, max(sighting.submitted, before) + seconds)
         waited_s = max(0.0, before - seconds - sighting.submitted)
-        yield Timed(sighting.shape, sighting.launched - sighting.submitted, waited_s, seconds, sighting.sampled != 0, joins)
+        yield Timed(sighting.shape, sighting.launched - sighting.submitted, waited_s, seconds, sighting.sampled != 0, goes_on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +160,8 @@ class DeviceTimes:
 
 
 def counts_as_launched(step: Timed) -> bool:
-    """Whether launching it is what a run waits for: not that of steps that sample nothing, or only go on with prompts."""
-    return step.samples and not step.goes_on
+    """Whether launching it is what a run waits for: not that of steps that sample nothing, or go on with prompts while nobody decodes."""
+    return step.samples and (step.shape.decodes > 0 or not step.goes_on)
 
 
 def spread(times: Iterable[tuple[Regime, float, float]]) -> Spread:
@@ -240,13 +235,13 @@ def _computed(steps: tuple[Timed, ...], rule: LaunchRule) -> Measurement:
 
 
 def _launches(cells: Cells, rule: LaunchRule) -> list[Measurement]:
-    """Of each cell the mean, but for hiccups: against cells of about the same size, since a whole cell may have had a bad time. Steps with prompts
-    count if one begins: those that only go on are launched sooner."""
+    """Of each cell the mean, but for hiccups: against cells of about the same size, since a whole cell may have had a bad time. Those that go
+    on with prompts don't count: they are launched sooner."""
     sizes: dict[tuple[Any, ...], list[list[Timed]]] = defaultdict(list)
     for cell in cells:
         shape = cell[0][0].shape
         size = rule.regime(shape), (shape.tokens - 1).bit_length(), round(log2(shape.rows))  # graphs often end at a power of two
-        if cell[0][0].joins or not shape.prefill_rows:
+        if not cell[0][0].goes_on:
             sizes[size].append([step for steps in cell for step in steps])
     launches = []
     for alike_cells in sizes.values():
