@@ -253,7 +253,7 @@ def test_it_is_found_out_that_decodes_begin_before_their_launching_has_ended(fou
 @pytest.mark.parametrize("workload", [SHORT, STEADY])
 def test_a_machine_with_stairs_is_predicted(found_stairs: StepTimeProfile, workload: str) -> None:
     smooth = found_stairs.model_copy(update={"launch_spread": None})
-    assert differences(smooth, workload, **{**STAIRS, "jitter": Jitter()}) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
+    assert differences(smooth, workload, **{**STAIRS, "jitter": Jitter()}) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.02)
 
 
 def test_taken_for_a_slope_stairs_are_not_predicted(found_stairs: StepTimeProfile) -> None:
@@ -287,12 +287,13 @@ def test_a_machine_that_replays_only_decodes_is_predicted() -> None:
     assert differences(profile, BUSY, graphs=()) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
 
 
-def test_tails_need_the_spread_of_launching() -> None:
+def test_tails_need_the_spread_of_launching(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dovetail_lab.calibrate.REHEARSAL_S", 24.0)  # so many launches know their mean well: what is wrong then isn't chance
     jitter = Jitter(shares=(0.85, 0.15), times=(1.0, 5.0))
     profile = calibrated(jitter=jitter)
-    with_it = differences(profile, SHORT, seeds=4, jitter=jitter)
+    with_it = differences(profile, SHORT, seeds=8, jitter=jitter)
     without = differences(profile.model_copy(update={"launch_spread": None}), SHORT, jitter=jitter)
-    assert with_it == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.1), "300 rehearsed launches tell their mean to 5 %"
+    assert with_it == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
     assert all(without[figure] < -0.05 for figure in FIGURES if "p99" in figure)
 
 

@@ -47,7 +47,7 @@ JOINING = (
     *((64, 64, 64, 64), (250, 250, 250), (30, 400), (600, 600), (150, 40, 10)),
 )  # what joins one step: by turns, some at each number of rows
 AT_ONCE = 4  # half as many beside other contexts than the first
-LEFTOVERS = ((560, 512), (640, 512), (90, 64), (760, 512), (1100, 512))  # (tokens, chunk) of prompts that end in a small chunk, by turns as well
+LEFTOVERS = ((560, 512), (640, 512), (90, 64), (812, 512), (1100, 512))  # (tokens, chunk) of prompts that end in a small chunk, by turns as well
 FEW_ROWS = (1, 2, 4, 8)  # how their keys are cut over the device changes from context to context
 FEW_ROWS_CONTEXTS = (1024, 256, 1500, 3072)
 GRAPHS = padded_sizes(ALWAYS_TOKENS)  # where a graph is recorded for each of these, each has a time of its own
@@ -132,7 +132,7 @@ class Design:
             for index, (context, chunk) in enumerate(contexts)  # the first in full
         ]
         few_rows = [count for count in FEW_ROWS if count <= most_rows]
-        levels[2:2] = [Level(context, that_fit(few_rows, context)) for context in (() if tiny else FEW_ROWS_CONTEXTS) if 2 * context <= longest]
+        levels[2:2] = [Level(context, that_fit(few_rows, context)) for context in FEW_ROWS_CONTEXTS if not tiny and 2 * context <= longest]
         prefills = _that_fit(QUICK_PREFILLS if tiny else PREFILLS, longest, config.max_num_batched_tokens)
         return cls(levels[0], prefills, tuple(levels), steps, repeats, rounds)
 
