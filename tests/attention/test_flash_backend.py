@@ -130,7 +130,7 @@ def test_copies_of_blocks_run_as_if_one_after_the_other(package: str, pairs: lis
         blocks[dst] = blocks[src]
     src, dst = (torch.tensor([pair[i] for pair in pairs], dtype=torch.int64) for i in range(2))
     backend.copy_blocks(src, dst)
-    assert layer._kv[:, :4, 1, 0, 3].tolist() == [[float(block) for block in blocks]] * 2  # type: ignore[attr-defined]
+    assert layer._kv[:, :4, 0, 1, 3].tolist() == [[float(block) for block in blocks]] * 2  # type: ignore[attr-defined]
 
 
 def test_buffers_stay_where_they_are_from_step_to_step(package: str) -> None:

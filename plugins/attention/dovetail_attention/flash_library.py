@@ -24,7 +24,7 @@ TRIED_PAGES = 6
 class Paged:
     """A layer's cache, and some rows of a step."""
 
-    k: torch.Tensor  # [num_blocks, block_size, kv_heads, head_size]
+    k: torch.Tensor  # [num_blocks, block_size, kv_heads, head_size], a view with any strides, the last one 1
     v: torch.Tensor  # like k
     table: torch.Tensor  # [rows, max_blocks] int32
     lens: torch.Tensor  # [rows] int32: tokens of K and V
