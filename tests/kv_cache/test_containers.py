@@ -42,7 +42,7 @@ def test_a_queue_is_an_ordered_dict(acts: list[tuple[str, int]]) -> None:
 def test_an_index_is_a_dict(acts: list[tuple[str, int, int]]) -> None:
     index, model = BlockIndex(), dict[bytes, int]()
     for act, number, block in acts:
-        digest = bytes([number % 3, number])
+        digest, before, changes = bytes([number % 3, number]), dict(model), index.changes
         if act == "set":
             assert index.setdefault(digest, block) == model.setdefault(digest, block)
         elif act == "delete" and digest in model:
@@ -54,6 +54,16 @@ def test_an_index_is_a_dict(acts: list[tuple[str, int, int]]) -> None:
         assert (digest in index) == (digest in model)
         assert dict(index.items()) == model
         assert len(index) == len(model)
+        assert model == before or index.changes != changes
+
+
+@given(known=st.dictionaries(st.integers(0, 9), st.integers(0, 99)), asked=st.lists(st.integers(0, 9)))
+def test_a_run_ends_before_the_first_that_is_not_found(known: dict[int, int], asked: list[int]) -> None:
+    index = BlockIndex()
+    for number, block in known.items():
+        index.setdefault(bytes([number]), block)
+    missing = next((place for place, number in enumerate(asked) if number not in known), len(asked))
+    assert index.run(bytes([number]) for number in asked) == [known[number] for number in asked[:missing]]
 
 
 @pytest.mark.parametrize("reused", [False, True])

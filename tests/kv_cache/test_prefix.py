@@ -11,6 +11,7 @@ from dovetail.api.component import ComponentSpec
 from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts
 from dovetail.errors import DovetailError
 from dovetail_kv_cache import dovetail_components
+from dovetail_kv_cache.chain import HashChain
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from tests.kv_cache.helpers import compute, generate, manager, request
 from tests.support import examples
@@ -54,6 +55,34 @@ def test_a_chain_is_evicted_from_its_tail(block_size: int, chain: int, taken: in
         kv.allocate(request([-1] * taken * block_size), taken * block_size)
     evicted = max(0, taken - (8 - chain))
     assert kv.lookup(request([*tokens, 7])) == (chain - evicted) * block_size
+
+
+@given(
+    block_size=block_sizes,
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=2, max_size=2),
+    generated=st.integers(0, 20),
+    salts=st.tuples(st.sampled_from("ab"), st.sampled_from("ab")),
+)
+def test_a_chain_is_the_same_whichever_chain_came_before(block_size: int, prompts: list[list[int]], generated: int, salts: tuple[str, str]) -> None:
+    earlier, later = (request(prompt, keys=(salt,)) for prompt, salt in zip(prompts, salts, strict=True))
+    for one, token in ((earlier, 0), (later, 1)):
+        generate(one, [token] * generated)
+    like = HashChain(earlier, block_size, seed=7)
+    like.extend(earlier.num_tokens // block_size)
+    blocks = later.num_tokens // block_size
+    alone = HashChain(later, block_size, seed=7).extend(blocks)
+    assert HashChain(later, block_size, seed=7, like=like).extend(blocks)[:blocks] == alone
+
+
+def test_what_is_found_is_looked_up_anew_when_it_may_have_changed() -> None:
+    kv, asking = manager(3, 4), request([1] * 9)
+    assert kv.lookup(asking) == 0
+    first = request([1] * 8)
+    compute(kv, first)
+    assert kv.lookup(asking) == 8
+    kv.free(first)
+    kv.allocate(request([2] * 8), 8)  # takes the place of the second block
+    assert kv.lookup(asking) == 4
 
 
 def test_what_was_used_last_is_evicted_last() -> None:

@@ -21,12 +21,13 @@ class HashChain:
 
     __slots__ = ("_block_size", "_root", "_seed", "hashes", "request")
 
-    def __init__(self, request: Request, block_size: int, seed: int) -> None:
+    def __init__(self, request: Request, block_size: int, seed: int, like: HashChain | None = None) -> None:
+        """Hashes that another chain `like` it has already are taken from there: that of another request, with the same `block_size` and `seed`."""
         self.request = request
-        self.hashes: list[bytes] = []
         self._block_size = block_size
         self._seed = seed
         self._root = xxh3_128_digest(repr(request.cache_keys).encode(), seed)
+        self.hashes: list[bytes] = [] if like is None or like._root != self._root else like.hashes[: _alike(request, like.request) // block_size]
 
     def extend(self, num_blocks: int) -> list[bytes]:
         """The hashes of at least the first `num_blocks` blocks, which must be full of known tokens."""
@@ -40,6 +41,13 @@ class HashChain:
             parent = xxh3_128_digest(parent + data[start : start + width], seed)
             hashes.append(parent)
         return hashes
+
+
+def _alike(one: Request, other: Request) -> int:
+    """With how many same tokens their prompts begin."""
+    most = min(one.prompt_tokens, other.prompt_tokens)
+    differ = one.prompt_array[:most] != other.prompt_array[:most]
+    return int(differ.argmax()) if differ.any() else most
 
 
 def _token_bytes(request: Request, start: int, end: int) -> bytes:

@@ -7,7 +7,7 @@ A dict moves all that it holds whenever it has grown, or has been written to oft
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 PARTS = 256  # one for each value of a hash's first byte
 
@@ -15,19 +15,32 @@ PARTS = 256  # one for each value of a hash's first byte
 class BlockIndex:
     """Hash, of one byte or more -> block: many small dicts."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_parts", "changes")
 
     def __init__(self) -> None:
         self._parts: list[dict[bytes, int]] = [{} for _ in range(PARTS)]
+        self.changes = 0  # so far: while there is no other, the same is found
 
     def get(self, digest: bytes) -> int | None:
         return self._parts[digest[0]].get(digest)
 
+    def run(self, digests: Iterable[bytes]) -> list[int]:
+        """The blocks that are found by `digests`, up to the first by which none is."""
+        parts, blocks = self._parts, list[int]()
+        for digest in digests:
+            block = parts[digest[0]].get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
     def setdefault(self, digest: bytes, block: int) -> int:
         """The block that is found by `digest`: `block`, if there was none."""
+        self.changes += 1
         return self._parts[digest[0]].setdefault(digest, block)
 
     def __delitem__(self, digest: bytes) -> None:
+        self.changes += 1
         del self._parts[digest[0]][digest]
 
     def __contains__(self, digest: bytes) -> bool:
@@ -41,6 +54,7 @@ class BlockIndex:
             yield from part.items()
 
     def clear(self) -> None:
+        self.changes += 1
         for part in self._parts:
             part.clear()
 

@@ -55,7 +55,8 @@ class _Table:
 
 class PrefixCache(KVCacheManager):
     """Costs: growing by one block, `counts` and `available_blocks` are O(1); `lookup` is O(blocks found), `free` O(blocks held). A request's
-    tokens are hashed once: on its first lookup or commit, then block by block as it generates; the hashes are kept until `free`."""
+    tokens are hashed once: on its first lookup or commit, then block by block as it generates; the hashes are kept until `free`. Of those with which
+    the request before it began too, none is computed again."""
 
     capabilities = KVCapabilities(reuse=True, fork=True, trim=True)
     options: PrefixOptions
@@ -68,6 +69,8 @@ class PrefixCache(KVCacheManager):
         self._pool = BlockPool(context.num_blocks)
         self._tables: dict[str, _Table] = {}  # by request id
         self._chains: dict[str, HashChain] = {}
+        self._latest: HashChain | None = None  # that was begun: the next request may begin as it does
+        self._found: tuple[tuple[Request, int, int] | None, list[int]] = None, []  # what `_hits` told last, and of what
         self._copies: list[BlockCopy] = []
 
     def lookup(self, request: Request) -> int:
@@ -226,23 +229,20 @@ class PrefixCache(KVCacheManager):
         return Counter(block for request in requests for block in self._table(request, "without").own)
 
     def _hits(self, request: Request) -> list[int]:
-        """The blocks of the longest beginning of `request` that can be found; its last known token is never among it."""
+        """The blocks of the longest beginning of `request` that can be found; its last known token is never among it. Not to be changed: who looks a
+        request up often admits it next, and is told the same again."""
         if not self.options.reuse or request.params.prompt_logprobs is not None:
             return []
-        block_of = self._pool.block_of
-        hits: list[int] = []
         limit = (request.num_tokens - 1) // self._block_size
-        for digest in islice(self._chain(request).extend(limit), limit):
-            block = block_of.get(digest)
-            if block is None:
-                break
-            hits.append(block)
-        return hits
+        asked = request, limit, self._pool.block_of.changes
+        if self._found[0] != asked:
+            self._found = asked, self._pool.block_of.run(islice(self._chain(request).extend(limit), limit))
+        return self._found[1]
 
     def _chain(self, request: Request) -> HashChain:
         chain = self._chains.get(request.id)
         if chain is None or chain.request is not request:  # an id may come again with another request
-            chain = self._chains[request.id] = HashChain(request, self._block_size, self.context.seed)
+            chain = self._chains[request.id] = self._latest = HashChain(request, self._block_size, self.context.seed, like=self._latest)
         return chain
 
     def _table(self, request: Request, act: str) -> _Table:
