@@ -489,6 +489,21 @@ def test_many_calls_leave_nothing_behind_not_even_for_the_garbage_collector(llm:
     llm.engine.core.kv.check_integrity()
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_waits_until_the_first_step_and_is_then_as_it_was(llm: LLM, monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    states, step = list[bool](), llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: states.append(gc.isenabled()) or step())
+    (gc.enable if enabled else gc.disable)()
+    try:
+        llm.generate(["A", PLAY], SamplingParams(max_tokens=3), use_tqdm=False)
+        assert states == [False, *[enabled] * (len(states) - 1)]
+        with pytest.raises(RequestError):
+            llm.generate(["A", ""], use_tqdm=False)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
     """As in a terminal: a shell starts what runs in its background with Ctrl-C ignored."""

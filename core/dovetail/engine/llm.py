@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import signal
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -49,9 +50,10 @@ class LLM:
         ids = [f"generate-{self._requests + i}" for i in range(len(prompts))]
         self._requests += len(prompts)
         try:
-            for request_id, prompt, one in zip(ids, prompts, params, strict=True):
-                self.engine.add_request(request_id, prompt, replace(one, output_kind=OutputKind.FINAL))
-            outputs = self._run(set(ids), use_tqdm)
+            with _CollectorHeld() as collector:
+                for request_id, prompt, one in zip(ids, prompts, params, strict=True):
+                    self.engine.add_request(request_id, prompt, _told_at_the_end(one))
+                outputs = self._run(set(ids), use_tqdm, collector)
         except BaseException:  # an interrupt too: leave nothing behind for the next call
             self.engine.abort_request(ids)
             raise
@@ -77,8 +79,9 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _run(self, waiting: set[str], use_tqdm: bool) -> dict[str, RequestOutput]:
-        """Step until all of these have finished. Outputs of requests that somebody else gave to the engine are dropped."""
+    def _run(self, waiting: set[str], use_tqdm: bool, collector: _CollectorHeld) -> dict[str, RequestOutput]:
+        """Step until all of these have finished. Outputs of requests that somebody else gave to the engine are dropped. The collector is let go once
+        the device has something to do."""
         outputs: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(waiting), desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True)
         with bar, _InterruptsBetweenSteps() as interrupts:
@@ -89,6 +92,7 @@ class LLM:
                         waiting.remove(output.request_id)
                         outputs[output.request_id] = output
                         bar.update()
+                collector.let_go()
                 bar.set_postfix_str(speed.text(), refresh=False)
                 self._check_alive()
                 interrupts.check()
@@ -132,6 +136,24 @@ class _InterruptsBetweenSteps:
         self._asked = True
 
 
+class _CollectorHeld:
+    """Holds Python's garbage collector back while requests come, all of which stay: it would look through them and the caller's prompts, and find
+    nothing, while the device waits."""
+
+    def __enter__(self) -> _CollectorHeld:
+        self._held = gc.isenabled()
+        gc.disable()
+        return self
+
+    def let_go(self) -> None:
+        if self._held:
+            self._held = False
+            gc.enable()
+
+    def __exit__(self, *error: object) -> None:
+        self.let_go()
+
+
 class _Speed:
     """What the progress bar says beside the count."""
 
@@ -165,6 +187,13 @@ def _one_each(params: Any, count: int) -> list[SamplingParams]:
     if len(params) != count:
         raise RequestError(f"sampling_params must be one or one for each prompt: got {len(params)} for {count} prompts")
     return list(params)
+
+
+def _told_at_the_end(params: SamplingParams) -> SamplingParams:
+    """`params` as an offline call wants them. `dataclasses.replace` would check each field again, which takes half as long as taking the request."""
+    params = copy.copy(params)
+    object.__setattr__(params, "output_kind", OutputKind.FINAL)
+    return params
 
 
 def _conversations(messages: Any) -> Sequence[Any]:

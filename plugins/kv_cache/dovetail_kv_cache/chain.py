@@ -8,7 +8,10 @@ constructs one on purpose.
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
 from dovetail.request import Request
@@ -16,18 +19,39 @@ from dovetail.request import Request
 TOKEN_BYTES = 8
 
 
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a chain lends to another whose request begins alike, without keeping its own request."""
+
+    root: bytes
+    prompt: NDArray[np.int64]  # [tokens]
+    hashes: list[bytes]  # the chain's own, which grows
+
+    def same_tokens(self, prompt: NDArray[np.int64]) -> int:
+        """With how many both begin."""
+        most = min(len(self.prompt), len(prompt))
+        differ = self.prompt[:most] != prompt[:most]
+        return int(differ.argmax()) if differ.any() else most
+
+
 class HashChain:
     """Hashes of one request's blocks, each computed once: `hashes[i]` is that of tokens 0 … (i + 1) * block_size - 1."""
 
     __slots__ = ("_block_size", "_root", "_seed", "hashes", "request")
 
-    def __init__(self, request: Request, block_size: int, seed: int, like: HashChain | None = None) -> None:
-        """Hashes that another chain `like` it has already are taken from there: that of another request, with the same `block_size` and `seed`."""
+    def __init__(self, request: Request, block_size: int, seed: int, like: Beginning | None = None) -> None:
+        """Hashes that are in `like` already are taken from there: from a chain with the same `block_size` and `seed`."""
         self.request = request
         self._block_size = block_size
         self._seed = seed
         self._root = xxh3_128_digest(repr(request.cache_keys).encode(), seed)
-        self.hashes: list[bytes] = [] if like is None or like._root != self._root else like.hashes[: _alike(request, like.request) // block_size]
+        self.hashes: list[bytes] = []
+        if like is not None and like.root == self._root:
+            self.hashes = like.hashes[: like.same_tokens(request.prompt_array) // block_size]
+
+    @property
+    def beginning(self) -> Beginning:
+        return Beginning(self._root, self.request.prompt_array, self.hashes)
 
     def extend(self, num_blocks: int) -> list[bytes]:
         """The hashes of at least the first `num_blocks` blocks, which must be full of known tokens."""
@@ -41,13 +65,6 @@ class HashChain:
             parent = xxh3_128_digest(parent + data[start : start + width], seed)
             hashes.append(parent)
         return hashes
-
-
-def _alike(one: Request, other: Request) -> int:
-    """With how many same tokens their prompts begin."""
-    most = min(one.prompt_tokens, other.prompt_tokens)
-    differ = one.prompt_array[:most] != other.prompt_array[:most]
-    return int(differ.argmax()) if differ.any() else most
 
 
 def _token_bytes(request: Request, start: int, end: int) -> bytes:

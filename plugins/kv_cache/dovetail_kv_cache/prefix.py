@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts, KVCacheManager, KVCapabilities, KVContext
 from dovetail.errors import DovetailError
 from dovetail.request import Request
-from dovetail_kv_cache.chain import HashChain
+from dovetail_kv_cache.chain import Beginning, HashChain
 from dovetail_kv_cache.pool import BlockPool
 
 NOTHING = Allocation(())
@@ -53,6 +54,18 @@ class _Table:
         return self.blocks[self.num_trimmed :] if self.num_trimmed else self.blocks
 
 
+class _Found(NamedTuple):
+    """The blocks that were found last, and what for."""
+
+    hashes: list[bytes]  # of a chain; none of a second one is the same list
+    limit: int  # blocks
+    changes: int  # of the index before
+    blocks: list[int]
+
+    def is_of(self, hashes: list[bytes], limit: int, changes: int) -> bool:
+        return self.hashes is hashes and (self.limit, self.changes) == (limit, changes)
+
+
 class PrefixCache(KVCacheManager):
     """Costs: growing by one block, `counts` and `available_blocks` are O(1); `lookup` is O(blocks found), `free` O(blocks held). A request's
     tokens are hashed once: on its first lookup or commit, then block by block as it generates; the hashes are kept until `free`. Of those with which
@@ -69,8 +82,8 @@ class PrefixCache(KVCacheManager):
         self._pool = BlockPool(context.num_blocks)
         self._tables: dict[str, _Table] = {}  # by request id
         self._chains: dict[str, HashChain] = {}
-        self._latest: HashChain | None = None  # that was begun: the next request may begin as it does
-        self._found: tuple[tuple[Request, int, int] | None, list[int]] = None, []  # what `_hits` told last, and of what
+        self._latest: Beginning | None = None  # of the chain that was begun last: the next may begin as it does
+        self._found = _Found([], 0, -1, [])
         self._copies: list[BlockCopy] = []
 
     def lookup(self, request: Request) -> int:
@@ -233,16 +246,17 @@ class PrefixCache(KVCacheManager):
         request up often admits it next, and is told the same again."""
         if not self.options.reuse or request.params.prompt_logprobs is not None:
             return []
-        limit = (request.num_tokens - 1) // self._block_size
-        asked = request, limit, self._pool.block_of.changes
-        if self._found[0] != asked:
-            self._found = asked, self._pool.block_of.run(islice(self._chain(request).extend(limit), limit))
-        return self._found[1]
+        limit, index = (request.num_tokens - 1) // self._block_size, self._pool.block_of
+        hashes = self._chain(request).extend(limit)
+        if not self._found.is_of(hashes, limit, index.changes):
+            self._found = _Found(hashes, limit, index.changes, index.run(islice(hashes, limit)))
+        return self._found.blocks
 
     def _chain(self, request: Request) -> HashChain:
         chain = self._chains.get(request.id)
         if chain is None or chain.request is not request:  # an id may come again with another request
-            chain = self._chains[request.id] = self._latest = HashChain(request, self._block_size, self.context.seed, like=self._latest)
+            chain = self._chains[request.id] = HashChain(request, self._block_size, self.context.seed, like=self._latest)
+            self._latest = chain.beginning
         return chain
 
     def _table(self, request: Request, act: str) -> _Table:
