@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail_attention.triton_schedule import (
-    DIRECT,
     LEAST_KEYS,
     LEAST_STEPS,
     DecodeTables,
@@ -67,7 +66,7 @@ def test_segments_cover_what_each_row_sees_and_fit_their_table(lens: list[int], 
         assert (own[1:, 2] % step == 0).all()
         _, first, count = records[row]
         assert np.array_equal(segments[first : first + count], own)
-        assert own[:, 4].tolist() == ([row] * count if count > 1 else [DIRECT])
+        assert own[:, 4].tolist() == ([row] * count if count > 1 else [-1 - row])
 
 
 @given(lengths, st.one_of(st.none(), st.integers(1, 300)), st.sampled_from([1, 16, 64]), st.integers(1, 30), st.data())

@@ -180,7 +180,8 @@ class TritonLayer(AttentionLayer):
             **chained(q.device),
         }
         captured = schedule.mixed_graph or (q.is_cuda and torch.cuda.is_current_stream_capturing())
-        if schedule.prefix.parts or (schedule.may_share and captured):
+        prefixed = schedule.prefix.parts > 0 or (schedule.may_share and captured)
+        if prefixed:
             tiles = -(-schedule.decodes * self._likeness.group // schedule.prefix_queries)
             launch(triton_decode.attend_prefix, (self.spec.kv_heads, tiles, PREFIX_PARTS))(
                 q, self._k, self._v, step.table, M=schedule.prefix_queries, num_warps=4, num_stages=tiling.stages, **known
@@ -196,6 +197,7 @@ class TritonLayer(AttentionLayer):
             arrived=schedule.arrived,
             TABLE_STRIDE=step.limits.blocks,
             M=max(1 if q.dtype == torch.float32 else LEAST_M, 1 << (self._likeness.group - 1).bit_length()),
+            PREFIXED=prefixed,
             MERGED=max(1, MERGE_NUMBERS // (self._likeness.padded_size << (self._likeness.group - 1).bit_length())),
             num_warps=tiling.warps,
             num_stages=tiling.stages,

@@ -50,9 +50,11 @@ def decode_shares(
     TOKEN_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     MERGED: tl.constexpr,  # slots that are merged at once
+    PREFIXED: tl.constexpr,  # there may be a shared prefix
     CHAINED: tl.constexpr,
 ):
-    """Attend over one share of one kv head. A segment is a stretch [begin, end) of a row's tokens; place -1: it is all that the row sees."""
+    """Attend over one share of one kv head. A segment is a stretch [begin, end) of a row's tokens; place -1 - p: all that the row in place p reads by
+    itself. A row's first segment goes on where `attend_prefix` ended."""
     let_next_begin(CHAINED)
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
@@ -70,10 +72,19 @@ def decode_shares(
             lines = first_tile[:, None] + tl.minimum(tl.arange(0, (D_PADDED + LINE - 1) // LINE) * LINE, D - 1)[None, :]
             fetch(k_cache + lines)
             fetch(v_cache + lines)
+    if PREFIXED:
+        prefix_parts, prefix_tokens = tl.load(bounds), tl.load(bounds + 1)
     wait(CHAINED)
     for segment in range(first_segment, last_segment):
         query = tl.load(q + token * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=real, other=0.0)
         acc, top, total = nothing_seen(M, D_PADDED)
+        if PREFIXED:
+            slot = prefix_slot + tl.where(place < 0, -1 - place, place)
+            for part in range(tl.where(begin == prefix_tokens, prefix_parts, 0)):
+                before = ((slot + part * prefix_stride) * HEADS + head).to(tl.int64)
+                lse = tl.load(partial_lse + before, mask=member < GROUP, other=HIDDEN)
+                values = tl.load(partial + before[:, None] * D + d[None, :], mask=real, other=0.0)
+                acc, top, total = _joined(acc, top, total, values, lse)
         acc, top, total = attend_range(
             acc,
             top,
@@ -111,8 +122,7 @@ def decode_shares(
             if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
                 tl.store(counter, 0)
                 _merge(
-                    out + token * HEADS * D, partial, partial_lse, kv_head * GROUP, first, count, tl.load(bounds), prefix_slot + place, prefix_stride,
-                    HEADS, GROUP, D, D_PADDED, MERGED,
+                    out + token * HEADS * D, partial, partial_lse, kv_head * GROUP, first, count, HEADS, GROUP, D, D_PADDED, MERGED
                 )  # fmt: skip
         row, token, begin, end, place = _segment(segments, segment + 1, last_segment)
     first_padding = tl.load(bounds + 3).to(tl.int64)
@@ -131,6 +141,14 @@ def _segment(segments, index, last):
 
 
 @triton.jit
+def _joined(acc, top, total, values, lse):
+    """(acc, top, total) with what was seen elsewhere: [M, D_PADDED] of which the log-sum-exp, base 2, is [M] `lse`."""
+    new_top = tl.maximum(top, lse)
+    weight, shrink = tl.exp2(lse - new_top), tl.exp2(top - new_top)
+    return acc * shrink[:, None] + values * weight[:, None], new_top, total * shrink + weight
+
+
+@triton.jit
 def _merge(
     out,  # of the token
     partial,
@@ -138,26 +156,22 @@ def _merge(
     first_head,
     first,
     count,
-    parts,
-    prefix_slot,
-    prefix_stride,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     N: tl.constexpr,
 ):
-    """What the heads of a group see in slots [first, first + count), and in `parts` slots of the prefix, becomes one."""
+    """What the heads of a group see in slots [first, first + count) becomes one."""
     padded: tl.constexpr = triton.next_power_of_2(GROUP)
     member, d = tl.arange(0, padded), tl.arange(0, D_PADDED)
     real = (member < GROUP)[:, None] & (d < D)[None, :]
     inside = (first_head + member)[:, None] * D + d[None, :]
     acc = tl.zeros([padded, D_PADDED], tl.float32)
     top, total = tl.full([padded], float("-inf"), tl.float32), tl.zeros([padded], tl.float32)
-    for start in range(0, count + parts, N):
+    for start in range(0, count, N):
         i = start + tl.arange(0, N)
-        exists = i < count + parts
-        slot = tl.where(i < count, first + i, prefix_slot + (i - count) * prefix_stride)
+        exists, slot = i < count, first + i
         lse_mask = exists[:, None] & (member < GROUP)[None, :]
         lse = tl.load(partial_lse + slot[:, None] * HEADS + (first_head + member)[None, :], mask=lse_mask, other=float("-inf"))  # [N, padded]
         values = tl.load(partial + slot[:, None, None] * (HEADS * D) + inside[None, :, :], mask=exists[:, None, None] & real[None, :, :], other=0.0)

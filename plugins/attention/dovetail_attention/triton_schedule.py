@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-DIRECT = -1  # the place of a segment that needs no merging
 BOUNDS = 5  # numbers
 BEGINNING_KEYS = 64  # what beginning a segment costs besides, in keys
 TILE_NUMBERS = 10
@@ -128,7 +127,6 @@ class DecodeTables:
         cut = cut_evenly(seen.steps, shares, max(1, BEGINNING_KEYS // step))
         count = len(rows.lens)
         parts = np.bincount(cut.row, minlength=count)
-        merged = (parts > 1) | (prefix.parts > 0)
         buffer = np.zeros(self.segments_at + len(cut.row) * 5, np.int32)
         buffer[: shares + 1] = cut.share_starts
         buffer[shares + 1 : self.shares + 1] = len(cut.row)
@@ -141,7 +139,7 @@ class DecodeTables:
         table[:, 1] = rows.tokens[cut.row]
         table[:, 2] = np.maximum((seen.base[cut.row] + cut.first) * step, seen.begins[cut.row])
         table[:, 3] = (seen.base[cut.row] + cut.last) * step  # in a row's last segment, past its end
-        table[:, 4] = np.where(merged[cut.row], cut.row, DIRECT)
+        table[:, 4] = np.where(parts[cut.row] > 1, cut.row, -1 - cut.row)  # the latter needs no merging
         return buffer, self.segments_at + (np.cumsum(parts) - 1) * 5 + 3
 
 
