@@ -142,7 +142,7 @@ class RowState:
     def _send(self, changes: list[Change]) -> None:
         """These, and blocks that weren't sent."""
         if self._unsent:
-            places = np.unique(np.concatenate(self._unsent))  # a row may have been given up and begun again meanwhile
+            places = np.concatenate(self._unsent)  # some twice, if a row was given up and begun again meanwhile: with the same number
             changes = [*changes, (self._block_table_at + places, self.host_blocks.reshape(-1)[places])]
             self._unsent = []
         where, numbers = (np.concatenate(parts) for parts in zip(*changes, strict=True))

@@ -177,16 +177,15 @@ class PrefixCache(KVCacheManager):
     def common_prefix(self, requests: Sequence[Request]) -> int:
         if not requests:
             return 0
-        first = self._table(requests[0], "common_prefix").blocks
-        common = len(first)
+        common = self._table(requests[0], "common_prefix").blocks
         for request in requests[1:]:
             table = self._table(request, "common_prefix").blocks
-            common = min(common, len(table))
-            if table[:common] != first[:common]:
-                common = next(index for index, (one, other) in enumerate(zip(first, table, strict=False)) if one != other)
+            if table[: len(common)] != common:
+                end = next((index for index, (one, other) in enumerate(zip(common, table, strict=False)) if one != other), len(table))
+                common = common[:end]
             if not common:
                 break
-        return common
+        return len(common)
 
     def held_only_by(self, requests: Sequence[Request]) -> int:
         refs = self._pool.refs
