@@ -28,7 +28,7 @@ def decode_shares(
     share_starts,  # [shares + 1] int32: each one's first segment
     bounds,  # [5] int32: parts of the shared prefix, its tokens, rows, padding's first token, padding tokens
     rows,  # [rows, 3] int32: token, first slot, slots
-    segments,  # [segments, 5] int32: row, token, begin, end, place among `rows`
+    segments,  # [segments, 5] int32: row, token, begin, end, place p among `rows`; or -1 - p
     partial,  # [slots, HEADS, D] float32: of each segment; then of the prefix's parts, each `prefix_stride` after the last, from prefix_slot on
     partial_lse,  # [slots, HEADS] float32, base 2
     arrived,  # [rows, kv heads] int32: segments done; 0 before and after
@@ -53,8 +53,8 @@ def decode_shares(
     PREFIXED: tl.constexpr,  # there may be a shared prefix
     CHAINED: tl.constexpr,
 ):
-    """Attend over one share of one kv head. A segment is a stretch [begin, end) of a row's tokens; place -1 - p: all that the row in place p reads by
-    itself. A row's first segment goes on where `attend_prefix` ended."""
+    """Attend over one share of one kv head. A segment is a stretch [begin, end) of a row's tokens; place -1 - p: all that its row reads by itself. A
+    row's first segment goes on where `attend_prefix` ended."""
     let_next_begin(CHAINED)
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
@@ -121,9 +121,7 @@ def decode_shares(
             counter = arrived + place * (HEADS // GROUP) + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
                 tl.store(counter, 0)
-                _merge(
-                    out + token * HEADS * D, partial, partial_lse, kv_head * GROUP, first, count, HEADS, GROUP, D, D_PADDED, MERGED
-                )  # fmt: skip
+                _merge(out + token * HEADS * D, partial, partial_lse, kv_head * GROUP, first, count, HEADS, GROUP, D, D_PADDED, MERGED)
         row, token, begin, end, place = _segment(segments, segment + 1, last_segment)
     first_padding = tl.load(bounds + 3).to(tl.int64)
     for i in range(share, tl.load(bounds + 4), tl.num_programs(1)):
