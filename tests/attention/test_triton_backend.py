@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -183,14 +183,25 @@ def test_a_row_sees_what_another_row_writes_in_the_same_step() -> None:
     assert_close(bench.attend(), bench.expected())
 
 
-@pytest.mark.parametrize(("lens", "shared"), [((150, 129, 190), 8), ((257, 256), 16), ((200, 170, 161), 10)])
-@pytest.mark.parametrize(("chunk", "backend"), [(0, SharingAttention), (5, SharingAttention), (5, MixedGraphAttention)])
+@few
+@given(
+    own=st.lists(st.integers(1, 120), min_size=2, max_size=5),
+    shared=st.integers(2, 14),
+    chunk=st.sampled_from([0, 5]),
+    group=st.sampled_from([1, 2, 4]),
+    processors=st.sampled_from([1, 3, 16]),
+    backend=st.sampled_from([SharingAttention, MixedGraphAttention]),
+)
+@example(own=[120, 7, 111], shared=8, chunk=0, group=2, processors=16, backend=SharingAttention)  # several parts, and rows that are cut
+@example(own=[22, 1, 62], shared=8, chunk=5, group=2, processors=1, backend=MixedGraphAttention)  # one part, and rows that are whole
 def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(
-    lens: tuple[int, ...], shared: int, chunk: int, backend: type[SharingAttention]
+    own: list[int], shared: int, chunk: int, group: int, processors: int, backend: type[SharingAttention]
 ) -> None:
-    history = (*(n - 1 for n in lens), *([300] if chunk else []))
-    case = on_device(Case(history, (1,) * len(lens) + ((chunk,) if chunk else ()), padding=2, windows=(None, 40)))
+    history = (*(shared * 16 + tokens - 1 for tokens in own), *([300] if chunk else []))
+    case = on_device(Case(history, (1,) * len(own) + ((chunk,) if chunk else ()), 16, 2 * group, 2, padding=2, windows=(None, 40)))
     bench = Bench(backend, case)
+    bench.backend.processors = processors  # type: ignore[attr-defined]
+    bench.backend.prepare(max_rows=16, max_tokens=4096, max_len=512)
     for layer in range(2):
         for values in (bench.k[layer], bench.v[layer]):
             for row in values[1:]:
