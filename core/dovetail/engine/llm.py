@@ -44,6 +44,7 @@ class LLM:
         Returns an output for each prompt, in the order of the prompts, whatever the `output_kind`. Raises `RequestError` if any is wrong, before
         anything is computed, and `EngineDeadError` if the engine fails on the way. Ctrl-C takes effect when the step under way is done: nothing
         stays behind, and the engine can be used again; a second one takes effect at once, and may be the engine's end.
+        Until the first step runs, Python's garbage collector is held back.
         """
         prompts = _as_list(prompts)
         params = _one_each(sampling_params, len(prompts))
