@@ -7,6 +7,7 @@ filled by its `plan` before the replay). Rows beyond those that run are padding:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,9 +70,9 @@ class Inputs:
         self._mirror.send(numbers=used)
 
 
-def sharing_sizes(max_rows: int) -> list[int]:
-    """Padded numbers of rows, largest first, for steps that read a shared prefix once: few, for each costs start-up time."""
-    return sorted({min(1 << power, max_rows) for power in range(2, max_rows.bit_length() + 1)}, reverse=True)
+def sharing_sizes(max_rows: int) -> tuple[int, ...]:
+    """Padded numbers of rows, rising, for steps that read a shared prefix once: few, for each costs start-up time."""
+    return tuple(sorted({min(1 << power, max_rows) for power in range(2, max_rows.bit_length() + 1)}))
 
 
 def record(run: Callable[[], torch.Tensor], pool: Any, warm_ups: int, device: torch.device) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
@@ -95,11 +96,9 @@ class DecodeGraphs:
     def __init__(self, model: Any, backend: AttentionBackend, sampler: Sampler, rows: RowState, max_tokens: int) -> None:
         """For steps of as many rows as there are, or as a step may have tokens."""
         self._model, self._backend, self._sampler, self._rows = model, backend, sampler, rows
-        self._most = min(rows.max_rows, max_tokens)
-        sharing = sharing_sizes(self._most) if backend.capabilities.shared_prefix else []
-        self._sizes = {False: list(reversed(row_sizes(self._most))), True: sharing}  # shares a prefix -> sizes, largest first
-        self._graphs: dict[tuple[bool, int], DecodeGraph] = {}  # (shares a prefix, size)
-        self._size_for = np.zeros((2, self._most + 1), np.int64)  # the same, number of rows -> size
+        most = min(rows.max_rows, max_tokens)
+        self._sizes = {False: row_sizes(most), True: sharing_sizes(most) if backend.capabilities.shared_prefix else ()}  # shares a prefix
+        self._graphs: dict[tuple[bool, int], DecodeGraph] = {}
         self.pool: Any = None  # of memory; once captured
 
     @torch.inference_mode()
@@ -117,12 +116,11 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Record every size. The KV pool must be there."""
-        wanted = [(shares, size) for shares, sizes in self._sizes.items() for size in sizes]
+        wanted = [(shares, size) for shares, sizes in self._sizes.items() for size in reversed(sizes)]
         for done, (shares, size) in enumerate(wanted):
             captured = self._capture(shares, size, self.pool, WARM_UPS if done == 0 else 1)
             self.pool = self.pool or captured.graph.pool()
             self._graphs[shares, size] = captured
-            self._size_for[int(shares), : size + 1] = size
             if progress is not None:
                 progress("capturing CUDA graphs", done + 1, len(wanted))
 
@@ -131,7 +129,8 @@ class DecodeGraphs:
         first entries are theirs, and which the next replay overwrites."""
         state, count = self._rows, len(host_rows)
         shares = shared_prefix_blocks > 0 and self._backend.capabilities.shared_prefix
-        captured = self._graphs[shares, int(self._size_for[int(shares), count])]
+        sizes = self._sizes[shares]
+        captured = self._graphs[shares, sizes[bisect_left(sizes, count)]]
         kv_lens, inputs = state.known[host_rows], captured.inputs
         width = -(-int(kv_lens.max(initial=1)) // state.block_size)
         from_host = inputs.holds_table(width)
