@@ -134,21 +134,22 @@ class FlashLayer(AttentionLayer):
 
     def __init__(self, spec: LayerSpec, backend: FlashAttention) -> None:
         self.spec, self._backend = spec, backend
-        self._kv = torch.empty(0)
+        self._kv = self._k = self._v = torch.empty(0)
 
     def allocate(self, num_blocks: int) -> None:
-        self._kv = torch.empty(0)  # lets go of the old before the new is made
+        self._kv = self._k = self._v = torch.empty(0)  # lets go of the old before the new is made
         shape = (2, num_blocks + 1, self.spec.kv_heads, self._backend.context.block_size, self.spec.head_size)
         # FlashAttention 3 reads slots that nobody has written, with a weight of 0: 0 times what lies there must be a number.
         self._kv = torch.zeros(shape, dtype=self._backend.dtype, device=self._backend.device)
+        self._k, self._v = self._kv.transpose(2, 3)  # [num_blocks + 1, block_size, kv_heads, head_size] each
 
     def cache_for_fused_write(self) -> FusedCache:
-        return FusedCache(*self._by_tokens(), self._backend.planned.slots)
+        return FusedCache(self._k, self._v, self._backend.planned.slots)
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         slots, block_size = self._backend.planned.slots[: len(k)], self._backend.context.block_size
         places = slots // block_size, slots % block_size
-        for cache, new in zip(self._by_tokens(), (k, v), strict=True):
+        for cache, new in zip((self._k, self._v), (k, v), strict=True):
             cache.index_put_(places, new)
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
@@ -164,12 +165,7 @@ class FlashLayer(AttentionLayer):
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty_like(q)
 
     def _rows(self, step: FlashStep, rows: slice) -> Paged:
-        return Paged(*self._by_tokens(), step.table[rows], step.lens[rows])
-
-    def _by_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, each [num_blocks + 1, block_size, kv_heads, head_size]."""
-        k, v = self._kv.transpose(2, 3)
-        return k, v
+        return Paged(self._k, self._v, step.table[rows], step.lens[rows])
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         for i in range(len(src)):
