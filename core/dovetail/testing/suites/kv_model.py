@@ -356,7 +356,7 @@ class KVWorld:
             return
         if row.planned_from is not None:
             certain = row.planned_from // self.block_size
-            if row.planned_from < max(row.prefill_end, row.request.num_tokens):  # a prompt's; or of ids that arrived since it was planned
+            if row.planned_from < row.request.num_tokens:  # known, so that it may have been committed
                 self._tell("uncommit", row.request, row.planned_from)
             self.nothing_lost = False
             row.planned_from = None
