@@ -185,8 +185,8 @@ def test_a_row_sees_what_another_row_writes_in_the_same_step() -> None:
 
 @few
 @given(
-    own=st.lists(st.integers(1, 120), min_size=2, max_size=5),
-    shared=st.integers(2, 14),
+    own=st.lists(st.integers(0, 120), min_size=2, max_size=5),
+    shared=st.integers(3, 16),
     chunk=st.sampled_from([0, 5]),
     group=st.sampled_from([1, 2, 4]),
     processors=st.sampled_from([1, 3, 16]),
@@ -194,6 +194,7 @@ def test_a_row_sees_what_another_row_writes_in_the_same_step() -> None:
 )
 @example(own=[120, 7, 111], shared=8, chunk=0, group=2, processors=16, backend=SharingAttention)  # several parts, and rows that are cut
 @example(own=[22, 1, 62], shared=8, chunk=5, group=2, processors=1, backend=MixedGraphAttention)  # one part, and rows that are whole
+@example(own=[1, 0], shared=16, chunk=5, group=2, processors=16, backend=SharingAttention)  # a row that has nothing but what it shares
 def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(
     own: list[int], shared: int, chunk: int, group: int, processors: int, backend: type[SharingAttention]
 ) -> None:
