@@ -296,7 +296,8 @@ def test_nothing_stops_it_before_min_tokens(llm: LLM) -> None:
 
 def test_parameters_can_be_copied_and_pickled() -> None:
     params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, extra_args={"key": [1]})
-    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+    assert copy.copy(params) == copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+    assert copy.copy(params) is not params
     assert SamplingParams(**dataclasses.asdict(params)) == params
 
 

@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 
 import dovetail_models
 from dovetail.engine.tokenizer import Tokenizer
@@ -26,6 +30,27 @@ def demo() -> Tokenizer:
 def test_text_comes_back(demo: Tokenizer) -> None:
     text = "O Romeo, Romeo! wherefore art thou — Ünïcode 👍?\n"
     assert demo.decode(demo.encode(text)) == text
+
+
+@given(st.lists(st.text(max_size=40), max_size=5), st.booleans())
+def test_many_texts_at_once_become_the_tokens_of_each(texts: list[str], special_tokens: bool) -> None:
+    """As the file says that the tokenizer is made of; with a token before and after, so that it shows whether they are there."""
+    library = tokenizers.Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    library.post_processor = tokenizers.processors.TemplateProcessing(single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
+    ours = Tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=library))
+    assert ours.encode_all(texts, special_tokens) == [library.encode(text, add_special_tokens=special_tokens).ids for text in texts]
+    assert ours.encode_all(texts, special_tokens) == [ours.encode(text, special_tokens) for text in texts]
+
+
+@given(st.lists(st.text(max_size=10), max_size=3))
+def test_a_tokenizer_written_in_python_does_too(texts: list[str]) -> None:
+    bytes_and_end = [[3 + byte for byte in text.encode()] + [1] for text in texts]
+    assert Tokenizer(transformers.ByT5Tokenizer()).encode_all(texts) == bytes_and_end
+
+
+def test_half_a_surrogate_pair_is_no_text(demo: Tokenizer) -> None:
+    with pytest.raises(RequestError, match=r"half a surrogate pair, '\\ud800', at character 1"):
+        demo.encode_all(["fine", "a\ud800"])
 
 
 def test_it_knows_its_size_and_its_end(demo: Tokenizer) -> None:

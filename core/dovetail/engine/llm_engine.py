@@ -155,8 +155,14 @@ class LLMEngine:
     def tokenized(self, prompt: Prompt) -> Prompt:
         """A prompt of text with its token ids, so that `add_request` needn't tokenize it, which takes milliseconds for a long one; any other as it
         is. May be called in another thread than the engine's. Raises as `add_request` does."""
-        content = _content(prompt)
-        return TokenizedText(content, self.tokenizer.encode(content)) if isinstance(content, str) else prompt
+        [tokenized] = self.all_tokenized([prompt])
+        return tokenized
+
+    def all_tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """As `tokenized` each, in a fraction of the time that the texts would take one by one."""
+        texts = {place: content for place, content in enumerate(map(_content, prompts)) if isinstance(content, str)}
+        ids = iter(self.tokenizer.encode_all(list(texts.values())) if texts else ())
+        return [TokenizedText(texts[place], next(ids)) if place in texts else prompt for place, prompt in enumerate(prompts)]
 
     def abort_request(self, request_id: str | Sequence[str]) -> None:
         """End one or several; nothing more is delivered of them. An unknown id is nobody's: nothing happens."""
@@ -314,14 +320,14 @@ def _content(prompt: Any) -> Any:
     return content
 
 
-def _as_ids(prompt: Any) -> list[int]:
+def _as_ids(prompt: Any) -> tuple[int, ...]:
     """A list, tuple, numpy array or torch tensor of integers, as ints."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray | memoryview):
         raise RequestError(f"the prompt must be text or a list of token ids, got {shown(prompt)}")
     if list(map(type, ids)).count(int) == len(ids):  # nearly always, and quickly seen
-        return list(ids)
+        return tuple(ids)
     for token in ids:
         if not is_integer(token):
             raise RequestError(f"the prompt's token ids must be integers, got {shown(token)}")
-    return [int(token) for token in ids]
+    return tuple(int(token) for token in ids)

@@ -50,11 +50,17 @@ class Tokenizer:
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """`special_tokens`: with those that the model expects around a text, such as BOS. Raises `RequestError` for text that isn't Unicode."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"half a surrogate pair, {error.object[error.start]!r}, at character {error.start}: that is no text") from None
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens, verbose=False)
+        [ids] = self.encode_all([text], special_tokens)
+        return ids
+
+    def encode_all(self, texts: Sequence[str], special_tokens: bool = True) -> list[list[int]]:
+        """As `encode` each; on all cores, where the tokenizer isn't written in Python."""
+        for text in texts:
+            _check_unicode(text)
+        if not texts:
+            return []  # transformers can't
+        encoded = self._tokenizer(list(texts), add_special_tokens=special_tokens, return_attention_mask=False, verbose=False)
+        ids: list[list[int]] = encoded["input_ids"]
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -75,6 +81,14 @@ class Tokenizer:
         except Exception as error:  # templates raise jinja errors of all kinds
             raise RequestError(f"the chat template refuses these messages: {error}") from None
         return list(ids)
+
+
+def _check_unicode(text: str) -> None:
+    """Python allows half a surrogate pair in a string."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"half a surrogate pair, {error.object[error.start]!r}, at character {error.start}: that is no text") from None
 
 
 def _no_tokenizer(directory: Path, reason: str) -> ModelLoadError:
