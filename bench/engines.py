@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bench.power import PowerWatch
 from bench.shapes import write_weights
 from bench.workloads import Workload
 from dovetail import EngineConfig
@@ -70,7 +71,8 @@ def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any]) -> 
 
         warm_up(work, generate)
         before = llm.engine.stats()
-        times = timed(work, generate)
+        with PowerWatch() as power:
+            times = timed(work, generate)
         stats = llm.engine.stats()
         steps = stats.steps - before.steps
         details = {
@@ -82,6 +84,7 @@ def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any]) -> 
             "gap_ms_a_step": 1e3 * (sum(times) - stats.device_s + before.device_s) / steps,
             "device_busy_share": (stats.device_s - before.device_s) / sum(times),
             "preemptions": stats.preemptions - before.preemptions,
+            **power.summary(),
         }
     return Measured(times, started, details)
 
