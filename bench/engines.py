@@ -6,6 +6,7 @@ tokens, and as many requests at once as the workload asks for; everything else i
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,18 +43,19 @@ def warm_up(work: Workload, generate: Generate) -> None:
     generate(work.prompts(seed=100))
 
 
-def timed(work: Workload, generate: Generate) -> list[float]:
-    """Seconds of each run; fresh prompts for each, or a prefix cache would help."""
+def timed(work: Workload, generate: Generate) -> tuple[list[float], dict[str, float]]:
+    """Seconds of each run, with fresh prompts for each, or a prefix cache would help; and what the GPU's clock and power were meanwhile."""
     times = []
-    for run in range(RUNS):
-        prompts = work.prompts(seed=run)
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        produced = generate(prompts)
-        times.append(time.perf_counter() - begun)
-        if produced != work.output_tokens:
-            raise SystemExit(f"{produced} tokens were generated, not {work.output_tokens}")
-    return times
+    with PowerWatch() as power:
+        for run in range(RUNS):
+            prompts = work.prompts(seed=run)
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            produced = generate(prompts)
+            times.append(time.perf_counter() - begun)
+            if produced != work.output_tokens:
+                raise SystemExit(f"{produced} tokens were generated, not {work.output_tokens}")
+    return times, power.summary()
 
 
 def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
@@ -71,8 +73,7 @@ def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any]) -> 
 
         warm_up(work, generate)
         before = llm.engine.stats()
-        with PowerWatch() as power:
-            times = timed(work, generate)
+        times, power = timed(work, generate)
         stats = llm.engine.stats()
         steps = stats.steps - before.steps
         details = {
@@ -84,7 +85,7 @@ def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any]) -> 
             "gap_ms_a_step": 1e3 * (sum(times) - stats.device_s + before.device_s) / steps,
             "device_busy_share": (stats.device_s - before.device_s) / sum(times),
             "preemptions": stats.preemptions - before.preemptions,
-            **power.summary(),
+            **power,
         }
     return Measured(times, started, details)
 
@@ -104,9 +105,10 @@ def run_nano_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) ->
         return sum(len(output["token_ids"]) for output in llm.generate(prompts, params, use_tqdm=False))
 
     warm_up(work, generate)
-    times = timed(work, generate)
+    times, power = timed(work, generate)
     llm.exit()
-    return Measured(times, started, {"version": version_of("nano-vllm")})
+    atexit.unregister(llm.exit)  # it asked to be ended once more when the program ends, and would fail
+    return Measured(times, started, {"version": version_of("nano-vllm"), **power})
 
 
 def run_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
@@ -122,7 +124,8 @@ def run_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Meas
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
     warm_up(work, generate)
-    return Measured(timed(work, generate), started, {"version": version_of("vllm")})
+    times, power = timed(work, generate)
+    return Measured(times, started, {"version": version_of("vllm"), **power})
 
 
 def run_transformers(work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured:
@@ -152,8 +155,8 @@ def run_transformers(work: Workload, directory: Path, overrides: dict[str, Any])
             return sum(map(len, outputs))
 
         warm_up(work, generate)
-        times = timed(work, generate)
-    return Measured(times, started, {"version": version_of("transformers")})
+        times, power = timed(work, generate)
+    return Measured(times, started, {"version": version_of("transformers"), **power})
 
 
 def version_of(distribution: str) -> str:

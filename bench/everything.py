@@ -25,6 +25,7 @@ from bench.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[1]
 BACKENDS = ("triton", "flash_attn")
+BESIDE_OTHERS = ("nano", "one", "thousand", "shared")  # workloads
 KERNEL_TESTS = ("nn/test_kernels", "samplers/test_fused", "runtime/test_decode_rows", "attention/test_triton_backend")
 GRACE_S = 15.0
 FIGURES, FOLDER = "{json}", "{folder}"  # in a command: the part's JSON file, and a folder of its own
@@ -71,7 +72,7 @@ PARTS = (
     Part("8b-calibration", ("-m", "bench.lab.own_gpu", "--out", FOLDER, "--shape", "qwen3-8b"), 200),
     Part("kernel-tests", ("-m", "pytest", *(f"tests/{file}.py" for file in KERNEL_TESTS)), 500),
     *(throughput(workload, "flash_attn") for workload in WORKLOADS if workload != "nano"),
-    Part("others", ("-m", "bench.throughput", "--workload", "nano", "--engine", "dovetail", "nano-vllm", "vllm", "--json", FIGURES), 400),
+    Part("others", ("-m", "bench.throughput", "--workload", *BESIDE_OTHERS, "--engine", "dovetail", "nano-vllm", "vllm", "--json", FIGURES), 500),
     Part("attention", ("-m", "bench.attention"), 300),
     Part("profile", ("-m", "bench.profile_decode", "--rows", "1", "8", "64", "256"), 200),
     Part("products", ("-m", "bench.products"), 100),

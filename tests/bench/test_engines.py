@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,10 @@ class VLLM(Engine):
 
 
 class NanoVLLM(Engine):
+    def __init__(self, model: str, **settings: Any) -> None:
+        super().__init__(model, **settings)
+        atexit.register(self.exit)
+
     def output(self, token_ids: list[int]) -> Any:
         return {"text": "", "token_ids": token_ids}
 
@@ -85,7 +90,11 @@ def test_nano_vllm_gets_weights_the_lengths_and_room_for_all_requests(monkeypatc
     install(monkeypatch, "nanovllm", NanoVLLM)
     filled: list[Path] = []
     monkeypatch.setattr(engines, "write_weights", filled.append)
+    left: list[Any] = []
+    monkeypatch.setattr(atexit, "register", left.append)
+    monkeypatch.setattr(atexit, "unregister", left.remove)
     engines.run_nano_vllm(WORK, DIRECTORY, {})
+    assert not left, "it isn't ended twice"
     assert filled == [DIRECTORY]
     assert NanoVLLM.made == {"model": str(DIRECTORY), "enforce_eager": False, "max_model_len": 9, "max_num_seqs": 2}
     assert NanoVLLM.asked[-1] == "exit"
