@@ -155,8 +155,7 @@ class LLMEngine:
     def tokenized(self, prompt: Prompt) -> Prompt:
         """A prompt of text with its token ids, so that `add_request` needn't tokenize it, which takes milliseconds for a long one; any other as it
         is. May be called in another thread than the engine's. Raises as `add_request` does."""
-        [tokenized] = self.all_tokenized([prompt])
-        return tokenized
+        return self.all_tokenized([prompt])[0] if is_text(prompt) else prompt
 
     def all_tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """As `tokenized` each, in a fraction of the time that the texts would take one by one."""
