@@ -47,10 +47,14 @@ def report(name: str, engine: str, work: Workload, measured: Measured, limits: L
     }
     print(
         f"{name:>10} {engine:>10} {row['tok_s']:>9,.0f} tok/s {median:8.3f} s  floor {floor:6.3f} s ({100 * row['share_of_floor']:.0f} %)  "
-        f"start {measured.start_s:.1f} s  " + " ".join(f"{k}={v:.3g}" for k, v in measured.details.items() if isinstance(v, int | float)),
+        f"start {measured.start_s:.1f} s  " + " ".join(f"{k}={_short(v)}" for k, v in measured.details.items() if isinstance(v, int | float)),
         flush=True,
     )
     return row
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def main() -> None:
