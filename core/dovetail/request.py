@@ -163,18 +163,18 @@ def _number(name: str, value: Any, low: float, high: float, *, optional: bool = 
 
 def _texts(name: str, values: Any) -> tuple[str, ...]:
     for value in _items(name, values, "non-empty strings"):
-        if not isinstance(value, str) or not value or not _is_unicode(value):
+        if not isinstance(value, str) or not value or unicode_error(value):
             raise RequestError(f"{name} must be a list of non-empty strings, got {shown(value)} in it")
     return tuple(values or ())
 
 
-def _is_unicode(text: str) -> bool:
-    """Python allows half a surrogate pair in a string."""
+def unicode_error(text: str) -> UnicodeEncodeError | None:
+    """What is wrong with it, if anything is: Python allows half a surrogate pair in a string."""
     try:
         text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    except UnicodeEncodeError as error:
+        return error
+    return None
 
 
 def _token_ids(name: str, values: Any) -> tuple[int, ...]:

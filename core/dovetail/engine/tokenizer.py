@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import MissingExtraError, ModelLoadError, RequestError
+from dovetail.request import unicode_error
 
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # `tokenizer_class` of a tokenizer.json that needs no class of its own
 
@@ -56,7 +57,8 @@ class Tokenizer:
     def encode_all(self, texts: Sequence[str], special_tokens: bool = True) -> list[list[int]]:
         """As `encode` each; on all cores, where the tokenizer isn't written in Python."""
         for text in texts:
-            _check_unicode(text)
+            if error := unicode_error(text):
+                raise RequestError(f"half a surrogate pair, {error.object[error.start]!r}, at character {error.start}: that is no text")
         if not texts:
             return []  # transformers can't
         encoded = self._tokenizer(list(texts), add_special_tokens=special_tokens, return_attention_mask=False, verbose=False)
@@ -81,14 +83,6 @@ class Tokenizer:
         except Exception as error:  # templates raise jinja errors of all kinds
             raise RequestError(f"the chat template refuses these messages: {error}") from None
         return list(ids)
-
-
-def _check_unicode(text: str) -> None:
-    """Python allows half a surrogate pair in a string."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"half a surrogate pair, {error.object[error.start]!r}, at character {error.start}: that is no text") from None
 
 
 def _no_tokenizer(directory: Path, reason: str) -> ModelLoadError:
