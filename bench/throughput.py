@@ -5,13 +5,13 @@
     python -m bench.throughput --workload nano one eight --engine dovetail nano-vllm vllm transformers --json out.json
 
 Random weights in the model's true shape, bfloat16; one warm-up call, then three timed runs with fresh token ids each; detokenization on. The floor
-(`bench/limits.py`) is computed from the shapes, and the copy bandwidth and product rate measured in the same run.
+(`bench/limits.py`) is computed from the shapes, and the copy bandwidth and product rate measured in the same run. Each engine runs each workload in a
+process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import tempfile
@@ -19,8 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from bench.apart import apart
 from bench.engines import ENGINES, Measured, run_engine, settings_of
 from bench.limits import Limits, floor_seconds, measure_limits, require_gpu
 from bench.shapes import SHAPES, write_checkpoint
@@ -72,15 +71,13 @@ def main() -> None:
     for name in args.workload:
         work = WORKLOADS[name] if args.shape is None else replace(WORKLOADS[name], shape=args.shape)
         if work.shape not in limits:
-            limits[work.shape] = measure_limits(SHAPES[work.shape])
+            limits[work.shape] = apart(measure_limits, SHAPES[work.shape])
         with tempfile.TemporaryDirectory() as directory:
             write_checkpoint(SHAPES[work.shape], Path(directory))
             for engine in args.engine:
-                measured = run_engine(engine, work, Path(directory), overrides)
+                measured = apart(run_engine, engine, work, Path(directory), overrides)
                 if measured is not None:
                     rows.append(report(name, engine, work, measured, limits[work.shape]))
-                gc.collect()
-                torch.cuda.empty_cache()
         if args.json:
             Path(args.json).write_text(json.dumps(rows, indent=2))
 
