@@ -306,8 +306,9 @@ def prefill_table() -> None:
 
 
 def decode_candidates() -> Iterator[DecodeTiling]:
-    for keys, warps, stages, programs in itertools.product((32, 64, 128), (2, 4, 8), (3, 4, 5), (1, 2, 3, 4)):
-        yield DecodeTiling(keys, warps, stages, programs)
+    for keys, warps, stages, all_warps in itertools.product((16, 32, 64, 128), (1, 2, 4, 8), (2, 3, 4), (4, 8, 12, 16)):
+        if all_warps % warps == 0:
+            yield DecodeTiling(keys, warps, stages, all_warps // warps)
 
 
 def prefill_candidates() -> Iterator[PrefillTiling]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail_attention.triton_schedule import (
     LEAST_KEYS,
+    LEAST_KEYS_OF_HALF,
     LEAST_STEPS,
     DecodeTables,
     Prefix,
@@ -56,8 +58,9 @@ def test_segments_cover_what_each_row_sees_and_fit_their_table(lens: list[int], 
     starts = buffer[: shares + 1]
     assert starts[0] == 0
     assert starts[-1] == len(segments)
-    seen = sum(min(length, window or length) for length in lens)
-    assert np.count_nonzero(np.diff(starts)) <= max(1, (seen + 2 * step * len(lens)) // LEAST_KEYS)
+    keys = sum(min(length, window or length) for length in lens) + 2 * step * len(lens)
+    used = np.count_nonzero(np.diff(starts))
+    assert used <= max(1, keys // LEAST_KEYS) or used <= min(shares // 2, keys // LEAST_KEYS_OF_HALF)
     for row, length in enumerate(lens):
         own = segments[segments[:, 0] == row]
         assert own[0, 2] == max(0, length - (window or length))
@@ -67,6 +70,18 @@ def test_segments_cover_what_each_row_sees_and_fit_their_table(lens: list[int], 
         _, first, count = records[row]
         assert np.array_equal(segments[first : first + count], own)
         assert own[:, 4].tolist() == ([row] * count if count > 1 else [-1 - row])
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "used"),
+    [(1, 100, 3), (1, 800, 25), (4, 800, 66), (8, 800, 100), (64, 800, 132), (1, 32_000, 64), (2, 32_000, 128)],
+)
+def test_few_keys_are_cut_finely_while_programs_are_idle_and_a_long_row_not_into_more_than_one_program_puts_together(
+    rows: int, length: int, used: int
+) -> None:
+    tables = DecodeTables(132, max_rows=rows)
+    buffer = tables.fill(StepRows.of(np.ones(rows, np.int32), np.full(rows, length, np.int32)), None, 16, Prefix(), 0, rows)
+    assert np.count_nonzero(np.diff(buffer[:133])) == used
 
 
 @given(lengths, st.one_of(st.none(), st.integers(1, 300)), st.sampled_from([1, 16, 64]), st.integers(1, 30), st.data())

@@ -17,7 +17,10 @@ BOUNDS = 5  # numbers
 BEGINNING_KEYS = 64  # what beginning a segment costs besides, in keys
 TILE_NUMBERS = 10
 LEAST_STEPS = 4  # of a part of a prefill's tile: with fewer, putting it together costs more than it saves
-LEAST_KEYS = 64  # of a share, if there are too few for all: putting a row together again costs more than what finer shares save
+# Of a share, if there are too few for all: putting a row together again costs more than what finer shares save.
+LEAST_KEYS = 64
+LEAST_KEYS_OF_HALF = 32  # while no more than half of the shares have any
+MOST_PARTS_OF_A_ROW = 64  # if there is just one: whoever puts it together is alone in that
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +126,10 @@ class DecodeTables:
 
     def _fill(self, rows: StepRows, seen: Seen, step: int, prefix: Prefix) -> tuple[Int32, Int64]:
         """All but the bounds, and the ends of the rows: `Filled.ends`."""
-        shares = min(self.shares, max(1, int(seen.steps.sum()) * step // LEAST_KEYS))  # the rest have nothing to do
-        cut = cut_evenly(seen.steps, shares, max(1, BEGINNING_KEYS // step))
+        keys = int(seen.steps.sum()) * step
+        shares = self._worth_having(keys, len(rows.lens))  # the rest have nothing to do
+        beginning = min(BEGINNING_KEYS, keys // shares // 2)  # or beginning would be all that some have to do
+        cut = cut_evenly(seen.steps, shares, max(1, beginning // step))
         count = len(rows.lens)
         parts = np.bincount(cut.row, minlength=count)
         buffer = np.zeros(self.segments_at + len(cut.row) * 5, np.int32)
@@ -141,6 +146,11 @@ class DecodeTables:
         table[:, 3] = (seen.base[cut.row] + cut.last) * step  # in a row's last segment, past its end
         table[:, 4] = np.where(parts[cut.row] > 1, cut.row, -1 - cut.row)  # the latter needs no merging
         return buffer, self.segments_at + (np.cumsum(parts) - 1) * 5 + 3
+
+    def _worth_having(self, keys: int, rows: int) -> int:
+        """Shares that so many keys, of all rows together, are cut into."""
+        finest = max(min(keys // LEAST_KEYS_OF_HALF, self.shares // 2), keys // LEAST_KEYS)
+        return max(1, min(self.shares, finest, rows * MOST_PARTS_OF_A_ROW))
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,13 +61,15 @@ INTERPRETED = Tilings(lambda shape: DecodeTiling(16, 1, 1, 1), lambda shape: Pre
 
 # One H200 (device copy: 4.28 TB/s), blocks of 16. Beside each choice what it was measured at, and the next best ones.
 #
-# Decode: 16 heads over 8 kv heads, 256 rows of 100 to 2,000 tokens. `programs` is at most how many fit on a multiprocessor.
+# Decode: 16 heads over 8 kv heads, 256 rows of 100 to 2,000 tokens. `programs` is at most how many fit on a multiprocessor; programs of one warp have
+# nobody to wait for at each step. A multiprocessor has four parts, which warps are dealt out to: 4, 8 or 12 are even, and others are slower.
 _HOPPER_DECODE = {  # bytes of one head's K of a token, at most: (keys, warps, stages, programs)
-    128: DecodeTiling(128, 4, 3, 3),  # 4.08 TB/s; (64, 4, 4, 3) 3.98, (128, 4, 4, 2) 3.83, (256, 8, 3, 2) 2.97
-    # 4.20 TB/s with a fourth program, (64, 4, 3, 3) 4.17, (64, 4, 4, 2) 4.13; but beside three the layers that follow can begin, and a whole step of
-    # 1, 8, 64, 128 rows of 800 takes 756, 1018, 2753, 4207 us (four: 777, 1048, 2811, 4293; two: 798, 1085, 2940, 4559)
-    256: DecodeTiling(32, 4, 3, 3),
-    512: DecodeTiling(32, 4, 3, 3),  # 4.34 TB/s; (16, 4, 4, 3) 4.38, (64, 8, 3, 1) 4.19; float32 1.66 TB/s, (16, 4, 4, 3) 0.89
+    128: DecodeTiling(32, 1, 3, 8),  # 4.09 TB/s; (128, 4, 3, 3) 4.01, (32, 1, 4, 6) 3.71, (16, 1, 4, 8) 3.59
+    # 4.08 to 4.15 TB/s; (16, 1, 3, 4) 4.18, (32, 4, 3, 3) 4.15, (16, 1, 3, 6) 4.10, (16, 1, 4, 6) 4.07, (16, 1, 3, 9) 3.43. Eight have just room, so
+    # that no multiprocessor gets more than another: a whole step of 1, 16, 64, 128 rows of 800 (16: 1,000), and of 256 of 680, takes 742, 1,295,
+    # 2,222, 3,745, 5,919 us; (32, 4, 3, 3) 745, 1,343, 2,299, 3,793, 5,979; (16, 1, 7, 4) 767, 1,363, 2,307, 3,854, 6,070
+    256: DecodeTiling(16, 1, 3, 8),
+    512: DecodeTiling(16, 2, 3, 4),  # 4.22 TB/s; (32, 4, 3, 3) 4.20, (16, 1, 3, 4) 4.19; float32 1.72 TB/s, (32, 4, 3, 3) 1.65
     1024: DecodeTiling(16, 4, 3, 2),  # not measured
 }
 # Prefill: 32 heads over 8, 16 rows of 8,192 tokens (head size 256: 64 of 1,024).
