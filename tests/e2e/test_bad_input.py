@@ -444,6 +444,15 @@ def test_a_wrong_config_is_refused(config: dict[str, Any], error: type[DovetailE
         LLMEngine.from_config({"model": "demo", **config})
 
 
+def test_a_package_that_a_library_lacks_is_told_as_such_and_not_as_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_model(*arguments: object) -> None:
+        raise ModuleNotFoundError("No module named 'httpx2'")
+
+    monkeypatch.setattr("dovetail_executors.local.load_model", load_model)
+    with pytest.raises(UnsupportedError, match=r"executor dovetail:local can't start: ModuleNotFoundError: No module named 'httpx2'$"):
+        LLMEngine.from_config({"model": "demo"})
+
+
 def test_a_wrong_key_of_a_file_is_told_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "engine.yaml").write_text("model: demo\nschedular: fcfs\n")
     with pytest.raises(ConfigError, match=r"engine.yaml:2: schedular: unknown key, did you mean scheduler\?"):

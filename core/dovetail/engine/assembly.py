@@ -143,9 +143,11 @@ def _start(executor: Executor, name: str) -> Capacity:
     except DovetailError:
         raise
     except Exception as error:  # of the device, usually
-        what = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        what = f"executor {name} can't start: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if isinstance(error, ImportError):  # of a package that a library needs
+            raise UnsupportedError(what) from error
         remedy = "if memory is short, lower max_num_seqs, max_model_len, gpu_memory_utilization, kv_cache_memory or max_num_batched_tokens"
-        raise UnsupportedError(f"executor {name} can't start: {what}; {remedy}") from error
+        raise UnsupportedError(f"{what}; {remedy}") from error
 
 
 def _make_executor(config: EngineConfig, parts: Parts, model_dir: Path, clock: Clock, progress: Callable[[str, int, int], None] | None) -> Executor:
