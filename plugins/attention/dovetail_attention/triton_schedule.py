@@ -20,7 +20,6 @@ LEAST_STEPS = 4  # of a part of a prefill's tile: with fewer, putting it togethe
 # Of a share, if there are too few for all: putting a row together again costs more than what finer shares save.
 LEAST_KEYS = 64
 LEAST_KEYS_OF_HALF = 32  # while no more than half of the shares have any
-MOST_PARTS_OF_A_ROW = 64  # if there is just one: whoever puts it together is alone in that
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +147,10 @@ class DecodeTables:
         return buffer, self.segments_at + (np.cumsum(parts) - 1) * 5 + 3
 
     def _worth_having(self, keys: int, rows: int) -> int:
-        """Shares that so many keys, of all rows together, are cut into."""
-        finest = max(min(keys // LEAST_KEYS_OF_HALF, self.shares // 2), keys // LEAST_KEYS)
-        return max(1, min(self.shares, finest, rows * MOST_PARTS_OF_A_ROW))
+        """Shares that so many keys, of all rows together, are cut into: half of them at most for each row, which one program puts together."""
+        half = self.shares // 2
+        finest = max(min(keys // LEAST_KEYS_OF_HALF, half), keys // LEAST_KEYS)
+        return max(1, min(self.shares, finest, rows * half))
 
 
 @dataclass(frozen=True, slots=True)
