@@ -324,7 +324,7 @@ def _as_ids(prompt: Any) -> tuple[int, ...]:
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray | memoryview):
         raise RequestError(f"the prompt must be text or a list of token ids, got {shown(prompt)}")
-    if list(map(type, ids)).count(int) == len(ids):  # nearly always, and quickly seen
+    if [type(token) for token in ids].count(int) == len(ids):  # nearly always, and quickly seen
         return tuple(ids)
     for token in ids:
         if not is_integer(token):
