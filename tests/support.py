@@ -6,10 +6,13 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-FULL = os.environ.get("DOVETAIL_TEST_PROFILE") == "full"
+PROFILE = os.environ.get("DOVETAIL_TEST_PROFILE", "quick")
+FULL = PROFILE == "full"
 
 
 def examples(quick: int, full: int) -> settings:
-    """Hypothesis settings with as many examples as the profile asks for: `quick` in CI, `full` in `make test-full`."""
+    """Hypothesis settings with as many examples as the profile asks for: `quick` in CI, `full` in `make test-full`, and a tenth of `quick` in
+    "brief", for tests that run once more in another environment."""
+    count = {"full": full, "quick": quick, "brief": max(1, quick // 10)}[PROFILE]
     slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-    return settings(max_examples=full if FULL else quick, deadline=None, suppress_health_check=slow_is_fine, derandomize=not FULL)
+    return settings(max_examples=count, deadline=None, suppress_health_check=slow_is_fine, derandomize=not FULL)
