@@ -17,8 +17,9 @@ from dovetail.api.attention import AttentionBatch, AttentionContext, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
 from dovetail.runtime.decode_graphs import DecodeGraphs
+from dovetail_attention import triton_backend, triton_schedule
 from dovetail_attention.triton_backend import TritonAttention
-from dovetail_attention.triton_tuning import HOPPER
+from dovetail_attention.triton_tuning import HOPPER, DecodeTiling
 from tests.attention import interpreter
 from tests.attention.cases import Bench, Case, assert_close, cases
 from tests.runtime.fakes import Bench as RunnerBench
@@ -142,6 +143,23 @@ def test_head_sizes_that_are_no_power_of_two_are_attended_as_defined(head_size: 
 def test_many_decodes_of_very_different_lengths_are_attended_as_defined() -> None:
     lens = np.random.default_rng(0).integers(1, 900 if ON_GPU else 120, 100 if ON_GPU else 12).tolist()
     assert_as_defined(Case(tuple(lens), (1,) * len(lens), kv_heads=1, heads=2, windows=(None, 64)))
+
+
+@pytest.mark.parametrize(("tokens", "least", "most"), [(64, 2, 4), (240, 5, 16), (600, 17, 64)])
+def test_a_row_of_many_parts_is_put_together_in_groups_of_groups(tokens: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "MERGE_NUMBERS", 64)  # two parts at once
+    monkeypatch.setattr(triton_backend, "LEAST_TOGETHER", 4)  # by one program
+    monkeypatch.setattr(triton_schedule, "LEAST_KEYS", 16)
+    bench = triton_bench(Case((tokens - 1, 99, 2), (1, 1, 1), heads=2, kv_heads=1))
+    assert isinstance(bench.backend, TritonAttention)
+    bench.backend.tilings = replace(bench.backend.tilings, decode=lambda shape: DecodeTiling(16, 1, 1, 1))
+    bench.backend.processors = 50
+    bench.backend.prepare(max_rows=3, max_tokens=1024, max_len=1024)
+    [schedule] = bench.backend.planned.schedules.values()
+    for _ in range(2):  # the second time with what the first left behind
+        assert_close(bench.run(), bench.expected(), TOLERANCE)
+        assert least <= schedule.rows[2] <= most, "parts of the first row"
+        assert not schedule.arrived.any()
 
 
 @pytest.mark.parametrize("dtype", list(HALF))

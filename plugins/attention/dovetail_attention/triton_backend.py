@@ -28,12 +28,12 @@ from dovetail.nn.kernels.chain import chained
 from dovetail.nn.kernels.launch import is_compiling_ahead, launch
 from dovetail_attention import triton_cache, triton_decode, triton_prefill
 from dovetail_attention.triton_schedule import TILE_NUMBERS
-from dovetail_attention.triton_step import PREFIX_PARTS, Likeness, Limits, Schedule, StepBuffers
+from dovetail_attention.triton_step import LEAST_TOGETHER, PREFIX_PARTS, Likeness, Limits, Schedule, StepBuffers
 from dovetail_attention.triton_tuning import CUDA, HOPPER, INTERPRETED, PrefillTiling, Tilings
 
 LOG2_E = math.log2(math.e)
 COPY_WIDTH = 2048
-MERGE_NUMBERS = 4096  # that a program merges at once
+MERGE_NUMBERS = 4096  # of parts of a row, that a program puts together at once
 LEAST_M = 16  # queries of a tile for the tensor cores
 INTERPRETED_PROCESSORS = 4
 LOADS_APART = "prefill with warps of their own for loading"
@@ -186,6 +186,7 @@ class TritonLayer(AttentionLayer):
             launch(triton_decode.attend_prefix, (self.spec.kv_heads, tiles, PREFIX_PARTS))(
                 q, self._k, self._v, step.table, M=schedule.prefix_queries, num_warps=4, num_stages=tiling.stages, **known
             )
+        merged = max(1, MERGE_NUMBERS // (self._likeness.padded_size << (self._likeness.group - 1).bit_length()))
         launch(triton_decode.decode_shares, (self.spec.kv_heads, tables.shares))(
             q,
             out,
@@ -198,7 +199,8 @@ class TritonLayer(AttentionLayer):
             TABLE_STRIDE=step.limits.blocks,
             M=max(1 if q.dtype == torch.float32 else LEAST_M, 1 << (self._likeness.group - 1).bit_length()),
             PREFIXED=prefixed,
-            MERGED=max(1, MERGE_NUMBERS // (self._likeness.padded_size << (self._likeness.group - 1).bit_length())),
+            MERGED=merged,
+            TOGETHER=max(LEAST_TOGETHER, 2 * merged),
             num_warps=tiling.warps,
             num_stages=tiling.stages,
             maxnreg=tiling.registers,

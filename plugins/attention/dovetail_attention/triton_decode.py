@@ -31,7 +31,7 @@ def decode_shares(
     segments,  # [segments, 5] int32: row, token, begin, end, place p among `rows`; or -1 - p
     partial,  # [slots, HEADS, D] float32: of each segment; then of the prefix's parts, each `prefix_stride` after the last, from prefix_slot on
     partial_lse,  # [slots, HEADS] float32, base 2
-    arrived,  # [rows, kv heads] int32: segments done; 0 before and after
+    arrived,  # [levels, slots, kv heads] int32: of the group that begins with a slot, parts that are there; 0 before and after
     prefix_slot,
     prefix_stride,
     scale,
@@ -49,7 +49,8 @@ def decode_shares(
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
-    MERGED: tl.constexpr,  # slots that are merged at once
+    MERGED: tl.constexpr,  # parts of a row that are put together at once
+    TOGETHER: tl.constexpr,  # and one after the other, by one program
     PREFIXED: tl.constexpr,  # there may be a shared prefix
     CHAINED: tl.constexpr,
 ):
@@ -116,12 +117,24 @@ def decode_shares(
             at = segment * HEADS + head
             tl.store(partial + at[:, None] * D + d[None, :], acc, mask=real)
             tl.store(partial_lse + at, top + tl.log2(total), mask=member < GROUP)
-            tl.debug_barrier()  # all threads have stored, before one of them tells so
             first, count = tl.load(rows + place * 3 + 1), tl.load(rows + place * 3 + 2)
-            counter = arrived + place * (HEADS // GROUP) + kv_head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
-                tl.store(counter, 0)
-                _merge(out + token * HEADS * D, partial, partial_lse, kv_head * GROUP, first, count, HEADS, GROUP, D, D_PADDED, MERGED)
+            _put_together(
+                out + token * HEADS * D,
+                partial,
+                partial_lse,
+                arrived,
+                kv_head,
+                segment - first,
+                first,
+                count,
+                prefix_slot,
+                HEADS,
+                GROUP,
+                D,
+                D_PADDED,
+                MERGED,
+                TOGETHER,
+            )
         row, token, begin, end, place = _segment(segments, segment + 1, last_segment)
     first_padding = tl.load(bounds + 3).to(tl.int64)
     for i in range(share, tl.load(bounds + 4), tl.num_programs(1)):
@@ -147,31 +160,77 @@ def _joined(acc, top, total, values, lse):
 
 
 @triton.jit
-def _merge(
+def _put_together(
     out,  # of the token
     partial,
     partial_lse,
-    first_head,
+    arrived,
+    kv_head,
+    part,
     first,
     count,
+    slots,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
-    N: tl.constexpr,
+    MERGED: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
-    """What the heads of a group see in slots [first, first + count) becomes one."""
+    """This program has stored a part of a row, one of `count` with slots from `first` on. If it was the last of TOGETHER parts beside each other, it
+    puts these together in the slot of their first; then likewise with what has become of them, until the row is one."""
     padded: tl.constexpr = triton.next_power_of_2(GROUP)
     member, d = tl.arange(0, padded), tl.arange(0, D_PADDED)
+    head = kv_head * GROUP + member
     real = (member < GROUP)[:, None] & (d < D)[None, :]
-    inside = (first_head + member)[:, None] * D + d[None, :]
+    inside = head[:, None] * D + d[None, :]
+    apart = 1  # slots, from one part to the next
+    unfinished = True
+    while unfinished:
+        tl.debug_barrier()  # all threads have stored, before one of them tells so
+        group = part // TOGETHER
+        slot = first + group * TOGETHER * apart
+        size = tl.minimum(count - group * TOGETHER, TOGETHER)
+        counter = arrived + slot * (HEADS // GROUP) + kv_head
+        unfinished = tl.atomic_add(counter, 1, sem="acq_rel") == size - 1
+        if unfinished:
+            tl.store(counter, 0)
+            values, lse = _merged(partial, partial_lse, slot, size, apart, head, inside, member < GROUP, real, HEADS, D, D_PADDED, MERGED)
+            unfinished = count > TOGETHER
+            if unfinished:
+                tl.store(partial + slot * (HEADS * D) + inside, values, mask=real)
+                tl.store(partial_lse + slot * HEADS + head, lse, mask=member < GROUP)
+            else:
+                tl.store(out + inside, values.to(out.dtype.element_ty), mask=real)
+            part, count, apart = group, tl.cdiv(count, TOGETHER), apart * TOGETHER
+            arrived += slots * (HEADS // GROUP)
+
+
+@triton.jit
+def _merged(
+    partial,
+    partial_lse,
+    first,
+    count,
+    apart,
+    head,  # [padded]
+    inside,  # [padded, D_PADDED]: of a slot's numbers
+    is_head,  # [padded]
+    real,  # [padded, D_PADDED]
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    N: tl.constexpr,
+):
+    """What the heads of a group see in `count` slots, `apart` from each other: [padded, D_PADDED], and its log-sum-exp, base 2, [padded]."""
+    padded: tl.constexpr = head.shape[0]
     acc = tl.zeros([padded, D_PADDED], tl.float32)
     top, total = tl.full([padded], float("-inf"), tl.float32), tl.zeros([padded], tl.float32)
     for start in range(0, count, N):
         i = start + tl.arange(0, N)
-        exists, slot = i < count, first + i
-        lse_mask = exists[:, None] & (member < GROUP)[None, :]
-        lse = tl.load(partial_lse + slot[:, None] * HEADS + (first_head + member)[None, :], mask=lse_mask, other=float("-inf"))  # [N, padded]
+        exists, slot = i < count, first + i * apart
+        lse_mask = exists[:, None] & is_head[None, :]
+        lse = tl.load(partial_lse + slot[:, None] * HEADS + head[None, :], mask=lse_mask, other=float("-inf"))  # [N, padded]
         values = tl.load(partial + slot[:, None, None] * (HEADS * D) + inside[None, :, :], mask=exists[:, None, None] & real[None, :, :], other=0.0)
         new_top = tl.maximum(tl.maximum(top, tl.max(lse, 0)), HIDDEN)
         weights = tl.exp2(lse - new_top[None, :])
@@ -179,8 +238,8 @@ def _merge(
         total = total * shrink + tl.sum(weights, 0)
         acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 0)
         top = new_top
-    merged = acc / tl.where(member < GROUP, total, 1.0)[:, None]
-    tl.store(out + inside, merged.to(out.dtype.element_ty), mask=real)
+    total = tl.where(is_head, total, 1.0)
+    return acc / total[:, None], top + tl.log2(total)
 
 
 @triton.jit

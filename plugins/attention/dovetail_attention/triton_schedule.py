@@ -126,7 +126,7 @@ class DecodeTables:
     def _fill(self, rows: StepRows, seen: Seen, step: int, prefix: Prefix) -> tuple[Int32, Int64]:
         """All but the bounds, and the ends of the rows: `Filled.ends`."""
         keys = int(seen.steps.sum()) * step
-        shares = self._worth_having(keys, len(rows.lens))  # the rest have nothing to do
+        shares = self._worth_having(keys)  # the rest have nothing to do
         beginning = min(BEGINNING_KEYS, keys // shares // 2)  # or beginning would be all that some have to do
         cut = cut_evenly(seen.steps, shares, max(1, beginning // step))
         count = len(rows.lens)
@@ -146,11 +146,10 @@ class DecodeTables:
         table[:, 4] = np.where(parts[cut.row] > 1, cut.row, -1 - cut.row)  # the latter needs no merging
         return buffer, self.segments_at + (np.cumsum(parts) - 1) * 5 + 3
 
-    def _worth_having(self, keys: int, rows: int) -> int:
-        """Shares that so many keys, of all rows together, are cut into: half of them at most for each row, which one program puts together."""
-        half = self.shares // 2
-        finest = max(min(keys // LEAST_KEYS_OF_HALF, half), keys // LEAST_KEYS)
-        return max(1, min(self.shares, finest, rows * half))
+    def _worth_having(self, keys: int) -> int:
+        """Shares that so many keys, of all rows together, are cut into."""
+        finest = max(min(keys // LEAST_KEYS_OF_HALF, self.shares // 2), keys // LEAST_KEYS)
+        return max(1, min(self.shares, finest))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from dovetail_attention.triton_schedule import TILE_NUMBERS, DecodeTables, Int32
 from dovetail_attention.triton_tuning import Shape, Tilings
 
 PREFIX_PARTS = 8  # of a shared prefix, at most
+LEAST_TOGETHER = 16  # parts of a row that one program puts together
+LEVELS = 3  # groups of parts, groups of these, …: no row is cut into more than 16**3 parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class Schedule:
         self.tile_parts = TileParts.room(most_parts if self._split else 0, likeness.kv_heads, tiling.queries, likeness.head_size, device)
         self.partial = torch.empty((slots, likeness.heads, likeness.head_size), dtype=torch.float32, device=device)
         self.partial_lse = torch.empty((slots, likeness.heads), dtype=torch.float32, device=device)
-        self.arrived = torch.zeros((limits.rows, likeness.kv_heads), dtype=torch.int32, device=device)
+        self.arrived = torch.zeros((LEVELS, self.tables.slots, likeness.kv_heads), dtype=torch.int32, device=device)
         self.decodes = 0  # rows of one query, padding included
         self.prefix = Prefix()
         self.may_share = False  # the step, or another replay of its graph, attends to a shared prefix
