@@ -171,13 +171,13 @@ class _Speed:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """A list of integers is one prompt, and so is an array of one dimension."""
+    """A list that begins with an integer is one prompt, and so is an array of one dimension."""
     if isinstance(prompts, str | bytes | Mapping) or getattr(prompts, "ndim", 2) < 2:
         return [prompts]
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts must be text, token ids, or a list of these, got {shown(prompts)}")
     prompts = list(prompts)
-    return [prompts] if prompts and all(is_integer(token) for token in prompts) else prompts
+    return [prompts] if prompts and is_integer(prompts[0]) else prompts
 
 
 def _one_each(params: Any, count: int) -> list[SamplingParams]:
