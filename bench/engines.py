@@ -138,7 +138,7 @@ def run_transformers(work: Workload, directory: Path, overrides: dict[str, Any])
     tokenizer = AutoTokenizer.from_pretrained(directory)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": work.temperature, "top_k": 0} if work.temperature else {"do_sample": False}
     config = GenerationConfig(max_new_tokens=work.longest, eos_token_id=-1, pad_token_id=0, **sampling)
-    with torch.inference_mode(), model.continuous_batching_context_manager(generation_config=config) as manager:
+    with model.continuous_batching_context_manager(generation_config=config) as manager:  # its thread has an inference mode of its own
         started = time.perf_counter() - begun
 
         def generate(prompts: list[list[int]]) -> int:

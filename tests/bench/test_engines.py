@@ -130,6 +130,7 @@ def test_transformers_gets_each_requests_length_and_never_stops_early(monkeypatc
 
         @contextmanager
         def continuous_batching_context_manager(self, generation_config: Any) -> Iterator[Manager]:
+            assert not engines.torch.is_inference_mode_enabled(), "its thread changes tensors that are made here, and isn't in that mode"
             given.append(generation_config)
             yield manager
 
