@@ -186,7 +186,7 @@ class TritonLayer(AttentionLayer):
             launch(triton_decode.attend_prefix, (self.spec.kv_heads, tiles, PREFIX_PARTS))(
                 q, self._k, self._v, step.table, M=schedule.prefix_queries, num_warps=4, num_stages=tiling.stages, **known
             )
-        merged = max(1, MERGE_NUMBERS // (self._likeness.padded_size << (self._likeness.group - 1).bit_length()))
+        merged = max(1, MERGE_NUMBERS // (self._likeness.padded_group * self._likeness.padded_size))
         launch(triton_decode.decode_shares, (self.spec.kv_heads, tables.shares))(
             q,
             out,
@@ -197,7 +197,7 @@ class TritonLayer(AttentionLayer):
             segments=schedule.segments,
             arrived=schedule.arrived,
             TABLE_STRIDE=step.limits.blocks,
-            M=max(1 if q.dtype == torch.float32 else LEAST_M, 1 << (self._likeness.group - 1).bit_length()),
+            M=max(1 if q.dtype == torch.float32 else LEAST_M, self._likeness.padded_group),
             PREFIXED=prefixed,
             MERGED=merged,
             TOGETHER=max(LEAST_TOGETHER, 2 * merged),

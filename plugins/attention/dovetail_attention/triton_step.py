@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import triton
 
 from dovetail.api.attention import AttentionBatch, LayerSpec
 from dovetail.errors import DovetailError
@@ -40,7 +41,11 @@ class Likeness:
 
     @property
     def padded_size(self) -> int:
-        return max(16, 1 << (self.head_size - 1).bit_length())
+        return max(16, int(triton.next_power_of_2(self.head_size)))
+
+    @property
+    def padded_group(self) -> int:
+        return int(triton.next_power_of_2(self.group))
 
     def shape(self, dtype: torch.dtype, block_size: int) -> Shape:
         return Shape(self.group, self.padded_size, dtype.itemsize, block_size, self.window is not None)
