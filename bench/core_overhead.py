@@ -24,14 +24,14 @@ from dovetail.api.executor import Batch, Capacity, Executor, ExecutorContext, Re
 from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
 from dovetail.api.scheduler import Context
 from dovetail.config import EngineConfig
-from dovetail.engine.assembly import Assembly
-from dovetail.engine.async_engine import AsyncLLMEngine
 from dovetail.engine.core import CoreSettings, EngineCore
-from dovetail.engine.generation_defaults import GenerationDefaults
-from dovetail.engine.llm_engine import LLMEngine
+from dovetail.front.assembly import Assembly
+from dovetail.front.async_engine import AsyncLLMEngine
+from dovetail.front.generation_defaults import GenerationDefaults
+from dovetail.front.llm_engine import LLMEngine
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
-from dovetail.request import OutputKind, SamplingParams
+from dovetail.sampling_params import OutputKind, SamplingParams
 
 BLOCK_SIZE = 16
 MAX_LEN = 32_768

@@ -19,6 +19,7 @@ from dovetail.api.component import API_VERSIONS, KINDS, Kind
 from dovetail.cli.app import app
 from dovetail.config import COMPONENT_KEYS, EngineConfig
 from dovetail.config_schema import json_schema
+from dovetail.limits import Limits
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
@@ -53,12 +54,18 @@ def fill_in(markdown: str) -> str:
 def config_keys() -> str:
     """Every key of `engine.yaml`."""
     properties = json_schema(built_ins())["properties"]
-    return _table(EngineConfig, properties, "key", types={key: _choice_type(key) for key in COMPONENT_KEYS} | {"plugins": "mapping, see below"})
+    types = {key: _choice_type(key) for key in COMPONENT_KEYS} | {"plugins": "mapping, see below", "limits": "mapping, see below"}
+    return _table(EngineConfig, properties, "key", types=types)
 
 
 def plugins_keys() -> str:
     """The keys below `plugins`."""
     return _table(PluginSelection, PluginSelection.model_json_schema()["properties"], "key", prefix="plugins.")
+
+
+def limits_keys() -> str:
+    """The keys below `limits`."""
+    return _table(Limits, Limits.model_json_schema()["properties"], "key", prefix="limits.")
 
 
 def built_in_components() -> str:
@@ -194,6 +201,7 @@ def _leaves(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
 PIECES: dict[str, Callable[[], str]] = {
     "config keys": config_keys,
     "plugins keys": plugins_keys,
+    "limits keys": limits_keys,
     "built-in components": built_in_components,
     "api versions": api_versions,
     **{f"checks {group}": partial(check_table, group) for group in ("hygiene", *KINDS)},

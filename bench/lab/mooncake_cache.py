@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from bench.lab.checks import Figure, arguments, print_figures
 from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
-from dovetail.request import Request, SamplingParams
+from dovetail.request import Request
+from dovetail.sampling_params import SamplingParams
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from dovetail_lab.token_ids import output_ids, prompt_ids
 from dovetail_lab.traces import Trace, load_trace

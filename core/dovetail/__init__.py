@@ -10,24 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
-    from dovetail.engine.async_engine import AsyncLLMEngine
-    from dovetail.engine.llm import LLM
-    from dovetail.engine.llm_engine import LLMEngine
     from dovetail.errors import DovetailError
-    from dovetail.request import CompletionOutput, OutputKind, RequestOutput, SamplingParams
+    from dovetail.front.async_engine import AsyncLLMEngine
+    from dovetail.front.llm import LLM
+    from dovetail.front.llm_engine import LLMEngine
+    from dovetail.request import CompletionOutput, RequestOutput
+    from dovetail.sampling_params import OutputKind, SamplingParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "dovetail.engine.llm",
-    "LLMEngine": "dovetail.engine.llm_engine",
-    "AsyncLLMEngine": "dovetail.engine.async_engine",
+    "LLM": "dovetail.front.llm",
+    "LLMEngine": "dovetail.front.llm_engine",
+    "AsyncLLMEngine": "dovetail.front.async_engine",
     "EngineConfig": "dovetail.config",
     "DovetailError": "dovetail.errors",
     "CompletionOutput": "dovetail.request",
-    "OutputKind": "dovetail.request",
+    "OutputKind": "dovetail.sampling_params",
     "RequestOutput": "dovetail.request",
-    "SamplingParams": "dovetail.request",
+    "SamplingParams": "dovetail.sampling_params",
 }
 
 __all__ = [

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, In
 
 from dovetail.api.component import Kind
 from dovetail.errors import ConfigError
+from dovetail.limits import Limits
 from dovetail.registry.auto_attention import attention_candidates
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
@@ -133,6 +134,9 @@ class EngineConfig(BaseModel):
 
     seed: int = 0
     """Where the seeds of unseeded requests, and whatever else is random, come from."""
+
+    limits: Limits = Limits()
+    """How far one request may go: the keys below are those of `limits`."""
 
     scheduler: Choice = ComponentChoice("fcfs")
     """The policy: who runs, in each step."""

@@ -17,9 +17,10 @@ from types import ModuleType
 from typing import Any, ForwardRef
 
 import dovetail.api
-from dovetail import request
+from dovetail import request, sampling_params
 
-OF_REQUEST = ("CompletionOutput", "FinishReason", "Logprob", "OutputKind", "Request", "RequestMetrics", "RequestOutput", "SamplingParams", "Status")
+OF_REQUEST = ("CompletionOutput", "FinishReason", "Logprob", "Request", "RequestMetrics", "RequestOutput", "Status")
+OF_SAMPLING_PARAMS = ("OutputKind", "SamplingParams")
 
 
 def lines() -> Iterator[str]:
@@ -27,6 +28,7 @@ def lines() -> Iterator[str]:
     for module in [dovetail.api, *(import_module(info.name) for info in pkgutil.iter_modules(dovetail.api.__path__, "dovetail.api."))]:
         yield from _module(module, _public(module))
     yield from _module(request, OF_REQUEST)
+    yield from _module(sampling_params, OF_SAMPLING_PARAMS)
 
 
 def _public(module: ModuleType) -> list[str]:

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from dovetail.cli.app import app
 from dovetail.errors import EngineDeadError, RequestError
-from dovetail.request import CompletionOutput, OutputKind, RequestOutput, SamplingParams
+from dovetail.request import CompletionOutput, RequestOutput
+from dovetail.sampling_params import OutputKind, SamplingParams
 
 
 class Echo:
@@ -68,7 +69,7 @@ class Echo:
 
 @pytest.fixture(autouse=True)
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Echo]]:
-    module = ModuleType("dovetail.engine.llm_engine")
+    module = ModuleType("dovetail.front.llm_engine")
     module.LLMEngine = Echo  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     yield Echo

@@ -32,6 +32,7 @@ generation_config: auto
 overlap: true
 cuda_graphs: true
 seed: 0
+limits: {}
 scheduler: fcfs
 kv_cache: {name: prefix}
 attention: auto

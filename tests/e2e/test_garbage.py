@@ -9,7 +9,7 @@ import pytest
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.api.executor import Capacity
-from dovetail.engine.detokenizer import BytePieces
+from dovetail.front.detokenizer import BytePieces
 from dovetail_executors.local import LocalExecutor
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from dovetail.engine.detokenizer import MAX_HELD, ByteLevelText, IncrementalText, WindowText, token_text
-from dovetail.engine.tokenizer import Tokenizer
-from dovetail.request import SamplingParams
+from dovetail.front.detokenizer import MAX_HELD, ByteLevelText, IncrementalText, WindowText, token_text
+from dovetail.front.tokenizer import Tokenizer
+from dovetail.sampling_params import SamplingParams
 from tests.support import examples
 
 WORDS = ["the cat sat on the mat", "naïve café", "你好，世界", "👍🏽 👩‍👩‍👧", "Grüße aus Köln", "a\tb\n\nc"]
@@ -272,5 +272,5 @@ def test_what_could_begin_a_stop_string_is_released_at_the_end(stopped: bool, te
 
 
 def test_importing_it_needs_neither_torch_nor_transformers_nor_tokenizers() -> None:
-    code = "import sys, dovetail.engine.detokenizer, dovetail.engine.tokenizer; print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
+    code = "import sys, dovetail.front.detokenizer, dovetail.front.tokenizer; print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"

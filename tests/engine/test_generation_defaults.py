@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dovetail.api.sampler import RowSampling
-from dovetail.engine.generation_defaults import GenerationDefaults, resolve_sampling
 from dovetail.errors import ModelLoadError
-from dovetail.request import SamplingParams
+from dovetail.front.generation_defaults import GenerationDefaults, resolve_sampling
+from dovetail.sampling_params import SamplingParams
 
 
 def model(directory: Path, generation: object = None, config: object = None) -> Path:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from dovetail.engine.queue import RequestQueue
 from dovetail.engine.rows import RowTable
-from dovetail.request import Request, SamplingParams
+from dovetail.request import Request
+from dovetail.sampling_params import SamplingParams
 from tests.support import examples
 
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dovetail_models
-from dovetail.engine.tokenizer import Tokenizer
 from dovetail.errors import ModelLoadError, RequestError
+from dovetail.front.tokenizer import Tokenizer
 
 DEMO = Path(dovetail_models.__file__).parent / "demo"
 ASKED = [{"role": "user", "content": "Who is it?"}]
@@ -88,5 +88,5 @@ def test_a_name_is_never_looked_up_on_the_network() -> None:
 
 
 def test_loading_the_demo_does_not_import_torch() -> None:
-    code = f"import sys; from dovetail.engine.tokenizer import Tokenizer; Tokenizer.load({str(DEMO)!r}).encode('x'); print('torch' in sys.modules)"
+    code = f"import sys; from dovetail.front.tokenizer import Tokenizer; Tokenizer.load({str(DEMO)!r}).encode('x'); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"

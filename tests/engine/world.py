@@ -20,7 +20,8 @@ from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.family import Family
 from dovetail.engine.flight import Delivery, Finish
 from dovetail.engine.observers import ObserverHub
-from dovetail.request import Request, SamplingParams, Status
+from dovetail.request import Request, Status
+from dovetail.sampling_params import SamplingParams
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import expected_tokens
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions

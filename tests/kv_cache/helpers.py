@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import count
 
 from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
-from dovetail.request import Request, SamplingParams
+from dovetail.request import Request
+from dovetail.sampling_params import SamplingParams
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 
 _ids = count()

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
-from dovetail.request import Request, SamplingParams
+from dovetail.request import Request
+from dovetail.sampling_params import SamplingParams
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from dovetail_lab.token_ids import output_ids, prompt_ids
 from dovetail_lab.traces import Span, TraceRequest

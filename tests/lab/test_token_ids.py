@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
-from dovetail.request import Request, SamplingParams
+from dovetail.request import Request
+from dovetail.sampling_params import SamplingParams
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from dovetail_lab.token_ids import STOP_ID, output_ids, prompt_ids
 from dovetail_lab.traces import Span, TraceRequest

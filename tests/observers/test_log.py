@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from dovetail.api.kv_cache import BlockCounts
 from dovetail.api.observer import EngineStarted, EngineStopped, ObserverContext, RequestPreempted, StepFinished
-from dovetail.request import Request, SamplingParams
+from dovetail.request import Request
+from dovetail.sampling_params import SamplingParams
 from dovetail_observers.log import LogObserver, LogOptions
 
 

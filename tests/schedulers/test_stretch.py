@@ -9,7 +9,7 @@ import pytest
 
 from dovetail.api.observer import StepFinished
 from dovetail.api.scheduler import Claims, Context
-from dovetail.request import OutputKind, SamplingParams
+from dovetail.sampling_params import OutputKind, SamplingParams
 from dovetail.testing import make_request
 from dovetail_schedulers.fcfs import FCFS, FCFSOptions
 from dovetail_schedulers.stretch import LEAST, prefill_within

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """One request's sampling, resolved: no field is left to defaults. See `dovetail.request.SamplingParams` for the meanings.
+    """One request's sampling, resolved: no field is left to defaults. See `dovetail.sampling_params.SamplingParams` for the meanings.
 
     Applied in this order: logit_bias, allowed_token_ids, bad words and (before min_tokens) the stop tokens to -inf; repetition, presence and
     frequency penalty; temperature; then top_k, top_p and min_p, each over what the one before left.

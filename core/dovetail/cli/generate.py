@@ -17,7 +17,7 @@ from dovetail.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from dovetail.cli.prompts import Prompt
-    from dovetail.engine.llm_engine import LLMEngine
+    from dovetail.front.llm_engine import LLMEngine
     from dovetail.request import RequestOutput
 
 FAILED = ("error", "rejected")  # finish reasons that make the exit code 1
@@ -50,7 +50,7 @@ def generate(
     params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "stop": stop, **_params(param)}
     prompts = _one_prompt(prompt, chat, params) if prompt is not None else _file_of_prompts(str(prompts_file), params)
     config = load_config(source, settings)
-    from dovetail.engine.llm_engine import LLMEngine
+    from dovetail.front.llm_engine import LLMEngine
 
     with _loading_bars() as progress:
         engine = LLMEngine.from_config(config, progress=progress)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from dovetail.errors import RequestError
-from dovetail.request import OutputKind, SamplingParams
+from dovetail.sampling_params import OutputKind, SamplingParams
 from dovetail.where import unknown_key
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")

@@ -20,7 +20,8 @@ from dovetail.api.scheduler import Context, Refusal, Scheduler
 from dovetail.engine.books import Books
 from dovetail.engine.step import PlannedStep
 from dovetail.errors import DovetailError
-from dovetail.request import Request, SamplingParams, Status
+from dovetail.request import Request, Status
+from dovetail.sampling_params import SamplingParams
 from dovetail.testing.fake_kv import FakeKVCache
 
 

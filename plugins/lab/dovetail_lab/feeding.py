@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from dovetail import LLMEngine
 from dovetail.errors import RequestError
-from dovetail.request import OutputKind, SamplingParams
+from dovetail.sampling_params import OutputKind, SamplingParams
 from dovetail_lab.simulated import SimulatedExecutor
 from dovetail_lab.token_ids import STOP_ID, output_ids, prompt_ids
 from dovetail_lab.traces.request import Trace, TraceRequest

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
+from dovetail.checks import shown
 from dovetail.errors import ConfigError
-from dovetail.request import FinishReason, shown
+from dovetail.request import FinishReason
 from dovetail_lab.writing import write_whole
 
 SETTINGS = ("config", "scheduler", "executor", "overlap", "prefix_reuse", "block_size", "num_blocks", "max_model_len")  # of a run

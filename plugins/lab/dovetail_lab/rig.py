@@ -18,7 +18,7 @@ from dovetail import LLMEngine, SamplingParams
 from dovetail.api.executor import Batch, Capacity, Executor, Result
 from dovetail.api.scheduler import Context, Scheduler, Step
 from dovetail.errors import DovetailError
-from dovetail.request import OutputKind
+from dovetail.sampling_params import OutputKind
 from dovetail_lab.step_time import StepShape
 
 NEVER = 1 << 30  # tokens: more than any request has room for

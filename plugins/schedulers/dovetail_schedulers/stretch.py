@@ -7,7 +7,7 @@ follows from the engine's own running fit to the steps that it has seen.
 from __future__ import annotations
 
 from dovetail.api.scheduler import Step
-from dovetail.request import OutputKind
+from dovetail.sampling_params import OutputKind
 
 LEAST = 256  # tokens: with fewer, reading the weights costs more than it is worth
 

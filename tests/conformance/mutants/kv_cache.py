@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts
 from dovetail.errors import DovetailError
-from dovetail.request import Request, SamplingParams
+from dovetail.request import Request
+from dovetail.sampling_params import SamplingParams
 from dovetail_kv_cache.chain import HashChain
 from dovetail_kv_cache.prefix import PrefixCache, _Table
 from tests.conformance.mutants import mutant

@@ -16,7 +16,8 @@ from typing import Any
 
 from dovetail.api.kv_cache import KVCacheManager, KVContext, KVGroup, KVLayout
 from dovetail.errors import describe
-from dovetail.request import Request, SamplingParams
+from dovetail.request import Request
+from dovetail.sampling_params import SamplingParams
 from dovetail.testing.checks import CheckFailed
 
 Act = tuple[str, tuple[Any, ...]]

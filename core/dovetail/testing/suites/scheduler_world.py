@@ -27,7 +27,8 @@ from dovetail.engine.flight import Finish
 from dovetail.engine.observers import ObserverHub
 from dovetail.engine.step import PlannedStep
 from dovetail.errors import DovetailError
-from dovetail.request import Request, SamplingParams, Status
+from dovetail.request import Request, Status
+from dovetail.sampling_params import SamplingParams
 from dovetail.testing.binding import installed
 from dovetail.testing.checks import CheckFailed
 from dovetail.testing.fake_executor import FakeExecutor, FakeExecutorOptions

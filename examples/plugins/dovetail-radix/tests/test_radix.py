@@ -2,7 +2,8 @@ from collections.abc import Sequence
 
 from dovetail.api.component import NoOptions
 from dovetail.api.kv_cache import BlockCounts, KVContext, KVGroup, KVLayout
-from dovetail.request import Request, SamplingParams
+from dovetail.request import Request
+from dovetail.sampling_params import SamplingParams
 
 from dovetail_radix.manager import RadixCache
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from dovetail.request import shown
+from dovetail.checks import shown
 from dovetail_lab.traces.reading import Draft, Row, Rows, Source, as_seconds, json_of, json_rows, without_failed
 from dovetail_lab.traces.request import Measured, Span, stream_of
 

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from dovetail.checks import shown
 from dovetail.errors import DovetailError
-from dovetail.request import shown
 from dovetail_lab.traces.request import Measured, Span
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}

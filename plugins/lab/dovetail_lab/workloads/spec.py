@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from dovetail.request import shown
+from dovetail.checks import shown
 from dovetail_lab.calls import Value, parse_call
 from dovetail_lab.traces.reading import TraceError
 from dovetail_lab.workloads.arrivals import ARRIVALS, MOST_ARRIVALS, Arrivals, AtOnce

@@ -14,9 +14,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dovetail.api.clock import VirtualClock
-from dovetail.engine.llm_engine import LLMEngine, Prompt, is_text
 from dovetail.errors import EngineDeadError
-from dovetail.request import RequestOutput, SamplingParams
+from dovetail.front.llm_engine import LLMEngine, Prompt, is_text
+from dovetail.request import RequestOutput
+from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig

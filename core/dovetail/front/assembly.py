@@ -15,18 +15,19 @@ from dovetail.api.kv_cache import KVContext
 from dovetail.api.observer import EngineStarted, ObserverContext
 from dovetail.api.sampler import RowSampling
 from dovetail.api.scheduler import Context
+from dovetail.checks import shown
 from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
-from dovetail.engine.generation_defaults import GenerationDefaults, resolve_sampling
 from dovetail.engine.observers import ObserverHub
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError
+from dovetail.front.generation_defaults import GenerationDefaults, resolve_sampling
 from dovetail.parts import Parts, find_parts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
-from dovetail.request import SamplingParams, shown
+from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from dovetail.engine.tokenizer import Tokenizer
+    from dovetail.front.tokenizer import Tokenizer
 
 
 @dataclass
@@ -48,8 +49,8 @@ class Assembly:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        from dovetail.engine.detokenizer import byte_pieces
-        from dovetail.engine.tokenizer import Tokenizer  # transformers, only if there is text
+        from dovetail.front.detokenizer import byte_pieces
+        from dovetail.front.tokenizer import Tokenizer  # transformers, only if there is text
 
         tokenizer = Tokenizer.load(self.tokenizer_dir)
         if self.freezes:

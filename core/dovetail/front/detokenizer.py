@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dovetail.request import SamplingParams
+from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from dovetail.engine.tokenizer import Tokenizer
+    from dovetail.front.tokenizer import Tokenizer
 
 CONTEXT = 6  # tokens that the next ones are decoded after: some tokenizers drop the space of a first word
 MAX_HELD = 8  # tokens held back as half a character; more are nonsense, and the first of them are released

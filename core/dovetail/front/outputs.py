@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dovetail.engine.flight import Delivery, Finish
-from dovetail.request import CompletionOutput, Logprob, OutputKind, Request, RequestMetrics, RequestOutput, SamplingParams, TokenLogprobMap
+from dovetail.request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, TokenLogprobMap
+from dovetail.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.api.executor import HostLogprobs
-    from dovetail.engine.detokenizer import IncrementalText
-    from dovetail.engine.tokenizer import Tokenizer
+    from dovetail.front.detokenizer import IncrementalText
+    from dovetail.front.tokenizer import Tokenizer
 
 
 class SampleOutput:

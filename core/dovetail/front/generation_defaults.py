@@ -9,7 +9,7 @@ from typing import Any
 
 from dovetail.api.sampler import RowSampling
 from dovetail.errors import ModelLoadError, RequestError
-from dovetail.request import SamplingParams
+from dovetail.sampling_params import SamplingParams
 
 _NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

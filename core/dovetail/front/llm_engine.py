@@ -10,19 +10,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dovetail.api.clock import Clock
-from dovetail.engine.assembly import Assembly, assemble
+from dovetail.checks import as_number, is_integer, shown
 from dovetail.engine.family import Family
-from dovetail.engine.outputs import OutputBuilder, RequestGroup, SampleOutput
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import EngineDeadError, RequestError
-from dovetail.request import Request, RequestOutput, SamplingParams, as_number, is_integer, shown, token_array
+from dovetail.front.assembly import Assembly, assemble
+from dovetail.front.outputs import OutputBuilder, RequestGroup, SampleOutput
+from dovetail.request import Request, RequestOutput, token_array
+from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from dovetail.config import EngineConfig
-    from dovetail.engine.tokenizer import Tokenizer
+    from dovetail.front.tokenizer import Tokenizer
     from dovetail.registry.registry import Registry
 
 
@@ -268,6 +270,8 @@ class LLMEngine:
         return text, tuple(token_ids), numbers
 
     def _check_params(self, params: SamplingParams) -> None:
+        if params.n > (most := self.config.limits.max_n):
+            raise RequestError(f"n must be at most {most} (limits.max_n), got {params.n}")
         vocab_size = self.capacity.vocab_size
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             wrong = [token for token in getattr(params, name) or () if token >= vocab_size]
@@ -284,7 +288,7 @@ class LLMEngine:
             raise RequestError(f"extra_args: {shown(unknown[0])} means nothing to sampler {self.config.sampler.name}; it understands: {known}")
 
     def _front(self, group: RequestGroup, index: int, request: Request) -> SampleOutput:
-        from dovetail.engine.detokenizer import IncrementalText  # the tokenizers package, only if there is text to make
+        from dovetail.front.detokenizer import IncrementalText  # the tokenizers package, only if there is text to make
 
         params = group.params
         if not params.detokenize:

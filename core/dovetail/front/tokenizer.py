@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dovetail.checks import unicode_error
 from dovetail.errors import MissingExtraError, ModelLoadError, RequestError
-from dovetail.request import unicode_error
 
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # `tokenizer_class` of a tokenizer.json that needs no class of its own
 

@@ -14,9 +14,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dovetail.engine.llm_engine import LLMEngine, Prompt
+from dovetail.checks import is_integer, shown
 from dovetail.errors import EngineDeadError, RequestError
-from dovetail.request import OutputKind, RequestOutput, SamplingParams, is_integer, shown
+from dovetail.front.llm_engine import LLMEngine, Prompt
+from dovetail.request import RequestOutput
+from dovetail.sampling_params import OutputKind, SamplingParams
 
 Message = Mapping[str, str]  # {"role": "user", "content": "…"}
 
