@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bench.lab.checks import Figure, arguments, print_figures
 from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
-from dovetail.request import Request
+from dovetail.engine.live_request import LiveRequest
 from dovetail.sampling_params import SamplingParams
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from dovetail_lab.token_ids import output_ids, prompt_ids
@@ -31,12 +31,12 @@ def hits(trace: Trace, num_blocks: int) -> tuple[int, int]:
     params = SamplingParams(max_tokens=1)
     found = total = 0
     for one in trace:
-        request = Request(one.id, prompt_ids(one, VOCAB_SIZE).tolist(), params, max_tokens=one.output_tokens)
+        request = LiveRequest(one.id, prompt_ids(one, VOCAB_SIZE).tolist(), params, max_tokens=one.output_tokens)
         found += manager.lookup(request)
         total += one.prompt_tokens
         computed = one.prompt_tokens + one.output_tokens - 1  # the last token's K and V are never needed
         manager.allocate(request, computed)
-        request._output_ids.extend(output_ids(one, VOCAB_SIZE).tolist())  # what the engine's core does when ids arrive
+        request.output_token_ids.extend(output_ids(one, VOCAB_SIZE).tolist())  # what the engine's core does when ids arrive
         manager.commit(request, computed)
         manager.free(request)
     return found, total

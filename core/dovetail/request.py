@@ -6,10 +6,8 @@ The engine makes both. Nothing here needs torch.
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,10 +20,13 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "rejected", "error"]
 
 
-def token_array(token_ids: Sequence[int]) -> NDArray[np.int64]:
-    """They, and not to be changed. Raises `OverflowError` if one needs more than 64 bits."""
+def token_array(token_ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """`token_ids` as a read-only int64 array; one that is an array already is returned as it is. Raises `OverflowError` if one needs more than
+    64 bits."""
     import numpy as np  # which a command line that only shows its help can do without
 
+    if isinstance(token_ids, np.ndarray):
+        return token_ids
     try:
         packed = struct.pack(f"{len(token_ids)}q", *token_ids)  # five times as quick as numpy by itself
     except struct.error:
@@ -36,38 +37,12 @@ def token_array(token_ids: Sequence[int]) -> NDArray[np.int64]:
 class Request:
     """A request as schedulers, KV-cache managers and observers see it: read-only for them. All times are seconds on the engine's clock.
 
-    The underscored fields are the engine's books of this request; only `dovetail.engine` writes them (a token is *known* when
-    its id has arrived, *in flight* when its step is planned and its id hasn't arrived yet).
+    Progress is that of a request that hasn't begun; the engine's `LiveRequest` keeps it up to date. A token is *known* when its id has arrived, *in
+    flight* when its step is planned and its id hasn't arrived yet.
     """
 
     __slots__ = (
-        "_blocks",
-        "_capacity",
-        "_computed",
-        "_family",
-        "_first_scheduled_time",
-        "_first_token_time",
-        "_front",
-        "_granted",
-        "_in_flight",
-        "_last_computed",
-        "_last_token_time",
-        "_lost",
-        "_next_commit",
-        "_num_cached",
-        "_order",
-        "_output_ids",
-        "_preemptions",
-        "_prefill_end",
-        "_prompt_array",
-        "_recomputed",
-        "_row",
-        "_samples",
-        "_sampling",
-        "_status",
-        "_stop_ids",
-        "_stopper",
-        "_touched",
+        "_prompt_token_ids",
         "arrival_time",
         "cache_keys",
         "client",
@@ -75,19 +50,18 @@ class Request:
         "extra",
         "id",
         "max_tokens",
-        "needs_last_token",
         "params",
         "parent",
         "predicted_tokens",
         "priority",
-        "prompt_token_ids",
+        "prompt_array",
         "prompt_tokens",
     )
 
     def __init__(
         self,
         id: str,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Sequence[int] | NDArray[np.int64],
         params: SamplingParams,
         *,
         max_tokens: int,
@@ -99,11 +73,13 @@ class Request:
         parent: str | None = None,
         cache_keys: tuple[str, ...] = (),
         extra: Mapping[str, Any] | None = None,
-        needs_last_token: bool = False,
     ) -> None:
+        """`prompt_token_ids`: an int64 array is kept as it is, and must not change afterwards; of any other sequence an array is made. Raises
+        `OverflowError` if an id needs more than 64 bits."""
         self.id = id
-        self.prompt_token_ids: tuple[int, ...] = tuple(prompt_token_ids)
-        self.prompt_tokens: int = len(self.prompt_token_ids)  # how many
+        self.prompt_array = token_array(prompt_token_ids)
+        self._prompt_token_ids: tuple[int, ...] | None = None
+        self.prompt_tokens: int = len(prompt_token_ids)  # how many
         self.params = params
         self.max_tokens = max_tokens  # the most tokens it may generate
         self.arrival_time = arrival_time
@@ -114,110 +90,74 @@ class Request:
         self.parent = parent  # id of the request that the user made, for the samples of n > 1
         self.cache_keys = cache_keys  # salt, adapters: K and V are shared only under equal keys
         self.extra: Mapping[str, Any] = MappingProxyType(dict(extra or {}))  # distribution -> its own validated model
-        self.needs_last_token = needs_last_token  # on the host, before the next token can be computed
-        self._prompt_array: NDArray[np.int64] | None = None
-        self._output_ids = array("q")  # no list: the garbage collector would look at each token, and a step wait for it
-        self._order = 0  # how many were added before
-        self._status = Status.NEW
-        self._computed = 0  # tokens whose K and V are there or planned
-        self._prefill_end = self.prompt_tokens  # decoding once _computed reaches this
-        self._in_flight = 0  # sampled tokens planned, whose ids haven't arrived
-        self._blocks: list[int] = []  # its block table
-        self._last_computed = self.prompt_tokens + max_tokens - 1  # computing this many samples the last allowed token
-        self._capacity = 0  # tokens that its blocks can hold
-        self._next_commit = 0  # at this many tokens another block is full
-        self._row = -1  # its row in the executor, or -1
-        self._granted = 0  # tokens granted in the step being planned
-        self._samples = False  # its grant computes its last known token, so that a new one is sampled; always true of decodes
-        self._touched = -1  # the last step that granted, evicted or rejected it
-        self._lost = 0  # tokens that were computed once, before a preemption
-        self._recomputed = 0  # tokens computed again
-        self._sampling: Any = None  # RowSampling, resolved by the front end
-        self._stop_ids: frozenset[int] = frozenset()
-        self._stopper: Any = None  # called with each token id; returns the stop string that it completes, or None
-        self._family: Any = None  # the samples of one user request (engine.family), if n > 1
-        self._front: Any = None  # what the front end keeps with it: text so far, and how to report it
-        self._preemptions = 0
-        self._num_cached = 0
-        self._first_scheduled_time: float | None = None
-        self._first_token_time: float | None = None
-        self._last_token_time: float | None = None
 
     @property
-    def prompt_array(self) -> NDArray[np.int64]:
-        """`prompt_token_ids` [prompt_tokens], not to be changed; made once, so that nobody goes over thousands of ints again."""
-        if self._prompt_array is None:
-            self._prompt_array = token_array(self.prompt_token_ids)
-        return self._prompt_array
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt's ids as ints. The engine itself computes with `prompt_array`, int64 [prompt_tokens]: the tuple is made, and kept, when somebody
+        first asks for it."""
+        if self._prompt_token_ids is None:
+            self._prompt_token_ids = tuple(self.prompt_array.tolist())
+        return self._prompt_token_ids
 
     @property
     def generated(self) -> int:
         """Tokens generated whose ids have been received."""
-        return len(self._output_ids)
+        return len(self.output_token_ids)
 
     @property
     def output_token_ids(self) -> Sequence[int]:
         """The ids generated and received so far; grows while the request runs, not to be changed."""
-        return self._output_ids
+        return ()
 
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and generated."""
-        return self.prompt_tokens + len(self._output_ids)
+        return self.prompt_tokens + len(self.output_token_ids)
 
     @property
     def prefill_left(self) -> int:
         """Tokens still to compute before it decodes; what is planned counts as computed. 0 while decoding."""
-        return max(0, self._prefill_end - self._computed)
+        return self.num_tokens
 
     @property
     def output_left(self) -> int:
         """Tokens that it may still generate; those in flight count as done."""
-        return self.max_tokens - len(self._output_ids) - self._in_flight
+        return self.max_tokens - len(self.output_token_ids)
 
     @property
     def num_computed(self) -> int:
         """Tokens whose K and V are there or planned."""
-        return self._computed
+        return 0
 
     @property
     def preemptions(self) -> int:
-        return self._preemptions
+        """How often it lost its blocks to others."""
+        return 0
 
     @property
     def recomputed_tokens(self) -> int:
         """Tokens computed again after preemptions; what is planned counts as computed."""
-        return self._recomputed
+        return 0
 
     @property
     def cached_tokens(self) -> int:
         """Tokens found in the prefix cache when it was first admitted."""
-        return self._num_cached
+        return 0
 
     @property
     def first_scheduled_time(self) -> float | None:
-        return self._first_scheduled_time
+        return None
 
     @property
     def first_token_time(self) -> float | None:
-        return self._first_token_time
+        return None
 
     @property
     def last_token_time(self) -> float | None:
-        return self._last_token_time
+        return None
 
     def __repr__(self) -> str:
-        return f"Request({self.id!r}, prompt_tokens={self.prompt_tokens}, generated={self.generated}, {self._status.value})"
-
-
-class Status(Enum):
-    """Where a request stands in the engine."""
-
-    NEW = "not arrived"  # invisible to the policy
-    WAITING = "waiting"  # holds no blocks
-    RUNNING = "running"  # holds blocks
-    DRAINING = "draining"  # its last allowed token is in flight
-    FINISHED = "finished"
+        return f"{type(self).__name__}({self.id!r}, prompt_tokens={self.prompt_tokens}, generated={self.generated})"
 
 
 @dataclass(frozen=True, slots=True)

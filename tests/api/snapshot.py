@@ -19,7 +19,7 @@ from typing import Any, ForwardRef
 import dovetail.api
 from dovetail import request, sampling_params
 
-OF_REQUEST = ("CompletionOutput", "FinishReason", "Logprob", "Request", "RequestMetrics", "RequestOutput", "Status")
+OF_REQUEST = ("CompletionOutput", "FinishReason", "Logprob", "Request", "RequestMetrics", "RequestOutput")
 OF_SAMPLING_PARAMS = ("OutputKind", "SamplingParams")
 
 

@@ -12,6 +12,7 @@ from dovetail.api.executor import Batch, ExecutorContext, Result
 from dovetail.api.observer import EngineStopped, Observer, RequestFinished
 from dovetail.api.scheduler import Scheduler, Step
 from dovetail.engine.flight import Finish
+from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.observers import MAX_ERRORS
 from dovetail.engine.stats import STORM_STEPS
 from dovetail.errors import DovetailError, EngineDeadError, PolicyError, RequestError, SchedulerStalled
@@ -192,7 +193,7 @@ def test_a_storm_of_recomputing_is_warned_of_once(caplog: pytest.LogCaptureFixtu
         for _ in range(3 * STORM_STEPS):
             world.step()
             for request in list(world.core._requests.values()):
-                del request._output_ids[:]  # for ever young: keeps this test quick
+                del request.output_token_ids[:]  # for ever young: keeps this test quick
                 world.tokens[request.id].clear()
     (warning,) = [record for record in caplog.records if "recomputed" in record.message]
     assert "scheduler Always" in warning.getMessage()
@@ -306,7 +307,7 @@ def test_a_row_that_fails_ends_its_request_alone(at: int, overlap: bool) -> None
     assert world.tokens["b"] == world.expected("b")[0]
     assert world.kv.counts.held == 0
     assert world.heard.finished == ["a", "b"]
-    again = Request("again", PROMPT, request.params, max_tokens=4)
+    again = LiveRequest("again", PROMPT, request.params, max_tokens=4)
     assert world.kv.lookup(again) == 0, "what it computed isn't trusted"
 
 
@@ -374,7 +375,7 @@ def test_observers_hear_of_the_end_and_why() -> None:
 def test_an_id_is_taken_while_its_request_is_unfinished() -> None:
     world = World()
     (request,) = world.add(Spec("a", PROMPT))
-    for another in (Request("a", PROMPT, request.params, max_tokens=3), request):
+    for another in (LiveRequest("a", PROMPT, request.params, max_tokens=3), request):
         with pytest.raises(RequestError, match="'a'"):
             world.core.add(another)
     world.drain()
@@ -387,7 +388,7 @@ def test_aborting_twice_or_somebody_unknown_does_nothing() -> None:
     world.step()
     world.abort("a")
     world.abort("a")
-    world.core.abort(Request("b", PROMPT, request.params, max_tokens=3))
+    world.core.abort(LiveRequest("b", PROMPT, request.params, max_tokens=3))
     world.drain()
     assert world.heard.finished == ["a"]
 

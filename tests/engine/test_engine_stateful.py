@@ -56,7 +56,6 @@ def specs(draw: st.DrawFn, shape: Shape, id: str) -> Spec:
         priority=draw(st.integers(-1, 2)),
         deadline=draw(st.sampled_from([None, None, 0.01, 0.5, 100.0])),
         predicted_tokens=draw(st.sampled_from([None, 1, 10])),
-        needs_last_token=draw(st.sampled_from([False, False, False, True])),
         cache_keys=draw(st.sampled_from([(), (), (), ("salt",)])),
         prompt_logprobs=draw(st.sampled_from([None] * 7 + [0])),
     )

@@ -41,7 +41,7 @@ def test_arrivals_are_told_in_order_and_not_before_their_time(delays: list[float
         world.add(Spec(f"r{index}", PROMPT, delay=delay))
     world.drain()  # the watch kept on the policy checks order and once-ness
     told = [call[1] for call in world.heard.calls if call[0] == "arrival"]
-    assert told == sorted(world.requests, key=lambda id: (world.requests[id].arrival_time, world.requests[id]._order))
+    assert told == sorted(world.requests, key=lambda id: (world.requests[id].arrival_time, world.requests[id].order))
 
 
 def test_a_request_aborted_before_its_time_is_never_told_of_and_wakes_nobody() -> None:

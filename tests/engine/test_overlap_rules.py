@@ -142,24 +142,7 @@ def test_what_a_wasted_row_computes_is_never_found_in_the_cache() -> None:
     assert world.kv.lookup(request) == len(PROMPT) + 1  # the stop token is known and computed; nothing after it
 
 
-# (e) needs_last_token
-
-
-@IN_FLIGHT
-def test_a_request_that_needs_its_last_token_never_has_two_in_flight(max_in_flight: int) -> None:
-    def plan(step: Step) -> None:
-        for request in step.running:
-            if request._in_flight:
-                assert step.grant_each([request]) == [request]
-                assert step.grant(request).refused is Refusal.NOT_NOW
-        fcfs(step)
-
-    world = World(always(plan), Shape(max_in_flight=max_in_flight))
-    world.add(Spec("a", PROMPT, needs_last_token=True))
-    world.drain()
-
-
-# (f) max_in_flight is the executor's to say
+# (e) max_in_flight is the executor's to say
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -179,7 +162,7 @@ def test_as_many_steps_are_in_flight_as_the_executor_takes(max_in_flight: int, o
     assert max(depths) == (max_in_flight if overlap else 1)
 
 
-# (g) a re-prefill emits nothing again
+# (f) a re-prefill emits nothing again
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 5])
@@ -225,7 +208,7 @@ def test_prompt_logprobs_are_given_once_whatever_is_prefilled_again(after: int) 
     assert given == list(prompt[1:])
 
 
-# (h) planned late, in a fixed order
+# (g) planned late, in a fixed order
 
 
 def order_of(world: World) -> list[object]:
@@ -247,7 +230,7 @@ def test_the_order_is_the_same_however_fast_the_device(max_in_flight: int) -> No
 
 def test_with_overlap_off_results_are_in_before_the_next_plan() -> None:
     def plan(step: Step) -> None:
-        assert all(request._in_flight == 0 for request in step.running)
+        assert all(request.in_flight == 0 for request in step.running)
         fcfs(step)
 
     world = World(always(plan), Shape(overlap=False))

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.queue import RequestQueue
 from dovetail.engine.rows import RowTable
-from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 from tests.support import examples
 
 
-def request(order: int, arrival_time: float = 0.0) -> Request:
-    made = Request(f"r{order}", [1], SamplingParams(), max_tokens=1, arrival_time=arrival_time)
-    made._order = order
+def request(order: int, arrival_time: float = 0.0) -> LiveRequest:
+    made = LiveRequest(f"r{order}", [1], SamplingParams(), max_tokens=1, arrival_time=arrival_time)
+    made.order = order
     return made
 
 
@@ -33,7 +33,7 @@ def test_a_queue_is_a_list_sorted_by_arrival_and_order(times: list[float], data:
             queue.remove(gone)
             model.remove(gone)
             assert gone in before, "a tuple given out before isn't changed"
-        assert list(queue) == list(queue.as_tuple()) == sorted(model, key=lambda r: (r.arrival_time, r._order))
+        assert list(queue) == list(queue.as_tuple()) == sorted(model, key=lambda r: (r.arrival_time, r.order))
         assert len(queue) == len(model)
         assert queue.as_tuple() is queue.as_tuple(), "made anew only after a change"
 
@@ -57,22 +57,22 @@ def test_rows_are_given_to_one_request_each_and_taken_from_who_does_not_run(num_
             table.release(gone)
         running = data.draw(st.lists(st.sampled_from(requests), max_size=num_rows, unique=True))
         for one in running:
-            one._granted, one._touched = 1, step
-        newcomers = [one for one in running if one._row < 0]
+            one.granted, one.decided_in = 1, step
+        newcomers = [one for one in running if one.row < 0]
         for one in newcomers:
             table.assign(one)
         removed = table.take_removed()
         assert {*removed} <= executor, "only rows in use are given up"
         executor -= {*removed}
-        assert not executor & {one._row for one in newcomers}, "a row is given up before it is taken again"
-        executor |= {one._row for one in newcomers}
-        assert all(one._row >= 0 for one in running)
-        held = [one._row for one in requests if one._row >= 0]
+        assert not executor & {one.row for one in newcomers}, "a row is given up before it is taken again"
+        executor |= {one.row for one in newcomers}
+        assert all(one.row >= 0 for one in running)
+        held = [one.row for one in requests if one.row >= 0]
         assert len(held) == len({*held})
         assert executor == {*held}
         assert table.take_removed() == []
         for one in running:
-            one._granted = 0
+            one.granted = 0
 
 
 def test_who_ran_longest_ago_and_has_nothing_in_flight_loses_its_row() -> None:
@@ -80,8 +80,8 @@ def test_who_ran_longest_ago_and_has_nothing_in_flight_loses_its_row() -> None:
     old, older_in_flight, recent, new = (request(order) for order in range(4))
     for one, (touched, in_flight) in zip((old, older_in_flight, recent), [(1, 0), (0, 1), (2, 0)], strict=True):
         table.assign(one)
-        one._touched, one._in_flight = touched, in_flight
-    new._granted = 1
+        one.decided_in, one.in_flight = touched, in_flight
+    new.granted = 1
     table.assign(new)
-    assert old._row == -1
-    assert min(older_in_flight._row, recent._row, new._row) >= 0
+    assert old.row == -1
+    assert min(older_in_flight.row, recent.row, new.row) >= 0

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import dovetail_models
 from dovetail.errors import ModelLoadError, RequestError
 from dovetail.front.tokenizer import Tokenizer
+from tests.support import examples
 
 DEMO = Path(dovetail_models.__file__).parent / "demo"
 ASKED = [{"role": "user", "content": "Who is it?"}]
@@ -42,6 +43,7 @@ def test_many_texts_at_once_become_the_tokens_of_each(texts: list[str], special_
     assert ours.encode_all(texts, special_tokens) == [ours.encode(text, special_tokens) for text in texts]
 
 
+@examples(quick=20, full=200)
 @given(st.lists(st.text(max_size=10), max_size=3))
 def test_a_tokenizer_written_in_python_does_too(texts: list[str]) -> None:
     bytes_and_end = [[3 + byte for byte in text.encode()] + [1] for text in texts]

@@ -17,10 +17,11 @@ from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContex
 from dovetail.api.sampler import RowSampling
 from dovetail.api.scheduler import Context, Scheduler, Step, StepDone
 from dovetail.engine.core import CoreSettings, EngineCore
-from dovetail.engine.family import Family
 from dovetail.engine.flight import Delivery, Finish
+from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.observers import ObserverHub
-from dovetail.request import Request, Status
+from dovetail.engine.request_group import RequestGroup
+from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import expected_tokens
@@ -62,7 +63,6 @@ class Spec:
     priority: int = 0
     deadline: float | None = None
     predicted_tokens: int | None = None
-    needs_last_token: bool = False
     cache_keys: tuple[str, ...] = ()
     prompt_logprobs: int | None = None
 
@@ -134,7 +134,8 @@ def watched(policy: type[Scheduler]) -> type[Scheduler]:
 
         def on_arrival(self, request: Request) -> None:
             self._hear("arrival", request)
-            key = (request.arrival_time, request._order)
+            assert isinstance(request, LiveRequest)
+            key = (request.arrival_time, request.order)
             assert request.id not in self.heard.arrived, "arrivals are told once"
             assert all(key > other for other in self.heard.arrived.values()), "arrivals are told in order"
             self.heard.arrived[request.id] = key
@@ -206,7 +207,7 @@ class World:
         hub = ObserverHub([("recorder", self.observer), *observers] if shape.events else list(observers))
         settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, policy.__name__)
         self.core = EngineCore(self.policy, self.kv, self.executor, capacity, self.clock, settings, hub)
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, LiveRequest] = {}
         self.seeds: dict[str, int] = {}
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, Finish] = {}
@@ -219,11 +220,11 @@ class World:
         heard: Heard = self.policy.heard  # type: ignore[attr-defined]
         return heard
 
-    def add(self, spec: Spec) -> list[Request]:
+    def add(self, spec: Spec) -> list[LiveRequest]:
         samples = []
         for index in range(spec.n):
             id = spec.id if spec.n == 1 else f"{spec.id}#{index}"
-            request = Request(
+            request = LiveRequest(
                 id,
                 spec.prompt,
                 SamplingParams(max_tokens=spec.max_tokens, min_tokens=min(spec.min_tokens, spec.max_tokens), prompt_logprobs=spec.prompt_logprobs),
@@ -235,14 +236,12 @@ class World:
                 predicted_tokens=spec.predicted_tokens,
                 parent=spec.id if spec.n > 1 else None,
                 cache_keys=spec.cache_keys,
-                needs_last_token=spec.needs_last_token,
+                sampling=RowSampling(seed=index),
+                stop_ids=spec.stop_ids,
             )
-            request._sampling = RowSampling(seed=index)
-            request._stop_ids = spec.stop_ids
             self.requests[id], self.seeds[id], self.tokens[id] = request, index, []
             samples.append(request)
-        if spec.n > 1:
-            Family(samples)
+        RequestGroup(spec.id, samples[0].params, samples)
         for request in samples:
             self.core.add(request)
         return samples
@@ -273,7 +272,7 @@ class World:
             if check:
                 self.check()
         else:
-            raise AssertionError(f"unfinished after {limit} steps: {[r for r in self.requests.values() if r._status is not Status.FINISHED]}")
+            raise AssertionError(f"unfinished after {limit} steps: {[r for r in self.requests.values() if r.status is not Status.FINISHED]}")
         if self.core.dead is not None:
             raise self.core.dead
         self.check_end()
@@ -285,7 +284,7 @@ class World:
         request = self.requests[id]
         tokens = expected_tokens(list(request.prompt_token_ids), request.max_tokens, self.seeds[id], self.shape.vocab_size)
         for position, token in enumerate(tokens):
-            if token in request._stop_ids and position >= request.params.min_tokens:
+            if token in request.stop_ids and position >= request.params.min_tokens:
                 return tokens[: position + 1], "stop"
         return tokens, "length"
 
@@ -314,9 +313,8 @@ class World:
         self._check_counts()
 
     def _check_requests(self) -> None:
-        books, live = self.core.books, [r for r in self.requests.values() if r._status is not Status.FINISHED]
+        books, live = self.core.books, [r for r in self.requests.values() if r.status is not Status.FINISHED]
         assert {r.id for r in live} == {*self.core._requests}, "the core and its requests disagree on who is unfinished"
-        held_back = {sample for r in live if r._family is not None for sample in r._family.held}
         in_flight = Counter(
             request
             for flight in self.core._flights
@@ -324,19 +322,20 @@ class World:
             if flight.samples is None or flight.samples[index]
         )
         for request in self.requests.values():
-            assert request._granted == 0
-            assert (request in books.waiting.as_tuple()) == (request._status is Status.WAITING and request not in held_back), request
-            assert (request in books.running.as_tuple()) == (request._status is Status.RUNNING), request
-            assert (request in books.known) == (request._status in (Status.WAITING, Status.RUNNING, Status.DRAINING)), request
-            assert request._capacity == len(request._blocks) * self.shape.block_size
-            assert request._computed <= request._capacity
-            if request._status in (Status.RUNNING, Status.DRAINING):
-                assert request._blocks
+            assert request.granted == 0
+            assert (request in books.waiting.as_tuple()) == (request.status is Status.WAITING), request
+            assert (request in books.gated) == (request.status is Status.GATED), request
+            assert (request in books.running.as_tuple()) == (request.status is Status.RUNNING), request
+            assert (request in books.known) == (request.status in (Status.GATED, Status.WAITING, Status.RUNNING, Status.DRAINING)), request
+            assert request.capacity == len(request.blocks) * self.shape.block_size
+            assert request.num_computed <= request.capacity
+            if request.status in (Status.RUNNING, Status.DRAINING):
+                assert request.blocks
             elif request not in books.lingering:
-                assert not request._blocks
-                assert request._row == -1
-            if request._status is not Status.FINISHED:
-                assert request._in_flight == in_flight[request], request
+                assert not request.blocks
+                assert request.row == -1
+            if request.status is not Status.FINISHED:
+                assert request.in_flight == in_flight[request], request
                 assert 0 <= request.output_left <= request.max_tokens
                 assert self.tokens[request.id] == list(request.output_token_ids)
 
@@ -344,10 +343,10 @@ class World:
         rows = self.core.books.rows
         for row, holder in enumerate(rows._holders):
             assert (holder is None) == (row in rows._free)
-            assert holder is None or holder._row == row
+            assert holder is None or holder.row == row
         assert len(rows._free) == len(set(rows._free))
         for request in self.requests.values():
-            assert request._row < 0 or rows._holders[request._row] is request
+            assert request.row < 0 or rows._holders[request.row] is request
 
     def _check_counts(self) -> None:
         """Statistics, events and the policy's `on_step` tell the same story; wasted rows are in none."""
@@ -364,7 +363,7 @@ class World:
                 assert getattr(stats, name) == sum(getattr(event, name) for event in steps), name
         for id, request in self.requests.items():
             if id in self.finished and not request.preemptions and self.finished[id].reason in ("stop", "length"):
-                assert heard.computed[id] == request.num_tokens - 1 - request._num_cached, id
+                assert heard.computed[id] == request.num_tokens - 1 - request.cached_tokens, id
                 assert heard.generated[id] == len(self.tokens[id])
 
     def story(self) -> list[object]:
@@ -373,7 +372,7 @@ class World:
         return [self.heard.calls, batches, self.tokens, self.finished, self.clock.now()]
 
 
-def rows_of(world: World, request: Request) -> int:
+def rows_of(world: World, request: LiveRequest) -> int:
     """In how many batches a request that never lost its row ran."""
     rows = {new.row for batch in world.executor.sent for new in batch.added if new.request_id == request.id}
     assert len(rows) == 1

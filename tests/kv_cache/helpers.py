@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
-from dovetail.request import Request
+from dovetail.engine.live_request import LiveRequest
 from dovetail.sampling_params import SamplingParams
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 
@@ -18,17 +18,17 @@ def manager(num_blocks: int = 8, block_size: int = 4, *, reuse: bool = True, win
     return PrefixCache(PrefixOptions(reuse=reuse), KVContext(layout, num_blocks))
 
 
-def request(tokens: Sequence[int], *, id: str | None = None, keys: tuple[str, ...] = (), prompt_logprobs: int | None = None) -> Request:
+def request(tokens: Sequence[int], *, id: str | None = None, keys: tuple[str, ...] = (), prompt_logprobs: int | None = None) -> LiveRequest:
     params = SamplingParams(prompt_logprobs=prompt_logprobs)
-    return Request(id or f"r{next(_ids)}", tokens, params, max_tokens=1000, cache_keys=keys)
+    return LiveRequest(id or f"r{next(_ids)}", tokens, params, max_tokens=1000, cache_keys=keys)
 
 
-def generate(request: Request, tokens: Sequence[int]) -> None:
+def generate(request: LiveRequest, tokens: Sequence[int]) -> None:
     """As the engine does when ids arrive."""
-    request._output_ids.extend(tokens)
+    request.output_token_ids.extend(tokens)
 
 
-def compute(kv: PrefixCache, request: Request, num_tokens: int | None = None) -> tuple[int, ...]:
+def compute(kv: PrefixCache, request: LiveRequest, num_tokens: int | None = None) -> tuple[int, ...]:
     """Allocate and commit all (or `num_tokens`) of its known tokens; returns the blocks given."""
     tokens = request.num_tokens if num_tokens is None else num_tokens
     allocation = kv.allocate(request, tokens)

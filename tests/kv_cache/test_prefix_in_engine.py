@@ -37,5 +37,5 @@ def test_turns_of_a_conversation_compute_only_what_is_new() -> None:
     for turn in range(4):
         world.add(Spec(f"turn{turn}", history, max_tokens=5))
         world.drain()
-        assert world.requests[f"turn{turn}"]._num_cached == (len(history) - 2 if turn else 0)  # the last answer's last token was never computed
+        assert world.requests[f"turn{turn}"].cached_tokens == (len(history) - 2 if turn else 0)  # the last answer's last token was never computed
         history += (*world.tokens[f"turn{turn}"], 90 + turn)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
-from dovetail.request import Request
+from dovetail.engine.live_request import LiveRequest
 from dovetail.sampling_params import SamplingParams
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from dovetail_lab.token_ids import output_ids, prompt_ids
@@ -38,10 +38,10 @@ def hits_of_the_manager(prompts: list[tuple[int, ...]], num_blocks: int) -> list
     hits = []
     for index, hash_ids in enumerate(prompts):
         one = as_request(index, hash_ids)
-        request = Request(one.id, prompt_ids(one, 32_000).tolist(), SamplingParams(), max_tokens=OUTPUT)
+        request = LiveRequest(one.id, prompt_ids(one, 32_000).tolist(), SamplingParams(), max_tokens=OUTPUT)
         hits.append(manager.lookup(request) // BLOCK)
         assert manager.allocate(request, one.prompt_tokens + OUTPUT - 1) is not None
-        request._output_ids.extend(output_ids(one, 32_000).tolist())
+        request.output_token_ids.extend(output_ids(one, 32_000).tolist())
         manager.commit(request, one.prompt_tokens + OUTPUT - 1)
         manager.free(request)
     return hits

@@ -80,7 +80,7 @@ def situations(draw: st.DrawFn) -> dict[str, object]:
         amid_prefill = draw(st.booleans()) and prompt > 1
         running.append(request(f"r{i}", draw(st.integers(1, prompt - 1)) if amid_prefill else None, prompt))
     waiting = [make_request(f"w{i}", prompt, arrival_time=0.3, priority=draw(st.integers(0, 2))) for i, prompt in enumerate(prompts[count:])]
-    held = sum(-(-r._computed // BLOCK if r._computed >= 0 else -(-(r.num_tokens - 1) // BLOCK)) for r in running)
+    held = sum(-(-r.num_computed // BLOCK if r.num_computed >= 0 else -(-(r.num_tokens - 1) // BLOCK)) for r in running)
     enough = max(-(-r.num_tokens // BLOCK) for r in running + waiting)  # as the engine sees to: any request fits, alone
     limits = {"max_tokens": draw(st.integers(1, 40)), "max_seqs": draw(st.integers(1, 5)), "block_size": BLOCK}
     return {"running": running, "waiting": waiting, "free_blocks": max(draw(st.integers(0, 7)), enough - held), **limits}
@@ -122,7 +122,6 @@ def specs(draw: st.DrawFn, index: int) -> Spec:
         client=draw(st.sampled_from([None, "a", "b"])),
         priority=draw(st.integers(0, 2)),
         predicted_tokens=draw(st.sampled_from([None, 1, 5, 100])),
-        needs_last_token=draw(st.integers(0, 9)) == 0,
     )
 
 

@@ -50,5 +50,5 @@ def test_all_deferred_are_answered_no_faster_than_the_limit(window_s: float) -> 
     for i in range(8):
         world.add(Spec(f"r{i}", (i,) * 4, max_tokens=2, client="a"))
     world.drain()
-    begun = sorted(request._first_scheduled_time or 0.0 for request in world.requests.values())
+    begun = sorted(request.first_scheduled_time or 0.0 for request in world.requests.values())
     assert all(later - earlier >= window_s - 1e-9 for earlier, later in pairwise(begun))

@@ -27,7 +27,7 @@ def served(world: World) -> Counter[str]:
     total: Counter[str] = Counter()
     for request in world.requests.values():
         assert request.client is not None
-        total[request.client] += PROMPT * (request._first_scheduled_time is not None) + 2 * request.generated
+        total[request.client] += PROMPT * (request.first_scheduled_time is not None) + 2 * request.generated
     return total
 
 

@@ -3,11 +3,14 @@ when requests arrive, when results come in and when requests finish."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dovetail.api.kv_cache import KVCacheManager
 from dovetail.engine.estimator import StepTimeFit
+from dovetail.engine.gates import Gate
+from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.queue import RequestQueue
 from dovetail.engine.rows import RowTable
-from dovetail.request import Request, Status
 
 
 class Books:
@@ -22,89 +25,108 @@ class Books:
         self.running = RequestQueue()
         self.rows = RowTable(max_seqs)
         self.fit = StepTimeFit()
-        self.known: set[Request] = set()  # arrived and not finished: whom a policy may name
-        self.lingering: list[Request] = []  # finished, blocks kept for one more planning so that siblings can fork them
+        self.known: set[LiveRequest] = set()  # arrived and not finished: whom a policy may name
+        self.gated: list[LiveRequest] = []  # arrived and held back, in order
+        self.lingering: list[LiveRequest] = []  # finished, blocks kept for one more planning so that siblings can fork them
 
-    def arrive(self, request: Request) -> None:
-        """It waits from now on; a sample whose prompt a sibling is computing isn't shown yet."""
-        family = request._family
-        shown = family is None or family.may_wait(request)
-        request._status = Status.WAITING
+    def arrive(self, request: LiveRequest) -> None:
+        """It waits from now on; behind a closed gate it isn't shown yet."""
         self.known.add(request)
-        if shown:
-            self.waiting.add(request)
+        if any(gate.closed() for gate in request.gates):
+            request.status = Status.GATED
+            self.gated.append(request)
         else:
-            family.held.append(request)
+            self._show(request)
 
-    def extend(self, request: Request, blocks: tuple[int, ...]) -> None:
-        """Append blocks that the manager has given to it."""
-        request._blocks.extend(blocks)
-        request._capacity = len(request._blocks) * self.block_size
+    def open_gates(self) -> None:
+        """Show those of whose gates none is closed any more, in the order in which they arrived."""
+        closed: set[Gate] = set()  # a gate that is closed stays so for the rest of this pass: showing somebody opens none
+        for request in self.gated:
+            if closed.isdisjoint(request.gates):
+                closed.update([gate for gate in request.gates if gate.closed()])
+                if closed.isdisjoint(request.gates):
+                    self._show(request)
+        self.gated = [request for request in self.gated if request.status is Status.GATED]
 
-    def commit(self, request: Request) -> None:
-        """Let others find its full blocks whose tokens are known and planned; of a preempted request, take note of what is known."""
-        if not request._blocks:
-            request._prefill_end = request.num_tokens
-            return
-        upto = min(request._computed, request.prompt_tokens + len(request._output_ids))
-        if upto >= request._next_commit:
-            self.kv.commit(request, upto)
-            request._next_commit = (upto // self.block_size + 1) * self.block_size
-
-    def trim(self, request: Request) -> None:
-        """Let go of the blocks that no window can see any more, unless a sample of the same prompt will need them."""
-        if self.window is None or request._computed < self.window:
-            return
-        needed, family = request._computed - self.window + 1, request._family
-        if family is not None and needed > request.prompt_tokens - self.window:
-            if family.has_fresh():
-                needed = max(0, request.prompt_tokens - self.window)
-            else:
-                family.trimmed.add(request)
-        self.kv.trim(request, needed)
-
-    def drop_blocks(self, request: Request) -> None:
-        """It holds no blocks and no row from now on."""
-        if request._family is not None:
-            request._family.trimmed.discard(request)
-        self.rows.release(request)
-        self.kv.free(request)
-        request._blocks = []
-        request._capacity = 0
-        request._computed = 0
-        request._next_commit = 0
-
-    def requeue(self, request: Request) -> None:
-        """Preempted: back to the waiting, without blocks; its tokens will be prefilled again."""
-        self.running.remove(request)
-        request._lost = max(request._lost, request._computed)
-        self.drop_blocks(request)
-        request._status = Status.WAITING
-        request._preemptions += 1
-        request._prefill_end = request.num_tokens
+    def _show(self, request: LiveRequest) -> None:
+        request.gates.clear()
+        request.status = Status.WAITING
         self.waiting.add(request)
 
-    def remove(self, request: Request, *, sound: bool = True) -> None:
-        """Finished: out of the queues; its blocks go, unless they are `sound` and samples of the same prompt are about to fork them."""
-        family = request._family
-        if request._status is Status.WAITING:
-            if family is not None and request in family.held:
-                family.held.remove(request)
+    def submitted(self, granted: Iterable[LiveRequest]) -> None:
+        """A step was submitted in which these were granted tokens: what was granted counts as computed, and gates may open."""
+        for request in granted:
+            request.granted = 0
+        self.open_gates()
+
+    def extend(self, request: LiveRequest, blocks: tuple[int, ...]) -> None:
+        """Append blocks that the manager has given to it."""
+        request.blocks.extend(blocks)
+        request.capacity = len(request.blocks) * self.block_size
+
+    def commit(self, request: LiveRequest) -> None:
+        """Let others find its full blocks whose tokens are known and planned; of a preempted request, take note of what is known."""
+        if not request.blocks:
+            request.prefill_end = request.num_tokens
+            return
+        upto = min(request.num_computed, request.prompt_tokens + len(request.output_token_ids))
+        if upto >= request.next_commit:
+            self.kv.commit(request, upto)
+            request.next_commit = (upto // self.block_size + 1) * self.block_size
+
+    def trim(self, request: LiveRequest) -> None:
+        """Let go of the blocks that no window can see any more, unless a sample of the same prompt will need them."""
+        if self.window is None or request.num_computed < self.window:
+            return
+        needed, group = request.num_computed - self.window + 1, request.group
+        if group is not None and needed > request.prompt_tokens - self.window:
+            if group.has_fresh():
+                needed = max(0, request.prompt_tokens - self.window)
             else:
-                self.waiting.remove(request)
-        elif request._status is Status.RUNNING:
+                group.trimmed.add(request)
+        self.kv.trim(request, needed)
+
+    def drop_blocks(self, request: LiveRequest) -> None:
+        """It holds no blocks and no row from now on."""
+        if request.group is not None:
+            request.group.trimmed.discard(request)
+        self.rows.release(request)
+        self.kv.free(request)
+        request.blocks = []
+        request.capacity = 0
+        request.num_computed = 0
+        request.next_commit = 0
+
+    def requeue(self, request: LiveRequest) -> None:
+        """Preempted: back to the waiting, without blocks; its tokens will be prefilled again."""
+        self.running.remove(request)
+        request.lost = max(request.lost, request.num_computed)
+        self.drop_blocks(request)
+        request.status = Status.WAITING
+        request.preemptions += 1
+        request.prefill_end = request.num_tokens
+        self.waiting.add(request)
+
+    def remove(self, request: LiveRequest, *, sound: bool = True) -> None:
+        """Finished: out of the queues; its blocks go, unless they are `sound` and samples of the same prompt are about to fork them."""
+        group = request.group
+        if request.status is Status.GATED:
+            self.gated.remove(request)
+        elif request.status is Status.WAITING:
+            self.waiting.remove(request)
+        elif request.status is Status.RUNNING:
             self.running.remove(request)
-        request._status = Status.FINISHED
+        request.status = Status.FINISHED
         self.known.discard(request)
-        if sound and family is not None and self.kv.capabilities.fork and family.wants_blocks_of(request):
+        if sound and group is not None and self.kv.capabilities.fork and group.wants_blocks_of(request):
             self.rows.release(request)
             self.lingering.append(request)
         else:
             self.drop_blocks(request)
-        if family is not None and not family.has_fresh():
-            self.drop_lingering([r for r in self.lingering if r._family is family])
+        if group is not None and not group.has_fresh():
+            self.drop_lingering([r for r in self.lingering if r.group is group])
 
-    def drop_lingering(self, requests: list[Request]) -> None:
+    def drop_lingering(self, requests: list[LiveRequest]) -> None:
         """Nobody will fork these any more."""
         for request in requests:
             self.lingering.remove(request)

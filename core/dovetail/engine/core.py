@@ -37,11 +37,11 @@ from dovetail.api.observer import (
 from dovetail.api.scheduler import Scheduler, StepDone
 from dovetail.engine.books import Books
 from dovetail.engine.flight import Delivery, Finish, Flight
+from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.observers import ObserverHub
 from dovetail.engine.stats import EngineStats, StormWatch
 from dovetail.engine.step import PlannedStep
 from dovetail.errors import DovetailError, EngineDeadError, PolicyError, RequestError, SchedulerStalled
-from dovetail.request import Request, Status
 
 logger = logging.getLogger("dovetail")
 
@@ -83,33 +83,33 @@ class EngineCore:
         self.plans_late = True  # off: as soon as there is room for another step in flight, as other engines do
         self.stats = EngineStats()
         self.dead: BaseException | None = None
-        self._requests: dict[str, Request] = {}  # unfinished, by id
-        self._arrivals: list[tuple[float, int, Request]] = []  # a heap
+        self._requests: dict[str, LiveRequest] = {}  # unfinished, by id
+        self._arrivals: list[tuple[float, int, LiveRequest]] = []  # a heap
         self._added = 0
         self._flights: list[Flight] = []
         self._index = 0
         self._last_ended = -math.inf
         self._last_durations = (0.0, 0.0)  # of the last two steps, seconds on the device
-        self._finished: dict[Request, Finish] = {}  # outside of results: rejected, failed
+        self._finished: dict[LiveRequest, Finish] = {}  # outside of results: rejected, failed
         self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
         self._may_share = capacity.shared_prefix
-        self._sharing: tuple[list[Request], int] = [], 0  # of the last step: who ran, and the blocks that all of them begin with
+        self._sharing: tuple[list[LiveRequest], int] = [], 0  # of the last step: who ran, and the blocks that all of them begin with
         self._plan_s = 0.0  # a running mean of the time from planning to the end of submitting
         self._storm = StormWatch(settings.scheduler_name)
 
     # For the front end
 
-    def add(self, request: Request) -> None:
+    def add(self, request: LiveRequest) -> None:
         """Take a request, whose fields were checked. It stays invisible until its `arrival_time`. Raises `RequestError` if its id is taken."""
         self.check_alive()
-        if request.id in self._requests or request._status is not Status.NEW:
+        if request.id in self._requests or request.status is not Status.NEW:
             raise RequestError(f"request {request.id!r} is in the engine already: ids of unfinished requests are unique")
-        request._order = self._added
+        request.order = self._added
         self._added += 1
         self._requests[request.id] = request
-        heapq.heappush(self._arrivals, (request.arrival_time, request._order, request))
+        heapq.heappush(self._arrivals, (request.arrival_time, request.order, request))
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: LiveRequest) -> None:
         """It ends now and nothing more of it is delivered; what is in flight of it is dropped. Nothing, if it isn't under way here. Raises
         nothing: a policy that fails on hearing of it ends the engine as in `step`, which then delivers the others."""
         if self._requests.get(request.id) is not request:
@@ -196,14 +196,14 @@ class EngineCore:
     def _end_for_lack_of_memory(self) -> bool:
         """A request that alone fills the pool, and can't grow, ends at its present length."""
         running = self.books.running.as_tuple()
-        if len(running) != 1 or self.kv.available_blocks or not running[0].generated or running[0].num_tokens <= running[0]._capacity:
+        if len(running) != 1 or self.kv.available_blocks or not running[0].generated or running[0].num_tokens <= running[0].capacity:
             return False
         self._finish(running[0], Finish("length", "kv_capacity"), deliver=True)
         return True
 
     def _next_arrival(self) -> float:
         """When the next request arrives; infinite, if none is known of."""
-        while self._arrivals and self._arrivals[0][2]._status is Status.FINISHED:  # aborted before its time
+        while self._arrivals and self._arrivals[0][2].status is Status.FINISHED:  # aborted before its time
             heapq.heappop(self._arrivals)
         return self._arrivals[0][0] if self._arrivals else math.inf
 
@@ -249,11 +249,7 @@ class EngineCore:
         self.books.drop_lingering([r for r in lingering if r in self.books.lingering])
         if step.granted:
             batch, flight = self._build(step)
-            for request in step.granted:
-                request._granted = 0
-            for request in step.prefilled:
-                if request._family is not None:
-                    self._release_family(request)
+            self.books.submitted(step.granted)
             flight.core_s = time.perf_counter() - begun
             flight.handle = self.executor.submit(batch)
             self._flights.append(flight)
@@ -283,18 +279,14 @@ class EngineCore:
             if self.observers:
                 self.observers.tell("on_admitted", RequestAdmitted(step.now, request, cached))
 
-    def _release_family(self, request: Request) -> None:
-        for sample in request._family.release():
-            self.books.waiting.add(sample)
-
     def _build(self, step: PlannedStep) -> tuple[Batch, Flight]:
         requests, tokens = list(step.granted), list(step.granted.values())
-        appended = [(r._row, block) for r, blocks in step.appended if r._row >= 0 for block in blocks]
-        newcomers = [r for r in requests if r._row < 0]
+        appended = [(r.row, block) for r, blocks in step.appended if r.row >= 0 for block in blocks]
+        newcomers = [r for r in requests if r.row < 0]
         for request in newcomers:
             self.books.rows.assign(request)
         removed = self.books.rows.take_removed()
-        samples = None if not step.prefill_tokens else [r._samples for r in requests]
+        samples = None if not step.prefill_tokens else [r.yields_token for r in requests]
         batch = Batch(
             step=step.index,
             removed=np.array(removed, np.int32) if removed else NONE,
@@ -302,7 +294,7 @@ class EngineCore:
             new_block_rows=np.array([row for row, _ in appended], np.int32) if appended else NONE,
             new_blocks=np.array([block for _, block in appended], np.int32) if appended else NONE,
             copies=tuple(self.kv.take_copies()),
-            rows=np.array([r._row for r in requests], np.int32),
+            rows=np.array([r.row for r in requests], np.int32),
             num_tokens=np.array(tokens, np.int32),
             samples=np.ones(len(requests), np.bool_) if samples is None else np.array(samples, np.bool_),
             shared_prefix_blocks=self._shared_prefix(requests, new=bool(step.admitted)),
@@ -318,19 +310,19 @@ class EngineCore:
             recomputed=step.recomputed,
             prefill_tokens=step.prefill_tokens,
             decode_tokens=sum(tokens) - step.prefill_tokens,
-            context_tokens=sum([r._computed for r in requests]),
+            context_tokens=sum([r.num_computed for r in requests]),
             cached_tokens=sum(step.admitted.values()),
             preempted=len(step.preempted),
             recomputed_tokens=step.recomputed_tokens,
             core_s=0.0,
             decisions=tuple(step.decisions or ()),
         )
-        for request in [r for r in requests if r._computed >= r._last_computed]:
-            request._status = Status.DRAINING
+        for request in [r for r in requests if r.num_computed >= r.last_computed]:
+            request.status = Status.DRAINING
             self.books.running.remove(request)
         return batch, flight
 
-    def _shared_prefix(self, requests: list[Request], new: bool) -> int:
+    def _shared_prefix(self, requests: list[LiveRequest], new: bool) -> int:
         """Leading blocks that all of a step's requests have in common, if the executor cares. Looked for anew only when a table is `new`, or others
         run than did in the step before: tables grow at their end."""
         if not self._may_share or len(requests) < 2:
@@ -365,7 +357,7 @@ class EngineCore:
             sampled = flight.samples is None or flight.samples[index]
             if sampled:
                 next_logprob += 1
-            if request._status is finished_status:
+            if request.status is finished_status:
                 flight.forget(index)
                 continue
             if failed and index in failed:
@@ -377,23 +369,22 @@ class EngineCore:
                     delivery.prompt_logprobs.append((request, fresh))
             if not sampled:
                 continue
-            request._in_flight -= 1
-            output = request._output_ids
-            output.append(token)
+            request.receive(token)
+            output = request.output_token_ids
             requests.append(request)
             token_ids.append(token)
-            request._last_token_time = now
+            request.last_token_time = now
             if logprobs is not None and request.params.logprobs is not None:
                 delivery.logprobs[request] = (logprobs, next_logprob - 1)
-            if request._first_token_time is None:
-                request._first_token_time = now
-            if token in request._stop_ids and len(output) > request.params.min_tokens:
+            if request.first_token_time is None:
+                request.first_token_time = now
+            if token in request.stop_ids and len(output) > request.params.min_tokens:
                 finished[request] = Finish("stop", token if token in (request.params.stop_token_ids or ()) else None)
-            elif request._stopper is not None and (matched := request._stopper(token)) is not None:
+            elif request.stopper is not None and (matched := request.stopper(token)) is not None:
                 finished[request] = Finish("stop", matched)
             elif len(output) >= request.max_tokens:
                 finished[request] = Finish("length")
-            elif request._computed >= request._next_commit:
+            elif request.num_computed >= request.next_commit:
                 self.books.commit(request)
 
     def _settle(self, flight: Flight, result: Result, delivery: Delivery, begun: float) -> None:
@@ -409,7 +400,7 @@ class EngineCore:
         if self._watches_steps:
             self._ask("on_step", StepDone(flight.index, result.started, result.ended, flight.ran(delivery.requests)))
         for request, finish in delivery.finished.items():
-            if finish.reason == "error" and request._blocks:
+            if finish.reason == "error" and request.blocks:
                 self.kv.uncommit(request, 0)
             self._finish(request, finish)
         core_s = flight.core_s + time.perf_counter() - begun
@@ -439,17 +430,16 @@ class EngineCore:
 
     # Ends
 
-    def _finish(self, request: Request, finish: Finish, *, deliver: bool = False) -> None:
+    def _finish(self, request: LiveRequest, finish: Finish, *, deliver: bool = False) -> None:
         """It is over: out of the books; the policy and the observers hear of it if they heard of its arrival."""
-        arrived = request._status is not Status.NEW
-        if request._blocks and finish.reason != "error":
+        arrived = request.status is not Status.NEW
+        if request.blocks and finish.reason != "error":
             self.books.commit(request)  # what it generated may be the next turn's prompt
         self.books.remove(request, sound=finish.reason != "error")
         del self._requests[request.id]
         if deliver:
             self._finished[request] = finish
-        if request._family is not None:
-            self._release_family(request)
+        self.books.open_gates()
         if not arrived:
             return
         self.stats.finished += 1
@@ -463,7 +453,7 @@ class EngineCore:
         if log:
             logger.error("the engine is dead: %s", error)
         for request in list(self._requests.values()):
-            request._status = Status.FINISHED
+            request.status = Status.FINISHED
             self._finished[request] = Finish("error", str(error) or repr(error))
             if self.observers:
                 self.observers.tell("on_finished", RequestFinished(self.clock.now(), request, "error", str(error)))
@@ -485,14 +475,14 @@ class EngineCore:
             raise PolicyError(f"scheduler {name} raised in {method}(): {type(error).__name__}: {error}") from error
 
 
-def _new_row(request: Request, granted: int) -> NewRow:
-    known = np.concatenate((request.prompt_array, request._output_ids)) if request._output_ids else request.prompt_array
+def _new_row(request: LiveRequest, granted: int) -> NewRow:
+    known = np.concatenate((request.prompt_array, request.output_token_ids)) if request.output_token_ids else request.prompt_array
     return NewRow(
-        row=request._row,
+        row=request.row,
         request_id=request.id,
         token_ids=known.astype(np.int32),
         prompt_len=request.prompt_tokens,
-        computed=request._computed - granted,
-        blocks=np.array(request._blocks, np.int32),
-        sampling=request._sampling,
+        computed=request.num_computed - granted,
+        blocks=np.array(request.blocks, np.int32),
+        sampling=request.sampling,
     )

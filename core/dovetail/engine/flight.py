@@ -9,7 +9,8 @@ from typing import Any
 from dovetail.api.executor import HostLogprobs
 from dovetail.api.observer import Decision
 from dovetail.api.scheduler import Ran
-from dovetail.request import FinishReason, Request, Status
+from dovetail.engine.live_request import LiveRequest, Status
+from dovetail.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,11 @@ class Finish:
 class Delivery:
     """What a call of `step` brings to the front end: `token_ids[i]` is new for `requests[i]`. Requests may finish without a token."""
 
-    requests: list[Request] = field(default_factory=list)
+    requests: list[LiveRequest] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    finished: dict[Request, Finish] = field(default_factory=dict)
-    logprobs: dict[Request, tuple[HostLogprobs, int]] = field(default_factory=dict)  # and the position in it
-    prompt_logprobs: list[tuple[Request, HostLogprobs]] = field(default_factory=list)
+    finished: dict[LiveRequest, Finish] = field(default_factory=dict)
+    logprobs: dict[LiveRequest, tuple[HostLogprobs, int]] = field(default_factory=dict)  # and the position in it
+    prompt_logprobs: list[tuple[LiveRequest, HostLogprobs]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -36,11 +37,11 @@ class Flight:
     index: int
     handle: Any
     planned: float
-    requests: list[Request]
+    requests: list[LiveRequest]
     tokens: list[int]
     samples: list[bool] | None  # None: all
-    prefilled: dict[Request, int]  # those that prefill in it -> tokens they had computed before
-    recomputed: dict[Request, int]  # of these, in how many of their tokens nothing is new
+    prefilled: dict[LiveRequest, int]  # those that prefill in it -> tokens they had computed before
+    recomputed: dict[LiveRequest, int]  # of these, in how many of their tokens nothing is new
     prefill_tokens: int
     decode_tokens: int
     context_tokens: int
@@ -59,7 +60,7 @@ class Flight:
         else:
             self.decode_tokens -= tokens
 
-    def fresh_prompt_logprobs(self, request: Request, logprobs: HostLogprobs) -> HostLogprobs | None:
+    def fresh_prompt_logprobs(self, request: LiveRequest, logprobs: HostLogprobs) -> HostLogprobs | None:
         """Those that were not given out before a preemption, and are of prompt tokens."""
         if request not in self.prefilled:
             return None
@@ -68,11 +69,11 @@ class Flight:
             return None
         return HostLogprobs(logprobs.token_ids[begin:end], logprobs.logprobs[begin:end], logprobs.ranks[begin:end])
 
-    def ran(self, delivered: Iterable[Request]) -> tuple[Ran, ...]:
+    def ran(self, delivered: Iterable[LiveRequest]) -> tuple[Ran, ...]:
         """What the policy is told, now that its results are in. A request that had ended before them isn't among it."""
         given = set(delivered)
         return tuple(
             Ran(request, tokens, int(request in given))
             for request, tokens in zip(self.requests, self.tokens, strict=True)
-            if request._status is not Status.FINISHED
+            if request.status is not Status.FINISHED
         )

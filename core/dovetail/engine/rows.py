@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.request import Request
+from dovetail.engine.live_request import LiveRequest
 
 
 class RowTable:
@@ -11,32 +11,32 @@ class RowTable:
 
     def __init__(self, num_rows: int) -> None:
         self._free = list(range(num_rows - 1, -1, -1))
-        self._holders: list[Request | None] = [None] * num_rows
+        self._holders: list[LiveRequest | None] = [None] * num_rows
         self._removed: list[int] = []  # given up since the last batch
 
-    def release(self, request: Request) -> None:
+    def release(self, request: LiveRequest) -> None:
         """Its row is free; nothing, if it has none."""
-        row = request._row
+        row = request.row
         if row >= 0:
             self._holders[row] = None
             self._free.append(row)
             self._removed.append(row)
-            request._row = -1
+            request.row = -1
 
-    def assign(self, request: Request) -> None:
+    def assign(self, request: LiveRequest) -> None:
         """A row for a request that runs in the step being planned and has none."""
         if not self._free:
             self.release(self._victim())
         row = self._free.pop()
         self._holders[row] = request
-        request._row = row
+        request.row = row
 
     def take_removed(self) -> list[int]:
         """Rows given up since the last call; each once."""
         removed, self._removed = sorted(set(self._removed)), []
         return removed
 
-    def _victim(self) -> Request:
+    def _victim(self) -> LiveRequest:
         """Of those that don't run in this step, the one that ran longest ago, rather one with nothing in flight."""
-        idle = [holder for holder in self._holders if holder is not None and not holder._granted]
-        return min(idle, key=lambda r: (r._in_flight, r._touched))
+        idle = [holder for holder in self._holders if holder is not None and not holder.granted]
+        return min(idle, key=lambda r: (r.in_flight, r.decided_in))

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import cast
 
 from dovetail.api.observer import Decision
 from dovetail.api.scheduler import Cost, Grant, Refusal
 from dovetail.engine.books import Books
+from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.errors import DovetailError, PolicyError
-from dovetail.request import Request, Status
+from dovetail.request import Request
 
+_ELSEWHERE = "in an engine that isn't its own"
 _GRANT_OF_ONE = Grant(1)
 _REFUSED = {refusal: Grant(0, refusal) for refusal in Refusal}
 
@@ -35,17 +37,17 @@ class PlannedStep:
         self._tokens_left = max_tokens
         self._seqs_left = max_seqs
         self._open = True
-        self.granted: dict[Request, int] = {}  # -> tokens, in the order granted
-        self.appended: list[tuple[Request, tuple[int, ...]]] = []  # blocks given to requests that ran before
-        self.admitted: dict[Request, int] = {}  # -> tokens found in the cache
-        self.preempted: list[Request] = []
-        self.rejected: dict[Request, str] = {}
+        self.granted: dict[LiveRequest, int] = {}  # -> tokens, in the order granted
+        self.appended: list[tuple[LiveRequest, tuple[int, ...]]] = []  # blocks given to requests that ran before
+        self.admitted: dict[LiveRequest, int] = {}  # -> tokens found in the cache
+        self.preempted: list[LiveRequest] = []
+        self.rejected: dict[LiveRequest, str] = {}
         self.wake_time = math.inf
         self.decisions: list[Decision] | None = [] if log else None
         self.prefill_tokens = 0
         self.recomputed_tokens = 0
-        self.prefilled: dict[Request, int] = {}  # -> tokens computed before this step granted it more of its prefill
-        self.recomputed: dict[Request, int] = {}  # -> how many of them were computed once, before a preemption
+        self.prefilled: dict[LiveRequest, int] = {}  # -> tokens computed before this step granted it more of its prefill
+        self.recomputed: dict[LiveRequest, int] = {}  # -> how many of them were computed once, before a preemption
         self.freed = False  # the core let go of blocks after this planning, so that another may go better
 
     # What a policy may read
@@ -66,33 +68,33 @@ class PlannedStep:
         return self._kv.available_blocks
 
     @property
-    def waiting(self) -> tuple[Request, ...]:
+    def waiting(self) -> tuple[LiveRequest, ...]:
         self._check_open()
         return self._books.waiting.as_tuple()
 
     @property
-    def running(self) -> tuple[Request, ...]:
+    def running(self) -> tuple[LiveRequest, ...]:
         self._check_open()
         return self._books.running.as_tuple()
 
     @property
-    def decoding(self) -> tuple[Request, ...]:
-        return tuple([r for r in self.running if r._computed >= r._prefill_end])  # of a list: twice as fast
+    def decoding(self) -> tuple[LiveRequest, ...]:
+        return tuple([r for r in self.running if r.num_computed >= r.prefill_end])  # of a list: twice as fast
 
     def cost(self, request: Request) -> Cost:
-        self._check_known(request)
-        if request._status is not Status.WAITING:
-            end = request.num_tokens + request._in_flight
-            blocks = self._kv.blocks_needed(request, end) if end > request._capacity else 0
-            return Cost(end - request._computed, blocks, 0)
+        request = self._check_known(request)
+        if request.status in (Status.RUNNING, Status.DRAINING):
+            end = request.num_tokens + request.in_flight
+            blocks = self._kv.blocks_needed(request, end) if end > request.capacity else 0
+            return Cost(end - request.num_computed, blocks, 0)
         if self._fork_source(request) is not None:
             return Cost(1, 1, request.prompt_tokens - 1)
         cached, known = self._kv.lookup(request), request.num_tokens
         return Cost(known - cached, self._kv.blocks_needed(request, known), cached)
 
     def blocks_of(self, request: Request) -> int:
-        self._check_known(request)
-        return self._kv.held_only_by([request]) if request._status is Status.RUNNING else 0
+        request = self._check_known(request)
+        return self._kv.held_only_by([request]) if request.status is Status.RUNNING else 0
 
     def estimate_s(self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0) -> float:
         self._check_open()
@@ -109,7 +111,7 @@ class PlannedStep:
         reserve: bool = False,
         evict: Iterable[Request] = (),
     ) -> Grant:
-        self._check_known(request)
+        request = self._check_known(request)
         if max_tokens is not None:
             self._check_count("max_tokens", max_tokens, 0, request)
         self._check_count("min_tokens", min_tokens, 1, request)
@@ -117,33 +119,33 @@ class PlannedStep:
         if refusal is not None:
             self._log(request, "refused", why=refusal.name)
             return _REFUSED[refusal]
-        tokens = request._granted
+        tokens = request.granted
         return _GRANT_OF_ONE if tokens == 1 else Grant(tokens)
 
     def grant_each(self, requests: Iterable[Request]) -> list[Request]:
         self._check_open()
-        refused = []
+        refused: list[Request] = []
         granted, index, running, known, log = self.granted, self.index, Status.RUNNING, self._known, self.decisions is not None
-        for request in requests:
+        for request in cast("Iterable[LiveRequest]", requests):  # what is none isn't known
             if request not in known:
                 self._check_known(request)
-            in_flight = request._in_flight
-            end = request.prompt_tokens + len(request._output_ids) + in_flight
+            in_flight = request.in_flight
+            end = request.prompt_tokens + len(request.output_token_ids) + in_flight
             if (
-                request._status is running
-                and request._computed + 1 == end  # one token to compute: a decode, or the last of a prefill
-                and request._computed >= request._prefill_end  # a decode
-                and request._touched != index
+                request.status is running
+                and request.num_computed + 1 == end  # one token to compute: a decode, or the last of a prefill
+                and request.num_computed >= request.prefill_end  # a decode
+                and request.decided_in != index
                 and self._tokens_left > 0
                 and self._seqs_left > 0
-                and not (in_flight and (request.needs_last_token or request._row < 0))
+                and not (in_flight and request.row < 0)
                 and not log
-                and (end <= request._capacity or self._extend(request, end))  # last, since it takes a block
+                and (end <= request.capacity or self._extend(request, end))  # last, since it takes a block
             ):
-                request._computed = end
-                request._in_flight = in_flight + 1
-                request._granted = 1
-                request._touched = index
+                request.num_computed = end
+                request.in_flight = in_flight + 1
+                request.granted = 1
+                request.decided_in = index
                 granted[request] = 1
                 self._tokens_left -= 1  # at once: `requests` may be a generator that looks at the step, or acts on it
                 self._seqs_left -= 1
@@ -152,27 +154,27 @@ class PlannedStep:
         return refused
 
     def preempt(self, request: Request) -> None:
-        self._check_known(request)
-        if request._status is Status.RUNNING:
+        request = self._check_known(request)
+        if request.status is Status.RUNNING:
             self._preempt(request)
-        elif request._status is Status.WAITING and request._touched != self.index:
-            self._misused(request, "preempted, but it is waiting and holds no blocks to give back")
+        elif request.status in (Status.WAITING, Status.GATED) and request.decided_in != self.index:
+            raise self._misuse(request, "preempted, but it is waiting and holds no blocks to give back")
         else:  # preempted with another already, or its last token is in flight: neither could the policy see
             self._log(request, "refused", why=Refusal.NOT_NOW.name)
 
     def reject(self, request: Request, reason: str) -> None:
-        self._check_known(request)
+        request = self._check_known(request)
         if request in self.rejected:
             return
-        if request._status is Status.DRAINING:  # too late: its last token is in flight, which no policy can see
+        if request.status is Status.DRAINING:  # too late: its last token is in flight, which no policy can see
             self._log(request, "refused", why=Refusal.NOT_NOW.name)
             return
         dependents = self._dependents(request)
-        if request._granted:
+        if request.granted:
             self._take_back(request)
         self._preempt_all(dependents)
         self.admitted.pop(request, None)
-        request._touched = self.index
+        request.decided_in = self.index
         self.rejected[request] = str(reason)
         self._log(request, "rejected", why=str(reason))
 
@@ -183,7 +185,7 @@ class PlannedStep:
         self.wake_time = min(self.wake_time, time)
 
     def note(self, request: Request, why: str) -> None:
-        self._check_known(request)
+        request = self._check_known(request)
         self._log(request, "noted", why=str(why))
 
     # What the core calls
@@ -199,11 +201,11 @@ class PlannedStep:
 
     # A grant
 
-    def _try(self, request: Request, max_tokens: int | None, min_tokens: int, reserve: bool, evict: Iterable[Request]) -> Refusal | None:
+    def _try(self, request: LiveRequest, max_tokens: int | None, min_tokens: int, reserve: bool, evict: Iterable[Request]) -> Refusal | None:
         """Grant, or say why not, having changed nothing."""
         if self._not_now(request):
             return Refusal.NOT_NOW
-        source = self._fork_source(request) if request._status is Status.WAITING else None
+        source = self._fork_source(request) if request.status is Status.WAITING else None
         start, end = self._span(request, source)
         tokens = min(end - start, self._tokens_left)
         if max_tokens is not None:
@@ -218,29 +220,28 @@ class PlannedStep:
                 return Refusal.MEMORY
             if not self._take_blocks(request, source, room_for):
                 raise DovetailError(f"the KV-cache manager refused {room_for} tokens of {request.id!r} that it had said would fit")
-        if request._status is Status.WAITING:
+        if request.status is Status.WAITING:
             self._admit(request)
-        self._book(request, min(tokens, end - request._computed))
+        self._book(request, min(tokens, end - request.num_computed))
         return None
 
-    def _not_now(self, request: Request) -> bool:
-        if request._touched == self.index or request._status is Status.DRAINING:
+    def _not_now(self, request: LiveRequest) -> bool:
+        """Whether its token in flight, or what was decided of it in this step, forbids a grant."""
+        if request.decided_in == self.index or request.status in (Status.DRAINING, Status.GATED):
             return True
-        if request._in_flight and (request._row < 0 or request.needs_last_token):
-            return True
-        return request._family is not None and request in request._family.held
+        return request.in_flight > 0 and request.row < 0
 
-    def _span(self, request: Request, source: Request | None) -> tuple[int, int]:
+    def _span(self, request: LiveRequest, source: LiveRequest | None) -> tuple[int, int]:
         """Its tokens still to compute: from the first without K and V up to the last one known or in flight."""
-        end = request.prompt_tokens + len(request._output_ids) + request._in_flight
-        if request._status is Status.RUNNING:
-            return request._computed, end
+        end = request.prompt_tokens + len(request.output_token_ids) + request.in_flight
+        if request.status is Status.RUNNING:
+            return request.num_computed, end
         return (request.prompt_tokens - 1 if source is not None else self._kv.lookup(request)), end
 
-    def _take_blocks(self, request: Request, source: Request | None, num_tokens: int) -> bool:
+    def _take_blocks(self, request: LiveRequest, source: LiveRequest | None, num_tokens: int) -> bool:
         """Blocks for `num_tokens` tokens in all, or nothing."""
-        if request._status is Status.RUNNING:
-            return num_tokens <= request._capacity or self._extend(request, num_tokens)
+        if request.status is Status.RUNNING:
+            return num_tokens <= request.capacity or self._extend(request, num_tokens)
         cached = 0
         if source is not None:
             forked = self._kv.fork(source, request, request.prompt_tokens - 1)
@@ -248,7 +249,7 @@ class PlannedStep:
                 return False
             self._books.extend(request, forked.blocks)
             cached = forked.cached
-        if num_tokens > request._capacity:
+        if num_tokens > request.capacity:
             allocation = self._kv.allocate(request, num_tokens)
             if allocation is None:
                 if source is not None:
@@ -257,10 +258,10 @@ class PlannedStep:
             self._books.extend(request, allocation.blocks)
             cached = cached or allocation.cached
         self.admitted[request] = cached
-        request._computed = cached
+        request.num_computed = cached
         return True
 
-    def _extend(self, request: Request, num_tokens: int) -> bool:
+    def _extend(self, request: LiveRequest, num_tokens: int) -> bool:
         """More blocks for a running request, after letting go of those that no window can see any more."""
         self._books.trim(request)
         allocation = self._kv.allocate(request, num_tokens)
@@ -270,79 +271,79 @@ class PlannedStep:
         self.appended.append((request, allocation.blocks))
         return True
 
-    def _make_room(self, request: Request, source: Request | None, num_tokens: int, evict: Iterable[Request]) -> bool:
+    def _make_room(self, request: LiveRequest, source: LiveRequest | None, num_tokens: int, evict: Iterable[Request]) -> bool:
         """Preempt from `evict` until `num_tokens` tokens of `request` fit; nobody, if all of them would not do."""
-        victims: list[Request] = []
+        victims: list[LiveRequest] = []
         short_of = (1 if source is not None else self._kv.blocks_needed(request, num_tokens)) - self._kv.available_blocks
         fits, before = False, self._acts
         for candidate in evict:
             if candidate is request:
                 break
-            self._check_known(candidate)
-            if candidate._status is not Status.RUNNING or candidate in victims or self._builds_on(request, source, candidate):
+            candidate = self._check_known(candidate)
+            if candidate.status is not Status.RUNNING or candidate in victims or self._builds_on(request, source, candidate):
                 continue
             victims.append(candidate)
-            short_of -= len(candidate._blocks)  # at best
+            short_of -= len(candidate.blocks)  # at best
             if short_of <= 0 and self._fits(request, source, num_tokens, victims):
                 fits = True
                 break
         if self._acts != before:
-            self._misused(request, "granted with an `evict` that itself grants, preempts or rejects while it is read")
+            raise self._misuse(request, "granted with an `evict` that itself grants, preempts or rejects while it is read")
         if fits:
             self._preempt_all(victims)
         return fits
 
-    def _builds_on(self, request: Request, source: Request | None, candidate: Request) -> bool:
+    def _builds_on(self, request: LiveRequest, source: LiveRequest | None, candidate: LiveRequest) -> bool:
         """Whether evicting `candidate` may take from `request` the very tokens that it would start from: those of the sibling that it forks, or
         those that it finds in the cache because they are computed in this step."""
         if candidate is source:
             return True
-        if source is not None or candidate not in self.prefilled or request._status is Status.RUNNING:
+        if source is not None or candidate not in self.prefilled or request.status is Status.RUNNING:
             return False
         found = self._kv.lookup(request)
         return any(self._may_find(request, found, going) for going in (candidate, *self._dependents(candidate)) if going in self.prefilled)
 
-    def _may_find(self, request: Request, found: int, other: Request) -> bool:
+    def _may_find(self, request: LiveRequest, found: int, other: LiveRequest) -> bool:
         """Whether the first block that `other` fills in this step may be among the `found` tokens."""
         end = (self.prefilled[other] // self._books.block_size + 1) * self._books.block_size
-        return end <= min(found, other._computed) and request.cache_keys == other.cache_keys and _known(request)[:end] == _known(other)[:end]
+        return end <= min(found, other.num_computed) and request.cache_keys == other.cache_keys and _known(request)[:end] == _known(other)[:end]
 
     @property
     def _acts(self) -> tuple[int, ...]:
         """Differs once anything has been done."""
         return self._tokens_left, len(self.granted), len(self.preempted), len(self.rejected)
 
-    def _fits(self, request: Request, source: Request | None, num_tokens: int, victims: list[Request]) -> bool:
+    def _fits(self, request: LiveRequest, source: LiveRequest | None, num_tokens: int, victims: list[LiveRequest]) -> bool:
         """Whether `num_tokens` tokens of it would fit if `victims` were preempted."""
         needed = 1 if source is not None else self._kv.blocks_needed(request, num_tokens, without=victims)
         return needed <= self._kv.available_blocks + self._kv.held_only_by(victims)
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: LiveRequest) -> None:
         self._books.waiting.remove(request)
-        request._status = Status.RUNNING
-        request._prefill_end = request.num_tokens
-        request._next_commit = (request._computed // self._books.block_size + 1) * self._books.block_size
+        request.status = Status.RUNNING
+        request.prefill_end = request.num_tokens
+        request.next_commit = (request.num_computed // self._books.block_size + 1) * self._books.block_size
         self._books.running.add(request)
-        if request._first_scheduled_time is None:
-            request._first_scheduled_time = self.now
-            request._num_cached = request._computed
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = self.now
+            request.cached_tokens = request.num_computed
 
-    def _book(self, request: Request, tokens: int) -> None:
-        before = request._computed
-        request._computed = before + tokens
-        request._granted = tokens
-        request._touched = self.index
-        request._samples = request._computed == request.prompt_tokens + len(request._output_ids) + request._in_flight
-        request._in_flight += request._samples
+    def _book(self, request: LiveRequest, tokens: int) -> None:
+        before = request.num_computed
+        request.num_computed = before + tokens
+        request.granted = tokens
+        request.decided_in = self.index
+        request.yields_token = request.num_computed == request.prompt_tokens + len(request.output_token_ids) + request.in_flight
+        request.in_flight += request.yields_token
         self.granted[request] = tokens
         self._tokens_left -= tokens
         self._seqs_left -= 1
-        if before < request._prefill_end:
+        if before < request.prefill_end:
             self.prefill_tokens += tokens
-            if request._lost > before:
-                self.recomputed[request] = again = min(request._computed, request._lost) - before
+            if request.lost > before:
+                self.recomputed[request] = again = min(request.num_computed, request.lost) - before
                 self.recomputed_tokens += again
-                request._recomputed += again
+                request.recomputed_tokens += again
             # Others planned in this very step may share what it computes: a backend writes the whole batch's K and V before it attends.
             self.prefilled[request] = before
             self._books.commit(request)
@@ -350,82 +351,80 @@ class PlannedStep:
 
     # Taking back
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: LiveRequest) -> None:
         dependents = self._dependents(request)
-        if request._granted:
+        if request.granted:
             self._take_back(request)
         self.admitted.pop(request, None)
         self._books.requeue(request)
-        request._touched = self.index
+        request.decided_in = self.index
         self.preempted.append(request)
         self._log(request, "preempted")
         self._preempt_all(dependents)
 
-    def _preempt_all(self, requests: list[Request]) -> None:
+    def _preempt_all(self, requests: list[LiveRequest]) -> None:
         for request in requests:
-            if request._status is Status.RUNNING:
+            if request.status is Status.RUNNING:
                 self._preempt(request)
 
-    def _take_back(self, request: Request) -> None:
+    def _take_back(self, request: LiveRequest) -> None:
         """Its grant of this step won't run."""
         tokens = self.granted.pop(request)
         self._tokens_left += tokens
         self._seqs_left += 1
-        request._in_flight -= request._samples
-        request._computed -= tokens
-        request._granted = 0
+        request.in_flight -= request.yields_token
+        request.num_computed -= tokens
+        request.granted = 0
         if request in self.prefilled:
             before = self.prefilled.pop(request)
             self.prefill_tokens -= tokens
             again = self.recomputed.pop(request, 0)
             self.recomputed_tokens -= again
-            request._recomputed -= again
+            request.recomputed_tokens -= again
             self._kv.uncommit(request, before)
 
-    def _dependents(self, request: Request) -> list[Request]:
+    def _dependents(self, request: LiveRequest) -> list[LiveRequest]:
         """Requests admitted in this step that found, in the cache, tokens that `request` was going to compute in it."""
         if request not in self.prefilled:
             return []
         certain = self.prefilled[request] // self._books.block_size  # blocks
         # Block by block: where each computed a copy of its own two tables differ, and may share what comes after.
-        fresh = request._blocks[certain:]
-        return [r for r in self.admitted if r is not request and any(map(int.__eq__, fresh, r._blocks[certain:]))]
+        fresh = request.blocks[certain:]
+        return [r for r in self.admitted if r is not request and any(map(int.__eq__, fresh, r.blocks[certain:]))]
 
     # Checks
 
-    def _fork_source(self, request: Request) -> Request | None:
-        if request._family is None or not self._kv.capabilities.fork:
+    def _fork_source(self, request: LiveRequest) -> LiveRequest | None:
+        if request.group is None or not self._kv.capabilities.fork:
             return None
-        source: Request | None = request._family.source_for(request, self.admitted)
-        return source
+        return request.group.source_for(request, self.admitted)
 
     def _check_open(self) -> None:
         if not self._open:
             raise PolicyError(f"scheduler {self._books.policy_name}: used a Step after schedule() had returned; it holds for one call only")
 
-    def _check_known(self, request: Request) -> None:
+    def _check_known(self, request: Request) -> LiveRequest:
+        """The request, as one that this engine has in its books. Raises `PolicyError`."""
         self._check_open()
         if not isinstance(request, Request):
             raise PolicyError(f"scheduler {self._books.policy_name}: expected a Request, got {request!r}")
         if request in self._known:
-            return
-        if request._status is Status.FINISHED:
-            self._misused(request, "used after it had finished; forget it in on_finished")
-        if request._status is Status.NEW:
-            self._misused(request, "used before it arrived in this engine")
-        self._misused(request, "used in an engine that isn't its own")
+            return request
+        status = request.status if isinstance(request, LiveRequest) else Status.NEW
+        when = {Status.FINISHED: "after it had finished; forget it in on_finished", Status.NEW: "before it arrived in this engine"}
+        raise self._misuse(request, f"used {when.get(status) or _ELSEWHERE}")
 
-    def _check_count(self, name: str, value: int, least: int, request: Request) -> None:
+    def _check_count(self, name: str, value: int, least: int, request: LiveRequest) -> None:
         if type(value) is not int or value < least:
-            self._misused(request, f"granted with {name}={value!r}; it must be an integer >= {least}")
+            raise self._misuse(request, f"granted with {name}={value!r}; it must be an integer >= {least}")
 
-    def _misused(self, request: Request, rule: str) -> NoReturn:
-        raise PolicyError(f"scheduler {self._books.policy_name}: request {request.id!r} was {rule}")
+    def _misuse(self, request: Request, rule: str) -> PolicyError:
+        return PolicyError(f"scheduler {self._books.policy_name}: request {request.id!r} was {rule}")
 
-    def _log(self, request: Request, act: str, tokens: int = 0, why: str = "") -> None:
+    def _log(self, request: LiveRequest, act: str, tokens: int = 0, why: str = "") -> None:
         if self.decisions is not None:
             self.decisions.append(Decision(request, act, tokens, why))
 
 
-def _known(request: Request) -> tuple[int, ...]:
-    return (*request.prompt_token_ids, *request._output_ids)
+def _known(request: LiveRequest) -> tuple[int, ...]:
+    return (*request.prompt_token_ids, *request.output_token_ids)

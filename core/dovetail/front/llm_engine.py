@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.api.clock import Clock
 from dovetail.checks import as_number, is_integer, shown
-from dovetail.engine.family import Family
+from dovetail.engine.live_request import LiveRequest
+from dovetail.engine.request_group import RequestGroup
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front.assembly import Assembly, assemble
-from dovetail.front.outputs import OutputBuilder, RequestGroup, SampleOutput
-from dovetail.request import Request, RequestOutput, token_array
+from dovetail.front.outputs import OutputBuilder, PromptOutput
+from dovetail.request import RequestOutput, token_array
 from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dovetail.config import EngineConfig
+    from dovetail.front.detokenizer import IncrementalText
     from dovetail.front.tokenizer import Tokenizer
     from dovetail.registry.registry import Registry
 
@@ -119,16 +121,21 @@ class LLMEngine:
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > limit:  # more than there is room for: all that there is room for
             params = dataclasses.replace(params, min_tokens=limit)
-        group = RequestGroup(request_id, text, token_ids, params, arrival)
+        texts = [self._text(params, token_ids) for _ in range(params.n)]
         seed = params.seed if params.seed is not None else self._random.getrandbits(_SEED_BITS)
         bad_words = self._assembly.bad_word_ids(params)
         samples = []
-        for index in range(params.n):
-            request = Request(
+        for index, sample_text in enumerate(texts):
+            of_sample = params if params.n == 1 else _params_of_sample(params, index)
+            sampling = self._assembly.sampling(of_sample, (seed + index * _GOLDEN) % 2**_SEED_BITS, bad_words)
+            request = LiveRequest(
                 request_id if params.n == 1 else f"{request_id}#{index}",
-                token_ids,
-                params if params.n == 1 else _params_of_sample(params, index),
+                prompt_array,
+                of_sample,
                 max_tokens=limit,
+                sampling=sampling,
+                stop_ids=sampling.stop_token_ids,
+                stopper=sample_text.append_and_check if sample_text is not None and params.stop else None,
                 arrival_time=arrival,
                 client=client,
                 priority=int(priority),
@@ -138,15 +145,9 @@ class LLMEngine:
                 cache_keys=() if cache_salt is None else (f"salt:{cache_salt}",),
                 extra=extras,
             )
-            request._prompt_array = prompt_array
-            request._sampling = self._assembly.sampling(request.params, (seed + index * _GOLDEN) % 2**_SEED_BITS, bad_words)
-            request._stop_ids = frozenset(request._sampling.stop_token_ids)
-            request._front = self._front(group, index, request)
             samples.append(request)
-        group.samples = [request._front for request in samples]
-        if params.n > 1:
-            Family(samples)
-        self._groups[request_id] = group
+        self._groups[request_id] = group = RequestGroup(request_id, params, samples)
+        self._builder.expect(group, PromptOutput(text, token_ids, params), texts)
         try:
             for request in samples:
                 self.core.add(request)
@@ -171,9 +172,9 @@ class LLMEngine:
             group = self._groups.pop(one, None)
             if group is not None:
                 for sample in group.samples:
-                    self.core.abort(sample.request)
+                    self.core.abort(sample)
                 if self.core.dead is None:  # or its other samples are still to be delivered, as failed
-                    group.take_apart()
+                    self._forget(group)
 
     def step(self) -> list[RequestOutput]:
         """Compute for a while, and return what is new; perhaps nothing. Waits for the device, or for the next arrival time.
@@ -187,10 +188,9 @@ class LLMEngine:
         if not delivery.requests and not delivery.finished and not delivery.prompt_logprobs:
             return []
         outputs = self._builder.build(delivery, self.core.clock.now())
-        for group in {request._front.group for request in delivery.finished}:
-            if group.unfinished == 0:
-                self._groups.pop(group.request_id, None)
-                group.take_apart()
+        for group in self._builder.ended_by(delivery):
+            self._groups.pop(group.request_id, None)
+            self._forget(group)
         return outputs
 
     def has_unfinished_requests(self) -> bool:
@@ -287,16 +287,17 @@ class LLMEngine:
             known = ", ".join(sorted(self._assembly.extra_args)) or "none"
             raise RequestError(f"extra_args: {shown(unknown[0])} means nothing to sampler {self.config.sampler.name}; it understands: {known}")
 
-    def _front(self, group: RequestGroup, index: int, request: Request) -> SampleOutput:
+    def _text(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> IncrementalText | None:
+        """The text that a sample will grow; None, if nobody wants it."""
+        if not params.detokenize:
+            return None
         from dovetail.front.detokenizer import IncrementalText  # the tokenizers package, only if there is text to make
 
-        params = group.params
-        if not params.detokenize:
-            return SampleOutput(group, index, request, None)
-        text = IncrementalText(self.tokenizer, params, group.prompt_token_ids)
-        if params.stop:
-            request._stopper = text.append_and_check
-        return SampleOutput(group, index, request, text)
+        return IncrementalText(self.tokenizer, params, prompt_token_ids)
+
+    def _forget(self, group: RequestGroup) -> None:
+        self._builder.forget(group)
+        group.take_apart()
 
 
 def _params_of_sample(params: SamplingParams, index: int) -> SamplingParams:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dovetail.engine.flight import Delivery, Finish
-from dovetail.request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, TokenLogprobMap
+from dovetail.engine.live_request import LiveRequest
+from dovetail.engine.request_group import RequestGroup
+from dovetail.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobMap
 from dovetail.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -15,28 +17,40 @@ if TYPE_CHECKING:
     from dovetail.front.tokenizer import Tokenizer
 
 
+class PromptOutput:
+    """The prompt's part of what a user gets; the samples of a request share it."""
+
+    __slots__ = ("logprobs", "text", "token_ids")
+
+    def __init__(self, text: str | None, token_ids: Sequence[int], params: SamplingParams) -> None:
+        self.text = text
+        self.token_ids = token_ids
+        self.logprobs: list[TokenLogprobMap | None] | None = None if params.prompt_logprobs is None else [None]
+
+
 class SampleOutput:
-    """One sample's text and log-probabilities so far. `request._front` refers to it."""
+    """One sample's text and log-probabilities so far."""
 
-    __slots__ = ("cumulative", "finish", "group", "index", "logprobs", "plain", "request", "sent_logprobs", "sent_tokens", "text")
+    __slots__ = ("cumulative", "finish", "group", "index", "logprobs", "plain", "prompt", "request", "sent_logprobs", "sent_tokens", "text")
 
-    def __init__(self, group: RequestGroup, index: int, request: Request, text: IncrementalText | None) -> None:
+    def __init__(self, group: RequestGroup, index: int, prompt: PromptOutput, text: IncrementalText | None) -> None:
+        params = group.params
         self.group = group
         self.index = index
-        self.request = request
+        self.request = group.samples[index]
+        self.prompt = prompt
         self.text = text
         self.finish: Finish | None = None
-        self.logprobs: list[TokenLogprobMap] | None = None if group.params.logprobs is None else []
-        self.cumulative: float | None = None if group.params.logprobs is None else 0.0
+        self.logprobs: list[TokenLogprobMap] | None = None if params.logprobs is None else []
+        self.cumulative: float | None = None if params.logprobs is None else 0.0
         self.sent_tokens = 0  # of its tokens, already part of a delta
         self.sent_logprobs = 0
         # Nothing but tokens to report, one by one or at the end: the quick way.
-        params = group.params
         self.plain = params.n == 1 and params.logprobs is None and params.prompt_logprobs is None and params.output_kind is not OutputKind.CUMULATIVE
 
     def take(self, kind: OutputKind) -> CompletionOutput:
         """What is new (delta), or all there is."""
-        finish, tokens = self.finish, self.request._output_ids
+        finish, tokens = self.finish, self.request.output_token_ids
         text: str = ""
         if kind is OutputKind.DELTA:
             new_tokens: Sequence[int] = tokens[self.sent_tokens :].tolist()
@@ -59,100 +73,86 @@ class SampleOutput:
         )
 
 
-class RequestGroup:
-    """One user request: its samples, and what they have in common."""
-
-    __slots__ = ("fresh", "metrics", "params", "prompt", "prompt_logprobs", "prompt_token_ids", "request_id", "samples", "unfinished")
-
-    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams, arrival: float) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
-        self.params = params
-        self.samples: list[SampleOutput] = []
-        self.unfinished = params.n
-        self.metrics = RequestMetrics(arrival)
-        self.prompt_logprobs: list[TokenLogprobMap | None] | None = None if params.prompt_logprobs is None else [None]
-        self.fresh: list[SampleOutput] = []  # changed in the present step
-
-    def output(self) -> RequestOutput | None:
-        """The output of the present step; None, if the kind says to wait."""
-        kind, finished = self.params.output_kind, self.unfinished == 0
-        changed, self.fresh = self.fresh, []
-        if kind is OutputKind.FINAL and not finished:
-            return None
-        requests = [sample.request for sample in self.samples]
-        self.metrics.first_scheduled_time = _earliest(r._first_scheduled_time for r in requests)
-        self.metrics.first_token_time = _earliest(r._first_token_time for r in requests)
-        self.metrics.preemptions = sum(r.preemptions for r in requests)
-        completions = changed if kind is OutputKind.DELTA else self.samples
-        return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self.prompt_token_ids,
-            [sample.take(kind) for sample in completions],
-            finished,
-            self.prompt_logprobs,
-            requests[0]._num_cached,
-            self.metrics,
-        )
-
-    def take_apart(self) -> None:
-        """It is over. Its samples and their requests refer to each other: so they would wait for the garbage collector, which looks through all of
-        their tokens and lets a step wait meanwhile."""
-        for sample in self.samples:
-            sample.request._front = sample.request._family = None
-        self.samples = []
-
-
 class OutputBuilder:
-    """Feeds text and log-probabilities of each delivery to its samples and makes the outputs."""
+    """Feeds text and log-probabilities of each delivery to the samples that it expects, and makes the outputs."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
+        self._samples: dict[LiveRequest, SampleOutput] = {}
         self._texts: dict[int, str] = {}  # of single tokens, for log-probabilities
+
+    def expect(self, group: RequestGroup, prompt: PromptOutput, texts: Sequence[IncrementalText | None]) -> None:
+        """Take note of a request that was given to the core; `texts` has one for each sample."""
+        for index, (request, text) in enumerate(zip(group.samples, texts, strict=True)):
+            self._samples[request] = SampleOutput(group, index, prompt, text)
+
+    def forget(self, group: RequestGroup) -> None:
+        """Nothing more will be delivered of it."""
+        for request in group.samples:
+            del self._samples[request]
+
+    def ended_by(self, delivery: Delivery) -> set[RequestGroup]:
+        """The requests all of whose samples have finished, by this delivery."""
+        groups = {self._samples[request].group for request in delivery.finished}
+        return {group for group in groups if self._has_finished(group)}
 
     def build(self, delivery: Delivery, now: float) -> list[RequestOutput]:
         """In the order in which requests first appear in the delivery."""
         outputs: list[RequestOutput] = []
-        finished, changed = delivery.finished, dict[RequestGroup, None]()
+        samples, finished, changed = self._samples, delivery.finished, dict[RequestGroup, list[SampleOutput]]()
         for request, hosts in delivery.prompt_logprobs:
-            self._add_prompt_logprobs(request._front.group, hosts)
+            self._add_prompt_logprobs(samples[request], hosts)
         for request, token in zip(delivery.requests, delivery.token_ids, strict=True):
-            sample: SampleOutput = request._front
+            sample = samples[request]
             if sample.plain and request not in finished:
-                if sample.text is not None and request._stopper is None:
+                if sample.text is not None and request.stopper is None:
                     sample.text.append((token,))
                 if sample.group.params.output_kind is OutputKind.DELTA:
-                    outputs.append(self._plain_delta(sample, request, token))
+                    outputs.append(self._plain_delta(sample, token))
                 continue
             self._feed(sample, token, finished.get(request))
             if request in delivery.logprobs:
                 self._add_logprobs(sample, *delivery.logprobs[request])
-            changed[sample.group] = None
-            sample.group.fresh.append(sample)
+            changed.setdefault(sample.group, []).append(sample)
         for request, finish in finished.items():
-            self._finish(request._front, finish, now)
-            changed[request._front.group] = None
-        for group in changed:
-            output = group.output()
+            sample = samples[request]
+            self._finish(sample, finish, now)
+            fresh = changed.setdefault(sample.group, [])
+            if sample not in fresh:
+                fresh.append(sample)
+        for group, fresh in changed.items():
+            output = self._output(group, fresh)
             if output is not None:
                 outputs.append(output)
         return outputs
 
-    def _plain_delta(self, sample: SampleOutput, request: Request, token: int) -> RequestOutput:
-        group = sample.group
+    def _has_finished(self, group: RequestGroup) -> bool:
+        return all(self._samples[request].finish is not None for request in group.samples)
+
+    def _output(self, group: RequestGroup, fresh: Sequence[SampleOutput]) -> RequestOutput | None:
+        """A request's output after this delivery, in which the samples `fresh` changed; None, if its kind says to wait."""
+        kind, finished = group.params.output_kind, self._has_finished(group)
+        if kind is OutputKind.FINAL and not finished:
+            return None
+        group.update_metrics()
+        samples = fresh if kind is OutputKind.DELTA else [self._samples[request] for request in group.samples]
+        prompt, completions = samples[0].prompt, [sample.take(kind) for sample in samples]
+        cached = group.samples[0].cached_tokens
+        return RequestOutput(group.request_id, prompt.text, prompt.token_ids, completions, finished, prompt.logprobs, cached, group.metrics)
+
+    def _plain_delta(self, sample: SampleOutput, token: int) -> RequestOutput:
+        group, request, prompt = sample.group, sample.request, sample.prompt
         metrics = group.metrics
         sample.sent_tokens += 1
         if metrics.first_token_time is None:
-            metrics.first_token_time, metrics.first_scheduled_time = request._first_token_time, request._first_scheduled_time
+            metrics.first_token_time, metrics.first_scheduled_time = request.first_token_time, request.first_scheduled_time
         completion = CompletionOutput(0, sample.text.take_delta() if sample.text is not None else "", (token,))
-        return RequestOutput(group.request_id, group.prompt, group.prompt_token_ids, [completion], False, None, request._num_cached, metrics)
+        return RequestOutput(group.request_id, prompt.text, prompt.token_ids, [completion], False, None, request.cached_tokens, metrics)
 
     def _feed(self, sample: SampleOutput, token: int, finish: Finish | None) -> None:
         """Its text grows by a token; not by one that stopped it, unless asked for."""
         stopped_by_it = finish is not None and finish.reason == "stop" and not isinstance(finish.stop_reason, str)
-        fed_already = sample.request._stopper is not None and not stopped_by_it
+        fed_already = sample.request.stopper is not None and not stopped_by_it
         if sample.text is None or fed_already:
             return
         if not stopped_by_it or sample.group.params.include_stop_str_in_output:
@@ -162,11 +162,7 @@ class OutputBuilder:
         sample.finish = finish
         if sample.text is not None:
             sample.text.flush(stopped=isinstance(finish.stop_reason, str) and finish.reason == "stop")
-        group = sample.group
-        group.unfinished -= 1
-        group.metrics.finished_time = now
-        if sample not in group.fresh:
-            group.fresh.append(sample)
+        sample.group.metrics.finished_time = now
 
     def _add_logprobs(self, sample: SampleOutput, hosts: HostLogprobs, position: int) -> None:
         asked = sample.group.params.logprobs or 0
@@ -175,13 +171,13 @@ class OutputBuilder:
             sample.logprobs.append(entry)
             sample.cumulative += float(hosts.logprobs[position, 0])
 
-    def _add_prompt_logprobs(self, group: RequestGroup, hosts: HostLogprobs) -> None:
-        if group.prompt_logprobs is None or len(group.prompt_logprobs) >= len(group.prompt_token_ids):
+    def _add_prompt_logprobs(self, sample: SampleOutput, hosts: HostLogprobs) -> None:
+        prompt, params = sample.prompt, sample.group.params
+        if prompt.logprobs is None or len(prompt.logprobs) >= len(prompt.token_ids):
             return  # a re-prefill after a preemption: they are there already
-        asked, detokenize = group.params.prompt_logprobs or 0, group.params.detokenize
         for position in range(len(hosts.ranks)):
-            if len(group.prompt_logprobs) < len(group.prompt_token_ids):
-                group.prompt_logprobs.append(self._map(hosts, position, asked, detokenize))
+            if len(prompt.logprobs) < len(prompt.token_ids):
+                prompt.logprobs.append(self._map(hosts, position, params.prompt_logprobs or 0, params.detokenize))
 
     def _map(self, hosts: HostLogprobs, position: int, asked: int, detokenize: bool) -> TokenLogprobMap:
         """The token itself, whose rank may be anything, then the `asked` likeliest, best first."""
@@ -203,7 +199,3 @@ class OutputBuilder:
 
 def _no_text(token: int) -> None:
     """A request that wants token ids alone."""
-
-
-def _earliest(times: Iterable[Any]) -> float | None:
-    return min((t for t in times if t is not None), default=None)

@@ -7,7 +7,6 @@ assert done.refused == {"b": Refusal.MEMORY}
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +17,14 @@ from dovetail.api.component import NoOptions
 from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
 from dovetail.api.scheduler import Context, Refusal, Scheduler
 from dovetail.engine.books import Books
+from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.step import PlannedStep
 from dovetail.errors import DovetailError
-from dovetail.request import Request, Status
+from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing.fake_kv import FakeKVCache
+
+EARLIER = -2  # the index of the steps in which running requests came as far as they have; -1 means none
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def make_request(
 ) -> Request:
     """A request for one `plan`. `generated`: tokens of its output that are there. `computed`: of all its tokens, if it is to be among `running`;
     by default all but the last generated one, so that it decodes. With fewer than `prompt_tokens` it is amid its prefill."""
-    request = Request(
+    request = _Planned(
         id,
         [(i * 7 + len(id)) % 50 for i in range(prompt_tokens)],
         SamplingParams(max_tokens=max_tokens),
@@ -67,9 +69,16 @@ def make_request(
         predicted_tokens=predicted_tokens,
         extra=extra,
     )
-    request._output_ids = array("q", [1] * generated)
-    request._computed = -1 if computed is None else computed
+    request.output_token_ids.extend([1] * generated)
+    request.to_compute = computed
     return request
+
+
+class _Planned(LiveRequest):
+    """A request of `make_request`, which knows how far it should have come before the step that is planned."""
+
+    __slots__ = ("to_compute",)
+    to_compute: int | None  # of all its tokens; None: all but the last generated one
 
 
 def plan(
@@ -92,28 +101,28 @@ def plan(
     `policy`: a class, made with `options`, or one made before, to plan further with what it keeps. `cached`: tokens found in the prefix cache,
     whole blocks, by request id. Raises what the policy raises, `PolicyError` on misuse, and `DovetailError` if the requests make no sense.
     """
-    _check_requests([*running, *waiting], dict(cached or {}), block_size)
-    held = sum(-(-_computed_of(r) // block_size) for r in running)
+    going, coming = _planned(running), _planned(waiting)
+    _check_requests([*going, *coming], dict(cached or {}), block_size)
+    held = sum(-(-_computed_of(r) // block_size) for r in going)
     layout = KVLayout((KVGroup((0,), None, 1),), block_size, "none")
     kv = FakeKVCache(NoOptions(), KVContext(layout, held + free_blocks), dict(cached or {}))
     if isinstance(policy, type):
         policy = policy(options or NoOptions(), Context(max_tokens, max_seqs, held + free_blocks, block_size, seed))
     books = Books(kv, block_size, None, max(max_seqs, len(running)), type(policy).__name__)
-    for order, request in enumerate([*running, *waiting]):
-        request._order = order
-        if order < len(running):
+    for order, request in enumerate([*going, *coming]):
+        request.order = order
+        if order < len(going):
             _start(books, request)
         else:
-            request._computed = 0
             books.arrive(request)
         policy.on_arrival(request)
     step = PlannedStep(books, 0, now, max_tokens, max_seqs, log=True)
     policy.schedule(step)
     step.close()
-    for request in step.preempted:
-        policy.on_preempted(request)
-    for request in step.rejected:
-        policy.on_finished(request)
+    for preempted in step.preempted:
+        policy.on_preempted(preempted)
+    for rejected in step.rejected:
+        policy.on_finished(rejected)
     decisions = step.decisions or []
     return Plan(
         granted={r.id: tokens for r, tokens in step.granted.items()},
@@ -127,11 +136,18 @@ def plan(
     )
 
 
-def _check_requests(requests: Sequence[Request], cached: Mapping[str, int], block_size: int) -> None:
+def _planned(requests: Sequence[Request]) -> list[_Planned]:
+    for request in requests:
+        if not isinstance(request, _Planned):
+            raise DovetailError(f"plan() takes requests of make_request(), got {request!r}")
+    return [request for request in requests if isinstance(request, _Planned)]
+
+
+def _check_requests(requests: Sequence[_Planned], cached: Mapping[str, int], block_size: int) -> None:
     if len({request.id for request in requests}) < len(requests):
         raise DovetailError("the ids of the requests must differ")
     for request in requests:
-        if request._status is not Status.NEW:
+        if request.status is not Status.NEW:
             raise DovetailError(f"request {request.id!r} was planned before: make a new one, since planning has changed it")
         if request.generated >= request.max_tokens:
             raise DovetailError(f"request {request.id!r} has generated all of its max_tokens={request.max_tokens}, so it would have finished")
@@ -140,25 +156,22 @@ def _check_requests(requests: Sequence[Request], cached: Mapping[str, int], bloc
             raise DovetailError(f"{tokens} tokens of request {request.id!r} can't be cached: whole blocks of {block_size}, fewer than all its tokens")
 
 
-def _computed_of(request: Request) -> int:
-    return request._computed if request._computed >= 0 else request.num_tokens - (1 if request.generated else 0)
+def _computed_of(request: _Planned) -> int:
+    return request.to_compute if request.to_compute is not None else request.num_tokens - (1 if request.generated else 0)
 
 
-def _start(books: Books, request: Request) -> None:
+def _start(books: Books, request: _Planned) -> None:
+    """Let it run before the step in question: it is granted what it should have computed, and receives the token that this samples."""
     computed = _computed_of(request)
     if computed < 1 or computed >= request.num_tokens + (not request.generated):
         raise DovetailError(f"running request {request.id!r} has computed {computed} of {request.num_tokens} tokens: give it `generated` tokens")
-    allocation = books.kv.allocate(request, computed)
-    if allocation is None:
+    if request.generated and computed == request.num_tokens - 1:
+        request.output_token_ids.pop()  # the one that it will sample
+    books.arrive(request)
+    before = PlannedStep(books, EARLIER, request.arrival_time, computed, 1)
+    if not before.grant(request, computed - before.cost(request).cached):
         raise DovetailError("the pool is too small for the running requests")
-    if not request.generated and computed == request.prompt_tokens:
-        request._output_ids = array("q", [1])  # its prefill is done: it has sampled
-    books.extend(request, allocation.blocks)
-    request._computed = computed
-    decodes = request.generated > 0 and computed == request.num_tokens - 1
-    request._prefill_end = computed if decodes else request.num_tokens
-    request._samples = True
-    request._status = Status.RUNNING
-    books.known.add(request)
-    books.running.add(request)
     books.rows.assign(request)
+    books.submitted(before.granted)
+    if request.yields_token:
+        request.receive(1)

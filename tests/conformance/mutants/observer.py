@@ -29,13 +29,13 @@ from tests.conformance.mutants import mutant
 @mutant(caught_by="observer.no_effect")
 class StopsRequestsEarly(Observer):
     def on_admitted(self, event: RequestAdmitted) -> None:
-        event.request._stop_ids = frozenset(range(0, 97, 2))
+        event.request.stop_ids = frozenset(range(0, 97, 2))
 
 
 @mutant(caught_by="observer.no_effect")
 class DrainsTheTokensItIsShown(Observer):
     def on_preempted(self, event: RequestPreempted) -> None:
-        del event.request._output_ids[:]
+        del event.request.output_token_ids[:]
 
 
 @mutant(caught_by="observer.request_untouched")

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.api.kv_cache import KVCacheManager, KVContext, KVGroup, KVLayout
+from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import describe
-from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing.checks import CheckFailed
 
@@ -52,21 +52,21 @@ class Shape:
         return KVContext(KVLayout((KVGroup((0,), self.window, 1),), self.block_size, "none"), self.num_blocks)
 
 
-def make_request(id: str, tokens: Sequence[int], *, keys: tuple[str, ...] = (), prompt_logprobs: int | None = None) -> Request:
+def make_request(id: str, tokens: Sequence[int], *, keys: tuple[str, ...] = (), prompt_logprobs: int | None = None) -> LiveRequest:
     """As the engine makes one."""
-    return Request(id, tokens, SamplingParams(prompt_logprobs=prompt_logprobs), max_tokens=1000, cache_keys=keys)
+    return LiveRequest(id, tokens, SamplingParams(prompt_logprobs=prompt_logprobs), max_tokens=1000, cache_keys=keys)
 
 
-def generate(request: Request, tokens: Sequence[int]) -> None:
+def generate(request: LiveRequest, tokens: Sequence[int]) -> None:
     """As the engine does when ids arrive."""
-    request._output_ids.extend(tokens)
+    request.output_token_ids.extend(tokens)
 
 
 @dataclass(eq=False)
 class Row:
     """What the model knows of a request: all its tokens (the last perhaps unknown to the manager), its table, what is computed or planned."""
 
-    request: Request
+    request: LiveRequest
     tokens: list[int]
     table: list[int] = field(default_factory=list)
     computed: int = 0

@@ -17,9 +17,10 @@ from typing import Any
 from hypothesis.strategies import SearchStrategy
 
 from dovetail.api.scheduler import Claims, Context, Refusal
+from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import PolicyError, SchedulerStalled
-from dovetail.request import Request, Status
+from dovetail.request import Request
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.repeatable import for_all
@@ -119,7 +120,7 @@ class SchedulerSuite(Suite):
 
         def forgotten(world: World) -> None:
             for path, request in _requests_in(world.policy):
-                require(request._status is not Status.FINISHED, f"{path} holds {request!r} after its end")
+                require(request.status is not Status.FINISHED, f"{path} holds {request!r} after its end")
 
         self._in_all(scenarios(aborts=True), 25, forgotten)
 
@@ -253,7 +254,7 @@ def _try_to_grant_more(shown: Shown) -> None:
 def _see_order(key: Callable[[Request], tuple[float, float]], shown: Shown) -> None:
     """Nobody is admitted past one who waits and could be, and nobody runs at the cost of one before him."""
     step = shown.step
-    passed = [r for r in shown.waiting if r not in step.admitted and r not in step.rejected and not r._in_flight]
+    passed = [r for r in shown.waiting if r not in step.admitted and r not in step.rejected and not r.in_flight]
     for request in step.admitted:
         for other in passed:
             require(key(request) <= key(other), f"step {step.index} admitted {request!r} before {other!r}")
@@ -262,7 +263,7 @@ def _see_order(key: Callable[[Request], tuple[float, float]], shown: Shown) -> N
             require(key(request) <= key(victim), f"step {step.index} preempted {victim!r} and ran {request!r}")
 
 
-def _requests_in(policy: object) -> Iterator[tuple[str, Request]]:
+def _requests_in(policy: object) -> Iterator[tuple[str, LiveRequest]]:
     """All requests that a policy holds, directly or in what it holds, each with the attribute of the policy that leads there."""
     code = (type, ModuleType, BuiltinFunctionType)
     held = [(f"self.{name}", value) for name, value in vars(policy).items()]
@@ -273,7 +274,7 @@ def _requests_in(policy: object) -> Iterator[tuple[str, Request]]:
         if id(value) in seen or isinstance(value, code):
             continue
         seen.add(id(value))
-        if isinstance(value, Request):
+        if isinstance(value, LiveRequest):
             yield path, value
         elif isinstance(value, FunctionType):  # not the module that it is in
             queue.extend((path, part) for part in (value.__closure__, value.__defaults__, value.__dict__))

@@ -42,7 +42,6 @@ def arrivals(draw: st.DrawFn, shape: Shape, *, plain: bool = False) -> Arrive:
         deadline=draw(st.sampled_from([None, 0.01, 0.3, 100.0])),
         predicted_tokens=draw(st.sampled_from([None, 1, 10])),
         n=1 if plain else draw(st.sampled_from([1, 1, 1, 2, 3])),
-        needs_last_token=False if plain else draw(st.sampled_from([False, False, False, True])),
         stops_after=draw(st.sampled_from([None, None, 1, 4])),
     )
 

@@ -22,12 +22,13 @@ from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContex
 from dovetail.api.sampler import RowSampling
 from dovetail.api.scheduler import Context, Scheduler, Step, StepDone
 from dovetail.engine.core import CoreSettings, EngineCore
-from dovetail.engine.family import Family
 from dovetail.engine.flight import Finish
+from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.observers import ObserverHub
+from dovetail.engine.request_group import RequestGroup
 from dovetail.engine.step import PlannedStep
 from dovetail.errors import DovetailError
-from dovetail.request import Request, Status
+from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing.binding import installed
 from dovetail.testing.checks import CheckFailed
@@ -68,7 +69,6 @@ class Arrive:
     deadline: float | None = None
     predicted_tokens: int | None = None
     n: int = 1
-    needs_last_token: bool = False
     stops_after: int | None = None
 
 
@@ -110,7 +110,7 @@ class Planned:
 class Shown:
     """What a policy was shown in one step, and what it did with it."""
 
-    waiting: tuple[Request, ...]  # before it acted
+    waiting: tuple[LiveRequest, ...]  # before it acted
     step: PlannedStep  # after
 
 
@@ -195,9 +195,9 @@ class World:
         hub = ObserverHub([("decisions", _WantsDecisions(NoOptions(), ObserverContext(1, 1)))] if decisions else [])
         settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, type(self.watch.policy).__name__)
         self.core = EngineCore(self.watch, self.kv, executor, capacity, self.clock, settings, hub)
-        self.requests: list[Request] = []
-        self.given: dict[Request, dict[str, Any]] = {}  # what no policy may change of them
-        self.finished: dict[Request, Finish] = {}  # in the order of ending; the aborted aren't here
+        self.requests: list[LiveRequest] = []
+        self.given: dict[LiveRequest, dict[str, Any]] = {}  # what no policy may change of them
+        self.finished: dict[LiveRequest, Finish] = {}  # in the order of ending; the aborted aren't here
         self.steps = 0
         self._most_steps = 100
         self._check_books = check_books
@@ -234,8 +234,8 @@ class World:
             self._step()
 
     @property
-    def unfinished(self) -> list[Request]:
-        return [request for request in self.requests if request._status is not Status.FINISHED]
+    def unfinished(self) -> list[LiveRequest]:
+        return [request for request in self.requests if request.status is not Status.FINISHED]
 
     def _step(self) -> None:
         if self.dead is not None and not self.core.has_unfinished():
@@ -254,8 +254,7 @@ class World:
     def _add(self, arrive: Arrive) -> None:
         now, name = self.clock.now(), f"r{len(self.requests)}"
         samples = [self._request(arrive, name if arrive.n == 1 else f"{name}.{index}", now, index) for index in range(arrive.n)]
-        if arrive.n > 1:
-            Family(samples)
+        RequestGroup(name, samples[0].params, samples)
         for request in samples:
             self.requests.append(request)
             self._most_steps += STEPS_A_TOKEN * (request.prompt_tokens + request.max_tokens)
@@ -263,8 +262,8 @@ class World:
             if self.dead is None:
                 self.core.add(request)
 
-    def _request(self, arrive: Arrive, id: str, now: float, index: int) -> Request:
-        request = Request(
+    def _request(self, arrive: Arrive, id: str, now: float, index: int) -> LiveRequest:
+        return LiveRequest(
             id,
             arrive.prompt,
             SamplingParams(max_tokens=arrive.max_tokens),
@@ -275,11 +274,9 @@ class World:
             deadline=None if arrive.deadline is None else now + arrive.delay + arrive.deadline,
             predicted_tokens=arrive.predicted_tokens,
             parent=id.partition(".")[0] if arrive.n > 1 else None,
-            needs_last_token=arrive.needs_last_token,
+            sampling=RowSampling(seed=index),
+            stopper=_Stop(arrive.stops_after) if arrive.stops_after is not None else None,
         )
-        request._sampling = RowSampling(seed=index)
-        request._stopper = _Stop(arrive.stops_after) if arrive.stops_after is not None else None
-        return request
 
 
 @contextmanager

@@ -1,0 +1,146 @@
+"""`LiveRequest`: the engine's books of one request. Policies, managers and observers get it as a read-only `Request`; only the engine writes it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from dovetail.api.sampler import RowSampling
+from dovetail.request import Request
+from dovetail.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from dovetail.engine.gates import Gate
+    from dovetail.engine.request_group import RequestGroup
+
+Stopper = Callable[[int], str | None]  # called with each token id; returns the stop string that it completes, or None
+
+
+class Status(Enum):
+    """Where a request stands in the engine."""
+
+    NEW = "not arrived"  # invisible to the policy
+    GATED = "held back"  # arrived, and not shown to the policy: a gate is closed
+    WAITING = "waiting"  # holds no blocks
+    RUNNING = "running"  # holds blocks
+    DRAINING = "draining"  # its last allowed token is in flight
+    FINISHED = "finished"
+
+
+class LiveRequest(Request):
+    """A request on its way through the engine.
+
+    The block table stands here and, as an array on the device, in the executor's rows: a host that plans can't wait for the device's copy, nor
+    the device for the host's.
+    """
+
+    __slots__ = (
+        "blocks",
+        "cached_tokens",
+        "capacity",
+        "decided_in",
+        "first_scheduled_time",
+        "first_token_time",
+        "gates",
+        "granted",
+        "group",
+        "in_flight",
+        "last_computed",
+        "last_token_time",
+        "lost",
+        "next_commit",
+        "num_computed",
+        "order",
+        "output_token_ids",
+        "preemptions",
+        "prefill_end",
+        "recomputed_tokens",
+        "row",
+        "sampling",
+        "status",
+        "stop_ids",
+        "stopper",
+        "yields_token",
+    )
+
+    def __init__(
+        self,
+        id: str,
+        prompt_token_ids: Sequence[int] | NDArray[np.int64],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        sampling: RowSampling | None = None,
+        stop_ids: Collection[int] = (),
+        stopper: Stopper | None = None,
+        arrival_time: float = 0.0,
+        client: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+        predicted_tokens: int | None = None,
+        parent: str | None = None,
+        cache_keys: tuple[str, ...] = (),
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`sampling` is what the executor is told of it, `stop_ids` are the tokens that end it. The rest is as for `Request`."""
+        super().__init__(
+            id,
+            prompt_token_ids,
+            params,
+            max_tokens=max_tokens,
+            arrival_time=arrival_time,
+            client=client,
+            priority=priority,
+            deadline=deadline,
+            predicted_tokens=predicted_tokens,
+            parent=parent,
+            cache_keys=cache_keys,
+            extra=extra,
+        )
+        self.sampling = sampling if sampling is not None else RowSampling(seed=0)
+        self.stop_ids: frozenset[int] = frozenset(stop_ids)
+        self.stopper = stopper
+        self.group: RequestGroup | None = None  # the samples of one prompt, if there are several
+        self.gates: list[Gate] = []  # reasons to hold it back when it arrives
+        self.status = Status.NEW
+        self.order = 0  # how many were added before
+        self.output_token_ids: array[int] = array("q")  # no list: the garbage collector would look at each token, and a step wait for it
+        self.num_computed: int = 0  # tokens whose K and V are there or planned
+        self.prefill_end = self.prompt_tokens  # it decodes once num_computed reaches this
+        self.last_computed = self.prompt_tokens + max_tokens - 1  # computing this many samples the last allowed token
+        self.in_flight = 0  # sampled tokens planned, whose ids haven't arrived
+        self.blocks: list[int] = []  # its block table
+        self.capacity = 0  # tokens that its blocks can hold
+        self.next_commit = 0  # at this many tokens another block is full
+        self.row = -1  # its row in the executor, or -1
+        self.granted = 0  # tokens granted in the step being planned
+        self.yields_token = False  # its grant computes its last known token, so that a new one is sampled; always true of decodes
+        self.decided_in = -1  # the last step that granted, evicted or rejected it
+        self.lost = 0  # tokens that were computed once, before a preemption
+        self.recomputed_tokens: int = 0
+        self.preemptions: int = 0
+        self.cached_tokens: int = 0
+        self.first_scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
+
+    @property
+    def prefill_left(self) -> int:
+        return max(0, self.prefill_end - self.num_computed)
+
+    @property
+    def output_left(self) -> int:
+        return self.max_tokens - len(self.output_token_ids) - self.in_flight
+
+    def receive(self, token: int) -> None:
+        """Take a sampled token, whose step has run."""
+        self.in_flight -= 1
+        self.output_token_ids.append(token)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, {self.status.value})"
