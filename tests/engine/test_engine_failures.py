@@ -8,9 +8,10 @@ import logging
 import numpy as np
 import pytest
 
+from dovetail.api.component import NoOptions
 from dovetail.api.executor import Batch, ExecutorContext, Result
 from dovetail.api.observer import EngineStopped, Observer, RequestFinished
-from dovetail.api.scheduler import Scheduler, Step
+from dovetail.api.scheduler import Context, Scheduler, Step
 from dovetail.engine.flight import Finish
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.observers import MAX_ERRORS
@@ -396,3 +397,25 @@ def test_aborting_twice_or_somebody_unknown_does_nothing() -> None:
 def test_dead_engines_raise_dovetail_errors_only() -> None:
     assert issubclass(EngineDeadError, DovetailError)
     assert issubclass(SchedulerStalled, DovetailError)
+
+
+def test_parts_are_swapped_only_while_nothing_is_unfinished() -> None:
+    world = World()
+    world.add(Spec("a", PROMPT))
+    world.step()
+    with pytest.raises(DovetailError, match="no request is unfinished"):
+        world.core.swap(scheduler=world.core.scheduler)
+    world.drain()
+
+    class Listens(FCFS):
+        steps = 0
+
+        def on_step(self, done: object) -> None:
+            self.steps += 1
+
+    listens = Listens(NoOptions(), Context(64, 8, 64, 4, 0))
+    world.core.swap(scheduler=listens)
+    world.add(Spec("b", PROMPT, max_tokens=3))
+    while world.core.has_unfinished():
+        world.step()
+    assert listens.steps >= 3, "a policy that is put in later is told of steps too"

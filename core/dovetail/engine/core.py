@@ -17,13 +17,12 @@ import heapq
 import logging
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dovetail.api.clock import Clock, VirtualClock
+from dovetail.api.clock import Clock
 from dovetail.api.executor import Batch, Capacity, Executor, NewRow, Result
 from dovetail.api.kv_cache import KVCacheManager
 from dovetail.api.observer import (
@@ -39,6 +38,7 @@ from dovetail.engine.books import Books
 from dovetail.engine.flight import Delivery, Finish, Flight
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.observers import ObserverHub
+from dovetail.engine.pacing import Pacing
 from dovetail.engine.stats import EngineStats, StormWatch
 from dovetail.engine.step import PlannedStep
 from dovetail.errors import DovetailError, EngineDeadError, PolicyError, RequestError, SchedulerStalled
@@ -47,12 +47,11 @@ logger = logging.getLogger("dovetail")
 
 NONE = np.zeros(0, np.int32)
 NONE.flags.writeable = False
-LATE_SHARE = 0.7  # planning late: at this share of the running step's estimated time
 
 
 @dataclass(frozen=True, slots=True)
 class CoreSettings:
-    """Of `engine.yaml`."""
+    """The settings of `engine.yaml` that the core reads."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -77,10 +76,7 @@ class EngineCore:
         self.observers = observers or ObserverHub([])
         self.books = Books(kv, capacity.layout.block_size, capacity.layout.window, settings.max_num_seqs, settings.scheduler_name)
         self.max_in_flight = capacity.max_in_flight if settings.overlap else 1
-        self.wait_until: Callable[[float], None] = clock.wait_until  # an asynchronous front end puts one that it can interrupt
-        self.expects_arrivals = False  # so that planning late pays, even if none is known of yet
-        self.virtual_plan_s = 0.0  # what planning takes on a virtual clock
-        self.plans_late = True  # off: as soon as there is room for another step in flight, as other engines do
+        self.pacing = Pacing(clock)
         self.stats = EngineStats()
         self.dead: BaseException | None = None
         self._requests: dict[str, LiveRequest] = {}  # unfinished, by id
@@ -88,13 +84,10 @@ class EngineCore:
         self._added = 0
         self._flights: list[Flight] = []
         self._index = 0
-        self._last_ended = -math.inf
-        self._last_durations = (0.0, 0.0)  # of the last two steps, seconds on the device
         self._finished: dict[LiveRequest, Finish] = {}  # outside of results: rejected, failed
         self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
         self._may_share = capacity.shared_prefix
         self._sharing: tuple[list[LiveRequest], int] = [], 0  # of the last step: who ran, and the blocks that all of them begin with
-        self._plan_s = 0.0  # a running mean of the time from planning to the end of submitting
         self._storm = StormWatch(settings.scheduler_name)
 
     # For the front end
@@ -121,6 +114,18 @@ class EngineCore:
 
     def has_unfinished(self) -> bool:
         return bool(self._requests or self._finished)
+
+    def swap(self, *, scheduler: Scheduler | None = None, executor: Executor | None = None) -> None:
+        """Put other parts in the place of those that run, while nothing is unfinished; what they are made of is the caller's business. A new
+        executor must be started, with the capacity of the old one. Raises `DovetailError` if a request is unfinished, or a step in flight whose
+        results only the old executor can give."""
+        if self.has_unfinished() or (executor is not None and self._flights):
+            raise DovetailError("parts can be swapped only while no request is unfinished and, for the executor, no step is in flight")
+        if scheduler is not None:
+            self.scheduler = scheduler
+            self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
+        if executor is not None:
+            self.executor = executor
 
     def step(self) -> Delivery:
         """Plan and submit a step, if there is one; collect the oldest, if the device has enough to do. An error of the policy, the executor or
@@ -165,7 +170,8 @@ class EngineCore:
         for _ in range(2 * len(self._requests) + 8):  # a policy may take a few plans to make room, but not for ever
             planned = None
             if len(self._flights) < self.max_in_flight:
-                self._wait_until_due()
+                if self._flights:
+                    self.pacing.wait_until_due(self._flights[-1], self._next_arrival(), self.books.fit)
                 planned = self._plan_and_submit()
                 if planned.granted and len(self._flights) < self.max_in_flight:
                     return
@@ -183,7 +189,7 @@ class EngineCore:
         """Nothing is in flight and nothing was granted: sleep until something changes."""
         wake = min(planned.wake_time, self._next_arrival())
         if wake < math.inf:
-            self.wait_until(wake)
+            self.pacing.wait_until(wake)
         elif not self._end_for_lack_of_memory():
             raise self._stalled("grants nothing, sets no wake_at")
 
@@ -208,24 +214,6 @@ class EngineCore:
         return self._arrivals[0][0] if self._arrivals else math.inf
 
     # Planning
-
-    def _wait_until_due(self) -> None:
-        """Plan as late as the device allows while more requests may come, so that one that arrives during a step isn't a whole step late."""
-        if not self._flights or not self.plans_late:
-            return
-        arrival = self._next_arrival()
-        if arrival == math.inf and not self.expects_arrivals:
-            return
-        flight = self._flights[-1]
-        estimate_s = self.books.fit.estimate_s(flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
-        duration = min(estimate_s, *self._last_durations)  # an estimate spoilt by one slow step must not keep the device idle
-        started = max(self._last_ended, flight.planned)
-        plan_s = self.virtual_plan_s if isinstance(self.clock, VirtualClock) else self._plan_s
-        due = started + min(LATE_SHARE * duration, duration - 3 * plan_s)
-        if arrival > due and not self.expects_arrivals:
-            return
-        if due > self.clock.now():
-            self.wait_until(due)
 
     def _plan_and_submit(self) -> PlannedStep:
         begun = time.perf_counter()
@@ -253,7 +241,7 @@ class EngineCore:
             flight.core_s = time.perf_counter() - begun
             flight.handle = self.executor.submit(batch)
             self._flights.append(flight)
-            self._plan_s += 0.1 * (time.perf_counter() - begun - self._plan_s)
+            self.pacing.planned(time.perf_counter() - begun)
         return step
 
     def _admit_arrivals(self, now: float) -> None:
@@ -341,8 +329,7 @@ class EngineCore:
             raise DovetailError(f"the executor returned step {result.step} where {flight.index} was due: results must come in order")
         if len(result.token_ids) != len(flight.requests):
             raise DovetailError(f"the executor returned {len(result.token_ids)} tokens for the {len(flight.requests)} rows of step {flight.index}")
-        self._last_ended = result.ended
-        self._last_durations = (self._last_durations[1], result.ended - result.started)
+        self.pacing.collected(result)
         self.books.fit.update(result.ended - result.started, flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
         self._deliver(flight, result, delivery)
         self._settle(flight, result, delivery, begun)

@@ -57,9 +57,9 @@ class AsyncLLMEngine:
         self._stopping = False
         self._door = threading.Lock()  # calls come in while there is no failure; none is left behind when it closes
         self._failure: BaseException | None = None
-        engine.core.expects_arrivals = True
+        engine.core.pacing.expects_arrivals = True
         if not isinstance(engine.core.clock, VirtualClock):  # which moves when it waits
-            engine.core.wait_until = self._wait_until
+            engine.core.pacing.wait_until = self._wait_until
         self._thread = threading.Thread(target=self._run, name="dovetail-engine", daemon=True)
         self._thread.start()
 

@@ -113,8 +113,9 @@ class Rig:
         self.engine, self._until = engine, until
         context = Context(config.max_num_batched_tokens, config.max_num_seqs, capacity.num_blocks, capacity.layout.block_size, config.seed)
         self._policy = engine.core.scheduler
-        self._script = engine.core.scheduler = _Script(self._policy.options, context)
-        self.probe = engine.core.executor = Probe(engine.core.executor, config.max_num_seqs)
+        self._script = _Script(self._policy.options, context)
+        self.probe = Probe(engine.core.executor, config.max_num_seqs)
+        engine.core.swap(scheduler=self._script, executor=self.probe)
         self._random = np.random.default_rng(config.seed)
         self._made = 0
         self._streaming: set[str] = set()  # requests that have their first token, and aren't finished
@@ -163,7 +164,7 @@ class Rig:
     def give_back(self) -> None:
         """The engine plans by its own policy again, and nobody is left; its executor is still looked over its shoulder."""
         self.clear()
-        self.engine.core.scheduler = self._policy
+        self.engine.core.swap(scheduler=self._policy)
 
     def _add(self, prompt_tokens: int, output_tokens: int) -> str:
         name = f"calibration-{self._made}"

@@ -98,7 +98,7 @@ def _run(core: EngineCore, executor: SimulatedExecutor | None, feeder: Feeder, r
     """To the end of the trace."""
     taken_in = 0
     if executor is not None:
-        core.plans_late = executor.options.plans_late
+        core.pacing.plans_late = executor.options.plans_late
 
     def fed() -> None:
         nonlocal taken_in
@@ -108,7 +108,7 @@ def _run(core: EngineCore, executor: SimulatedExecutor | None, feeder: Feeder, r
     def take(delivery: Delivery) -> None:
         recorder.take(delivery)
         if executor is not None:
-            core.virtual_plan_s = executor.plan_s
+            core.pacing.virtual_plan_s = executor.plan_s
             for request in delivery.finished:
                 executor.forget(request.id)
         if delivery.finished:
