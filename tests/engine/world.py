@@ -20,7 +20,7 @@ from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.flight import Delivery, Finish
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.observers import ObserverHub
-from dovetail.engine.request_group import RequestGroup
+from dovetail.engine.siblings import make_siblings
 from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
@@ -241,7 +241,8 @@ class World:
             )
             self.requests[id], self.seeds[id], self.tokens[id] = request, index, []
             samples.append(request)
-        RequestGroup(spec.id, samples[0].params, samples)
+        if spec.n > 1:
+            make_siblings(samples)
         for request in samples:
             self.core.add(request)
         return samples

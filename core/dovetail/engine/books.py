@@ -11,6 +11,7 @@ from dovetail.engine.gates import Gate
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.queue import RequestQueue
 from dovetail.engine.rows import RowTable
+from dovetail.engine.siblings import has_fresh, is_awaited
 
 
 class Books:
@@ -78,18 +79,17 @@ class Books:
         """Let go of the blocks that no window can see any more, unless a sample of the same prompt will need them."""
         if self.window is None or request.num_computed < self.window:
             return
-        needed, group = request.num_computed - self.window + 1, request.group
-        if group is not None and needed > request.prompt_tokens - self.window:
-            if group.has_fresh():
+        needed, siblings = request.num_computed - self.window + 1, request.siblings
+        if siblings and needed > request.prompt_tokens - self.window:
+            if has_fresh(siblings):
                 needed = max(0, request.prompt_tokens - self.window)
             else:
-                group.trimmed.add(request)
+                request.trimmed = True
         self.kv.trim(request, needed)
 
     def drop_blocks(self, request: LiveRequest) -> None:
         """It holds no blocks and no row from now on."""
-        if request.group is not None:
-            request.group.trimmed.discard(request)
+        request.trimmed = False
         self.rows.release(request)
         self.kv.free(request)
         request.blocks = []
@@ -109,7 +109,7 @@ class Books:
 
     def remove(self, request: LiveRequest, *, sound: bool = True) -> None:
         """Finished: out of the queues; its blocks go, unless they are `sound` and samples of the same prompt are about to fork them."""
-        group = request.group
+        siblings = request.siblings
         if request.status is Status.GATED:
             self.gated.remove(request)
         elif request.status is Status.WAITING:
@@ -118,13 +118,13 @@ class Books:
             self.running.remove(request)
         request.status = Status.FINISHED
         self.known.discard(request)
-        if sound and group is not None and self.kv.capabilities.fork and group.wants_blocks_of(request):
+        if sound and siblings and self.kv.capabilities.fork and is_awaited(request):
             self.rows.release(request)
             self.lingering.append(request)
         else:
             self.drop_blocks(request)
-        if group is not None and not group.has_fresh():
-            self.drop_lingering([r for r in self.lingering if r.group is group])
+        if siblings and not has_fresh(siblings):
+            self.drop_lingering([r for r in self.lingering if r.siblings is siblings])
 
     def drop_lingering(self, requests: list[LiveRequest]) -> None:
         """Nobody will fork these any more."""

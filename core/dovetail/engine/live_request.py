@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dovetail.engine.gates import Gate
-    from dovetail.engine.request_group import RequestGroup
 
 Stopper = Callable[[int], str | None]  # called with each token id; returns the stop string that it completes, or None
 
@@ -48,7 +47,6 @@ class LiveRequest(Request):
         "first_token_time",
         "gates",
         "granted",
-        "group",
         "in_flight",
         "last_computed",
         "last_token_time",
@@ -62,9 +60,11 @@ class LiveRequest(Request):
         "recomputed_tokens",
         "row",
         "sampling",
+        "siblings",
         "status",
         "stop_ids",
         "stopper",
+        "trimmed",
         "yields_token",
     )
 
@@ -105,7 +105,7 @@ class LiveRequest(Request):
         self.sampling = sampling if sampling is not None else RowSampling(seed=0)
         self.stop_ids: frozenset[int] = frozenset(stop_ids)
         self.stopper = stopper
-        self.group: RequestGroup | None = None  # the samples of one prompt, if there are several
+        self.siblings: Sequence[LiveRequest] = ()  # all samples of its prompt, itself among them; none, if there is but one
         self.gates: list[Gate] = []  # reasons to hold it back when it arrives
         self.status = Status.NEW
         self.order = 0  # how many were added before
@@ -121,6 +121,7 @@ class LiveRequest(Request):
         self.granted = 0  # tokens granted in the step being planned
         self.yields_token = False  # its grant computes its last known token, so that a new one is sampled; always true of decodes
         self.decided_in = -1  # the last step that granted, evicted or rejected it
+        self.trimmed = False  # it runs, and blocks of the prompt that a sibling would need are gone
         self.lost = 0  # tokens that were computed once, before a preemption
         self.recomputed_tokens: int = 0
         self.preemptions: int = 0

@@ -14,6 +14,7 @@ from dovetail.api.observer import Decision
 from dovetail.api.scheduler import Cost, Grant, Refusal
 from dovetail.engine.books import Books
 from dovetail.engine.live_request import LiveRequest, Status
+from dovetail.engine.siblings import fork_source
 from dovetail.errors import DovetailError, PolicyError
 from dovetail.request import Request
 
@@ -395,9 +396,9 @@ class PlannedStep:
     # Checks
 
     def _fork_source(self, request: LiveRequest) -> LiveRequest | None:
-        if request.group is None or not self._kv.capabilities.fork:
+        if not request.siblings or not self._kv.capabilities.fork:
             return None
-        return request.group.source_for(request, self.admitted)
+        return fork_source(request, self.admitted)
 
     def _check_open(self) -> None:
         if not self._open:

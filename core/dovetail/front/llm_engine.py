@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from dovetail.api.clock import Clock
 from dovetail.checks import as_number, is_integer, shown
 from dovetail.engine.live_request import LiveRequest
-from dovetail.engine.request_group import RequestGroup
+from dovetail.engine.siblings import make_siblings
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front.assembly import Assembly, assemble
-from dovetail.front.outputs import OutputBuilder, PromptOutput
+from dovetail.front.outputs import OutputBuilder, RequestGroup
 from dovetail.request import RequestOutput, token_array
 from dovetail.sampling_params import SamplingParams
 
@@ -146,8 +146,10 @@ class LLMEngine:
                 extra=extras,
             )
             samples.append(request)
-        self._groups[request_id] = group = RequestGroup(request_id, params, samples)
-        self._builder.expect(group, PromptOutput(text, token_ids, params), texts)
+        if params.n > 1:
+            make_siblings(samples)
+        self._groups[request_id] = group = RequestGroup(request_id, text, token_ids, params, samples)
+        self._builder.expect(group, texts)
         try:
             for request in samples:
                 self.core.add(request)

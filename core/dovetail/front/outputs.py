@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dovetail.engine.flight import Delivery, Finish
 from dovetail.engine.live_request import LiveRequest
-from dovetail.engine.request_group import RequestGroup
-from dovetail.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobMap
+from dovetail.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobMap
 from dovetail.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -17,28 +16,46 @@ if TYPE_CHECKING:
     from dovetail.front.tokenizer import Tokenizer
 
 
-class PromptOutput:
-    """The prompt's part of what a user gets; the samples of a request share it."""
+class RequestGroup:
+    """One user request: its samples, and what the outputs of all have in common."""
 
-    __slots__ = ("logprobs", "text", "token_ids")
+    __slots__ = ("metrics", "params", "prompt", "prompt_logprobs", "prompt_token_ids", "request_id", "samples")
 
-    def __init__(self, text: str | None, token_ids: Sequence[int], params: SamplingParams) -> None:
-        self.text = text
-        self.token_ids = token_ids
-        self.logprobs: list[TokenLogprobMap | None] | None = None if params.prompt_logprobs is None else [None]
+    def __init__(
+        self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams, samples: Sequence[LiveRequest]
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt  # its text, if it was one
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params  # as the user gave them: `params.n` samples
+        self.samples = samples
+        self.metrics = RequestMetrics(samples[0].arrival_time)
+        self.prompt_logprobs: list[TokenLogprobMap | None] | None = None if params.prompt_logprobs is None else [None]
+
+    def update_metrics(self) -> None:
+        """Bring `metrics` up to date, but for the time of the end."""
+        metrics, samples = self.metrics, self.samples
+        metrics.first_scheduled_time = _earliest(s.first_scheduled_time for s in samples)
+        metrics.first_token_time = _earliest(s.first_token_time for s in samples)
+        metrics.preemptions = sum(s.preemptions for s in samples)
+
+    def take_apart(self) -> None:
+        """It is over. Its samples refer to each other: so they would wait for the garbage collector, which looks through all of their tokens and lets
+        a step wait meanwhile."""
+        for sample in self.samples:
+            sample.siblings = ()
 
 
 class SampleOutput:
     """One sample's text and log-probabilities so far."""
 
-    __slots__ = ("cumulative", "finish", "group", "index", "logprobs", "plain", "prompt", "request", "sent_logprobs", "sent_tokens", "text")
+    __slots__ = ("cumulative", "finish", "group", "index", "logprobs", "plain", "request", "sent_logprobs", "sent_tokens", "text")
 
-    def __init__(self, group: RequestGroup, index: int, prompt: PromptOutput, text: IncrementalText | None) -> None:
+    def __init__(self, group: RequestGroup, index: int, text: IncrementalText | None) -> None:
         params = group.params
         self.group = group
         self.index = index
         self.request = group.samples[index]
-        self.prompt = prompt
         self.text = text
         self.finish: Finish | None = None
         self.logprobs: list[TokenLogprobMap] | None = None if params.logprobs is None else []
@@ -81,10 +98,10 @@ class OutputBuilder:
         self._samples: dict[LiveRequest, SampleOutput] = {}
         self._texts: dict[int, str] = {}  # of single tokens, for log-probabilities
 
-    def expect(self, group: RequestGroup, prompt: PromptOutput, texts: Sequence[IncrementalText | None]) -> None:
+    def expect(self, group: RequestGroup, texts: Sequence[IncrementalText | None]) -> None:
         """Take note of a request that was given to the core; `texts` has one for each sample."""
         for index, (request, text) in enumerate(zip(group.samples, texts, strict=True)):
-            self._samples[request] = SampleOutput(group, index, prompt, text)
+            self._samples[request] = SampleOutput(group, index, text)
 
     def forget(self, group: RequestGroup) -> None:
         """Nothing more will be delivered of it."""
@@ -101,7 +118,7 @@ class OutputBuilder:
         outputs: list[RequestOutput] = []
         samples, finished, changed = self._samples, delivery.finished, dict[RequestGroup, list[SampleOutput]]()
         for request, hosts in delivery.prompt_logprobs:
-            self._add_prompt_logprobs(samples[request], hosts)
+            self._add_prompt_logprobs(samples[request].group, hosts)
         for request, token in zip(delivery.requests, delivery.token_ids, strict=True):
             sample = samples[request]
             if sample.plain and request not in finished:
@@ -136,18 +153,25 @@ class OutputBuilder:
             return None
         group.update_metrics()
         samples = fresh if kind is OutputKind.DELTA else [self._samples[request] for request in group.samples]
-        prompt, completions = samples[0].prompt, [sample.take(kind) for sample in samples]
-        cached = group.samples[0].cached_tokens
-        return RequestOutput(group.request_id, prompt.text, prompt.token_ids, completions, finished, prompt.logprobs, cached, group.metrics)
+        return RequestOutput(
+            group.request_id,
+            group.prompt,
+            group.prompt_token_ids,
+            [sample.take(kind) for sample in samples],
+            finished,
+            group.prompt_logprobs,
+            group.samples[0].cached_tokens,
+            group.metrics,
+        )
 
     def _plain_delta(self, sample: SampleOutput, token: int) -> RequestOutput:
-        group, request, prompt = sample.group, sample.request, sample.prompt
+        group, request = sample.group, sample.request
         metrics = group.metrics
         sample.sent_tokens += 1
         if metrics.first_token_time is None:
             metrics.first_token_time, metrics.first_scheduled_time = request.first_token_time, request.first_scheduled_time
         completion = CompletionOutput(0, sample.text.take_delta() if sample.text is not None else "", (token,))
-        return RequestOutput(group.request_id, prompt.text, prompt.token_ids, [completion], False, None, request.cached_tokens, metrics)
+        return RequestOutput(group.request_id, group.prompt, group.prompt_token_ids, [completion], False, None, request.cached_tokens, metrics)
 
     def _feed(self, sample: SampleOutput, token: int, finish: Finish | None) -> None:
         """Its text grows by a token; not by one that stopped it, unless asked for."""
@@ -171,13 +195,13 @@ class OutputBuilder:
             sample.logprobs.append(entry)
             sample.cumulative += float(hosts.logprobs[position, 0])
 
-    def _add_prompt_logprobs(self, sample: SampleOutput, hosts: HostLogprobs) -> None:
-        prompt, params = sample.prompt, sample.group.params
-        if prompt.logprobs is None or len(prompt.logprobs) >= len(prompt.token_ids):
+    def _add_prompt_logprobs(self, group: RequestGroup, hosts: HostLogprobs) -> None:
+        known, params = group.prompt_logprobs, group.params
+        if known is None or len(known) >= len(group.prompt_token_ids):
             return  # a re-prefill after a preemption: they are there already
         for position in range(len(hosts.ranks)):
-            if len(prompt.logprobs) < len(prompt.token_ids):
-                prompt.logprobs.append(self._map(hosts, position, params.prompt_logprobs or 0, params.detokenize))
+            if len(known) < len(group.prompt_token_ids):
+                known.append(self._map(hosts, position, params.prompt_logprobs or 0, params.detokenize))
 
     def _map(self, hosts: HostLogprobs, position: int, asked: int, detokenize: bool) -> TokenLogprobMap:
         """The token itself, whose rank may be anything, then the `asked` likeliest, best first."""
@@ -199,3 +223,7 @@ class OutputBuilder:
 
 def _no_text(token: int) -> None:
     """A request that wants token ids alone."""
+
+
+def _earliest(times: Iterable[float | None]) -> float | None:
+    return min((time for time in times if time is not None), default=None)

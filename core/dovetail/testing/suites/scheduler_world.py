@@ -25,7 +25,7 @@ from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.flight import Finish
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.observers import ObserverHub
-from dovetail.engine.request_group import RequestGroup
+from dovetail.engine.siblings import make_siblings
 from dovetail.engine.step import PlannedStep
 from dovetail.errors import DovetailError
 from dovetail.request import Request
@@ -254,7 +254,8 @@ class World:
     def _add(self, arrive: Arrive) -> None:
         now, name = self.clock.now(), f"r{len(self.requests)}"
         samples = [self._request(arrive, name if arrive.n == 1 else f"{name}.{index}", now, index) for index in range(arrive.n)]
-        RequestGroup(name, samples[0].params, samples)
+        if arrive.n > 1:
+            make_siblings(samples)
         for request in samples:
             self.requests.append(request)
             self._most_steps += STEPS_A_TOKEN * (request.prompt_tokens + request.max_tokens)
