@@ -155,8 +155,8 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.no_idling", since="0.1", capability="no_idling")
     def test_no_idling(self) -> None:
-        """The policy left tokens, a seat and memory of a step unused while somebody could have run, and had asked for nothing in vain. Go on
-        granting, prefills too, until a grant is refused, or claim `idles`."""
+        """The policy left tokens, a seat and memory of a step unused while somebody could have run, had asked for nothing in vain and evicted
+        nobody. Go on granting, prefills too, until a grant is refused, or claim `idles`."""
         self._in_all(scenarios(), 40, lambda world: None, look=_try_to_grant_more, decisions=True)
 
     @check("scheduler.no_rejection", since="0.1", capability="no_rejection")
@@ -240,9 +240,10 @@ def _require_alive(world: World) -> None:
 
 
 def _try_to_grant_more(shown: Shown) -> None:
-    """Once the policy is done and was refused nothing for lack of room, nobody else may fit."""
+    """Once the policy is done, was refused nothing for lack of room and evicted nobody, nobody else may fit. Who was evicted can't be granted what it left
+    before the next step, and a policy that keeps an order admits nobody past it until then."""
     step = shown.step
-    lacked = any(d.act == "refused" and d.why != Refusal.NOT_NOW.name for d in step.decisions or ())
+    lacked = bool(step.preempted) or any(d.act == "refused" and d.why != Refusal.NOT_NOW.name for d in step.decisions or ())
     if lacked or step.tokens_left < 1 or step.seqs_left < 1:
         return
     left = f"{step.tokens_left} tokens, {step.seqs_left} seats and {step.free_blocks} blocks"

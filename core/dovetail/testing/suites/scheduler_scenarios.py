@@ -30,7 +30,7 @@ def shapes(draw: st.DrawFn, *, reuse: bool | None = None) -> Shape:
 
 @st.composite
 def arrivals(draw: st.DrawFn, shape: Shape, *, plain: bool = False) -> Arrive:
-    """Prompts often begin alike. `plain`: one sample, which never waits for its last token on the host."""
+    """Prompts often begin alike. `plain`: one sample."""
     length = draw(st.integers(1, shape.max_model_len - 1))
     own = draw(st.integers(0, min(3, length)))
     return Arrive(
