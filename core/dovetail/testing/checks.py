@@ -15,10 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from dovetail.testing.suite import Suite
+from typing import Any, NoReturn, Protocol
 
 ID = re.compile(r"[a-z_]+\.[a-z0-9_]+")
 
@@ -72,6 +69,14 @@ class Untried(Exception):
         self.capability = capability
 
 
+class Declares(Protocol):
+    """What a check asks its suite."""
+
+    def declares(self, capability: str) -> bool:
+        """Whether the checks tied to `capability` are wanted of the suite's component."""
+        ...
+
+
 def check(id: str, *, since: str, capability: str | None = None) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Make a method of a suite a check. It takes `self` alone (no fixtures: a check must run without pytest too), is named `test_…`, and has a
     docstring. Raises `TypeError` otherwise."""
@@ -82,7 +87,7 @@ def check(id: str, *, since: str, capability: str | None = None) -> Callable[[Ca
             raise TypeError(f'check {id!r} must be "kind.name", on a method {name!r} = "test_…(self)" that has a docstring')
 
         @wraps(method)
-        def run(self: Suite) -> None:
+        def run(self: Declares) -> None:
             if capability is not None and not self.declares(capability):
                 raise Absent(capability)
             method(self)
@@ -93,7 +98,7 @@ def check(id: str, *, since: str, capability: str | None = None) -> Callable[[Ca
     return decorate
 
 
-def checks_of(suite: type[Suite]) -> dict[str, Check]:
+def checks_of(suite: type) -> dict[str, Check]:
     """The checks of a suite by id: those of the kind first, then those of all kinds, each in the order they are written."""
     found: dict[str, Check] = {}
     for cls in suite.__mro__:

@@ -240,8 +240,8 @@ def _require_alive(world: World) -> None:
 
 
 def _try_to_grant_more(shown: Shown) -> None:
-    """Once the policy is done, was refused nothing for lack of room and evicted nobody, nobody else may fit. Who was evicted can't be granted what it left
-    before the next step, and a policy that keeps an order admits nobody past it until then."""
+    """Once the policy is done, was refused nothing for lack of room and evicted nobody, nobody else may fit. Who was evicted can't be granted what
+    it left before the next step, and a policy that keeps an order admits nobody past it until then."""
     step = shown.step
     lacked = bool(step.preempted) or any(d.act == "refused" and d.why != Refusal.NOT_NOW.name for d in step.decisions or ())
     if lacked or step.tokens_left < 1 or step.seqs_left < 1:

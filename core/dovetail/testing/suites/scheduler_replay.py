@@ -8,15 +8,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dovetail.api.scheduler import Context, Scheduler
+from dovetail.testing.binding import Binding
 from dovetail.testing.processes import run_python
 from dovetail.testing.suites.scheduler_loads import pressed
 from dovetail.testing.suites.scheduler_world import World
-
-if TYPE_CHECKING:
-    from dovetail.testing.suites.scheduler import SchedulerSuite
 
 _ELSEWHERE = "from dovetail.testing.suites.scheduler_replay import _answer; _answer()"
 
@@ -27,7 +24,7 @@ def plans(make: Callable[[Context], Scheduler]) -> list[str]:
     return [repr(step) for scenario in scenarios for step in World(make, scenario.shape).play(scenario.acts).watch.planned]
 
 
-def plans_elsewhere(suite: SchedulerSuite) -> list[str]:
+def plans_elsewhere(suite: Binding) -> list[str]:
     """The same by a new process with another `PYTHONHASHSEED`. Raises `CheckFailed` if it fails."""
     hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     component = suite.component if isinstance(suite.component, str) else suite.component_class
@@ -40,7 +37,6 @@ def plans_elsewhere(suite: SchedulerSuite) -> list[str]:
 
 def _answer() -> None:
     component, options, answer = pickle.load(sys.stdin.buffer)
-    from dovetail.testing.binding import Binding
 
     class Bound(Binding):
         kind = "scheduler"
