@@ -1,4 +1,4 @@
-"""All that docs/performance.md says of a GPU, in one call: the tests that need one, then every measurement, part by part.
+"""All that docs/performance.md and its two sisters say of a GPU, in one call: the tests that need one, then every measurement, part by part.
 
     python -m bench.everything --list                                      # the parts, and the seconds that each may take
     python -m bench.everything --out DIR                                   # all of them
