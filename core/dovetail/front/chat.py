@@ -89,8 +89,8 @@ _CALL_FORMS = tuple(_CallForm(content, as_text) for as_text in (False, True) for
 class ChatFrontEnd:
     """Makes prompts of conversations, for one model. Several threads may call it.
 
-    Messages are those of OpenAI's API: a role, and a content that is text or a list of parts of text. Where a template knows no parts, their texts are
-    joined by a newline. An assistant's `tool_calls` may have their arguments as JSON or as mappings: the template gets what it wants.
+    Messages are those of OpenAI's API: a role, and a content that is text or a list of parts of text. Where a template knows no parts, their texts
+    are joined by a newline. An assistant's `tool_calls` may have their arguments as JSON or as mappings: the template gets what it wants.
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:

@@ -1,8 +1,8 @@
 """Chat templates rendered in processes apart, so that none hurts the engine: one that is out of time is ended, one that is out of memory fails.
 
-For `chat`; `chat_worker` is what runs there. A render costs 0.15 ms more than in this process (0.8 ms for 40 KB of text, whose tokens take 40 ms), and
-the first one starts a process, in 0.1 s. The alternative, a guard on each operation of Jinja's sandbox, would have to know all that Python can do in
-one, and what each costs.
+For `chat`; `chat_worker` is what runs there. A render costs 0.15 ms more than in this process (0.8 ms for 40 KB of text, whose tokens take 40 ms),
+and the first one starts a process, in 0.1 s. The alternative, a guard on each operation of Jinja's sandbox, would have to know all that Python can do
+in one, and what each costs.
 """
 
 from __future__ import annotations
