@@ -122,6 +122,14 @@ def test_a_chat_is_its_template_completed(llm: LLM) -> None:
     assert single.outputs == answers[0].outputs
 
 
+def test_closing_ends_the_processes_that_render_chats() -> None:
+    with LLM("demo", max_model_len=64) as llm:
+        llm.chat([{"role": "user", "content": "a"}], GREEDY, use_tqdm=False)
+        [process] = llm._chat._renderer._own._idle
+        assert process.alive
+    assert not process.alive
+
+
 def test_the_options_of_a_chat_reach_its_template(llm: LLM) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ending }}{% if add_generation_prompt %}?{% endif %}{{ tools[0].name }}"
     how: dict[str, Any] = {"tools": [{"name": "t"}], "chat_template": template, "chat_template_kwargs": {"ending": "!"}, "use_tqdm": False}

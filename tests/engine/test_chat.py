@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +14,14 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dovetail_models
 from dovetail.errors import RequestError
 from dovetail.front.chat import ChatFrontEnd, ChatOptions
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.limits import Limits
 from tests.support import examples
+
+DEMO = Path(dovetail_models.__file__).parent / "demo"
 
 PLAIN = """{{- bos_token }}
 {%- for message in messages %}
@@ -317,6 +323,23 @@ def test_a_models_template_that_fails_says_where_without_jinjas_words() -> None:
     front.close()
 
 
+_keys = st.sampled_from(["role", "content", "tool_calls", "function", "name", "arguments", "type", "text", "reasoning", "x"])
+_leaves = st.sampled_from([None, True, 5, 0.5, "", "user", "assistant", "system", "tool", "text", "{}", '{"a": 1}', "\ud800", b"x", object(), {1}])
+_anything = st.recursive(_leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_keys, inner, max_size=5), max_leaves=20)
+_nearly_messages = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool"])}, optional={"content": _anything, "tool_calls": _anything}),
+    max_size=3,
+)
+
+
+@given(messages=_anything | _nearly_messages, template=st.sampled_from([STRICT, TOOLS, READING_PARTS, CALLS_OF_TEXT]), kwargs=st.none() | _anything)
+@examples(quick=60, full=2000)
+def test_whatever_is_given_is_a_prompt_or_a_request_error(fronts: dict[str, ChatFrontEnd], messages: Any, template: str, kwargs: Any) -> None:
+    front = fronts.setdefault(template, ChatFrontEnd(tokenizer(template), Limits()))
+    with contextlib.suppress(RequestError):
+        assert front.prompt(messages, ChatOptions(chat_template_kwargs=kwargs)).text is not None
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -342,3 +365,12 @@ def test_the_wrong_one_of_several_conversations_is_named(fronts: dict[str, ChatF
     front = fronts.setdefault(PLAIN, ChatFrontEnd(tokenizer(PLAIN), Limits()))
     with pytest.raises(RequestError, match=r"^conversation 1: messages\[0\]"):
         front.prompts([[USER], [{"role": "user"}]])
+
+
+def test_several_threads_make_the_prompts_that_one_makes() -> None:
+    front = ChatFrontEnd(Tokenizer.load(DEMO), Limits())
+    conversations = [[{"role": "user", "content": f"{i}" * (i + 1)}] for i in range(40)]
+    alone = [front.prompt(conversation) for conversation in conversations]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(front.prompt, conversations)) == alone
+    front.close()

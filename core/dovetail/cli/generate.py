@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,12 +104,13 @@ def _with_chats_rendered(engine: LLMEngine, prompts: list[Prompt]) -> list[Promp
         return prompts
     from dovetail.front.chat import ChatFrontEnd
 
-    rendered, chat = [], ChatFrontEnd(engine.tokenizer, engine.config.limits)
-    for prompt in prompts:
-        try:
-            rendered.append(prompt if prompt.messages is None else prompt._replace(prompt=chat.prompt(prompt.messages), messages=None))
-        except RequestError as error:
-            raise RequestError(f"request {prompt.id}: {error}") from None
+    rendered = []
+    with closing(ChatFrontEnd(engine.tokenizer, engine.config.limits)) as chat:
+        for prompt in prompts:
+            try:
+                rendered.append(prompt if prompt.messages is None else prompt._replace(prompt=chat.prompt(prompt.messages), messages=None))
+            except RequestError as error:
+                raise RequestError(f"request {prompt.id}: {error}") from None
     return rendered
 
 

@@ -93,6 +93,8 @@ class LLM:
 
     def close(self) -> None:
         """As `LLMEngine.close`."""
+        if "_chat" in vars(self):  # it was used
+            self._chat.close()
         self.engine.close()
 
     def __enter__(self) -> LLM:
