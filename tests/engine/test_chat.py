@@ -107,7 +107,7 @@ _turns = st.lists(st.tuples(_texts, _texts), min_size=1, max_size=3)
 
 
 @given(template=st.sampled_from([PLAIN, TOOLS, STRICT, READING_PARTS, THOUGHTS]), turns=_turns, begin=st.booleans(), data=st.data())
-@examples(quick=60, full=500)
+@examples(quick=30, full=500)
 def test_a_conversation_becomes_what_transformers_makes_of_it(template: str, turns: Any, begin: bool, data: Any, fronts: Any) -> None:
     ours = tokenizer(template)
     messages = [{"role": role, "content": text} for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
