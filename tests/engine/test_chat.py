@@ -189,9 +189,9 @@ def test_a_call_without_arguments_has_an_empty_mapping(rendered: Any) -> None:
 
 
 def test_what_a_template_would_ignore_is_refused(rendered: Any) -> None:
-    with pytest.raises(RequestError, match="doesn't look at tools"):
+    with pytest.raises(RequestError, match="doesn't look at 'tools': it would be ignored"):
         rendered(PLAIN, [USER], tools=[WEATHER])
-    with pytest.raises(RequestError, match="doesn't look at enable_thinking and x"):
+    with pytest.raises(RequestError, match="doesn't look at 'enable_thinking' and 'x'"):
         rendered(PLAIN, [USER], chat_template_kwargs={"enable_thinking": False, "x": 1})
     with pytest.raises(RequestError, match=r"messages\[1\].tool_calls: the chat template leaves out the call of 'weather'"):
         rendered("{% for m in messages %}{{ m.content }}{% endfor %}", [USER, CALLING])
@@ -199,6 +199,7 @@ def test_what_a_template_would_ignore_is_refused(rendered: Any) -> None:
 
 def test_variables_reach_the_template(rendered: Any) -> None:
     assert rendered(TOOLS, [USER], chat_template_kwargs={"enable_thinking": False}) == "<user>Hello\n<no thoughts>"
+    assert rendered("{{ context }}", [USER], chat_template_kwargs={"context": 1}) == "1"
     assert rendered(TOOLS, [USER], chat_template_kwargs={"enable_thinking": True}) == rendered(TOOLS, [USER])
 
 
@@ -246,6 +247,10 @@ def test_of_several_templates_one_is_chosen_by_name_or_for_tools() -> None:
 @pytest.mark.parametrize(
     ("own", "given", "said"),
     [
+        (PLAIN, "{{ '\ud800' }}", "the chat_template fails|half a surrogate pair"),
+        (PLAIN, "{{ raise_exception('no' * 10**7) }}", "refuses this conversation: (no){150}$"),
+        (PLAIN, "{{ " + "x" * 9000 + "() }}", "^.{,600}$"),
+        (PLAIN, "{% " + "x" * 9000 + " %}", "^.{,600}$"),
         (None, None, r"no chat template: it completes text; use generate\(\), or give a chat_template"),
         ({"a": PLAIN, "b": PLAIN}, None, "several chat templates and none is the default: give chat_template one of a, b"),
         ({"a": PLAIN, "b": PLAIN}, "c", "or one of a, b, got 'c'"),
@@ -262,7 +267,7 @@ def test_of_several_templates_one_is_chosen_by_name_or_for_tools() -> None:
 def test_a_template_that_cannot_be_used_is_refused(own: Any, given: Any, said: str) -> None:
     front = ChatFrontEnd(tokenizer(own), Limits())
     with pytest.raises(RequestError, match=said):
-        front.render([USER], ChatOptions(chat_template=given))
+        front.prompt([USER], ChatOptions(chat_template=given))
     front.close()
 
 

@@ -99,7 +99,7 @@ def _in_words(template: ChatTemplate, refusal: Mapping[str, Any], limits: Limits
         case "nested":
             return f"{whose} is nested too deeply"
         case "unread":
-            return f"{whose} doesn't look at {' and '.join(refusal['names'])}: it would be ignored"
+            return f"{whose} doesn't look at {' and '.join(map(shown, refusal['names']))}: it would be ignored"
         case "long":
             return f"{whose} makes more than {limits.max_chat_chars:,} characters of this conversation (limits.max_chat_chars)"
         case "memory":
@@ -116,7 +116,7 @@ def _in_words(template: ChatTemplate, refusal: Mapping[str, Any], limits: Limits
 
 def _place(template: ChatTemplate, refusal: Mapping[str, Any]) -> str:
     """Where it failed. Whoever sent the template also hears why, in Jinja's words."""
-    why = f": {refusal['reason'][:200]}" if template.given else "; something there is missing, or of another type than it expects"
+    why = f": {refusal['reason']}" if template.given else "; something there is missing, or of another type than it expects"
     if (line := refusal["line"]) is None:
         return why
     lines = template.text.splitlines()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jinja2.environment import Template
 
 _TEMPLATE = "<chat template>"  # its name in tracebacks
+_LONGEST_REASON = 300  # characters: templates write reasons, too
 
 
 class _Compiled(NamedTuple):
@@ -105,9 +106,9 @@ def _compiled(text: str) -> _Compiled:
 class Refused(Exception):
     """Why there is no text: a kind and its details, as `chat_rendering` puts them in words."""
 
-    def __init__(self, kind: str, **details: Any) -> None:
+    def __init__(self, kind: str, *, line: int | None = None, reason: object = "", names: Sequence[str] = ()) -> None:
         super().__init__(kind)
-        self.answer = {"kind": kind, **details}
+        self.answer = {"kind": kind, "line": line, "reason": str(reason)[:_LONGEST_REASON], "names": [name[:_LONGEST_REASON] for name in names[:5]]}
 
 
 def render(text: str, variables: Mapping[str, Any], must_read: list[str], max_chars: int) -> str:
@@ -118,11 +119,13 @@ def render(text: str, variables: Mapping[str, Any], must_read: list[str], max_ch
         raise Refused("syntax", line=error.lineno, reason=error.message) from None
     except (RecursionError, SyntaxError, MemoryError):  # Python's limits to what is nested, while Jinja makes Python of it
         raise Refused("nested") from None
+    except Exception as error:  # such as half a surrogate pair in it
+        raise Refused("fails", reason=error) from None
     if unread := [name for name in must_read if name not in compiled.variables]:
         raise Refused("unread", names=unread)
     pieces, chars = [], 0
     try:
-        for piece in compiled.template.generate(**variables):
+        for piece in compiled.template.generate(variables):
             pieces.append(piece)
             chars += len(piece)
             if chars > max_chars:
@@ -135,7 +138,7 @@ def render(text: str, variables: Mapping[str, Any], must_read: list[str], max_ch
             raise Refused("refuses", reason=error.message) from None
         raise Refused("fails", line=_line(error), reason=error.message) from None
     except Exception as error:  # a template meets every error that Python has
-        raise Refused("fails", line=_line(error), reason=str(error)) from None
+        raise Refused("fails", line=_line(error), reason=error) from None
 
 
 def _line(error: BaseException) -> int | None:
