@@ -14,3 +14,15 @@ class Limits(BaseModel):
 
     max_n: Annotated[int, Field(gt=0)] = 1024
     """The most samples of one request (`n`)."""
+
+    max_template_chars: Annotated[int, Field(gt=0)] = 100_000
+    """The most characters of a chat template."""
+
+    max_template_s: Annotated[float, Field(gt=0)] = 2.0
+    """The longest that a chat template may take to render a conversation, in seconds."""
+
+    max_template_bytes: Annotated[int, Field(ge=2**27)] = 2**30
+    """The most memory that a process which renders chat templates may take, in bytes."""
+
+    max_chat_chars: Annotated[int, Field(gt=0)] = 10_000_000
+    """The most characters of a conversation, before and after the chat template."""

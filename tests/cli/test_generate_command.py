@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
@@ -34,13 +34,17 @@ class Echo:
         progress("weights", 2, 2)
         return cls(config)
 
-    def apply_chat_template(self, messages: Any) -> str:
-        return f"<{messages[0]['content']}>"
+    chat_templates: ClassVar = {"default": "<{{ messages[0].content }}>"}
+    special_tokens: ClassVar = dict[str, str]()
+
+    def encode_all(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
+        assert not special_tokens
+        return [[1]] * len(texts)
 
     def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
         if prompt == "refused":
             raise RequestError("the prompt is empty")
-        self.requests[request_id] = (prompt, params)
+        self.requests[request_id] = (getattr(prompt, "text", prompt), params)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)

@@ -156,7 +156,7 @@ def row_of(page: str, name: str, anchor: str | None = None) -> list[str]:
 def contract_modules() -> list[Any]:
     from importlib import import_module
 
-    fronts = ["front.llm_engine", "front.llm", "front.async_engine"]
+    fronts = ["front.llm_engine", "front.llm", "front.async_engine", "front.chat"]
     names = ["request", "sampling_params", "config", "limits", *fronts, "engine.step", "engine.core", "nn.parameter"]
     return [import_module(f"dovetail.{name}") for name in [*names, "api.component", "api.clock", *(f"api.{kind}" for kind in KINDS)]]
 

@@ -600,7 +600,7 @@ def test_messages_that_are_none_are_refused(llm: LLM, messages: Any) -> None:
 
 
 def test_chat_without_a_template_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm.engine.tokenizer._tokenizer, "chat_template", None)
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_templates", {})
     with pytest.raises(RequestError, match=r"no chat template: it completes text; use generate\(\)"):
         llm.chat([{"role": "user", "content": "hello"}])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 import dovetail_models
 from dovetail import LLM, SamplingParams
@@ -57,6 +59,46 @@ def test_the_demo_model_generates_what_transformers_generate_does() -> None:
             theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, do_sample=False)[0, ids.shape[1] :].tolist()
             assert list(output.outputs[0].token_ids) == theirs
             assert output.outputs[0].text == llm.engine.tokenizer.decode(theirs)
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attn_factor": 0.8782488562869419, "rope_theta": 1e6}
+MISTRALS_CLASS = {"AutoConfig": "configuration_mistral.MistralConfig", "AutoModelForCausalLM": "modeling_mistral.MistralForCausalLM"}
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {  # what configs of published models have that their classes in transformers don't read
+    "DeepSeek-R1-0528-Qwen3-8B": ("qwen3", {"rope_scaling": YARN, "rope_theta": 1e6, "rope_parameters": YARN}),
+    "Falcon3": ("llama", {"activation": "swiglu"}),
+    "a Llama with a window that cuts nothing": ("llama", {"sliding_window": 256}),
+    "a Llama whose window is off": ("llama", {"sliding_window": 8, "use_sliding_window": False}),
+    "a Mistral with a copy of transformers' class": ("mistral", {"auto_map": MISTRALS_CLASS, "sliding_window": 16}),
+    "a bare model": ("llama", {"tie_word_embeddings": True}),
+    "a bare model with a head": ("qwen2", {"tie_word_embeddings": False}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_checkpoints_unlike_those_that_transformers_writes_are_served_as_it_serves_them(name: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, fields = PUBLISHED[name]
+    with checkpoint(AutoConfig.for_model(kind, **SHAPE | {"tie_word_embeddings": fields.get("tie_word_embeddings", False)})) as (directory, _):
+        path, weights = directory / "config.json", directory / "model.safetensors"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+        if "bare" in name:
+            save_file({tensor.removeprefix("model."): value for tensor, value in load_file(weights).items()}, weights, {"format": "pt"})
+        model, loading = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+        assert not loading["missing_keys"]
+        prompts = random_prompts([1, 30, 200], 61, 0)
+        for prompt, tokens in zip(prompts, tokens_of(run(directory, prompts, [greedy(16)] * 3)), strict=True):
+            compare_greedy(model, prompt, tokens, Comparison())
 
 
 @pytest.mark.parametrize("budget", [7, 512])

@@ -115,11 +115,28 @@ def test_without_the_bar_nothing_is_printed(llm: LLM, capsys: pytest.CaptureFixt
 def test_a_chat_is_its_template_completed(llm: LLM) -> None:
     conversations = [[{"role": "user", "content": "Who art thou?"}], [{"role": "user", "content": "Speak!"}]]
     answers = llm.chat(conversations, GREEDY, use_tqdm=False)
-    prompts = [llm.engine.tokenizer.apply_chat_template(conversation) for conversation in conversations]
-    assert [list(answer.prompt_token_ids) for answer in answers] == prompts
+    prompts = [f"JULIET:\n{content}\n\nROMEO:\n" for content in ("Who art thou?", "Speak!")]
+    assert [answer.prompt for answer in answers] == prompts
     assert [answer.outputs for answer in answers] == [output.outputs for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
     [single] = llm.chat(conversations[0], GREEDY, use_tqdm=False)
     assert single.outputs == answers[0].outputs
+
+
+def test_closing_ends_the_processes_that_render_chats() -> None:
+    with LLM("demo", max_model_len=64) as llm:
+        llm.chat([{"role": "user", "content": "a"}], GREEDY, use_tqdm=False)
+        [process] = llm._chat._renderer._own._idle
+        assert process.alive
+    assert not process.alive
+
+
+def test_the_options_of_a_chat_reach_its_template(llm: LLM) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ ending }}{% if add_generation_prompt %}?{% endif %}{{ tools[0].name }}"
+    how: dict[str, Any] = {"tools": [{"name": "t"}], "chat_template": template, "chat_template_kwargs": {"ending": "!"}, "use_tqdm": False}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}]
+    assert llm.chat(messages, GREEDY, **how)[0].prompt == "ab!?t"
+    assert llm.chat(messages, GREEDY, **how, add_generation_prompt=False)[0].prompt == "ab!t"
+    assert llm.chat(messages, GREEDY, **how, continue_final_message=True)[0].prompt == "ab"
 
 
 def test_requests_of_others_in_the_same_engine_are_left_alone(llm: LLM) -> None:

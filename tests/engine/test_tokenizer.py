@@ -1,9 +1,7 @@
-"""Loading a tokenizer from a model directory, chat templates, and what is said when there is none."""
+"""Loading a tokenizer from a model directory, and what is said when there is none."""
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +18,6 @@ from dovetail.front.tokenizer import Tokenizer
 from tests.support import examples
 
 DEMO = Path(dovetail_models.__file__).parent / "demo"
-ASKED = [{"role": "user", "content": "Who is it?"}]
 
 
 @pytest.fixture(scope="module")
@@ -61,22 +58,13 @@ def test_it_knows_its_size_and_its_end(demo: Tokenizer) -> None:
     assert demo.decode([0, 50], skip_special_tokens=True) == demo.decode([50])
 
 
-def test_a_conversation_becomes_tokens(demo: Tokenizer) -> None:
-    assert demo.decode(demo.apply_chat_template(ASKED)) == "JULIET:\nWho is it?\n\nROMEO:\n"
-    assert demo.decode(demo.apply_chat_template(ASKED, add_generation_prompt=False)) == "JULIET:\nWho is it?\n\n"
-
-
-def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
-    shutil.copy(DEMO / "tokenizer.json", tmp_path)
-    config = json.loads((DEMO / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: value for key, value in config.items() if key != "chat_template"}))
-    with pytest.raises(RequestError, match="no chat template"):
-        Tokenizer.load(tmp_path).apply_chat_template(ASKED)
-
-
-def test_messages_that_the_template_refuses_are_the_requests_fault(demo: Tokenizer) -> None:
-    with pytest.raises(RequestError, match="refuses these messages"):
-        demo.apply_chat_template([{"role": "user", "content": {}}])
+def test_it_knows_the_models_chat_templates_and_what_they_call_special_tokens(demo: Tokenizer) -> None:
+    assert list(demo.chat_templates) == ["default"]
+    assert demo.special_tokens == {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    several = Tokenizer(transformers.ByT5Tokenizer())
+    assert several.chat_templates == {}
+    several = Tokenizer(transformers.ByT5Tokenizer(chat_template={"default": "a", "tool_use": "b"}))
+    assert several.chat_templates == {"default": "a", "tool_use": "b"}
 
 
 def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:

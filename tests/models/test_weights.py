@@ -218,7 +218,19 @@ SINGLE_FILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "neither model.safetensors nor .*; found no weights at all"),
     "only .bin": (
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
-        "found pytorch_model.bin; convert them to safetensors",
+        r"found pytorch_model.bin; convert them to safetensors: AutoModelForCausalLM.from_pretrained\(DIRECTORY\).save_pretrained",
+    ),
+    "only GGUF": (
+        lambda d: (d / "model.safetensors").rename(d / "q4.gguf"),
+        r"found q4.gguf; convert them to safetensors: AutoModelForCausalLM.from_pretrained\(DIRECTORY, gguf_file='q4.gguf'\).save_pretrained",
+    ),
+    "a bare model without one tensor": (
+        lambda d: rewrite(d, lambda t: [t.update({name[6:]: t.pop(name)}) for name in list(t) if name[:6] == "model."] and t.pop("norm.weight")),
+        r"the checkpoint lacks 1 tensor \(model.norm.weight\)$",
+    ),
+    "names with the prefix and without": (
+        lambda d: rewrite(d, lambda t: t.update({"norm.weight": t.pop("model.norm.weight")})),
+        r"lacks 1 tensor \(model.norm.weight\) and holds 1 tensor \(norm.weight\)",
     ),
 }
 

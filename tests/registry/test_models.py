@@ -66,9 +66,18 @@ def test_what_can_be_nothing_is_told(name: str) -> None:
 
 
 def test_file_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="is a file; a model is a directory"):
-        locate_model(str(tmp_path / "model.gguf"), Registry())
+        locate_model(str(tmp_path / "model.safetensors"), Registry())
+
+
+def test_gguf_is_refused_saying_what_converts_it(tmp_path: Path) -> None:
+    (tmp_path / "q4.gguf").touch()
+    for name, said in ((tmp_path / "q4.gguf", "is a GGUF file"), (tmp_path, "holds GGUF files and no config.json")):
+        with pytest.raises(ConfigError, match=rf"{said}; .*from_pretrained\(DIRECTORY, gguf_file='q4.gguf'\).save_pretrained\(ANOTHER\)"):
+            locate_model(str(name), Registry())
+    (tmp_path / "config.json").touch()  # beside a checkpoint they are no harm
+    assert locate_model(str(tmp_path), Registry()).kind == "directory"
 
 
 def test_hub_failure_lists_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:

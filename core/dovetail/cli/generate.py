@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,6 +55,7 @@ def generate(
     with _loading_bars() as progress:
         engine = LLMEngine.from_config(config, progress=progress)
     with engine:
+        prompts = _with_chats_rendered(engine, prompts)
         stream = prompts_file is None and not as_json and prompts[0].params.n == 1
         finished = _stream(engine, prompts[0]) if stream else _run(engine, prompts, as_json)
     if not finished:
@@ -97,12 +98,27 @@ def _file_of_prompts(name: str, params: dict[str, Any]) -> list[Prompt]:
     return read_prompts(text.split("\n"), name, params)
 
 
+def _with_chats_rendered(engine: LLMEngine, prompts: list[Prompt]) -> list[Prompt]:
+    """Messages made into prompts by the model's chat template. Raises `RequestError` naming the request."""
+    if all(prompt.messages is None for prompt in prompts):
+        return prompts
+    from dovetail.front.chat import ChatFrontEnd
+
+    rendered = []
+    with closing(ChatFrontEnd(engine.tokenizer, engine.config.limits)) as chat:
+        for prompt in prompts:
+            try:
+                rendered.append(prompt if prompt.messages is None else prompt._replace(prompt=chat.prompt(prompt.messages), messages=None))
+            except RequestError as error:
+                raise RequestError(f"request {prompt.id}: {error}") from None
+    return rendered
+
+
 def _add(engine: LLMEngine, prompt: Prompt, **changes: Any) -> None:
     """Raises `RequestError` naming the request."""
     params = dataclasses.replace(prompt.params, **changes)
     try:
-        given = prompt.prompt if prompt.messages is None else engine.tokenizer.apply_chat_template(prompt.messages)
-        engine.add_request(prompt.id, given, params)
+        engine.add_request(prompt.id, prompt.prompt, params)
     except RequestError as error:
         raise RequestError(f"request {prompt.id}: {error}") from None
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dovetail.errors import RequestError
 from dovetail.sampling_params import OutputKind, SamplingParams
 from dovetail.where import unknown_key
+
+if TYPE_CHECKING:
+    from dovetail.front.tokenizer import TokenizedText
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 PARAMS_KEYS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "output_kind")
@@ -20,7 +23,7 @@ class Prompt(NamedTuple):
 
     id: str
     params: SamplingParams
-    prompt: str | Mapping[str, Any] = ""  # as `LLMEngine.add_request` takes it
+    prompt: str | Mapping[str, Any] | TokenizedText = ""  # as `LLMEngine.add_request` takes it
     messages: list[dict[str, Any]] | None = None  # instead of `prompt`
 
 

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -16,11 +17,11 @@ from tqdm import tqdm
 
 from dovetail.checks import is_integer, shown
 from dovetail.errors import EngineDeadError, RequestError
+from dovetail.front.chat import ChatFrontEnd, ChatOptions
+from dovetail.front.chat_messages import Message
 from dovetail.front.llm_engine import LLMEngine, Prompt
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams
-
-Message = Mapping[str, str]  # {"role": "user", "content": "…"}
 
 
 class LLM:
@@ -67,13 +68,33 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, with the model's chat template. Raises `RequestError` if the model has none."""
-        prompts: list[Prompt] = [self.engine.tokenizer.apply_chat_template(conversation) for conversation in _conversations(messages)]
+        """Answer one conversation or a list of them, with the model's chat template or the one that is given; `dovetail.front.chat.ChatOptions` says
+        what the other options do. Raises `RequestError` if the model has no template, it refuses a conversation, or an option is wrong."""
+        options = ChatOptions(
+            tools=tools,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        prompts: list[Prompt] = [*self._chat.prompts(_conversations(messages), options)]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    @cached_property
+    def _chat(self) -> ChatFrontEnd:
+        return ChatFrontEnd(self.engine.tokenizer, self.engine.config.limits)
 
     def close(self) -> None:
         """As `LLMEngine.close`."""
+        if "_chat" in vars(self):  # it was used
+            self._chat.close()
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -203,8 +224,4 @@ def _conversations(messages: Any) -> Sequence[Any]:
     """One conversation is a list of messages; of several, each is."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError(f'messages must be a list like [{{"role": "user", "content": "…"}}], or a list of such lists, got {shown(messages)}')
-    several = [messages] if messages and isinstance(messages[0], Mapping) else messages
-    for conversation in several:
-        if not isinstance(conversation, Sequence) or not conversation or not all(isinstance(message, Mapping) for message in conversation):
-            raise RequestError(f"a conversation must be a list of messages, one or more, got {shown(conversation)}")
-    return several
+    return messages if all(isinstance(one, Sequence) and not isinstance(one, str | bytes) for one in messages) else [messages]

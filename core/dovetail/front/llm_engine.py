@@ -17,6 +17,7 @@ from dovetail.engine.stats import EngineStats
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.outputs import OutputBuilder, RequestGroup
+from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.request import RequestOutput, token_array
 from dovetail.sampling_params import SamplingParams
 
@@ -26,17 +27,7 @@ if TYPE_CHECKING:
 
     from dovetail.config import EngineConfig
     from dovetail.front.detokenizer import IncrementalText
-    from dovetail.front.tokenizer import Tokenizer
     from dovetail.registry.registry import Registry
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TokenizedText:
-    """A prompt that was text: `LLMEngine.tokenized` makes it."""
-
-    text: str
-    token_ids: Sequence[int]
-
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | TokenizedText  # text, token ids, or {"prompt": …} / {"prompt_token_ids": …}
 

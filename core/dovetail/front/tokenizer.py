@@ -1,9 +1,11 @@
-"""A model's tokenizer: text to token ids and back, and the chat template. A thin cover of transformers' tokenizers."""
+"""A model's tokenizer: text to token ids and back. A thin cover of transformers' tokenizers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,14 @@ from dovetail.checks import unicode_error
 from dovetail.errors import MissingExtraError, ModelLoadError, RequestError
 
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # `tokenizer_class` of a tokenizer.json that needs no class of its own
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """A text with its token ids: a prompt that was tokenized already."""
+
+    text: str
+    token_ids: Sequence[int]
 
 
 class Tokenizer:
@@ -49,6 +59,17 @@ class Tokenizer:
         token_id: int | None = self._tokenizer.eos_token_id
         return token_id
 
+    @cached_property
+    def chat_templates(self) -> dict[str, str]:
+        """The model's chat templates by name; a single one is the "default". Empty for a model that only completes text."""
+        own: Any = getattr(self._tokenizer, "chat_template", None)
+        return own if isinstance(own, dict) else {"default": own} if own else {}
+
+    @cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of special tokens by the names that chat templates know them by: "bos_token", "eos_token"."""
+        return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
+
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
         """`special_tokens`: with those that the model expects around a text, such as BOS. Raises `RequestError` for text that isn't Unicode."""
         [ids] = self.encode_all([text], special_tokens)
@@ -72,17 +93,6 @@ class Tokenizer:
         else:
             text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         return text
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-        """The token ids of a conversation; with `add_generation_prompt`, ready for the assistant to answer. Raises `RequestError` if the model
-        has no chat template, or it refuses these messages."""
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise RequestError("this model has no chat template: it completes text; use generate()")
-        try:
-            ids = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False)
-        except Exception as error:  # templates raise jinja errors of all kinds
-            raise RequestError(f"the chat template refuses these messages: {error}") from None
-        return list(ids)
 
 
 def _no_tokenizer(directory: Path, reason: str) -> ModelLoadError:

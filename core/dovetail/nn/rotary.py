@@ -114,6 +114,7 @@ class _Keys:
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()  # by transformers, whose numbers are the reference: checkpoints have them for other engines
 
 
 _KEYS = {
@@ -123,6 +124,7 @@ _KEYS = {
     "yarn": _Keys(
         ("factor", "original_max_position_embeddings"),
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        ("attn_factor",),
     ),
 }
 
@@ -142,7 +144,8 @@ def rope_reasons_against(parameters: Mapping[str, Any]) -> list[str]:
             reasons.append(f"rope_parameters: {key} = {value!r} must be a number >= 0")
         if key == "partial_rotary_factor" and value not in (None, 1):
             reasons.append(f"partial_rotary_factor = {value!r} is not implemented (only 1)")
-        if key not in (*required, *optional, "rope_type", "type", "partial_rotary_factor") and value is not None:
+        known = (*required, *optional, *_KEYS[kind].passed_over, "rope_type", "type", "partial_rotary_factor")
+        if key not in known and value is not None:
             reasons.append(f"rope_parameters: {key} = {value!r} is not implemented for rope_type {kind!r}")
     return reasons
 

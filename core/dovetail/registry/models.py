@@ -51,12 +51,28 @@ def locate_model(name: str, registry: Registry) -> ModelPlace:
             raise ConfigError(f"model: {name!r} is both {both}")
         return ModelPlace("bundled", name, _bundled_path(*bundled), bundled[0])
     if directory.is_dir():
+        _refuse_gguf_alone(name, directory)
         return ModelPlace("directory", name, directory.resolve())
+    if directory.suffix == ".gguf":
+        raise ConfigError(f"model: {name!r} is a GGUF file; {_from_gguf(directory.name)}")
     if directory.exists():
         raise ConfigError(f"model: {name!r} is a file; a model is a directory with config.json and safetensors files")
     if not _HUB_ID.fullmatch(name):
         raise ConfigError(f"model: {name!r} is not a directory, nor can it be a hub id; {_what_is_bundled(name, registry)}")
     return ModelPlace("hub", name)
+
+
+def _refuse_gguf_alone(name: str, directory: Path) -> None:
+    if not (directory / "config.json").exists() and (files := sorted(file.name for file in directory.glob("*.gguf"))):
+        raise ConfigError(f"model: {name!r} holds GGUF files and no config.json; {_from_gguf(files[0])}")
+
+
+def _from_gguf(file: str) -> str:
+    """How to make of one what can be read."""
+    return (
+        "those aren't read: take the safetensors files that it was made from, or convert it with transformers, in a full format: "
+        f"AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file={file!r}).save_pretrained(ANOTHER), and AutoTokenizer likewise"
+    )
 
 
 def _find_bundled(name: str, registry: Registry) -> tuple[PluginOrigin, BundledModel] | None:

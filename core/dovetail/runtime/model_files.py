@@ -11,6 +11,7 @@ import torch
 
 from dovetail.api.executor import Target
 from dovetail.api.model import ModelArch, ModelContext
+from dovetail.checks import shown
 from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -53,8 +54,12 @@ def read_config(model_dir: str | Path) -> Any:
         raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(raw, dict) or "model_type" not in raw:
         raise ModelLoadError(f"{path}: expected a JSON object with 'model_type'")
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import __version__ as version
 
+    if raw["model_type"] not in CONFIG_MAPPING.keys():  # noqa: SIM118 also of what can't be hashed
+        own_code = "; the code that the checkpoint brings for it (auto_map) is never run" if raw.get("auto_map") else ""
+        raise ModelLoadError(f"{path}: transformers {version} knows no model_type {shown(raw['model_type'])}{own_code}")
     try:
         return AutoConfig.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its own checks raise

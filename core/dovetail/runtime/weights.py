@@ -19,6 +19,8 @@ Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
+_PREFIX = "model."  # of all names but the head's, in a checkpoint of a causal language model
+
 _COMPUTED = (".rotary_emb.inv_freq",)  # endings of tensors that old checkpoints hold and that are computed, never read
 
 
@@ -32,6 +34,8 @@ def load_weights(model: Any, directory: str | Path, progress: Progress | None = 
     rules = {rule.source: rule for rule in model.weights()}
     _check_rules(model, rules)
     files = _tensor_files(Path(directory))
+    if _is_bare(files, rules):
+        rules = {name.removeprefix(_PREFIX): rule for name, rule in rules.items()}
     _check_names(rules, files, Path(directory))
     todo = [name for name in files if name in rules and rules[name].parameter is not None]
     loaded: set[tuple[int, str | None]] = set()
@@ -44,6 +48,11 @@ def load_weights(model: Any, directory: str | Path, progress: Progress | None = 
                 done += 1
                 if progress is not None:
                     progress("loading weights", done, len(todo))
+
+
+def _is_bare(files: Mapping[str, Path], rules: Mapping[str, WeightRule]) -> bool:
+    """Whether the checkpoint was saved from the bare model (`LlamaModel`), whose names lack the prefix; transformers reads such ones, too."""
+    return not any(name.startswith(_PREFIX) for name in files) and any(_PREFIX + name in rules for name in files)
 
 
 def _load_one(rule: WeightRule, source: Any, loaded: set[tuple[int, str | None]]) -> None:
@@ -117,7 +126,10 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         return _sharded_files(directory)
     others = sorted(p.name for p in directory.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
     found = f"found {', '.join(others[:5])}" if others else "found no weights at all"
-    hint = "; convert them to safetensors" if others and not any(name.endswith(".safetensors") for name in others) else ""
+    hint = ""
+    if others and not any(name.endswith(".safetensors") for name in others):
+        gguf = next((f", gguf_file={name!r}" for name in others if name.endswith(".gguf")), "")
+        hint = f"; convert them to safetensors: AutoModelForCausalLM.from_pretrained(DIRECTORY{gguf}).save_pretrained(ANOTHER), of transformers"
     raise ModelLoadError(f"{directory}: neither {_WEIGHTS} nor {_INDEX}; {found}{hint}")
 
 

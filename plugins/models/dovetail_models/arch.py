@@ -77,6 +77,8 @@ _HARMLESS = (  # patterns of fields that change no number when a model runs
     "use_cache",
 )
 
+_HARMLESS_VALUES = {"activation": ("swiglu",)}  # Falcon3's word for what hidden_act = silu makes of a gated feed-forward
+
 
 class DecoderArch(ModelArch):
     """An architecture that is a `Decoder` of the shape that its config says.
@@ -108,7 +110,7 @@ class DecoderArch(ModelArch):
         return [
             f"{name} = {_short(value)}: this field is not implemented and may change the numbers; if it doesn't, take it out of config.json"
             for name, value in vars(config).items()
-            if value and name not in known and value != defaults.get(name) and not any(fnmatchcase(name, pattern) for pattern in _HARMLESS)
+            if value and name not in known and value != defaults.get(name) and not _is_harmless(name, value)
         ]
 
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
@@ -190,9 +192,18 @@ def _wrong_values(config: Any) -> list[str]:
         reasons.append(f"pretraining_tp = {config.pretraining_tp} is not implemented (only 1)")
     if getattr(config, "quantization_config", None):
         reasons.append(f"quantization_config = {_short(config.quantization_config)} is not implemented: only plain weights")
-    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
-        reasons.append("auto_map: the checkpoint brings code of its own for this model, which is never run")
+    if not _is_copy(own := (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM"), config):
+        reasons.append(f"auto_map: the checkpoint brings code of its own for this model ({_short(own)}), which is never run")
     return reasons
+
+
+def _is_harmless(name: str, value: object) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in _HARMLESS) or value in _HARMLESS_VALUES.get(name, ())
+
+
+def _is_copy(code: object, config: Any) -> bool:
+    """Whether a class of a checkpoint's own code has the name of transformers' class for this config, which transformers prefers, too."""
+    return code is None or str(code).rpartition(".")[2] in (config.architectures or ())
 
 
 def _short(value: object) -> str:

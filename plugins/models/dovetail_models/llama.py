@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dovetail.runtime.model_files import model_length
 from dovetail_models.arch import DecoderArch, base_shape
 from dovetail_models.decoder import DecoderShape
 
@@ -12,8 +13,22 @@ class Llama(DecoderArch):
     """Serves `LlamaForCausalLM`."""
 
     model_type = "llama"
-    handled = frozenset({"attention_bias", "mlp_bias"})
+    handled = frozenset({"attention_bias", "mlp_bias", "sliding_window"})
+
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        return super().reasons_against_fields(config) or _stray_window_reasons(config)
 
     def shape(self, config: Any) -> DecoderShape:
         bias = config.attention_bias
         return base_shape(config, qkv_bias=bias, output_bias=bias, mlp_bias=config.mlp_bias)
+
+
+def _stray_window_reasons(config: Any) -> list[str]:
+    """Llamas have no window, but some configs were made from those of models that do. Where it would cut, engines differ."""
+    window = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", None) is False or (isinstance(window, int) and window >= model_length(config)):
+        return []
+    return [
+        f"sliding_window = {window!r}: a Llama has none; transformers passes it over, other engines don't, and this one doesn't guess: "
+        "take it out of config.json for transformers' numbers"
+    ]
