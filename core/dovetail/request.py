@@ -220,7 +220,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: there are thousands a step, and that takes four times as long to make
 class Logprob:
     """`logprob` is of the raw distribution (before temperature, filters and penalties); `rank` 1 is the likeliest token."""
 
