@@ -39,6 +39,14 @@ def settings_of(texts: list[str]) -> dict[str, Any]:
     return EngineConfig.read_settings(texts)
 
 
+def params_of(texts: list[str]) -> dict[str, Any]:
+    """The same of sampling parameters, of `--param`."""
+    for text in texts:
+        if not text.partition("=")[1]:
+            raise SystemExit(f"--param {text}: expected KEY=VALUE, as in --param repetition_penalty=1.05")
+    return EngineConfig.read_settings(texts)
+
+
 def warm_up(work: Workload, generate: Generate) -> None:
     generate(work.prompts(seed=100))
 
@@ -65,7 +73,7 @@ def run_dovetail(work: Workload, directory: Path, overrides: dict[str, Any]) -> 
     settings: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": work.seqs, "max_model_len": work.longest}
     with LLM(directory, **{**settings, **overrides}) as llm:
         started = time.perf_counter() - begun
-        params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out) for _, out in work.lens]
+        params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out, **work.params) for _, out in work.lens]
 
         def generate(prompts: list[list[int]]) -> int:
             outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -117,7 +125,7 @@ def run_vllm(work: Workload, directory: Path, overrides: dict[str, Any]) -> Meas
     begun = time.perf_counter()
     llm = LLM(str(directory), load_format="dummy", dtype="bfloat16", max_model_len=work.longest, max_num_seqs=work.seqs)
     started = time.perf_counter() - begun
-    params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out) for _, out in work.lens]
+    params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out, **work.params) for _, out in work.lens]
 
     def generate(prompts: list[list[int]]) -> int:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
@@ -168,11 +176,15 @@ def version_of(distribution: str) -> str:
         return "unknown"
 
 
+TAKE_PARAMS = ("dovetail", "vllm")
 ENGINES = {"dovetail": run_dovetail, "nano-vllm": run_nano_vllm, "vllm": run_vllm, "transformers": run_transformers}
 
 
 def run_engine(name: str, work: Workload, directory: Path, overrides: dict[str, Any]) -> Measured | None:
-    """None, having said so, if the engine isn't importable here."""
+    """None, having said so, if the engine isn't importable here, or isn't told of `work.params`."""
+    if work.params and name not in TAKE_PARAMS:
+        print(f"{name}: left out with {work.params}", flush=True)
+        return None
     try:
         return ENGINES[name](work, directory, overrides)
     except ImportError as error:

@@ -2,6 +2,7 @@
 
     python -m bench.throughput --workload nano --attention triton
     python -m bench.throughput --workload nano --shape llama-3.2-1b
+    python -m bench.throughput --workload nano --param presence_penalty=1.5 --param repetition_penalty=1.05    # beside it without them
     python -m bench.throughput --workload nano one eight --engine dovetail nano-vllm vllm transformers --json out.json
 
 Random weights in the model's true shape, bfloat16; one warm-up call, then three timed runs with fresh token ids each; detokenization on. The floor
@@ -16,11 +17,12 @@ import json
 import statistics
 import tempfile
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from bench.apart import apart
-from bench.engines import ENGINES, Measured, run_engine, settings_of
+from bench.engines import ENGINES, Measured, params_of, run_engine, settings_of
 from bench.limits import Limits, floor_seconds, measure_limits, require_gpu
 from bench.shapes import SHAPES, write_checkpoint
 from bench.workloads import WORKLOADS, Workload
@@ -33,6 +35,7 @@ def report(name: str, engine: str, work: Workload, measured: Measured, limits: L
         "workload": name,
         "shape": work.shape,
         "engine": engine,
+        "params": work.params,
         "seconds": measured.seconds,
         "median_s": median,
         "tok_s": work.output_tokens / median,
@@ -46,7 +49,8 @@ def report(name: str, engine: str, work: Workload, measured: Measured, limits: L
     }
     print(
         f"{name:>10} {engine:>10} {row['tok_s']:>9,.0f} tok/s {median:8.3f} s  floor {floor:6.3f} s ({100 * row['share_of_floor']:.0f} %)  "
-        f"start {measured.start_s:.1f} s  " + " ".join(f"{k}={_short(v)}" for k, v in measured.details.items() if isinstance(v, int | float)),
+        f"start {measured.start_s:.1f} s  "
+        + " ".join(f"{k}={_short(v)}" for k, v in {**work.params, **measured.details}.items() if isinstance(v, int | float)),
         flush=True,
     )
     return row
@@ -62,22 +66,26 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="of the model, instead of the workload's own")
     parser.add_argument("--engine", nargs="+", default=["dovetail"], choices=ENGINES)
     parser.add_argument("--attention", default="auto")
+    parser.add_argument(
+        "--param", action="append", default=[], metavar="KEY=VALUE", help="a sampling parameter; each workload runs without them, too"
+    )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     require_gpu()
     overrides: dict[str, Any] = {"attention": args.attention, **settings_of(args.set)}
-    rows, limits = [], {}
+    rows, limits, params = [], {}, params_of(args.param)
     for name in args.workload:
         work = WORKLOADS[name] if args.shape is None else replace(WORKLOADS[name], shape=args.shape)
+        ways = [work, replace(work, params=params)] if params else [work]
         if work.shape not in limits:
             limits[work.shape] = apart(measure_limits, SHAPES[work.shape])
         with tempfile.TemporaryDirectory() as directory:
             write_checkpoint(SHAPES[work.shape], Path(directory))
-            for engine in args.engine:
-                measured = apart(run_engine, engine, work, Path(directory), overrides)
+            for engine, way in product(args.engine, ways):
+                measured = apart(run_engine, engine, way, Path(directory), overrides)
                 if measured is not None:
-                    rows.append(report(name, engine, work, measured, limits[work.shape]))
+                    rows.append(report(name, engine, way, measured, limits[work.shape]))
         if args.json:
             Path(args.json).write_text(json.dumps(rows, indent=2))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,7 @@ class Workload:
     shared_prefix: int = 0
     max_id: int = 10_000
     temperature: float = 0.6
+    params: dict[str, Any] = field(default_factory=dict)  # further sampling parameters, as Dovetail and vLLM call them
     max_num_seqs: int | None = None  # None: as many as there are requests
 
     def prompts(self, seed: int) -> list[list[int]]:

@@ -160,7 +160,7 @@ class Request:
         return f"{type(self).__name__}({self.id!r}, prompt_tokens={self.prompt_tokens}, generated={self.generated})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: there are thousands a step, and that takes four times as long to make
 class Logprob:
     """`logprob` is of the raw distribution (before temperature, filters and penalties); `rank` 1 is the likeliest token."""
 

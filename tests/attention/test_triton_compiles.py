@@ -156,6 +156,7 @@ def test_layers_of_many_rows_ask_for_their_weights_before_they_wait(inputs: int,
 def test_the_kernels_around_attention_compile() -> None:
     from dovetail.nn.kernels import embedding, gate, logprobs, one_row, qkv, rms_norm
     from dovetail_samplers import fused
+    from dovetail_samplers.device_changes import DeviceChanges
     from dovetail_samplers.device_rows import DeviceRows
     from tests.attention.hopper import compiling_for_hopper
 
@@ -164,6 +165,8 @@ def test_the_kernels_around_attention_compile() -> None:
 
     cache = FusedCache(zeros(4, 16, 8, 128), zeros(4, 16, 8, 128), torch.zeros(5, dtype=torch.int64))
     rows, ints = DeviceRows(4, 5000, torch.device("cpu")), torch.zeros(5, dtype=torch.int32)
+    history = RowHistory(ints[:, None], ints, ints)
+    changes = DeviceChanges(4, 5000, history, torch.device("cpu"))
     with compiling_for_hopper() as kernels:
         embedding.embed(torch.zeros(5, dtype=torch.int64), zeros(100, 1024))
         rms_norm.rms_norm(zeros(5, 1024), zeros(1024), 1e-6)
@@ -172,11 +175,15 @@ def test_the_kernels_around_attention_compile() -> None:
         qkv.norm_turn_write(zeros(5, 32, 128), 8, zeros(24 * 128), 1e-6, torch.zeros(64, 128), torch.zeros(5, dtype=torch.int64), cache)
         one_row.linear(zeros(1, 1024), zeros(6144, 1024), norm=(zeros(1024), 1e-6), gated=True)
         one_row.linear(zeros(1, 3072), zeros(1024, 3072), out=zeros(1, 1024))
-        logprobs.normalizer_and_rank(zeros(3, 5000), torch.zeros(3, dtype=torch.int64))
-        fused.draw(zeros(3, 5000), torch.arange(3), rows.records, RowHistory(ints[:, None], ints, ints), rows.hashes)
+        logprobs.top_logprobs(zeros(3, 5000), torch.arange(3), 20)
+        logprobs.top_logprobs(zeros(3, 5000), torch.arange(3), 20, torch.arange(3), changes.asked_logprobs)
+        fused.draw(changes.change(zeros(3, 5000), torch.arange(3)), torch.arange(3), rows.records, history, rows.hashes)
+        fused.draw(zeros(3, 5000), torch.arange(3), rows.records, history, rows.hashes)
     around = ["_embed", "_rms_norm", "_rms_norm", "_silu_mul", "_norm_turn_write", "_linear", "_linear"]
-    assert [kernel.name for kernel in kernels] == [*around, "_normalizer_and_rank", "_survey", "_choose"]
-    assert all(CHAINED in kernel.ptx for kernel in kernels if kernel.name != "_normalizer_and_rank")
+    assert [kernel.name for kernel in kernels] == [*around, *["_survey", "_choose"] * 2, "_widen", "_change", *["_survey", "_choose"] * 2]
+    assert all(CHAINED in kernel.ptx for kernel in kernels)
+    [change] = [kernel for kernel in kernels if kernel.name == "_change"]
+    assert not re.search(r"\bfma\.|div\.full|div\.approx", change.ptx), "numbers that aren't the twin's"
 
 
 def backend_of(tilings: Tilings) -> TritonAttention:

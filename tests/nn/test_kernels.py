@@ -20,6 +20,7 @@ from dovetail.errors import DovetailError
 from dovetail.nn import activation, embedding, linear, logprobs, norm, qkv
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.kernels import available, few_rows, many_rows, one_row
+from dovetail.nn.kernels import logprobs as kernels
 from dovetail.nn.kernels import rms_norm as norm_kernel
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.norm import QKNorm
@@ -289,17 +290,49 @@ def test_silu_mul_of_huge_gates_is_finite() -> None:
 
 
 @runs_kernels
-@pytest.mark.usefixtures("with_kernels")
-@given(rows=st.integers(0, 3), vocab=st.sampled_from([1, 7, 300, 9000]), spread=st.sampled_from([0.0, 1.0, 30.0]), dtype=dtypes, seed=seeds)
+@given(
+    rows=st.integers(0, 3),
+    vocab=st.sampled_from([1, 7, 300, 9000]),
+    k=st.integers(0, 12),
+    spread=st.sampled_from([0.0, 1.0, 30.0]),
+    ties=st.booleans(),
+    dtype=dtypes,
+    seed=seeds,
+)
 @some
-def test_logprobs_and_ranks_are_their_twins(rows: int, vocab: int, spread: float, dtype: torch.dtype, seed: int) -> None:
+def test_logprobs_and_ranks_are_their_twins(rows: int, vocab: int, k: int, spread: float, ties: bool, dtype: torch.dtype, seed: int) -> None:
+    """Of equal logits the lowest ids, of as many alternatives as there are."""
     torch.manual_seed(seed)
     logits, ids = randn(rows, vocab, dtype=dtype) * spread, torch.randint(vocab, (rows,), device=DEVICE)
+    if ties:
+        logits = logits.round()
     logits[:, 1::3] = -torch.inf
-    top = top_logprobs(logits, ids, 3)
-    expected = torch.log_softmax(logits.double(), dim=-1)
-    torch.testing.assert_close(top.logprobs.double(), expected.gather(1, top.token_ids), atol=1e-5, rtol=1e-5)
-    assert top.ranks.tolist() == (1 + (logits > logits.gather(1, ids[:, None])).sum(dim=1)).tolist()
+    found, twin = kernels.top_logprobs(logits, ids, min(k, vocab)), top_logprobs(logits.cpu(), ids.cpu(), k)
+    assert found[0].tolist() == twin.token_ids.tolist()
+    torch.testing.assert_close(found[1].cpu(), twin.logprobs, atol=1e-5, rtol=1e-5)
+    assert found[2].tolist() == twin.ranks.tolist()
+
+
+@runs_kernels
+def test_each_row_gets_as_many_logprobs_as_it_asks_for_and_others_are_left_alone() -> None:
+    logits = randn(5, 300, dtype=torch.float32)
+    ids, rows, asked = (torch.tensor(values, device=DEVICE) for values in ([5, 9, 5, 7, 2**40], [3, 0, 1, 2, 4], [-1, 4, 0, 2, -1]))
+    asked = torch.stack((torch.full_like(asked, 99), asked), dim=1).int()[:, 1]  # a column of a table
+    token_ids, logprobs, ranks = kernels.top_logprobs(logits, ids, 4, rows, asked)
+    for place, k in ((0, 2), (2, 4), (3, 0)):
+        alone = kernels.top_logprobs(logits[place : place + 1].contiguous(), ids[place : place + 1], k)
+        assert token_ids[place, : 1 + k].tolist() == alone[0][0].tolist()
+        assert logprobs[place, : 1 + k].tolist() == alone[1][0].tolist()
+        assert ranks[place] == alone[2][0]
+
+
+@runs_kernels
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_logprobs_of_a_row_without_numbers_are_of_tokens_that_exist(value: float) -> None:
+    logits = torch.full((2, 70), value, device=DEVICE)
+    logits[1, 3] = torch.nan
+    token_ids, _, _ = kernels.top_logprobs(logits, torch.tensor([1, 2], device=DEVICE), 5)
+    assert token_ids[:, 1:].tolist() == top_logprobs(logits.cpu(), torch.tensor([1, 2]), 5).token_ids[:, 1:].tolist()
 
 
 # ---- q, k and v

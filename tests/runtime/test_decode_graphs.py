@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dovetail.runtime import decode_graphs
-from dovetail.runtime.decode_graphs import DecodeGraphs, Inputs, sharing_sizes
+from dovetail.runtime.decode_graphs import DecodeGraphs, Inputs, Kind, sharing_sizes
+from dovetail.runtime.sampled import Sampled
 from dovetail.runtime.step_inputs import TABLE_ENTRIES
 from dovetail.runtime.token_sizes import ALWAYS_TOKENS, most_recorded, padded_sizes, row_sizes
 from dovetail_attention.sdpa import TorchAttention
@@ -28,11 +29,14 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5], [8]]
 class Again:
     """Stands for a recording."""
 
-    run: Callable[[], torch.Tensor]
-    outputs: torch.Tensor
+    run: Callable[[], Sampled]
+    sampled: Sampled
 
     def replay(self) -> None:
-        self.outputs.copy_(self.run())
+        again = self.run()
+        self.sampled.tokens.copy_(again.tokens)
+        if again.packed is not None and self.sampled.packed is not None:
+            self.sampled.packed.copy_(again.packed)
 
     def pool(self) -> None:
         return None
@@ -41,18 +45,18 @@ class Again:
 class GraphsOnCpu(DecodeGraphs):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.replayed: list[tuple[bool, int]] = []
+        self.replayed: list[tuple[Kind, int]] = []
         self.replayed_rows: list[list[int]] = []
 
-    def _record(self, run: Callable[[], torch.Tensor], pool: Any, warm_ups: int) -> Any:
-        outputs = run()
-        return Again(run, outputs), outputs
+    def _record(self, run: Callable[[], Sampled], pool: Any, warm_ups: int) -> Any:
+        sampled = run()
+        return Again(run, sampled), sampled
 
-    def replay(self, host_rows: NDArray[np.int64], shared_prefix_blocks: int) -> torch.Tensor:
-        outputs = super().replay(host_rows, shared_prefix_blocks)
-        self.replayed.append((shared_prefix_blocks > 0, outputs.shape[1]))
+    def replay(self, kind: Kind, host_rows: NDArray[np.int64], shared_prefix_blocks: int) -> Sampled:
+        sampled = super().replay(kind, host_rows, shared_prefix_blocks)
+        self.replayed.append((kind, sampled.size))
         self.replayed_rows.append(host_rows.tolist())
-        return outputs
+        return sampled
 
 
 class CapturableGreedy(Greedy):
@@ -108,7 +112,7 @@ def test_a_step_is_replayed_in_the_smallest_graph_that_holds_it() -> None:
     begin(bench, [[row, row] for row in range(5)])
     for rows in (1, 2, 3, 4, 5):
         bench.run(dict.fromkeys(range(rows), 1))
-    assert graphs.replayed == [(False, 1), (False, 2), (False, 4), (False, 4), (False, 7)]
+    assert graphs.replayed == [(Kind.PLAIN, size) for size in (1, 2, 4, 4, 7)]
 
 
 def test_the_longest_rows_are_replayed_first() -> None:
@@ -129,7 +133,7 @@ def test_the_sampler_hears_of_a_row_before_it_is_asked_whether_a_graph_serves_it
     graphs = with_graphs(bench)
     bench.sampler.__class__ = Informed
     assert bench.run({2: 1}, [bench.new(2, [5])]).token_ids.tolist() == generate([5], 1)
-    assert graphs.replayed == [(False, 1)]
+    assert graphs.replayed == [(Kind.PLAIN, 1)]
 
 
 def test_steps_that_share_a_prefix_have_graphs_of_their_own_where_the_backend_can_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +144,7 @@ def test_steps_that_share_a_prefix_have_graphs_of_their_own_where_the_backend_ca
     tokens = begin(bench, PROMPTS[:2])
     batch = bench.batch({0: 1, 1: 1}, [], [], [])
     result = bench.runner.collect(bench.runner.submit(replace(batch, shared_prefix_blocks=1)))
-    assert graphs.replayed == [(True, 4)]
+    assert graphs.replayed == [(Kind.SHARING, 4)]
     assert [[*told, int(token)] for told, token in zip(tokens, result.token_ids, strict=True)] == [generate(prompt, 2) for prompt in PROMPTS[:2]]
 
 

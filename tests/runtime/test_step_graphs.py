@@ -81,12 +81,12 @@ def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.Fixt
     model = load_model(tmp_path, config.executor_config(tmp_path), targets, cuts.wrap(backend.make_layer), SINGLE, device, None)
     rows = RowState(MAX_ROWS, model.max_model_len, BLOCK_SIZE, device)
     sampler = parts.sampler.target().make(SamplerContext("cpu", model.vocab_size, rows.history))
-    sampler.prepare(MAX_ROWS)
     runner = Runner(model.module, backend, sampler, rows, WallClock(), model.vocab_size, model.narrows)
     for module in list(sys.modules.values()):  # but not where they come from: what is imported meanwhile would keep them
         for name in ("use_kernels", "has_many_rows"):
             if module.__name__.startswith("dovetail") and module is not available and hasattr(module, name):
                 monkeypatch.setattr(module, name, lambda *asked: True)
+    sampler.prepare(MAX_ROWS)
     play_graphs_on_the_cpu(monkeypatch)
     graphs = StepGraphs(runner, cuts, MAX_TOKENS, 600_000_000)
     prepare(graphs)
@@ -108,7 +108,7 @@ def test_what_recording_launches_was_compiled_before(graphs: StepGraphs) -> None
         graphs.decode.rehearse()
     with recording.instead():
         graphs.capture()
-    assert {"_linear", "prefill_hopper", "decode_shares", "_choose", "_append", "_embed"} <= set(recording.names.values())
+    assert {"_linear", "prefill_hopper", "decode_shares", "_choose", "_change", "_append", "_embed"} <= set(recording.names.values())
     assert {kind: name for kind, name in recording.names.items() if kind not in ahead.names} == {}
 
 

@@ -66,11 +66,13 @@ class SamplerContext:
 
 @dataclass(frozen=True, slots=True)
 class SamplerCapabilities:
-    """`cuda_graph`: it has `sample_captured`; without it no step is replayed as a CUDA graph."""
+    """`cuda_graph`: it has `sample_captured`; without it no step is replayed as a CUDA graph. `cuda_graph_full`: it has `sample_fully_captured`
+    as well."""
 
     cuda_graph: bool = False
     logprobs: bool = True
     extra_args: tuple[str, ...] = ()  # keys of `SamplingParams.extra_args` that it understands; a request with others is refused
+    cuda_graph_full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +125,14 @@ class Sampler(ABC):
         `capabilities.cuda_graph`.
         """
         raise UnsupportedError(f"sampler {type(self).__name__} can't be captured in a CUDA graph")
+
+    def fully_capturable(self, host_rows: np.ndarray) -> bool:
+        """Whether `sample_fully_captured` gives each of these rows [n] all that `sample` would. Asked where `capturable` says no. The default: no."""
+        return False
+
+    def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
+        """Like `sample_captured`, for graphs of their own that take longer: penalties, say, and log-probabilities. These come with as many columns as
+        the sampler likes; of a row as many count as its own `RowSampling.logprobs` asks for, the rest is undefined. Raises `UnsupportedError` unless
+        `capabilities.cuda_graph_full`.
+        """
+        raise UnsupportedError(f"sampler {type(self).__name__} can't be captured in full in a CUDA graph")

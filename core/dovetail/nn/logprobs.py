@@ -7,18 +7,34 @@ import torch
 from dovetail.api.sampler import TopLogprobs
 from dovetail.nn.kernels.available import use_kernels
 
+FEW = 32  # of the likeliest, that a kernel takes one by one
+AT_ONCE = 1 << 24  # logits that are worked on without a kernel: each takes some 30 bytes meanwhile
+
 
 def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> TopLogprobs:
     """Of logits [n, vocab], any float dtype: the log-probabilities of `token_ids` [n] int64, then of the k likeliest of each row (all of
-    them if k > vocab), best first. Computed in float32. A token's rank is 1 + how many are strictly likelier."""
-    own_ids = token_ids[:, None]
-    best_ids = logits.topk(min(k, logits.shape[1]), dim=1).indices
-    ids = torch.cat((own_ids, best_ids), dim=1)
-    if use_kernels(logits, token_ids):
-        from dovetail.nn.kernels.logprobs import normalizer_and_rank
+    them if k > vocab), best first, of equals the lowest id. Computed in float32. A token's rank is 1 + how many are strictly likelier."""
+    k = min(k, logits.shape[1])
+    if k <= FEW and use_kernels(logits, token_ids):
+        from dovetail.nn.kernels import logprobs as kernels
 
-        normalizers, ranks = normalizer_and_rank(logits, token_ids)
-        return TopLogprobs(ids, logits.gather(1, ids).to(torch.float32) - normalizers, ranks)
+        return TopLogprobs(*kernels.top_logprobs(logits, token_ids, k))
+    most = max(1, AT_ONCE // logits.shape[1])
+    parts = [_top_logprobs(part, own, k) for part, own in zip(torch.split(logits, most), torch.split(token_ids, most), strict=True)]
+    return TopLogprobs(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    own_ids = token_ids[:, None]
+    ids = torch.cat((own_ids, _likeliest(logits, k)), dim=1)
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)  # [n, vocab]
     ranks = 1 + (logits > logits.gather(1, own_ids)).sum(dim=1)  # of logits: close ones may have equal logprobs
-    return TopLogprobs(ids, logprobs.gather(1, ids), ranks)
+    return ids, logprobs.gather(1, ids), ranks
+
+
+def _likeliest(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """[n, k] int64: by logit and then by id, both in one integer, since `topk` takes any of equals."""
+    bits = (logits.to(torch.float32) + 0.0).view(torch.int32)  # -0 + 0 is 0
+    order = torch.where(logits.isnan(), 2**31 - 1, bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    lowest_first = torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
+    return (order << 32 | lowest_first).topk(k, dim=1).indices

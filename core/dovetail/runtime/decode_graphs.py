@@ -3,6 +3,8 @@
 Launching some hundred kernels takes Python longer than a small batch takes the GPU; a replay is one call. What varies from step to step lies in
 tensors of fixed address: which rows run (here), their tokens and lengths (`RowState`), where K and V are (the attention backend's own buffers,
 filled by its `plan` before the replay). Rows beyond those that run are padding: they stand for an extra row that belongs to nobody.
+
+There are several kinds of recordings, so that no step pays for what it doesn't need: see `Kind`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import numpy as np
@@ -20,8 +23,9 @@ from dovetail.api.attention import AttentionBackend, AttentionBatch
 from dovetail.api.sampler import Sampler
 from dovetail.runtime.decode_rows import append, last_tokens
 from dovetail.runtime.row_state import RowState
+from dovetail.runtime.sampled import Sampled
 from dovetail.runtime.step_inputs import TABLE_ENTRIES
-from dovetail.runtime.token_sizes import row_sizes, typical
+from dovetail.runtime.token_sizes import half_of, row_sizes, typical
 from dovetail.runtime.transfer import Mirror
 
 Int64 = NDArray[np.int64]
@@ -29,13 +33,21 @@ Int64 = NDArray[np.int64]
 WARM_UPS = 2  # runs before a capture: kernels are compiled, workspaces made
 
 
+class Kind(Enum):
+    """What a recording is for."""
+
+    PLAIN = auto()
+    SHARING = auto()  # attention reads a prefix that all rows share once
+    FULL = auto()  # sampling is `Sampler.sample_fully_captured`
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """One size. What `inputs` holds is read by a replay, and `outputs` written."""
+    """One size of a kind. What `inputs` holds is read by a replay, and `sampled` written."""
 
     graph: torch.cuda.CUDAGraph
     inputs: Inputs
-    outputs: torch.Tensor  # [2, size] int64: the sampled ids, and whether the hidden state holds NaN
+    sampled: Sampled
 
 
 class Inputs:
@@ -75,8 +87,20 @@ def sharing_sizes(max_rows: int) -> tuple[int, ...]:
     return tuple(sorted({min(1 << power, max_rows) for power in range(2, max_rows.bit_length() + 1)}))
 
 
-def record(run: Callable[[], torch.Tensor], pool: Any, warm_ups: int, device: torch.device) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of `run`, and the tensor that it returned: its replays overwrite it."""
+def sample(
+    sampler: Sampler, rows: RowState, of: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor, full: bool
+) -> Sampled:
+    """What a recorded step ends with, as device work: tokens for the rows `of` [n] int64 whose last known ones are at `positions` [n] int64, from
+    logits [n, vocab] and the hidden states [n, hidden] that these are of; and the rows grow by them."""
+    if not full:
+        return Sampled(append(rows, of, positions, sampler.sample_captured(logits, of), hidden))
+    sampled = sampler.sample_fully_captured(logits, of)
+    tokens = append(rows, of, positions, sampled.token_ids, hidden)
+    return Sampled(tokens) if sampled.logprobs is None else Sampled.pack(tokens, sampled.logprobs)
+
+
+def record(run: Callable[[], Sampled], pool: Any, warm_ups: int, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Sampled]:
+    """A graph of `run`, and what that returned: its replays overwrite it."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -90,47 +114,54 @@ def record(run: Callable[[], torch.Tensor], pool: Any, warm_ups: int, device: to
 
 
 class DecodeGraphs:
-    """All sizes, sharing one memory pool: one replay at a time uses it. A backend that can read a shared prefix once gets graphs of their own for
-    that, so that all other steps don't pay for looking."""
+    """All kinds and sizes, sharing one memory pool: one replay at a time uses it."""
 
     def __init__(self, model: Any, backend: AttentionBackend, sampler: Sampler, rows: RowState, max_tokens: int) -> None:
         """For steps of as many rows as there are, or as a step may have tokens."""
         self._model, self._backend, self._sampler, self._rows = model, backend, sampler, rows
-        most = min(rows.max_rows, max_tokens)
-        self._sizes = {False: row_sizes(most), True: sharing_sizes(most) if backend.capabilities.shared_prefix else ()}  # shares a prefix
-        self._graphs: dict[tuple[bool, int], DecodeGraph] = {}
+        sizes = row_sizes(min(rows.max_rows, max_tokens))
+        self._sizes = {Kind.PLAIN: sizes}
+        if backend.capabilities.shared_prefix:
+            self._sizes[Kind.SHARING] = sharing_sizes(sizes[-1])
+        if sampler.capabilities.cuda_graph_full:
+            self._sizes[Kind.FULL] = half_of(sizes)
+        self._graphs: dict[tuple[Kind, int], DecodeGraph] = {}
         self.pool: Any = None  # of memory; once captured
 
     @torch.inference_mode()
     def rehearse(self) -> None:
         """Launch what will be recorded, once for each kind of size, on numbers that are made up: kernels may be compiled, and compute nothing."""
-        for shares, sizes in self._sizes.items():
+        for kind, sizes in self._sizes.items():
             for size in typical(sizes):
-                rows = self._padding_inputs(shares, size).rows
+                rows = self._padding_inputs(kind, size).rows
                 last_tokens(self._rows, rows)
                 nothing = torch.zeros_like(rows)
                 hidden = self._model(nothing, nothing).zero_()
-                sampled = self._sampler.sample_captured(self._model.logits(hidden).zero_(), rows)
-                append(self._rows, rows, nothing, sampled, hidden)
+                sample(self._sampler, self._rows, rows, nothing, self._model.logits(hidden).zero_(), hidden, kind is Kind.FULL)
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Record every size. The KV pool must be there."""
-        wanted = [(shares, size) for shares, sizes in self._sizes.items() for size in reversed(sizes)]
-        for done, (shares, size) in enumerate(wanted):
-            captured = self._capture(shares, size, self.pool, WARM_UPS if done == 0 else 1)
+        wanted = [(kind, size) for kind, sizes in self._sizes.items() for size in reversed(sizes)]
+        for done, (kind, size) in enumerate(wanted):
+            captured = self._capture(kind, size, self.pool, WARM_UPS if done == 0 else 1)
             self.pool = self.pool or captured.graph.pool()
-            self._graphs[shares, size] = captured
+            self._graphs[kind, size] = captured
             if progress is not None:
                 progress("capturing CUDA graphs", done + 1, len(wanted))
 
-    def replay(self, host_rows: Int64, shared_prefix_blocks: int) -> torch.Tensor:
-        """Enqueue a step in which each of `host_rows` computes its last known token and samples the next. Returns `DecodeGraph.outputs`, whose
-        first entries are theirs, and which the next replay overwrites."""
-        state, count = self._rows, len(host_rows)
-        shares = shared_prefix_blocks > 0 and self._backend.capabilities.shared_prefix
-        sizes = self._sizes[shares]
-        captured = self._graphs[shares, sizes[bisect_left(sizes, count)]]
+    def kind_for(self, host_rows: Int64, shared_prefix_blocks: int) -> Kind | None:
+        """How a step of these rows' decodes can be replayed; None if it can't."""
+        shares = shared_prefix_blocks > 0 and Kind.SHARING in self._sizes
+        if self._sampler.capturable(host_rows):
+            return Kind.SHARING if shares else Kind.PLAIN
+        return Kind.FULL if Kind.FULL in self._sizes and not shares and self._sampler.fully_capturable(host_rows) else None
+
+    def replay(self, kind: Kind, host_rows: Int64, shared_prefix_blocks: int) -> Sampled:
+        """Enqueue a step in which each of `host_rows` computes its last known token and samples the next. Of what is returned the first entries are
+        theirs."""
+        state, sizes = self._rows, self._sizes[kind]
+        captured = self._graphs[kind, sizes[bisect_left(sizes, len(host_rows))]]
         kv_lens, inputs = state.known[host_rows], captured.inputs
         width = -(-int(kv_lens.max(initial=1)) // state.block_size)
         from_host = inputs.holds_table(width)
@@ -139,7 +170,7 @@ class DecodeGraphs:
         self._backend.plan(self._batch(inputs, kv_lens, table, shared_prefix_blocks))
         captured.graph.replay()
         state.known[host_rows] += 1
-        return captured.outputs
+        return captured.sampled
 
     def _batch(self, inputs: Inputs, kv_lens: Int64, table: torch.Tensor, shared_prefix_blocks: int) -> AttentionBatch:
         count = len(kv_lens)
@@ -155,24 +186,23 @@ class DecodeGraphs:
             shared_prefix_blocks=shared_prefix_blocks,
         )
 
-    def _capture(self, shares: bool, size: int, pool: Any, warm_ups: int) -> DecodeGraph:
-        inputs = self._padding_inputs(shares, size)
-        graph, outputs = self._record(lambda: self._decode(inputs.rows), pool, warm_ups)
-        return DecodeGraph(graph, inputs, outputs)
+    def _capture(self, kind: Kind, size: int, pool: Any, warm_ups: int) -> DecodeGraph:
+        inputs = self._padding_inputs(kind, size)
+        graph, sampled = self._record(lambda: self._decode(inputs.rows, kind is Kind.FULL), pool, warm_ups)
+        return DecodeGraph(graph, inputs, sampled)
 
-    def _padding_inputs(self, shares: bool, size: int) -> Inputs:
+    def _padding_inputs(self, kind: Kind, size: int) -> Inputs:
         """Of a step of padding alone, which reads and writes nothing; the backend is told of it."""
         inputs = Inputs(size, self._rows.max_rows, self._rows.device)
         nobodys = self._rows.block_table[-1:, :1].expand(size, 1)
-        self._backend.plan(self._batch(inputs, np.zeros(0, np.int64), nobodys, int(shares)))
+        self._backend.plan(self._batch(inputs, np.zeros(0, np.int64), nobodys, int(kind is Kind.SHARING)))
         return inputs
 
-    def _record(self, run: Callable[[], torch.Tensor], pool: Any, warm_ups: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _record(self, run: Callable[[], Sampled], pool: Any, warm_ups: int) -> tuple[torch.cuda.CUDAGraph, Sampled]:
         return record(run, pool, warm_ups, self._rows.device)
 
-    def _decode(self, rows: torch.Tensor) -> torch.Tensor:
-        """What is recorded: device work only, at fixed addresses. rows [size] int64 -> `DecodeGraph.outputs`."""
+    def _decode(self, rows: torch.Tensor, full: bool) -> Sampled:
+        """What is recorded: device work only, at fixed addresses. rows [size] int64."""
         token_ids, positions = last_tokens(self._rows, rows)
         hidden = self._model(token_ids, positions)
-        sampled = self._sampler.sample_captured(self._model.logits(hidden), rows)
-        return append(self._rows, rows, positions, sampled, hidden)
+        return sample(self._sampler, self._rows, rows, positions, self._model.logits(hidden), hidden, full)

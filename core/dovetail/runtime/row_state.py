@@ -46,7 +46,8 @@ class RowState:
         self.known = np.zeros(max_rows, np.int64)  # equals num_tokens
         self.computed = np.zeros(max_rows, np.int64)  # tokens whose K and V are there, or enqueued
         self.num_blocks = np.zeros(max_rows, np.int64)
-        self.prompt_logprobs = np.full(max_rows, -1, np.int64)  # alternatives asked for, a token; -1: none
+        self.logprobs = np.full(max_rows, -1, np.int64)  # alternatives asked for, a sampled token; -1: none
+        self.prompt_logprobs = np.full(max_rows, -1, np.int64)  # the same, a token of the prompt
         self.request_ids = [""] * max_rows  # a new list where it changes: a step in flight keeps its own
 
     @property
@@ -121,6 +122,7 @@ class RowState:
             self.request_ids[new.row] = new.request_id
             self.host_blocks[new.row, : len(new.blocks)] = new.blocks
             self._unsent.append(new.row * self.max_blocks + np.arange(len(new.blocks)))
+            self.logprobs[new.row] = -1 if new.sampling.logprobs is None else new.sampling.logprobs
             self.prompt_logprobs[new.row] = -1 if new.sampling.prompt_logprobs is None else new.sampling.prompt_logprobs
         return [
             (rows, self.known[rows].astype(np.int32)),

@@ -19,9 +19,10 @@ from dovetail.api.executor import Batch, HostLogprobs, Result
 from dovetail.api.sampler import Sampler, TopLogprobs
 from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
-from dovetail.runtime.decode_graphs import DecodeGraphs
+from dovetail.runtime.decode_graphs import DecodeGraphs, Kind
 from dovetail.runtime.mixed_graphs import MixedGraphs, Recording
 from dovetail.runtime.row_state import RowState
+from dovetail.runtime.sampled import Sampled, SampledCopy
 from dovetail.runtime.sampling_graphs import SamplingGraphs
 from dovetail.runtime.step_inputs import DeviceInputs, HostInputs
 from dovetail.runtime.transfer import HostCopy, all_to_device, to_device
@@ -78,9 +79,9 @@ class PendingStep:
     started: float  # when submitted, in seconds on the engine's clock
     token_ids: HostCopy | None = None  # [n] of the rows that sample
     broken: HostCopy | None = None  # [n] bool: their hidden states hold NaN
-    replayed: HostCopy | None = None  # [2, n or more]: both, of a step whose sampling was replayed
-    order: NDArray[np.int64] | None = None  # of a replayed decode: which of `rows` each column of that is
     logprobs: LogprobsCopy | None = None
+    replayed: SampledCopy | None = None  # all three, of a step whose sampling was replayed
+    asked_logprobs: int = -1  # the most alternatives that a row of such a step asks for; -1: none asks for logprobs
     prompt_logprobs: dict[int, LogprobsCopy] = field(default_factory=dict)
     ended: float | None = None  # when it had been computed, where `submit` knows
     span: DeviceSpan | None = None  # on a GPU
@@ -88,12 +89,17 @@ class PendingStep:
     def outcome(self, n: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Of the n rows that sample: token ids, and whether they are broken."""
         if self.replayed is not None:
-            replayed = self.replayed.value[:, :n]
-            token_ids, broken = replayed if self.order is None else replayed[:, np.argsort(self.order)]
+            token_ids, broken = self.replayed.tokens(n)
             return token_ids, broken
         if self.token_ids is None or self.broken is None:
             return np.zeros(0, np.int64), np.zeros(0, np.bool_)
         return self.token_ids.value, self.broken.value
+
+    def outcome_logprobs(self, n: int) -> HostLogprobs | None:
+        """The same rows', if one of them asks."""
+        if self.replayed is not None and self.asked_logprobs >= 0:
+            return self.replayed.logprobs(n, self.asked_logprobs)
+        return self.logprobs.value() if self.logprobs else None
 
 
 class Runner:
@@ -125,11 +131,12 @@ class Runner:
         span = DeviceSpan(self.device) if self.device.type == "cuda" else None
         self._change_rows(batch)
         pending = PendingStep(batch.step, batch.rows, self.rows.request_ids, batch.samples, started, span=span)
-        graphs = self.graphs if self.graphs is not None and self._is_plain_decode(batch) else None
+        graphs, kind = self.graphs if self.graphs is not None and self._is_plain_decode(batch) else None, None
         if graphs is not None:
             self._tell_sampler(batch)
-        if graphs is not None and self.sampler.capturable(batch.rows.astype(np.int64)):
-            self._replay(graphs, batch, pending)
+            kind = graphs.kind_for(batch.rows.astype(np.int64), self._worth_sharing(batch))
+        if graphs is not None and kind is not None:
+            self._replay(graphs, kind, batch, pending)
         else:
             hidden, places = self._run_model(batch, pending)
             if graphs is None:
@@ -160,7 +167,7 @@ class Runner:
             token_ids=token_ids,
             started=started,
             ended=ended,
-            logprobs=pending.logprobs.value() if pending.logprobs else None,
+            logprobs=pending.outcome_logprobs(len(sampling)),
             prompt_logprobs={index: copy.value() for index, copy in pending.prompt_logprobs.items()},
             failed=failed,
         )
@@ -197,14 +204,20 @@ class Runner:
         return hidden, np.arange(len(places)) if narrows else places
 
     def _is_plain_decode(self, batch: Batch) -> bool:
-        """Whether each row computes one token and samples: then a graph can replay the step, if the sampler can."""
+        """Whether each row computes one token and samples: then a graph can replay the step, if one serves what they ask of the sampler."""
         return bool((batch.num_tokens == 1).all() and batch.samples.all() and not self._asks_prompt_logprobs(batch).any())
 
-    def _replay(self, graphs: DecodeGraphs, batch: Batch, pending: PendingStep) -> None:
+    def _replay(self, graphs: DecodeGraphs, kind: Kind, batch: Batch, pending: PendingStep) -> None:
         """The longest rows first: kernels that take a row in one piece begin with them, and the short ones fill up the end."""
         rows = batch.rows.astype(np.int64)
-        pending.order = np.argsort(-self.rows.known[rows], kind="stable")
-        pending.replayed = HostCopy(graphs.replay(rows[pending.order], self._worth_sharing(batch)))
+        order = np.argsort(-self.rows.known[rows], kind="stable")
+        self._fetch(graphs.replay(kind, rows[order], self._worth_sharing(batch)), rows, pending, order)
+
+    def _fetch(self, sampled: Sampled, host_rows: NDArray[np.int64], pending: PendingStep, order: NDArray[np.int64] | None = None) -> None:
+        """Bring to the host what was replayed for these rows, or for them in this order."""
+        if sampled.packed is not None:
+            pending.asked_logprobs = int(self.rows.logprobs[host_rows].max())
+        pending.replayed = SampledCopy(sampled, order, with_logprobs=pending.asked_logprobs >= 0)
 
     def _worth_sharing(self, batch: Batch) -> int:
         """The leading blocks that attention is told to read once for all rows; 0 if that would save too little."""
@@ -245,8 +258,8 @@ class Runner:
     def _sample(self, batch: Batch, host_places: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep) -> None:
         """`host_places` [n]: of the rows that sample, in `hidden`."""
         host_rows = batch.rows[batch.samples].astype(np.int64)
-        if self.sampling_graphs is not None and self.sampler.capturable(host_rows):
-            pending.replayed = HostCopy(self.sampling_graphs.replay(hidden, host_places, host_rows))
+        if self.sampling_graphs is not None and (replayed := self.sampling_graphs.replay(hidden, host_places, host_rows)) is not None:
+            self._fetch(replayed, host_rows, pending)
             return
         rows, places = all_to_device([host_rows, host_places], self.device)
         last = hidden.index_select(0, places)  # [n, hidden]

@@ -1,5 +1,5 @@
 """The end of a step that isn't decodes alone, as CUDA graphs: logits of the rows that sample, sampling, and the row state's growth, recorded once for
-each padded number of such rows.
+each padded number of such rows, and once more for rows that need `Sampler.sample_fully_captured`.
 
 Launched one by one this takes the host longer than a small step takes the GPU, and the rows that decode beside a prompt wait for it.
 """
@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.api.sampler import Sampler
-from dovetail.runtime.decode_graphs import record
-from dovetail.runtime.decode_rows import append, last_tokens
+from dovetail.runtime.decode_graphs import record, sample
+from dovetail.runtime.decode_rows import last_tokens
 from dovetail.runtime.row_state import RowState
-from dovetail.runtime.token_sizes import row_sizes
+from dovetail.runtime.sampled import Sampled
+from dovetail.runtime.token_sizes import half_of, row_sizes
 from dovetail.runtime.transfer import upload
 
 Int64 = NDArray[np.int64]
@@ -27,12 +28,12 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SamplingGraph:
-    """One size. A replay reads `places`, of which the first row says which rows sample, and `hidden`; it writes `outputs`."""
+    """One size. A replay reads `places`, of which the first row says which rows sample, and `hidden`; it writes `sampled`."""
 
     graph: torch.cuda.CUDAGraph
     places: torch.Tensor  # [2, size] int64: rows, nobody's for padding; and where the state of each one's last token is
     hidden: torch.Tensor  # [size, hidden]
-    outputs: torch.Tensor  # [2, size] int64: the sampled ids, and whether the hidden state holds NaN
+    sampled: Sampled
 
 
 class SamplingGraphs:
@@ -40,23 +41,28 @@ class SamplingGraphs:
 
     def __init__(self, model: Any, sampler: Sampler, rows: RowState, most: int) -> None:
         self._model, self._sampler, self._rows = model, sampler, rows
-        self._sizes = row_sizes(most)
-        self._graphs: dict[int, SamplingGraph] = {}
+        self._sizes = {False: row_sizes(most)}  # in full
+        if sampler.capabilities.cuda_graph_full:
+            self._sizes[True] = half_of(self._sizes[False])
+        self._graphs: dict[tuple[bool, int], SamplingGraph] = {}
 
     @torch.inference_mode()
     def capture(self, like: torch.Tensor, pool: Any, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Record every size, in the memory `pool` of graphs that no replay runs beside. `like` [any, hidden]: hidden states of the model, for their
         size and dtype."""
-        for done, size in enumerate(reversed(self._sizes)):
-            self._graphs[size] = self._capture(size, like, pool)
+        wanted = [(full, size) for full, sizes in self._sizes.items() for size in reversed(sizes)]
+        for done, (full, size) in enumerate(wanted):
+            self._graphs[full, size] = self._capture(full, size, like, pool)
             if progress is not None:
-                progress("capturing CUDA graphs of sampling", done + 1, len(self._sizes))
+                progress("capturing CUDA graphs of sampling", done + 1, len(wanted))
 
-    def replay(self, hidden: torch.Tensor, host_places: Int64, host_rows: Int64) -> torch.Tensor:
+    def replay(self, hidden: torch.Tensor, host_places: Int64, host_rows: Int64) -> Sampled | None:
         """Enqueue what remains of a step: each of `host_rows` samples the token after its last known one, which has the state hidden[host_places].
-        Returns `SamplingGraph.outputs`, whose first entries are theirs, and which the next replay overwrites."""
-        count = len(host_rows)
-        captured = self._graphs[self._sizes[bisect_left(self._sizes, count)]]
+        Of what is returned the first entries are theirs. None, and nothing is done, if they ask for more than a graph gives."""
+        full, count = not self._sampler.capturable(host_rows), len(host_rows)
+        if full and not (full in self._sizes and self._sampler.fully_capturable(host_rows)):
+            return None
+        captured = self._graphs[full, self._sizes[full][bisect_left(self._sizes[full], count)]]
         host = np.zeros(captured.places.shape, np.int64)
         host[0, :count], host[0, count:] = host_rows, self._rows.max_rows
         host[1, :count] = host_places
@@ -64,18 +70,17 @@ class SamplingGraphs:
         torch.index_select(hidden, 0, captured.places[1], out=captured.hidden)
         captured.graph.replay()
         self._rows.known[host_rows] += 1
-        return captured.outputs
+        return captured.sampled
 
-    def _capture(self, size: int, like: torch.Tensor, pool: Any) -> SamplingGraph:
+    def _capture(self, full: bool, size: int, like: torch.Tensor, pool: Any) -> SamplingGraph:
         """Of padding alone."""
         places = torch.zeros((2, size), dtype=torch.int64, device=like.device)
         places[0] = self._rows.max_rows
         hidden = like.new_zeros(size, like.shape[1])
-        graph, outputs = record(lambda: self._sample(places[0], hidden), pool, 1, like.device)
-        return SamplingGraph(graph, places, hidden, outputs)
+        graph, sampled = record(lambda: self._sample(places[0], hidden, full), pool, 1, like.device)
+        return SamplingGraph(graph, places, hidden, sampled)
 
-    def _sample(self, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def _sample(self, rows: torch.Tensor, hidden: torch.Tensor, full: bool) -> Sampled:
         """What is recorded: device work only, at fixed addresses."""
         _, positions = last_tokens(self._rows, rows)
-        sampled = self._sampler.sample_captured(self._model.logits(hidden), rows)
-        return append(self._rows, rows, positions, sampled, hidden)
+        return sample(self._sampler, self._rows, rows, positions, self._model.logits(hidden), hidden, full)

@@ -27,6 +27,12 @@ def typical(sizes: Sequence[int]) -> list[int]:
     return [size for size in sizes if size == most or size // (size & -size) in (1, 3)]
 
 
+def half_of(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Of `sizes`, rising, the small ones and every second of the others: for recordings that not every engine needs, as each costs start-up time."""
+    few, many = [size for size in sizes if size <= 8], [size for size in sizes if size > 8]
+    return (*few, *reversed(many[::-2]))
+
+
 def row_sizes(most: int) -> tuple[int, ...]:
     """Rows of a step of decodes alone, rising, up to `most`: dense where padding would cost most."""
     sizes = {1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, 512, 32), *range(512, most, 64)}

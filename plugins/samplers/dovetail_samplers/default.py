@@ -5,7 +5,7 @@ Drawing a token with probability p_i is a race: the token with the largest p_i /
 belongs to the vocabulary id (`noise`), it may be computed for the tokens that take part alone, and the winner is the same.
 
 A row's result is a function of its logits, its parameters and its history: rows share kernels, not numbers. On a GPU with Triton, all rows are
-drawn by `fused` at once; the steps below, from temperature on, are for all other devices.
+changed by `changes_kernels` and drawn by `fused` at once; the other steps below are for all other devices.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerCapabilities
+from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerCapabilities, TopLogprobs
 from dovetail.nn.kernels.available import has_triton, use_kernels
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.runtime.transfer import to_device
 from dovetail_samplers import penalties, rules
+from dovetail_samplers.device_changes import DeviceChanges
 from dovetail_samplers.device_rows import DeviceRows
 from dovetail_samplers.filters import cut_top_k, cut_top_p, keep, keep_min_p
 from dovetail_samplers.noise import exponentials, stream_keys
@@ -30,18 +31,22 @@ from dovetail_samplers.table import Needs, RowTable
 Rows = NDArray[np.int64]  # row numbers, or places in the batch, on the host
 AT_ONCE = 2**24  # numbers of all rows' logits, or of their histories, that rules and penalties work on: each takes some 30 bytes meanwhile
 UNCAPTURABLE = ~int(Needs.RANDOM | Needs.FILTERS)
+CAPTURED_LOGPROBS = 20  # of the likeliest tokens; with more a step is sampled outside of graphs
 CPU_CHUNK = 2**17  # logits that the CPU draws from at once: what its cache holds
 
 
 class DefaultSampler(Sampler):
     """All of `RowSampling`, for any mix of rows."""
 
-    capabilities = SamplerCapabilities(cuda_graph=has_triton(), logprobs=True)
+    capabilities = SamplerCapabilities(cuda_graph=has_triton(), cuda_graph_full=has_triton(), logprobs=True)
 
     def prepare(self, max_rows: int) -> None:
         self._device = torch.device(self.context.device)
         self._table = RowTable(max_rows, self.context.vocab_size, self._device)
         self._device_rows = DeviceRows(max_rows, self.context.vocab_size, self._device)
+        self._changes: DeviceChanges | None = None
+        if use_kernels(self._device_rows.records):
+            self._changes = DeviceChanges(max_rows, self.context.vocab_size, self.context.history, self._device)
 
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
         for row in removed:
@@ -49,7 +54,10 @@ class DefaultSampler(Sampler):
         for row, sampling in added:
             self._table.add(row, sampling)
         if added:
-            self._device_rows.send(self._table, np.array(list(dict(added)), np.int64))
+            rows = np.array(list(dict(added)), np.int64)
+            self._device_rows.send(self._table, rows)
+            if self._changes is not None:
+                self._changes.send(self._table, rows)
 
     def capturable(self, host_rows: Rows) -> bool:
         """What needs no more than the device holds: temperature and filters."""
@@ -59,20 +67,43 @@ class DefaultSampler(Sampler):
     def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return self._device_rows.draw(logits, rows, self.context.history)
 
+    def fully_capturable(self, host_rows: Rows) -> bool:
+        """All but many log-probabilities."""
+        return self._changes is not None and int(self._table.logprobs[host_rows].max()) <= CAPTURED_LOGPROBS
+
+    @torch.inference_mode()
+    def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
+        from dovetail.nn.kernels import logprobs as kernels
+
+        if self._changes is None:
+            return super().sample_fully_captured(logits, rows)
+        token_ids, most = self._draw_changed(self._changes, logits, rows), min(CAPTURED_LOGPROBS, logits.shape[1])
+        return SampledTokens(token_ids, TopLogprobs(*kernels.top_logprobs(logits, token_ids, most, rows, self._changes.asked_logprobs)))
+
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows) -> SampledTokens:
         host_rows = np.asarray(host_rows, dtype=np.int64)
         needs = self._table.needs[host_rows]
         union = Needs(int(np.bitwise_or.reduce(needs))) if len(needs) else Needs(0)
         raw = logits
-        if union & Needs.CHANGED_LOGITS:
-            logits = logits.to(torch.float32, copy=bool(union & Needs.LOGPROBS))
-            self._change_logits(logits, rows, host_rows, needs)
-        token_ids = self._draw(logits, rows, host_rows, needs, union)
+        if self._changes is not None:
+            changed = union & Needs.CHANGED_LOGITS
+            token_ids = self._draw_changed(self._changes, logits, rows) if changed else self.sample_captured(logits, rows)
+        else:
+            if union & Needs.CHANGED_LOGITS:
+                logits = logits.to(torch.float32, copy=bool(union & Needs.LOGPROBS))
+                self._change_logits(logits, rows, host_rows, needs)
+            token_ids = self._draw(logits, rows, host_rows, needs, union)
         if not union & Needs.LOGPROBS:
             return SampledTokens(token_ids)
         k = min(int(self._table.logprobs[host_rows].max()), logits.shape[1])
         return SampledTokens(token_ids, top_logprobs(raw, token_ids, k))
+
+    def _draw_changed(self, changes: DeviceChanges, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """logits [n, vocab], left as they are, and rows [n] int64, `max_rows` for padding -> token ids [n] int64."""
+        parts = zip(torch.split(logits, changes.most), torch.split(rows, changes.most), strict=True)
+        drawn = [self._device_rows.draw(changes.change(part, own), own, self.context.history) for part, own in parts]
+        return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
     # ---- what is done to logits, before temperature
 
@@ -103,8 +134,6 @@ class DefaultSampler(Sampler):
 
     def _draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows, needs: NDArray[np.uint8], union: Needs) -> torch.Tensor:
         """logits [n, vocab] -> token ids [n] int64."""
-        if use_kernels(rows):
-            return self._device_rows.draw(logits, rows, self.context.history)
         if not union & Needs.RANDOM:
             return first_argmax(logits)
         history = self.context.history

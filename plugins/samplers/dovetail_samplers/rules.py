@@ -1,86 +1,103 @@
 """What a request says of single tokens: logit_bias, allowed_token_ids, bad words and the stop tokens before min_tokens.
 
-A row's rules are made into a few tensors when it begins (`RowRules`), joined for the rows of a step and applied at once: the
-wishes (bias, allowed ids), then the bans (bad words, stop tokens). Something can always be sampled: if a row's bans leave nothing of what its
-wishes allow, they are lifted in that step; if the model gives every allowed token -inf, they are equally likely.
+A row's rules are packed into one tensor when it begins (`RowRules`). The wishes (bias, allowed ids) are applied first, then the bans (bad words,
+stop tokens). Something can always be sampled: if a row's bans leave nothing of what its wishes allow, they are lifted in that step; if the model
+gives every allowed token -inf, they are equally likely.
+
+`apply` is for all devices; on a GPU with Triton `changes_kernels` does the same, and is tested against it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dovetail.api.sampler import RowHistory, RowSampling
 from dovetail.runtime.transfer import to_device
 
 NEVER = float("-inf")
-ANY = -1  # in a bad word's shorter prefix: whatever token, or none
-NO_TOKEN = -2
+NO_TOKEN = -1  # before a row's first one
 LEAST = -1e30  # an allowed logit is this at least: not -inf, and still not after a penalty
-
-
-class Bias(NamedTuple):
-    """Logit `value` is added to token `id`."""
-
-    ids: torch.Tensor  # [b] int64
-    values: torch.Tensor  # [b] float32
-
-
-class BadWords(NamedTuple):
-    """Token `last` is never sampled when the row's last tokens are `prefix`."""
-
-    last: torch.Tensor  # [w] int64
-    prefix: torch.Tensor  # [w, longest] int64, filled with ANY from the left
-
-
-class Stops(NamedTuple):
-    """Tokens that are kept out while fewer than `min_tokens` are generated."""
-
-    ids: torch.Tensor  # [s] int64
-    min_tokens: torch.Tensor  # [s] int64
 
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """The rules of one row, on the device; None where it has none of a sort."""
+    """The rules of one row. `packed` lies on the device:
 
-    bias: Bias | None
-    allowed: torch.Tensor | None  # [a] int64
-    bad_words: BadWords | None
-    stops: Stops | None
+        | bias ids | bias values, float32 | allowed ids | stop ids, last tokens of bad words | …
+        … | for the kernel: a number for each of these | and for each bad word | …
+        … | prefix tokens | each one's bad word | how far before the row's end each one stands |
+
+    A bad word's last token is never sampled when the row's last tokens are those of its prefix.
+    """
+
+    packed: torch.Tensor  # int32
+    num_biases: int
+    num_allowed: int  # -1: all are
+    num_stops: int
+    num_bad_words: int
+    num_prefix_tokens: int  # of all bad words
+    min_tokens: int  # the stop tokens are kept out while fewer are generated
 
     @classmethod
     def of(cls, sampling: RowSampling, vocab_size: int, device: torch.device) -> RowRules | None:
         """None: the row has no rules. Ids that the vocabulary doesn't have are left out."""
 
-        def tensor(values: object, dtype: type[np.generic] = np.int64) -> torch.Tensor:
-            return to_device(np.array(values, dtype), device)
-
         def known(ids: tuple[int, ...]) -> list[int]:
             return sorted({i for i in ids if 0 <= i < vocab_size})
 
         biases = {i: value for i, value in sampling.logit_bias if 0 <= i < vocab_size}
+        allowed = None if sampling.allowed_token_ids is None else known(sampling.allowed_token_ids)
+        stops = known(sampling.stop_token_ids) if sampling.min_tokens > 0 else []
         words = [word for word in sampling.bad_words if word and 0 <= word[-1] < vocab_size]
-        stop_ids = known(sampling.stop_token_ids) if sampling.min_tokens > 0 else []
-        rules = cls(
-            bias=Bias(tensor(list(biases)), tensor(list(biases.values()), np.float32)) if biases else None,
-            allowed=tensor(known(sampling.allowed_token_ids)) if sampling.allowed_token_ids is not None else None,
-            bad_words=BadWords(tensor([word[-1] for word in words]), tensor(_left_padded([word[:-1] for word in words]))) if words else None,
-            stops=Stops(tensor(stop_ids), tensor([sampling.min_tokens] * len(stop_ids))) if stop_ids else None,
-        )
-        return rules if any(part is not None for part in (rules.bias, rules.allowed, rules.bad_words, rules.stops)) else None
+        if not (biases or stops or words) and allowed is None:
+            return None
+        lens = np.array([len(word) - 1 for word in words], np.int64)
+        scratch = np.zeros(len(stops) + 2 * len(words), np.int32)
+        prefixes = [token for word in words for token in word[:-1]], np.repeat(np.arange(len(words)), lens), _distances(lens)
+        values = np.array(list(biases.values()), np.float32).view(np.int32)
+        parts = list(biases), values, allowed or [], stops, [word[-1] for word in words], scratch, *prefixes
+        packed = np.concatenate([np.array(part).astype(np.int32, copy=False) for part in parts])
+        sizes = len(biases), -1 if allowed is None else len(allowed), len(stops), len(words), int(lens.sum())
+        return cls(to_device(packed, device), *sizes, sampling.min_tokens)
+
+    @property
+    def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids [b] int64, and what is added to their logits, [b] float32."""
+        ids, values = self.packed[: 2 * self.num_biases].view(2, -1)
+        return ids.long(), values.view(torch.float32)
+
+    @property
+    def allowed(self) -> torch.Tensor:
+        """[a] int64."""
+        return self._part(2 * self.num_biases, max(0, self.num_allowed))
+
+    @property
+    def banned(self) -> torch.Tensor:
+        """[s + w] int64: stop ids, and the last tokens of bad words."""
+        return self._part(2 * self.num_biases + max(0, self.num_allowed), self.num_stops + self.num_bad_words)
+
+    @property
+    def prefixes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[t] int64 each: the tokens, each one's bad word, and how far it stands before the row's end."""
+        start = len(self.packed) - 3 * self.num_prefix_tokens
+        tokens, words, distances = self._part(start, 3 * self.num_prefix_tokens).view(3, -1)
+        return tokens, words, distances
+
+    def _part(self, start: int, size: int) -> torch.Tensor:
+        return self.packed[start : start + size].long()
 
 
-def _left_padded(prefixes: list[tuple[int, ...]]) -> list[list[int]]:
-    longest = max(len(prefix) for prefix in prefixes)
-    return [[ANY] * (longest - len(prefix)) + list(prefix) for prefix in prefixes]
+def _distances(lens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of [3, 1]: 3, 2, 1, 1."""
+    return np.repeat(np.cumsum(lens), lens) - np.arange(lens.sum())
 
 
 def apply(logits: torch.Tensor, rules: list[RowRules], history: RowHistory, rows: torch.Tensor) -> None:
-    """Change logits [n, vocab] by the `rules` of the n rows; `rows` [n] int64 are their indices in the history."""
+    """Change logits [n, vocab] float32 by the `rules` of the n rows; `rows` [n] int64 are their indices in the history."""
     _add_biases(logits, rules)
     _keep_allowed(logits, rules)
     _ban(logits, rules, history, rows)
@@ -94,15 +111,15 @@ def _joined(parts: list[tuple[int, torch.Tensor]]) -> tuple[torch.Tensor, torch.
 
 
 def _add_biases(logits: torch.Tensor, rules: list[RowRules]) -> None:
-    biases = [(i, r.bias) for i, r in enumerate(rules) if r.bias is not None]
+    biases = [(i, r.biases) for i, r in enumerate(rules) if r.num_biases]
     if biases:
-        where = _joined([(i, bias.ids) for i, bias in biases])
-        logits[where] += torch.cat([bias.values for _, bias in biases])
+        where = _joined([(i, ids) for i, (ids, _) in biases])
+        logits[where] += torch.cat([values for _, (_, values) in biases])
 
 
 def _keep_allowed(logits: torch.Tensor, rules: list[RowRules]) -> None:
     """All other logits to -inf; an allowed one is LEAST at least, so that a row always has one that isn't -inf."""
-    allowed = [(i, r.allowed) for i, r in enumerate(rules) if r.allowed is not None]
+    allowed = [(i, r.allowed) for i, r in enumerate(rules) if r.num_allowed >= 0]
     if allowed:
         where = _joined(allowed)
         kept = logits[where].clamp_(min=LEAST)
@@ -111,36 +128,25 @@ def _keep_allowed(logits: torch.Tensor, rules: list[RowRules]) -> None:
 
 
 def _ban(logits: torch.Tensor, rules: list[RowRules], history: RowHistory, rows: torch.Tensor) -> None:
-    bans = _bad_word_bans(rules, history, rows) + _stop_bans(rules, history, rows)
+    bans = [(i, r) for i, r in enumerate(rules) if r.num_stops + r.num_bad_words]
     if not bans:
         return
-    index, ids, active = (torch.cat(column) for column in zip(*bans, strict=True))
+    index, ids = _joined([(i, r.banned) for i, r in bans])
+    active = torch.cat([_active(r, history, rows[i : i + 1]) for i, r in bans])  # an index of one: a number would have to be known to the host
     before = logits[index, ids]
     logits.index_put_((index, ids), torch.where(active, NEVER, 0.0), accumulate=True)  # a token may be banned twice
     nothing_left = logits.amax(-1) == NEVER  # [n]
     logits[index, ids] = torch.where(nothing_left[index], before, logits[index, ids])
 
 
-_Bans = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # index, ids and whether it holds now: [any] each
-
-
-def _bad_word_bans(rules: list[RowRules], history: RowHistory, rows: torch.Tensor) -> _Bans:
-    bans: _Bans = []
-    for i, words in ((i, r.bad_words) for i, r in enumerate(rules) if r.bad_words is not None):
-        longest = words.prefix.shape[1]
-        row = rows[i : i + 1]  # as an index of one: a single number would have to be known to the host
-        position = history.num_tokens[row] - longest + torch.arange(longest, device=rows.device)
-        tail = history.token_ids[row, position.clamp(min=0)].masked_fill(position < 0, NO_TOKEN)  # [longest] int32
-        active = ((tail == words.prefix) | (words.prefix == ANY)).all(dim=-1)  # [w]
-        bans.append((torch.full_like(words.last, i), words.last, active))
-    return bans
-
-
-def _stop_bans(rules: list[RowRules], history: RowHistory, rows: torch.Tensor) -> _Bans:
-    stops = [(i, r.stops) for i, r in enumerate(rules) if r.stops is not None]
-    if not stops:
-        return []
-    index, ids = _joined([(i, s.ids) for i, s in stops])
-    at = rows[index]
-    active = history.num_tokens[at] - history.prompt_lens[at] < torch.cat([s.min_tokens for _, s in stops])
-    return [(index, ids, active)]
+def _active(rules: RowRules, history: RowHistory, row: torch.Tensor) -> torch.Tensor:
+    """[s + w] bool: which of the bans of row [1] hold now."""
+    known = history.num_tokens[row]
+    too_few = (known - history.prompt_lens[row] < rules.min_tokens).expand(rules.num_stops)
+    if not rules.num_bad_words:
+        return too_few
+    tokens, words, distances = rules.prefixes
+    position = known - distances
+    seen = history.token_ids[row, position.clamp(min=0)].masked_fill(position < 0, NO_TOKEN)
+    missed = torch.zeros(rules.num_bad_words, dtype=torch.int64, device=row.device).index_add_(0, words, (seen != tokens).long())
+    return torch.cat((too_few, missed == 0))

@@ -1,6 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: N803 (constants are upper case)
-"""What turns logits into log-probabilities, and a token's rank, without a float32 copy of the logits. Twin: `dovetail.nn.logprobs`."""
+"""Log-probabilities of tokens and of the likeliest ones, and ranks, from logits that are read once and neither sorted nor copied.
+
+Two kernels. `_survey` goes over tiles of the vocabulary, all at once: each leaves its largest logit, the sum of exponentials, how many logits are
+larger than the token's own, and the largest of each GROUP of ids. `_choose` joins these, a row a program, and takes the likeliest tokens one by one:
+the next is in the group with the largest logit left, which alone is read again. Twin: `dovetail.nn.logprobs`.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +13,168 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.nn.kernels.chain import chained, let_next_begin, wait
 from dovetail.nn.kernels.launch import launch
 
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
-CHUNK = 4096  # numbers that a program looks at in one go
-WARPS = 8
+HIGHEST, NOTHING = tl.constexpr(2**31 - 1), tl.constexpr(-(2**31))  # places in the order: NaN's, and behind all numbers
+TILE = 4096  # ids of a program of `_survey`
+SURVEY_WARPS, CHOOSE_WARPS = 4, 8
+MOST_GROUPS = 4096  # that a program of `_choose` holds
 
 
 @triton.jit
-def _normalizer_and_rank(logits, token_ids, normalizers, ranks, vocab, stride, CHUNK: tl.constexpr):
-    """One row. Each lane sums what lies CHUNK apart; the lanes are joined at the end."""
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, CHUNK)
-    own = tl.load(logits + row * stride + tl.load(token_ids + row)).to(tl.float32)
-    top, total = tl.full((CHUNK,), LEAST, tl.float32), tl.zeros((CHUNK,), tl.float32)
-    likelier = tl.zeros((CHUNK,), tl.int32)
-    for start in range(0, vocab, CHUNK):
-        x = tl.load(logits + row * stride + start + lane, mask=start + lane < vocab, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(top, x)
-        total = total * tl.exp(top - higher) + tl.exp(x - higher)
-        top = higher
-        likelier += (x > own).to(tl.int32)
-    largest = tl.max(top, 0)
-    tl.store(normalizers + row, largest + tl.log(tl.sum(total * tl.exp(top - largest), 0)))
-    tl.store(ranks + row, 1 + tl.sum(likelier, 0).to(tl.int64))
+def _order(x):
+    """float32 -> int32 in the same order, -0 like 0, NaN above all."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x != x, HIGHEST, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
-def normalizer_and_rank(logits: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of logits [n, vocab]: what to subtract from a row's logits to get log-probabilities, [n, 1] float32; and 1 + how many are strictly larger
-    than that of `token_ids` [n] int64, [n] int64."""
+@triton.jit
+def _alternatives(place, rows, asked, asked_stride, most):
+    """How many of the likeliest the row at `place` wants; negative: not even the token's own."""
+    wanted = most
+    if rows is not None:
+        wanted = tl.load(asked + tl.load(rows + place) * asked_stride)
+    return wanted
+
+
+@triton.jit(do_not_specialize=["most", "asked_stride"])
+def _survey(
+    logits,
+    token_ids,  # [n] int64
+    rows,  # [n] int64, or None
+    asked,  # of all rows, int32
+    asked_stride,
+    most,
+    tops,  # [n, WIDTH]: of each tile the largest logit,
+    totals,  # the sum of exponentials of what is to it,
+    likelier,  # and how many are larger than the token's
+    group_tops,  # [n, groups] int32
+    groups,
+    vocab,
+    stride,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    let_next_begin(CHAINED)
+    wait(CHAINED)
+    place, tile = tl.program_id(0), tl.program_id(1)
+    if _alternatives(place, rows, asked, asked_stride, most) < 0:
+        return
+    logits += place.to(tl.int64) * stride
+    token = tile * TILE + tl.arange(0, TILE)
+    exists = token < vocab
+    x = tl.load(logits + token, mask=exists, other=float("-inf")).to(tl.float32)
+    own = tl.load(logits + tl.load(token_ids + place)).to(tl.float32)
+    top = tl.maximum(tl.max(x, 0), LEAST)
+    at = place * WIDTH + tile
+    tl.store(tops + at, top)
+    tl.store(totals + at, tl.sum(tl.exp(x - top), 0))
+    tl.store(likelier + at, tl.sum((x > own).to(tl.int32), 0))
+    in_groups = tl.reshape(tl.where(exists, _order(x), NOTHING), (TILE // GROUP, GROUP))
+    group = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+    tl.store(group_tops + place * groups + group, tl.max(in_groups, 1), mask=group < groups)
+
+
+@triton.jit(do_not_specialize=["most", "asked_stride", "tiles", "columns"])
+def _choose(
+    logits,
+    token_ids,
+    rows,
+    asked,
+    asked_stride,
+    most,
+    tops,
+    totals,
+    likelier,
+    group_tops,
+    best_ids,  # [n, columns] int64: the token itself, then the likeliest
+    logprobs,  # [n, columns] float32
+    ranks,  # [n] int64
+    columns,
+    tiles,
+    groups,
+    vocab,
+    stride,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    let_next_begin(CHAINED)
+    wait(CHAINED)
+    place = tl.program_id(0).to(tl.int64)
+    wanted = _alternatives(place, rows, asked, asked_stride, most)
+    if wanted < 0:
+        return
+    logits, best_ids, logprobs = logits + place * stride, best_ids + place * columns, logprobs + place * columns
+    tile = tl.arange(0, WIDTH)
+    at, exists = place * WIDTH + tile, tile < tiles
+    top_of = tl.load(tops + at, mask=exists, other=LEAST)
+    top = tl.max(top_of, 0)
+    normalizer = top + tl.log(tl.sum(tl.load(totals + at, mask=exists, other=0.0) * tl.exp(top_of - top), 0))
+    own = tl.load(token_ids + place)
+    tl.store(best_ids, own)
+    tl.store(logprobs, tl.load(logits + own).to(tl.float32) - normalizer)
+    tl.store(ranks + place, 1 + tl.sum(tl.load(likelier + at, mask=exists, other=0), 0).to(tl.int64))
+
+    group = tl.arange(0, GROUPS)
+    left_in = tl.load(group_tops + place * groups + group, mask=group < groups, other=NOTHING)
+    last, last_token = tl.full((), HIGHEST, tl.int32), tl.full((), -1, tl.int32)
+    for column in range(1, tl.minimum(wanted, columns - 1) + 1):
+        _, next_in = tl.max(left_in, 0, return_indices=True)  # of equals the first, which has the lowest ids
+        token = next_in * GROUP + tl.arange(0, GROUP)
+        x = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        key = tl.where(token < vocab, _order(x), NOTHING)
+        key = tl.where((key < last) | ((key == last) & (token > last_token)), key, NOTHING)  # all before the last are taken
+        last, at_in = tl.max(key, 0, return_indices=True)
+        last_token = next_in * GROUP + at_in
+        taken = token == last_token
+        tl.store(best_ids + column, last_token.to(tl.int64))
+        tl.store(logprobs + column, tl.sum(tl.where(taken, x, 0.0), 0) - normalizer)
+        left_in = tl.where(group == next_in, tl.max(tl.where(taken, NOTHING, key), 0), left_in)
+
+
+def top_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, most: int, rows: torch.Tensor | None = None, asked: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of logits [n, vocab] and token_ids [n] int64: the ids and log-probabilities of these and of the `most` likeliest, at most vocab,
+    [n, 1 + most] int64 and float32; and ranks [n] int64.
+
+    With `rows` [n] int64, the i-th gets as many of the likeliest as asked[rows[i]] says ([any] int32, `most` at most), and nothing at all if that is
+    negative; what else is in the outputs is undefined.
+    """
     n, vocab = logits.shape
-    normalizers = torch.empty((n, 1), dtype=torch.float32, device=logits.device)
+    best_ids = torch.empty((n, 1 + most), dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty((n, 1 + most), dtype=torch.float32, device=logits.device)
     ranks = torch.empty(n, dtype=torch.int64, device=logits.device)
-    if n:
-        launch(_normalizer_and_rank, (n,))(logits, token_ids, normalizers, ranks, vocab, logits.stride(0), CHUNK=CHUNK, num_warps=WARPS)
-    return normalizers, ranks
+    if n == 0:
+        return best_ids, logprobs, ranks
+    group = max(64, triton.next_power_of_2(triton.cdiv(vocab, MOST_GROUPS)))
+    tile = max(TILE, group)
+    tiles, groups = triton.cdiv(vocab, tile), triton.cdiv(vocab, group)
+    width = max(4, triton.next_power_of_2(tiles))  # 4: each plane is aligned
+    tops, totals = torch.empty((2, n, width), dtype=torch.float32, device=logits.device)
+    likelier = torch.empty((n, width), dtype=torch.int32, device=logits.device)
+    group_tops = torch.empty((n, groups), dtype=torch.int32, device=logits.device)
+    known = logits, token_ids, rows, asked, 0 if asked is None else asked.stride(0), most, tops, totals, likelier, group_tops
+    shape = {"WIDTH": width, "GROUP": group, **chained(logits.device)}
+    launch(_survey, (n, tiles))(*known, groups, vocab, logits.stride(0), TILE=tile, num_warps=SURVEY_WARPS, **shape)
+    launch(_choose, (n,))(
+        *known,
+        best_ids,
+        logprobs,
+        ranks,
+        1 + most,
+        tiles,
+        groups,
+        vocab,
+        logits.stride(0),
+        GROUPS=triton.next_power_of_2(groups),
+        num_warps=CHOOSE_WARPS,
+        **shape,
+    )
+    return best_ids, logprobs, ranks

@@ -1,0 +1,66 @@
+"""What a replayed graph leaves of sampling, and how it comes to the host: in one copy, log-probabilities and all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.api.executor import HostLogprobs
+from dovetail.api.sampler import TopLogprobs
+from dovetail.runtime.transfer import HostCopy
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Of `size` rows. The next replay overwrites the tensors."""
+
+    tokens: torch.Tensor  # [2, size] int64: the sampled ids, and whether the hidden state holds NaN
+    packed: torch.Tensor | None = None  # int32: `tokens`, and log-probabilities behind them
+    columns: int = 0  # of these: the sampled token, and the likeliest
+
+    @classmethod
+    def pack(cls, tokens: torch.Tensor, top: TopLogprobs) -> Sampled:
+        """Device work that a graph can record."""
+        parts = tokens, top.ranks, top.token_ids, top.logprobs
+        packed = torch.cat([part.view(torch.int32).view(-1) for part in parts])
+        return cls(packed[: 2 * tokens.numel()].view(torch.int64).view_as(tokens), packed, top.token_ids.shape[1])
+
+    @property
+    def size(self) -> int:
+        return self.tokens.shape[1]
+
+
+class SampledCopy:
+    """`Sampled` on its way to the host. Its values may be read once the device has passed the point where it was made."""
+
+    __slots__ = ("_columns", "_copy", "_order", "_size")
+
+    def __init__(self, sampled: Sampled, order: NDArray[np.int64] | None = None, *, with_logprobs: bool = False) -> None:
+        """`order` [n]: the places of a step's rows that the first n rows of `sampled` stand for; as they stand, if it is None."""
+        self._order, self._size = order, sampled.size
+        self._columns = sampled.columns if with_logprobs else 0
+        self._copy = HostCopy(sampled.packed if with_logprobs and sampled.packed is not None else sampled.tokens)
+
+    def tokens(self, n: int) -> NDArray[np.int64]:
+        """[2, n]: ids, and whether they are broken."""
+        words = self._copy.value.reshape(-1).view(np.int32)[: 4 * self._size]
+        return self._sorted(words.view(np.int64).reshape(2, -1)[:, :n].T).T
+
+    def logprobs(self, n: int, k: int) -> HostLogprobs:
+        """Of each row's token and of the k likeliest, or as many as there are."""
+        words, size, columns = self._copy.value, self._size, self._columns
+        ends = np.cumsum([4 * size, 2 * size, 2 * size * columns]).tolist()
+        _, ranks, token_ids, values = np.split(words, ends)
+        return HostLogprobs(
+            self._sorted(token_ids.view(np.int64).reshape(size, columns)[:n, : 1 + k]),
+            self._sorted(values.view(np.float32).reshape(size, columns)[:n, : 1 + k]),
+            self._sorted(ranks.view(np.int64)[:n]),
+        )
+
+    def _sorted(self, values: NDArray[Any]) -> NDArray[Any]:
+        """The first n rows, [n, …], as they stand in the step."""
+        return values if self._order is None else values[np.argsort(self._order)]

@@ -1,0 +1,172 @@
+"""Steps whose rows ask for penalties, rules and log-probabilities, replayed: the tokens and numbers are those of the sampler without kernels or
+graphs, whoever joins, leaves or comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.api.component import NoOptions
+from dovetail.api.executor import Result
+from dovetail.api.sampler import RowSampling, SamplerContext
+from dovetail.nn import logprobs
+from dovetail.runtime.decode_graphs import Kind
+from dovetail.runtime.sampling_graphs import SamplingGraphs
+from dovetail.runtime.token_sizes import half_of, row_sizes
+from dovetail_samplers import default, device_rows
+from dovetail_samplers.default import DefaultSampler
+from tests.kernels import INTERPRETED, assert_holds_when_interpreted, starts_the_interpreter, take_kernels
+from tests.runtime.fakes import HIDDEN, NAN_TOKEN, VOCAB, Bench
+from tests.runtime.recorded import keep_launches, play_graphs_on_the_cpu
+from tests.runtime.test_decode_graphs import GraphsOnCpu, SharingAttention
+from tests.support import examples
+
+pytest.importorskip("triton")
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter, which another test starts")
+ROWS = 2
+BIAS = ((3, 1.5), (4, -2.0), (NAN_TOKEN, -100.0))
+token = st.integers(0, NAN_TOKEN - 1)
+samplings = st.builds(
+    RowSampling,
+    temperature=st.sampled_from([0.0, 0.7]),
+    seed=st.integers(0, 99),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, -0.2, 0.4]),
+    logit_bias=st.just(BIAS),
+    bad_words=st.sampled_from([(), ((5,), (1, 2))]),
+    min_tokens=st.sampled_from([0, 3]),
+    stop_token_ids=st.sampled_from([(), (7, 8, 9)]),
+    logprobs=st.sampled_from([None, None, 0, 3]),
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What happens before the rows that are there compute: who leaves, who comes back to another row, who joins."""
+
+    leaves: int | None
+    comes_back: int | None
+    joins: tuple[list[int], RowSampling] | None
+
+
+@starts_the_interpreter
+def test_the_kernels_hold_in_tritons_interpreter() -> None:
+    assert_holds_when_interpreted(__file__)
+
+
+steps = st.builds(
+    Step,
+    st.none() | st.integers(0, ROWS - 1),
+    st.none() | st.integers(0, ROWS - 1),
+    st.none() | st.tuples(st.lists(token, min_size=1, max_size=6), st.one_of(samplings, st.just(RowSampling(temperature=0.0)))),
+)
+
+
+@dataclass
+class Story:
+    """Plays steps on a bench, and keeps what rows are told."""
+
+    bench: Bench
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # row -> prompt and output
+    asked: dict[int, tuple[int, RowSampling]] = field(default_factory=dict)  # row -> tokens of the prompt, and the rest
+    told: list[float] = field(default_factory=list)  # tokens, and log-probabilities that were asked for
+
+    def play(self, step: Step) -> None:
+        leaving = {row: row == step.comes_back for row in (step.leaves, step.comes_back) if row in self.tokens}
+        gone = {row: (self.tokens.pop(row), self.asked.pop(row)) for row in leaving}
+        new = [self.begin(*gone[row]) for row, returns in leaving.items() if returns]
+        if step.joins is not None and len(self.tokens) < ROWS:
+            prompt, sampling = step.joins
+            new.append(self.begin(list(prompt), (len(prompt), sampling)))
+        if self.tokens:
+            added = [self.bench.new(row, self.tokens[row], self.asked[row][1], self.asked[row][0]) for row in new]
+            work = {row: len(known) if row in new else 1 for row, known in self.tokens.items()}
+            self.take(list(work), self.bench.run(work, added, list(gone)))
+        else:
+            self.bench.run({}, [], list(gone))
+
+    def begin(self, tokens: list[int], asked: tuple[int, RowSampling]) -> int:
+        """In the last row that is free."""
+        row = max(set(range(ROWS)) - set(self.tokens))
+        self.tokens[row], self.asked[row] = tokens, asked
+        return row
+
+    def take(self, rows: list[int], result: Result) -> None:
+        assert not result.failed
+        assert (result.logprobs is not None) == any(self.asked[row][1].logprobs is not None for row in rows)
+        for place, (row, sampled) in enumerate(zip(rows, result.token_ids.tolist(), strict=True)):
+            self.tokens[row].append(sampled)
+            self.told.append(sampled)
+            k = self.asked[row][1].logprobs
+            if k is not None and result.logprobs is not None:
+                self.told += result.logprobs.token_ids[place, : 1 + k].tolist()
+                self.told += result.logprobs.logprobs[place, : 1 + k].tolist()
+                self.told.append(int(result.logprobs.ranks[place]))
+
+
+def bench_with_the_default_sampler() -> Bench:
+    bench = Bench(max_rows=ROWS, num_blocks=400)
+    sampler = DefaultSampler(NoOptions(), SamplerContext("cpu", VOCAB, bench.rows.history))
+    sampler.prepare(ROWS)
+    bench.sampler = bench.runner.sampler = sampler  # type: ignore[assignment]
+    return bench
+
+
+def replaying(patch: pytest.MonkeyPatch) -> tuple[Bench, GraphsOnCpu]:
+    """With kernels, and graphs of all that a step samples."""
+    take_kernels(patch, default, device_rows, logprobs)
+    play_graphs_on_the_cpu(patch)
+    keep_launches(patch)
+    bench = bench_with_the_default_sampler()
+    patch.setattr(bench.sampler, "sample", lambda *asked: pytest.fail("sampled as it is"))
+    bench.runner.graphs = graphs = GraphsOnCpu(bench.model, bench.backend, bench.sampler, bench.rows, 256)
+    graphs.capture()
+    bench.runner.sampling_graphs = SamplingGraphs(bench.model, bench.sampler, bench.rows, ROWS)
+    bench.runner.sampling_graphs.capture(torch.zeros(1, HIDDEN), None)
+    return bench, graphs
+
+
+@pytest.mark.slow
+@interpreted
+@examples(quick=1, full=20)
+@given(story=st.lists(steps, min_size=4, max_size=8))
+def test_whoever_joins_leaves_and_comes_back_is_told_what_plain_sampling_says(story: list[Step]) -> None:
+    plain = Story(bench_with_the_default_sampler())
+    with pytest.MonkeyPatch.context() as patch:
+        replayed = Story(replaying(patch)[0])
+        for step in story:
+            replayed.play(step)
+    for step in story:
+        plain.play(step)
+    assert replayed.told == pytest.approx(plain.told, abs=1e-4)
+
+
+@interpreted
+def test_each_step_replays_the_plainest_graph_that_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.runtime.fakes.TorchAttention", SharingAttention)
+    monkeypatch.setattr("dovetail.runtime.runner.SHARING_WORTH", 4)
+    bench, graphs = replaying(monkeypatch)
+    bench.run({0: 3, 1: 1}, [bench.new(0, [3, 1, 4]), bench.new(1, [5], RowSampling(repetition_penalty=2.0, logit_bias=BIAS))])
+    for rows in ([0], [1], [0, 1]):
+        bench.run(dict.fromkeys(rows, 1))
+    assert graphs.replayed == [(Kind.PLAIN, 1), (Kind.FULL, 1), (Kind.FULL, 2)]
+    shared = replace(bench.batch({0: 1, 1: 1}, [], [], []), shared_prefix_blocks=1)
+    bench.runner.collect(bench.runner.submit(shared))
+    assert len(graphs.replayed) == 3, "a prefix is read once by the graphs of other steps; only sampling was replayed in full"
+
+
+@given(st.integers(1, 3000))
+@examples(quick=50, full=2000)
+def test_of_half_the_sizes_none_is_twice_as_large_as_a_step_needs(most: int) -> None:
+    sizes, half = row_sizes(most), half_of(row_sizes(most))
+    assert set(half) <= set(sizes)
+    assert half[-1] == most
+    assert len(half) <= len(sizes) // 2 + 4
+    for rows in range(1, most + 1):
+        assert min(size for size in half if size >= rows) < rows + max(16, rows // 2)

@@ -1,0 +1,190 @@
+"""Rules, penalties and log-probabilities on the device alone: `sample_fully_captured` gives what `sample` does, and the kernels change logits as
+their twins do, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.api.sampler import RowSampling, SampledTokens
+from dovetail.errors import UnsupportedError
+from dovetail.nn import logprobs
+from dovetail_samplers import default, device_changes, device_rows
+from dovetail_samplers.default import CAPTURED_LOGPROBS
+from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_holds_when_interpreted, runs_kernels, starts_the_interpreter, take_kernels
+from tests.samplers.helpers import Ready, Row, ready
+from tests.support import examples
+
+pytest.importorskip("triton")
+
+from dovetail_samplers import changes_kernels
+
+some = examples(quick=200 if ON_GPU else 12, full=3000 if ON_GPU else 400)
+few = examples(quick=60 if ON_GPU else 4, full=600 if ON_GPU else 100)
+penalty = st.sampled_from([0.5, 1.0, 1.05, 1.3, 2.0])
+share = st.sampled_from([-1.1, 0.0, 0.1, 1.5])
+
+
+@starts_the_interpreter
+def test_the_kernels_hold_in_tritons_interpreter() -> None:
+    assert_holds_when_interpreted(__file__)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With chunks so short that rows have several."""
+    take_kernels(monkeypatch, default, device_rows, logprobs)
+    monkeypatch.setattr(changes_kernels, "CHUNK", 4)
+    monkeypatch.setattr(changes_kernels, "TILE", 16)
+
+
+@st.composite
+def any_rows(draw: st.DrawFn, most: int = 4) -> list[Row]:
+    """Rows of one vocabulary, whose numbers aren't exact in float32."""
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    vocab = draw(st.sampled_from([1, 3, 12, 50]))
+    token = st.integers(0, vocab - 1)
+    tokens = st.lists(token, max_size=14)
+    rows = []
+    for _ in range(draw(st.integers(1, most))):
+        sampling = RowSampling(
+            temperature=draw(st.sampled_from([0.0, 0.8])),
+            top_k=draw(st.sampled_from([0, 3])),
+            seed=draw(st.integers(0, 99)),
+            logit_bias=tuple(draw(st.dictionaries(token, st.sampled_from([-100.0, -0.3, 0.7]), max_size=6)).items()),
+            allowed_token_ids=draw(st.none() | st.lists(token, min_size=1, max_size=6).map(tuple)),
+            bad_words=tuple(tuple(word) for word in draw(st.lists(st.lists(token, min_size=1, max_size=3), max_size=6))),
+            min_tokens=draw(st.integers(0, 6)),
+            stop_token_ids=tuple(draw(st.lists(token, max_size=6))),
+            repetition_penalty=draw(penalty),
+            presence_penalty=draw(share),
+            frequency_penalty=draw(share),
+            logprobs=draw(st.none() | st.integers(0, CAPTURED_LOGPROBS)),
+        )
+        logits = generator.normal(size=vocab) * 5
+        if draw(st.booleans()):
+            logits[generator.random(vocab) < draw(st.sampled_from([0.3, 0.9, 1.0]))] = draw(st.sampled_from([-np.inf, np.nan, 0.0, -0.0]))
+        rows.append(Row(logits.tolist(), draw(st.sampled_from([sampling, RowSampling()])), (0, *draw(tokens)), tuple(draw(tokens))))
+    return rows
+
+
+def twin_of(r: Ready) -> torch.Tensor:
+    """The logits as plain torch changes them."""
+    changed = r.logits.to(torch.float32, copy=True)
+    r.sampler._change_logits(changed, r.rows, r.host_rows, r.sampler._table.needs[r.host_rows])
+    return changed
+
+
+def changed(r: Ready) -> torch.Tensor:
+    assert r.sampler._changes is not None
+    return r.sampler._changes.change(r.logits, r.rows)
+
+
+def bits(logits: torch.Tensor) -> object:
+    """NaN like any other, and 0 like -0."""
+    return torch.where(logits.isnan(), torch.nan, logits.float() + 0.0).view(torch.int32).tolist()
+
+
+@runs_kernels
+@given(rows=any_rows(), dtype=st.sampled_from(DTYPES))
+@some
+def test_logits_are_changed_as_the_twin_does_to_the_bit(rows: list[Row], dtype: torch.dtype) -> None:
+    r = ready(rows, dtype=dtype, device=str(DEVICE))
+    before = r.logits.clone()
+    ours = bits(changed(r))
+    assert bits(r.logits) == bits(before), "raw logits are still wanted"
+    assert ours == bits(twin_of(r))
+
+
+@runs_kernels
+@given(rows=any_rows(), places=st.permutations(range(6)), dtype=st.sampled_from(DTYPES))
+@few
+def test_what_is_captured_in_full_is_what_is_sampled(rows: list[Row], places: list[int], dtype: torch.dtype) -> None:
+    r = ready(rows, places[: len(rows)], dtype=dtype, device=str(DEVICE))
+    assert r.sampler.fully_capturable(r.host_rows)
+    assert_same(r, r.sampler.sample_fully_captured(r.logits, r.rows), r.sample())
+
+
+def assert_same(r: Ready, captured: SampledTokens, sampled: SampledTokens) -> None:
+    """The same tokens, and of each row as many log-probabilities as it asked for."""
+    assert captured.token_ids.tolist() == sampled.token_ids.tolist()
+    asked = r.sampler._table.logprobs[r.host_rows], r.sampler._table.needs[r.host_rows] & default.Needs.LOGPROBS
+    for place, (k, asks) in enumerate(zip(*asked, strict=True)):
+        if asks:
+            assert captured.logprobs is not None
+            assert sampled.logprobs is not None
+            ours, theirs = captured.logprobs, sampled.logprobs
+            assert ours.token_ids[place, : 1 + k].tolist() == theirs.token_ids[place, : 1 + k].tolist()
+            assert bits(ours.logprobs[place, : 1 + k]) == bits(theirs.logprobs[place, : 1 + k])
+            assert ours.ranks[place] == theirs.ranks[place]
+
+
+@runs_kernels
+@given(rows=any_rows(most=5), most=st.integers(1, 3))
+@few
+def test_how_many_rows_there_is_room_for_changes_nothing(rows: list[Row], most: int) -> None:
+    r = ready(rows, device=str(DEVICE))
+    expected = r.sampler.sample_fully_captured(r.logits, r.rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_changes, "AT_ONCE", most * r.logits.shape[1])
+        narrow = ready(rows, device=str(DEVICE))
+    assert narrow.sampler._changes is not None
+    assert narrow.sampler._changes.most == min(most, len(rows))
+    assert_same(r, narrow.sampler.sample_fully_captured(r.logits, r.rows), expected)
+
+
+@runs_kernels
+def test_padding_changes_nothing() -> None:
+    rows = [Row([0.0, 1.0, 2.0], RowSampling(temperature=0.0, repetition_penalty=3.0, logprobs=1), (2,)), Row([9.0, 1.0, 2.0], RowSampling(top_k=2))]
+    r = ready(rows, device=str(DEVICE))
+    logits, index = torch.cat((r.logits, r.logits * torch.nan)), torch.tensor([0, 1, 2, 2], device=DEVICE)
+    padded = r.sampler.sample_fully_captured(logits, index)
+    assert padded.token_ids[2:].tolist() == [0, 0]
+    assert_same(r, replace(padded, token_ids=padded.token_ids[:2]), r.sample())
+
+
+@runs_kernels
+def test_a_row_is_forgotten_with_its_request() -> None:
+    rows = [Row([0.0, 1.0, 2.0], RowSampling(temperature=0.0, allowed_token_ids=(0,), presence_penalty=1.0), (2,), (0,))]
+    r = ready(rows, device=str(DEVICE))
+    assert r.sample().token_ids.tolist() == [0]
+    r.sampler.update([0], [(0, RowSampling(temperature=0.0))])
+    assert changed(r).tolist() == r.logits.tolist()
+    r.sampler.update([0], [(0, replace(rows[0].sampling, allowed_token_ids=(1,)))])
+    assert changed(r).tolist() == [[-np.inf, 1.0, -np.inf]]
+
+
+@runs_kernels
+def test_a_token_that_was_seen_often_is_changed_once() -> None:
+    """More often than a chunk is long, in prompt and output."""
+    sampling = RowSampling(temperature=0.0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
+    r = ready([Row([8.0, -1.0, 4.0], sampling, (0,) * 9 + (1,), (0,) * 11)], device=str(DEVICE))
+    assert changed(r).tolist() == [[4.0 - 0.5 - 11 * 0.25, -2.0, 4.0]]
+
+
+@runs_kernels
+def test_long_bad_words_and_many_are_matched_at_their_ends() -> None:
+    word = tuple(range(1, 10))
+    sampling = RowSampling(temperature=0.0, bad_words=(word, (2, *word[1:]), (*word, 0), (0,), *(((3, 0),) * 20)))
+    r = ready([Row([float(i) for i in range(10)], sampling, (0, 0), word[:-1])], device=str(DEVICE))
+    assert changed(r).tolist() == [[-np.inf, *map(float, range(1, 9)), -np.inf]]
+
+
+@pytest.mark.parametrize("asked", [CAPTURED_LOGPROBS, CAPTURED_LOGPROBS + 1])
+@runs_kernels
+def test_many_logprobs_are_not_captured(asked: int) -> None:
+    rows = [Row([0.0] * 50, RowSampling(logprobs=k)) for k in (None, asked)]
+    assert ready(rows, device=str(DEVICE)).sampler.fully_capturable(np.array([0, 1])) == (asked <= CAPTURED_LOGPROBS)
+
+
+def test_without_kernels_nothing_is_captured_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(default, "use_kernels", lambda *tensors: False)
+    r = ready([Row([0.0, 1.0], RowSampling(repetition_penalty=2.0))])
+    assert not r.sampler.fully_capturable(r.host_rows)
+    with pytest.raises(UnsupportedError, match="DefaultSampler can't be captured in full"):
+        r.sampler.sample_fully_captured(r.logits, r.rows)
