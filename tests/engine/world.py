@@ -316,6 +316,9 @@ class World:
     def _check_requests(self) -> None:
         books, live = self.core.books, [r for r in self.requests.values() if r._status is not Status.FINISHED]
         assert {r.id for r in live} == {*self.core._requests}, "the core and its requests disagree on who is unfinished"
+        dead = sum(arrival[2]._status is Status.FINISHED for arrival in self.core._arrivals)
+        assert dead == self.core._dead_arrivals
+        assert 2 * dead <= len(self.core._arrivals), "aborted before their time, and kept"
         held_back = {sample for r in live if r._family is not None for sample in r._family.held}
         in_flight = Counter(
             request
