@@ -24,6 +24,7 @@ from dovetail.request import Request, Status
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import expected_tokens
+from dovetail_kv_cache.chain import HashName
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from tests.engine.policies import FCFS
 
@@ -42,6 +43,7 @@ class Shape:
     max_model_len: int = 128
     vocab_size: int = 97
     reuse: bool = True
+    hash: HashName = "xxh3"  # of the prefix cache
     seed: int = 0
     events: bool = True  # an observer is told
     seconds_per_step: float = 0.01
@@ -199,7 +201,7 @@ class World:
         config = ExecutorConfig("", "auto", "dummy", None, shape.max_seqs, shape.max_tokens, 0.9, None, None, False, shape.overlap, 0)
         self.executor = executor(fake, ExecutorContext(config, self.clock))
         capacity = self.executor.start()
-        self.kv = PrefixCache(PrefixOptions(reuse=shape.reuse), KVContext(capacity.layout, capacity.num_blocks))
+        self.kv = PrefixCache(PrefixOptions(reuse=shape.reuse, hash=shape.hash), KVContext(capacity.layout, capacity.num_blocks))
         context = Context(shape.max_tokens, shape.max_seqs, capacity.num_blocks, shape.block_size, shape.seed)
         self.policy = watched(policy)(options or NoOptions(), context)
         self.observer = RecordingObserver()
