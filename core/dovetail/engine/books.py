@@ -34,7 +34,7 @@ class Books:
         if shown:
             self.waiting.add(request)
         else:
-            family.held.append(request)
+            family.held[request] = None
 
     def extend(self, request: Request, blocks: tuple[int, ...]) -> None:
         """Append blocks that the manager has given to it."""
@@ -89,7 +89,7 @@ class Books:
         family = request._family
         if request._status is Status.WAITING:
             if family is not None and request in family.held:
-                family.held.remove(request)
+                del family.held[request]
             else:
                 self.waiting.remove(request)
         elif request._status is Status.RUNNING:

@@ -13,7 +13,7 @@ class Family:
 
     def __init__(self, samples: list[Request]) -> None:
         self.samples = samples
-        self.held: list[Request] = []  # arrived, but not shown to the policy yet
+        self.held: dict[Request, None] = {}  # arrived, but not shown to the policy yet: a set in order
         self.trimmed: set[Request] = set()  # running, and blocks of the prompt that a sibling would need are gone
         for sample in samples:
             sample._family = self
@@ -21,14 +21,17 @@ class Family:
     def may_wait(self, sample: Request) -> bool:
         """Whether an arriving sample is shown to the policy now: the first of those unfinished, or any once the prompt is computed."""
         return self._prompt_is_computed() or not any(
-            s is not sample and s not in self.held and s._status in (Status.WAITING, Status.RUNNING) for s in self.samples
+            s._status in (Status.WAITING, Status.RUNNING) and s is not sample and s not in self.held for s in self.samples
         )
 
     def release(self) -> list[Request]:
         """Those held back that may be shown now, in order; called whenever a sample was planned or has finished."""
         released = []
-        while self.held and self.may_wait(self.held[0]):
-            released.append(self.held.pop(0))
+        for sample in list(self.held):
+            if not self.may_wait(sample):
+                break
+            del self.held[sample]
+            released.append(sample)
         return released
 
     def source_for(self, sample: Request, admitted: Container[Request]) -> Request | None:
