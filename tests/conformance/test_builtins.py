@@ -29,7 +29,7 @@ OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # beside the defaults
     "vtc": ({"weights": {"a": 2.0}},),
     "edf": ({"assume": "longest", "warmup_steps": 0},),
     "lightllm": ({"order": "vtc"},),
-    "prefix": ({"reuse": False},),
+    "prefix": ({"reuse": False}, {"hash": "sha256"}),
     "local": ({"num_blocks": 40, "max_in_flight": 3},),
 }
 

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.scheduler import Step
+from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.pacing import LATE_SHARE
+from dovetail.sampling_params import SamplingParams
 from tests.engine.policies import always, fcfs, scripted
 from tests.engine.world import Shape, Spec, World
 from tests.support import examples
@@ -52,6 +54,32 @@ def test_a_request_aborted_before_its_time_is_never_told_of_and_wakes_nobody() -
     world.drain()
     assert world.heard.finished == ["early"]
     assert [now for now, _ in plans_of(world)] == [0.0, 2.0]
+
+
+def test_requests_aborted_before_their_time_take_no_memory() -> None:
+    """A thousand that are far away come and go; those that stay arrive in order."""
+    world = World(shape=Shape(events=False))
+    stay = [world.add(Spec(f"stays{index}", PROMPT, max_tokens=1, delay=5.0 - index))[0] for index in range(4)]
+    for index in range(1_000):
+        request = LiveRequest(f"goes{index}", PROMPT, SamplingParams(), max_tokens=1, arrival_time=1e9 - index)
+        world.core.add(request)
+        world.core.abort(request)
+        assert len(world.core._arrivals) <= 2 * len(stay) + 2
+    world.drain()
+    assert [call[1] for call in world.heard.calls if call[0] == "arrival"] == ["stays3", "stays2", "stays1", "stays0"]
+
+
+def test_the_dead_go_when_the_living_have_arrived() -> None:
+    world = World(shape=Shape(events=False))
+    for index in range(20):
+        world.add(Spec(f"soon{index}", PROMPT, max_tokens=1))
+    world.add(Spec("later", PROMPT, max_tokens=1, delay=50.0))
+    late = [world.add(Spec(f"late{index}", PROMPT, delay=100.0))[0].id for index in range(19)]
+    for id in late:
+        world.abort(id)
+    assert len(world.core._arrivals) == 40, "the dead aren't half of them yet"
+    world.step()
+    assert len(world.core._arrivals) == 1
 
 
 def test_wake_at_is_kept_and_the_earliest_counts() -> None:

@@ -25,6 +25,7 @@ from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import expected_tokens
+from dovetail_kv_cache.chain import HashName
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from tests.engine.policies import FCFS
 
@@ -43,6 +44,7 @@ class Shape:
     max_model_len: int = 128
     vocab_size: int = 97
     reuse: bool = True
+    hash: HashName = "xxh3"  # of the prefix cache
     seed: int = 0
     events: bool = True  # an observer is told
     seconds_per_step: float = 0.01
@@ -200,7 +202,7 @@ class World:
         config = ExecutorConfig("", "auto", "dummy", None, shape.max_seqs, shape.max_tokens, 0.9, None, None, False, shape.overlap, 0)
         self.executor = executor(fake, ExecutorContext(config, self.clock))
         capacity = self.executor.start()
-        self.kv = PrefixCache(PrefixOptions(reuse=shape.reuse), KVContext(capacity.layout, capacity.num_blocks))
+        self.kv = PrefixCache(PrefixOptions(reuse=shape.reuse, hash=shape.hash), KVContext(capacity.layout, capacity.num_blocks))
         context = Context(shape.max_tokens, shape.max_seqs, capacity.num_blocks, shape.block_size, shape.seed)
         self.policy = watched(policy)(options or NoOptions(), context)
         self.observer = RecordingObserver()
@@ -316,6 +318,9 @@ class World:
     def _check_requests(self) -> None:
         books, live = self.core.books, [r for r in self.requests.values() if r.status is not Status.FINISHED]
         assert {r.id for r in live} == {*self.core._requests}, "the core and its requests disagree on who is unfinished"
+        dead = sum(arrival[2].status is Status.FINISHED for arrival in self.core._arrivals)
+        assert dead == self.core._dead_arrivals
+        assert 2 * dead <= len(self.core._arrivals), "aborted before their time, and kept"
         in_flight = Counter(
             request
             for flight in self.core._flights

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +14,7 @@ from dovetail.api.component import ComponentSpec
 from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts
 from dovetail.errors import DovetailError
 from dovetail_kv_cache import dovetail_components
-from dovetail_kv_cache.chain import HashChain
+from dovetail_kv_cache.chain import HashChain, HashName, make_digest
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from tests.kv_cache.helpers import compute, generate, manager, request
 from tests.support import examples
@@ -62,16 +65,39 @@ def test_a_chain_is_evicted_from_its_tail(block_size: int, chain: int, taken: in
     prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40), min_size=2, max_size=2),
     generated=st.integers(0, 20),
     salts=st.tuples(st.sampled_from("ab"), st.sampled_from("ab")),
+    name=st.sampled_from(["xxh3", "sha256"]),
 )
-def test_a_chain_is_the_same_whichever_chain_came_before(block_size: int, prompts: list[list[int]], generated: int, salts: tuple[str, str]) -> None:
+def test_a_chain_is_the_same_whichever_chain_came_before(
+    block_size: int, prompts: list[list[int]], generated: int, salts: tuple[str, str], name: HashName
+) -> None:
+    digest = make_digest(name)
     earlier, later = (request(prompt, keys=(salt,)) for prompt, salt in zip(prompts, salts, strict=True))
     for one, token in ((earlier, 0), (later, 1)):
         generate(one, [token] * generated)
-    like = HashChain(earlier, block_size, seed=7)
+    like = HashChain(earlier, block_size, digest)
     like.extend(earlier.num_tokens // block_size)
     blocks = later.num_tokens // block_size
-    alone = HashChain(later, block_size, seed=7).extend(blocks)
-    assert HashChain(later, block_size, seed=7, like=like.beginning).extend(blocks)[:blocks] == alone
+    alone = HashChain(later, block_size, digest).extend(blocks)
+    assert HashChain(later, block_size, digest, like=like.beginning).extend(blocks)[:blocks] == alone
+
+
+def test_hashes_of_xxh3_differ_from_cache_to_cache_so_that_none_can_be_prepared() -> None:
+    first = request(range(8))
+    chains = [tuple(HashChain(first, 4, make_digest("xxh3")).extend(2)) for _ in range(8)]
+    assert len(set(chains)) == 8
+
+
+def test_sha256_is_that_of_the_standard() -> None:
+    """Block by block over the hash before it and the tokens, eight bytes each; the first over the cache keys'."""
+    first = request([1, 2, 3, 4], keys=("salt:a",))
+    parent = hashlib.sha256(b"('salt:a',)").digest()
+    expected = [parent := hashlib.sha256(parent + struct.pack("<2q", *tokens)).digest() for tokens in ((1, 2), (3, 4))]
+    assert HashChain(first, 2, make_digest("sha256")).extend(2) == expected
+
+
+def test_another_hash_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ValidationError, match="'xxh3' or 'sha256'"):
+        PrefixOptions.model_validate({"hash": "md5"})
 
 
 def test_what_is_found_is_looked_up_anew_when_it_may_have_changed() -> None:

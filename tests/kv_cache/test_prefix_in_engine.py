@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dovetail.api.scheduler import Scheduler, Step
+from dovetail_kv_cache.chain import HashName
 from tests.engine.world import Shape, Spec, World
 
 
@@ -39,3 +40,22 @@ def test_turns_of_a_conversation_compute_only_what_is_new() -> None:
         world.drain()
         assert world.requests[f"turn{turn}"].cached_tokens == (len(history) - 2 if turn else 0)  # the last answer's last token was never computed
         history += (*world.tokens[f"turn{turn}"], 90 + turn)
+
+
+def test_a_run_is_the_same_whatever_the_hashes_are() -> None:
+    """Those of xxh3 differ from run to run, as those of other processes do; no decision, block or token does."""
+
+    def story(hash: HashName) -> list[object]:
+        world = World(shape=Shape(num_blocks=12, block_size=2, max_model_len=24, hash=hash))
+        for index in range(24):
+            prompt = tuple(range(index % 3, index % 3 + 5 + index % 7))  # many begin alike
+            world.add(
+                Spec(f"r{index}", prompt, max_tokens=1 + index % 9, n=1 + index % 2, delay=0.01 * index, cache_keys=("salt",) * (index % 5 == 0))
+            )
+        world.drain(check=True)
+        assert world.core.stats.cached_tokens > 0
+        assert world.core.stats.preemptions > 0
+        return world.story()
+
+    first, again, other = story("xxh3"), story("xxh3"), story("sha256")
+    assert first == again == other

@@ -27,7 +27,7 @@ class Books:
         self.rows = RowTable(max_seqs)
         self.fit = StepTimeFit()
         self.known: set[LiveRequest] = set()  # arrived and not finished: whom a policy may name
-        self.gated: list[LiveRequest] = []  # arrived and held back, in order
+        self.gated: dict[LiveRequest, None] = {}  # arrived and held back, in order
         self.lingering: list[LiveRequest] = []  # finished, blocks kept for one more planning so that siblings can fork them
 
     def arrive(self, request: LiveRequest) -> None:
@@ -35,21 +35,21 @@ class Books:
         self.known.add(request)
         if any(gate.closed() for gate in request.gates):
             request.status = Status.GATED
-            self.gated.append(request)
+            self.gated[request] = None
         else:
             self._show(request)
 
     def open_gates(self) -> None:
         """Show those of whose gates none is closed any more, in the order in which they arrived."""
         closed: set[Gate] = set()  # a gate that is closed stays so for the rest of this pass: showing somebody opens none
-        for request in self.gated:
+        for request in [*self.gated]:
             if closed.isdisjoint(request.gates):
                 closed.update([gate for gate in request.gates if gate.closed()])
                 if closed.isdisjoint(request.gates):
                     self._show(request)
-        self.gated = [request for request in self.gated if request.status is Status.GATED]
 
     def _show(self, request: LiveRequest) -> None:
+        self.gated.pop(request, None)
         request.gates.clear()
         request.status = Status.WAITING
         self.waiting.add(request)
@@ -111,7 +111,7 @@ class Books:
         """Finished: out of the queues; its blocks go, unless they are `sound` and samples of the same prompt are about to fork them."""
         siblings = request.siblings
         if request.status is Status.GATED:
-            self.gated.remove(request)
+            del self.gated[request]
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
         elif request.status is Status.RUNNING:

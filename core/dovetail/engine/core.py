@@ -81,6 +81,7 @@ class EngineCore:
         self.dead: BaseException | None = None
         self._requests: dict[str, LiveRequest] = {}  # unfinished, by id
         self._arrivals: list[tuple[float, int, LiveRequest]] = []  # a heap
+        self._dead_arrivals = 0  # of these: aborted before their time
         self._added = 0
         self._flights: list[Flight] = []
         self._index = 0
@@ -209,9 +210,17 @@ class EngineCore:
 
     def _next_arrival(self) -> float:
         """When the next request arrives; infinite, if none is known of."""
-        while self._arrivals and self._arrivals[0][2].status is Status.FINISHED:  # aborted before its time
+        while self._arrivals and self._arrivals[0][2].status is Status.FINISHED:
             heapq.heappop(self._arrivals)
+            self._dead_arrivals -= 1
         return self._arrivals[0][0] if self._arrivals else math.inf
+
+    def _drop_dead_arrivals(self) -> None:
+        """Those aborted before their time, once they are half of all, so that each costs O(1)."""
+        if self._dead_arrivals and 2 * self._dead_arrivals >= len(self._arrivals):
+            self._arrivals = [arrival for arrival in self._arrivals if arrival[2].status is not Status.FINISHED]
+            heapq.heapify(self._arrivals)
+            self._dead_arrivals = 0
 
     # Planning
 
@@ -247,6 +256,7 @@ class EngineCore:
     def _admit_arrivals(self, now: float) -> None:
         while self._next_arrival() <= now:
             request = heapq.heappop(self._arrivals)[2]
+            self._drop_dead_arrivals()
             self.stats.arrived += 1
             if self.observers:
                 self.observers.tell("on_arrived", RequestArrived(now, request))
@@ -428,6 +438,8 @@ class EngineCore:
             self._finished[request] = finish
         self.books.open_gates()
         if not arrived:
+            self._dead_arrivals += 1
+            self._drop_dead_arrivals()
             return
         self.stats.finished += 1
         if self.observers:

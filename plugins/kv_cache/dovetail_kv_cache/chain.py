@@ -1,14 +1,19 @@
 """The hash chain of a request's full blocks: what a block is found by.
 
 A block's hash covers its tokens and the hash before it, hence every token up to its end; the chain begins with a hash of the request's
-`cache_keys`. 128 bits make an accidental collision a matter of 1 in 10^20 for a billion blocks; XXH3 is no defence against somebody who
-constructs one on purpose.
+`cache_keys`. Two prefixes of the same hash would share K and V that belong to one of them. By accident that is a matter of 1 in 10^20 for a billion
+blocks of 128 bits. On purpose: nobody is known to find two texts of the same SHA-256. XXH3 wasn't made to withstand the attempt; its seed is drawn
+for each cache, so that nothing can be prepared beforehand. What the hashes are changes no decision, so a run stays reproducible.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +22,17 @@ from xxhash import xxh3_128_digest
 from dovetail.request import Request
 
 TOKEN_BYTES = 8
+
+HashName = Literal["xxh3", "sha256"]
+Digest = Callable[[bytes], bytes]
+
+
+def make_digest(name: HashName) -> Digest:
+    """The hash of that name; each xxh3 with another seed, which nobody can know."""
+    if name == "sha256":
+        return lambda data: hashlib.sha256(data).digest()
+    seed = int.from_bytes(os.urandom(8), "little")
+    return lambda data: xxh3_128_digest(data, seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +53,14 @@ class Beginning:
 class HashChain:
     """Hashes of one request's blocks, each computed once: `hashes[i]` is that of tokens 0 … (i + 1) * block_size - 1."""
 
-    __slots__ = ("_block_size", "_root", "_seed", "hashes", "request")
+    __slots__ = ("_block_size", "_digest", "_root", "hashes", "request")
 
-    def __init__(self, request: Request, block_size: int, seed: int, like: Beginning | None = None) -> None:
-        """Hashes that are in `like` already are taken from there: from a chain with the same `block_size` and `seed`."""
+    def __init__(self, request: Request, block_size: int, digest: Digest, like: Beginning | None = None) -> None:
+        """Hashes that are in `like` already are taken from there: from a chain with the same `block_size` and `digest`."""
         self.request = request
         self._block_size = block_size
-        self._seed = seed
-        self._root = xxh3_128_digest(repr(request.cache_keys).encode(), seed)
+        self._digest = digest
+        self._root = digest(repr(request.cache_keys).encode())
         self.hashes: list[bytes] = []
         if like is not None and like.root == self._root:
             self.hashes = like.hashes[: like.same_tokens(request.prompt_array) // block_size]
@@ -59,10 +75,10 @@ class HashChain:
         if len(hashes) >= num_blocks:
             return hashes
         data = _token_bytes(self.request, len(hashes) * self._block_size, num_blocks * self._block_size)
-        width, seed = self._block_size * TOKEN_BYTES, self._seed
+        width, digest = self._block_size * TOKEN_BYTES, self._digest
         parent = hashes[-1] if hashes else self._root
         for start in range(0, len(data), width):
-            parent = xxh3_128_digest(parent + data[start : start + width], seed)
+            parent = digest(parent + data[start : start + width])
             hashes.append(parent)
         return hashes
 

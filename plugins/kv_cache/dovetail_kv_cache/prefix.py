@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts, KVCacheManager, KVCapabilities, KVContext
 from dovetail.errors import DovetailError
 from dovetail.request import Request
-from dovetail_kv_cache.chain import Beginning, HashChain
+from dovetail_kv_cache.chain import Beginning, HashChain, HashName, make_digest
 from dovetail_kv_cache.pool import BlockPool
 
 NOTHING = Allocation(())
@@ -33,6 +33,9 @@ class PrefixOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     reuse: bool = Field(True, description="Whether K and V that one request computed may be found by another, or by itself after a preemption.")
+    hash: HashName = Field(
+        "xxh3", description="What blocks are found by: xxh3 is quick, sha256 keeps users who don't trust each other from making theirs collide."
+    )
 
 
 class _Table:
@@ -79,6 +82,7 @@ class PrefixCache(KVCacheManager):
         if not options.reuse:
             self.capabilities = KVCapabilities(reuse=False, fork=True, trim=True)
         self._block_size = context.layout.block_size
+        self._digest = make_digest(options.hash)
         self._pool = BlockPool(context.num_blocks)
         self._tables: dict[str, _Table] = {}  # by request id
         self._chains: dict[str, HashChain] = {}
@@ -254,7 +258,7 @@ class PrefixCache(KVCacheManager):
     def _chain(self, request: Request) -> HashChain:
         chain = self._chains.get(request.id)
         if chain is None or chain.request is not request:  # an id may come again with another request
-            chain = self._chains[request.id] = HashChain(request, self._block_size, self.context.seed, like=self._latest)
+            chain = self._chains[request.id] = HashChain(request, self._block_size, self._digest, like=self._latest)
             self._latest = chain.beginning
         return chain
 

@@ -5,13 +5,16 @@ Sheng et al., Fairness in Serving Large Language Models (OSDI '24, arXiv:2401.00
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush
 
 from pydantic import BaseModel, Field, PositiveFloat
 
 from dovetail.api.scheduler import StepDone
 from dovetail.request import Request
+
+LOOK_AFTER = 64  # requests that end before counters are forgotten, at least
 
 
 class CounterOptions(BaseModel, extra="forbid", frozen=True):
@@ -22,17 +25,46 @@ class CounterOptions(BaseModel, extra="forbid", frozen=True):
     weights: dict[str, PositiveFloat] = Field({}, description="Shares by client: twice the weight, twice the service. 1 if not named.")
 
 
-class Counters:
-    """`lift`: a client that had nothing waiting begins at the least of those that have, so that time without requests earns no credit."""
+class Turns:
+    """Whose turn it is among the waiting: theirs who came first, so that nothing need be kept. A policy tells it of all that happens to requests."""
+
+    def arrived(self, request: Request) -> None: ...
+
+    def in_turn(self, waiting: Iterable[Request]) -> Iterator[Request]:
+        """The waiting, which are in order of arrival, in the order in which they should be admitted."""
+        return iter(waiting)
+
+    def admitted(self, request: Request) -> None: ...
+
+    def still_wait(self, waiting: Iterable[Request]) -> None:
+        """The step is planned, and these were not admitted."""
+
+    def generated(self, done: StepDone) -> None: ...
+
+    def finished(self, request: Request) -> None: ...
+
+
+class Counters(Turns):
+    """`lift`: a client that had nothing waiting begins at the least of those that have, so that time without requests earns no credit.
+
+    A client is forgotten, from time to time, when no decision can tell: it has no request, and either its counter is 0, as a new one is, or
+    counters are lifted and its own is no higher than any that it could be lifted to. Those are the counters of clients with requests and of the
+    last one admitted. The least of them never falls, since whoever joins them was lifted to it. Hence there are counters for clients with requests,
+    for those served more than somebody who is being served, as many of others at most, and some `LOOK_AFTER`. Without `lift` each client that was
+    ever served has one.
+    """
 
     def __init__(self, options: CounterOptions, *, lift: bool) -> None:
         self._options = options
         self._lift = lift
         self.served: defaultdict[str | None, float] = defaultdict(float)  # client -> weighted tokens
+        self._unfinished: Counter[str | None] = Counter()  # requests, by client
         self._queued: set[str | None] = set()  # clients with requests waiting
         self._last_admitted: str | None = None  # client
+        self._look_after = LOOK_AFTER  # requests still to end before counters are forgotten again
 
     def arrived(self, request: Request) -> None:
+        self._unfinished[request.client] += 1
         if request.client not in self._queued:
             if self._lift:
                 others = self._queued or {self._last_admitted}
@@ -40,12 +72,18 @@ class Counters:
             self._queued.add(request.client)
 
     def in_turn(self, waiting: Iterable[Request]) -> Iterator[Request]:
-        """Each time one of the client that was served least by then; of equals, who waits longest."""
-        left = list(waiting)
-        while left:
-            request = min(left, key=lambda request: self.served[request.client])
-            left.remove(request)
+        """Each time one of the client that was served least by then; of equals, who waits longest. Only who was given last is charged meanwhile."""
+        queues: defaultdict[str | None, deque[tuple[int, Request]]] = defaultdict(deque)
+        for place, request in enumerate(waiting):
+            queues[request.client].append((place, request))
+        turns = [(self.served[client], queue[0][0], queue) for client, queue in queues.items()]
+        heapify(turns)
+        while turns:
+            _, _, queue = heappop(turns)
+            _, request = queue.popleft()
             yield request
+            if queue:
+                heappush(turns, (self.served[request.client], queue[0][0], queue))
 
     def admitted(self, request: Request) -> None:
         """Charges its prompt, once: computing it again after a preemption is free."""
@@ -53,12 +91,26 @@ class Counters:
         self._charge(request.client, 0 if request.preemptions else self._options.input_weight * request.prompt_tokens)
 
     def still_wait(self, waiting: Iterable[Request]) -> None:
-        """The step is planned, and these were not admitted."""
         self._queued = {request.client for request in waiting}
 
     def generated(self, done: StepDone) -> None:
         for request, _, tokens in done.ran:
             self._charge(request.client, self._options.output_weight * tokens)
+
+    def finished(self, request: Request) -> None:
+        self._unfinished[request.client] -= 1
+        if not self._unfinished[request.client]:
+            del self._unfinished[request.client]
+        self._look_after -= 1
+        if self._look_after <= 0:
+            self._forget()
+            self._look_after = max(LOOK_AFTER, len(self.served))  # so that looking costs each request as much, however many clients there are
+
+    def _forget(self) -> None:
+        present = {*self._unfinished, *self._queued, self._last_admitted}
+        floor = min(self.served[client] for client in present) if self._lift else 0.0
+        kept = {client: served for client, served in self.served.items() if served > floor or client in present}
+        self.served = defaultdict(float, kept)  # a dict that others are deleted from stays as large as it was
 
     def _charge(self, client: str | None, cost: float) -> None:
         self.served[client] += cost / (self._options.weights.get(client, 1.0) if client is not None else 1.0)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from dovetail.api.scheduler import Claims, Context, Scheduler, Step, StepDone
 from dovetail.request import Request
-from dovetail_schedulers.counters import CounterOptions, Counters
+from dovetail_schedulers.counters import CounterOptions, Counters, Turns
 from dovetail_schedulers.in_order import run_on
 from dovetail_schedulers.lengths import expected_tokens, generated_tokens
 from dovetail_schedulers.peak_memory import Size, peak_tokens
@@ -37,7 +37,7 @@ class LightLLM(Scheduler):
     def __init__(self, options: LightLLMOptions, context: Context) -> None:
         super().__init__(options, context)
         self.claims = _CLAIMS[options.order]
-        self.counters = Counters(options, lift=options.order == "vtc")
+        self.turns = Turns() if options.order == "arrival" else Counters(options, lift=options.order == "vtc")
         self._decoded = 0  # steps since the last admission
 
     def schedule(self, step: Step) -> None:
@@ -45,16 +45,14 @@ class LightLLM(Scheduler):
         run_on(step, [request for request in step.running if request.prefill_left])  # a prompt longer than a step's budget
         if step.tokens_left == budget and (self._decoded >= self.options.every or not step.running):
             self._admit(step)
-        if step.tokens_left < budget:
-            self._decoded = 0
-        else:
+        self._decoded = 0 if step.tokens_left < budget else self._decoded + 1
+        if self._decoded:
             run_on(step, step.decoding)
-            self._decoded += 1
 
     def _admit(self, step: Step) -> None:
         pool, cap = self.context.total_blocks * self.context.block_size, self.options.batch_max_tokens or self.context.max_tokens
         sizes, clients, prompt_tokens = list(map(self._size, step.running)), {request.client for request in step.running}, 0
-        for request in step.waiting if self.options.order == "arrival" else self.counters.in_turn(step.waiting):
+        for request in self.turns.in_turn(step.waiting):
             too_many = 0 < prompt_tokens > cap - request.num_tokens  # one alone may have more
             prompt_tokens += request.num_tokens
             sizes.append(self._size(request))
@@ -62,8 +60,8 @@ class LightLLM(Scheduler):
             fits = peak_tokens(sizes) < pool - self.options.client_tokens * len(clients) and len(sizes) <= self.context.max_seqs
             if (len(sizes) > 1 and (too_many or not fits)) or not step.grant(request, min_tokens=self.context.max_tokens, reserve=True):
                 break
-            self.counters.admitted(request)
-        self.counters.still_wait(step.waiting)
+            self.turns.admitted(request)
+        self.turns.still_wait(step.waiting)
 
     def _size(self, request: Request) -> Size:
         """Who has not begun holds its first token too. The last block, which isn't full, counts as a full one."""
@@ -72,7 +70,10 @@ class LightLLM(Scheduler):
         return Size(request.prompt_tokens + max(1, generated) + self.context.block_size - 1, length - generated - 1)
 
     def on_arrival(self, request: Request) -> None:
-        self.counters.arrived(request)
+        self.turns.arrived(request)
 
     def on_step(self, done: StepDone) -> None:
-        self.counters.generated(done)
+        self.turns.generated(done)
+
+    def on_finished(self, request: Request) -> None:
+        self.turns.finished(request)

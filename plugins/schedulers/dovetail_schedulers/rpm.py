@@ -3,7 +3,8 @@ Models (OSDI '24, arXiv:2401.00588), section 5."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import math
+from bisect import bisect_right, insort
 from typing import Literal
 
 from pydantic import BaseModel, Field
@@ -11,6 +12,8 @@ from pydantic import BaseModel, Field
 from dovetail.api.scheduler import Claims, Context, Refusal, Scheduler, Step
 from dovetail.request import Request
 from dovetail_schedulers.in_order import run_on
+
+LOOK_AFTER = 64  # requests let in before clients are forgotten, at least
 
 
 class RPMOptions(BaseModel, extra="forbid", frozen=True):
@@ -22,7 +25,11 @@ class RPMOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class RPM(Scheduler):
-    """First come, first served, among those that were let in; when memory lacks, the youngest make room."""
+    """First come, first served, among those that were let in; when memory lacks, the youngest make room.
+
+    A client is forgotten, from time to time, once its requests are out of every window that may yet be looked at, so that no decision can tell:
+    there are times for the clients that were let in during the last two windows, for as many others at most, and some `LOOK_AFTER`.
+    """
 
     claims = Claims(order="arrival", rejects=True)
     options: RPMOptions
@@ -32,7 +39,9 @@ class RPM(Scheduler):
         if options.over == "defer":
             self.claims = Claims(idles=True, starves=True)
         self._let_in: set[Request] = set()
-        self._times: defaultdict[str | None, deque[float]] = defaultdict(deque)  # client -> when its last ones were let in
+        self._ends: dict[str | None, list[float]] = {}  # client -> when those let in will count no more, in order
+        self._planned = -math.inf  # when a step was planned last: who comes later and isn't dated back arrives later
+        self._look_after = LOOK_AFTER  # requests still to let in before clients are forgotten again
 
     def schedule(self, step: Step) -> None:
         waiting = step.waiting
@@ -41,22 +50,31 @@ class RPM(Scheduler):
         for request in [request for request in waiting if request in self._let_in or self._lets_in(step, request)]:
             if crowded or step.grant(request).refused not in (None, Refusal.NOT_NOW):
                 break
+        self._planned = step.now
 
     def _lets_in(self, step: Step, request: Request) -> bool:
-        """Whether its client is below the limit; then it counts. A window ends at the arrival, or, for who was deferred, now."""
-        defer = self.options.over == "defer"
-        time, times = step.now if defer else request.arrival_time, self._times[request.client]
-        while times and times[0] + self.options.window_s <= time:
-            times.popleft()
-        if len(times) < self.options.limit:
-            times.append(time)
+        """Whether its client is below the limit, in a window that ends at the arrival, or, if others may be deferred, now; then it counts."""
+        defer, window_s = self.options.over == "defer", self.options.window_s
+        earliest = step.now if defer else self._planned - window_s  # no window ends before, even if a request is dated back so far
+        time, ends = max(request.arrival_time, earliest), self._ends.setdefault(request.client, [])
+        del ends[: bisect_right(ends, earliest)]
+        if len(ends) - bisect_right(ends, time) < self.options.limit:
+            insort(ends, time + window_s)
             self._let_in.add(request)
+            self._forget_before(earliest)
             return True
         if defer:
-            step.wake_at(times[0] + self.options.window_s)
+            step.wake_at(ends[0])
         else:
-            step.reject(request, f"its client {request.client!r} sent more than {self.options.limit} requests in {self.options.window_s:g} s")
+            step.reject(request, f"its client {request.client!r} sent more than {self.options.limit} requests in {window_s:g} s")
         return False
+
+    def _forget_before(self, earliest: float) -> None:
+        """Called for each that is let in; looks so seldom that it costs each as much, however many clients there are."""
+        self._look_after -= 1
+        if self._look_after <= 0:
+            self._ends = {client: ends for client, ends in self._ends.items() if ends[-1] > earliest}
+            self._look_after = max(LOOK_AFTER, len(self._ends))
 
     def on_finished(self, request: Request) -> None:
         self._let_in.discard(request)

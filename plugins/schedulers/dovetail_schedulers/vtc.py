@@ -37,3 +37,6 @@ class VTC(Scheduler):
 
     def on_step(self, done: StepDone) -> None:
         self.counters.generated(done)
+
+    def on_finished(self, request: Request) -> None:
+        self.counters.finished(request)
