@@ -14,6 +14,7 @@ import dovetail
 from dovetail import api, testing
 from dovetail.api.component import KINDS, Kind
 from dovetail.config import COMPONENT_KEYS, EngineConfig
+from dovetail.errors import DISTRIBUTION
 from dovetail.registry import hookspecs
 from dovetail.registry.doctor.findings import PROBLEMS
 from dovetail.registry.resolved import BASE_CLASSES
@@ -59,7 +60,7 @@ def test_every_built_in_component_is_on_the_configuration_page_with_its_options(
 
 
 def test_what_is_installed_from_elsewhere_is_not_on_the_configuration_page() -> None:
-    assert {component.distribution for component in docs_hooks.built_ins().components()} == {"dovetail"}
+    assert {component.distribution for component in docs_hooks.built_ins().components()} == {DISTRIBUTION}
 
 
 def test_every_command_has_a_section_with_an_example_and_its_help() -> None:
