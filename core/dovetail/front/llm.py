@@ -26,7 +26,9 @@ Message = Mapping[str, str]  # {"role": "user", "content": "…"}
 class LLM:
     """An engine for offline use.
 
+    ```python
     outputs = LLM("demo").generate(["ROMEO:", "JULIET:"], SamplingParams(max_tokens=50))
+    ```
     """
 
     def __init__(self, model: str | Path = "demo", **overrides: Any) -> None:
