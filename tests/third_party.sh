@@ -17,7 +17,7 @@ cd "$dir/empty"
 
 without_torch() {
   "$python" -m venv "$dir/plain"
-  "$dir/plain/bin/pip" install --quiet -c "$dir/constraints.txt" "$(echo "$dir"/wheels/dovetail-0*.whl)[testing]" "$dir"/wheels/dovetail_lcfs-*.whl
+  "$dir/plain/bin/pip" install --quiet -c "$dir/constraints.txt" "$(echo "$dir"/wheels/dovetail_llm-*.whl)[testing]" "$dir"/wheels/dovetail_lcfs-*.whl
   ! "$dir/plain/bin/python" -c 'import torch' 2>/dev/null || { echo "this venv was meant to have no torch"; return 1; }
   use plain scheduler lcfs
   "$dir/plain/bin/dovetail" plugins new observer mine && test -s dovetail-mine/.github/workflows/ci.yml
@@ -30,7 +30,7 @@ with_torch() {
     case $(basename "$entry") in dovetail* | __editable__* | *.pth) ;; *) ln -s "$entry" "$dir/layer" ;; esac
   done
   echo "$dir/layer" > "$("$dir/torch/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/layer.pth"
-  "$dir/torch/bin/pip" install --quiet --no-deps "$dir"/wheels/dovetail-0*.whl "$dir"/wheels/dovetail_radix-*.whl "$dir"/wheels/dovetail_gumbel-*.whl
+  "$dir/torch/bin/pip" install --quiet --no-deps "$dir"/wheels/dovetail_llm-*.whl "$dir"/wheels/dovetail_radix-*.whl "$dir"/wheels/dovetail_gumbel-*.whl
   use torch kv_cache radix && use torch sampler gumbel
 }
 

@@ -18,4 +18,4 @@ export DOVETAIL_TEST_PROFILE=brief
   --ignore tests/lab/test_calibrate.py --ignore tests/engine/test_detokenizer.py --ignore tests/engine/test_tokenizer.py
 "$dir/venv/bin/python" -m pytest -n 2 -p no:cacheprovider tests/lab/test_calibrate.py -k "known_step_times or too_slow or bad_input"
 if message=$("$dir/venv/bin/dovetail" generate demo hello 2>&1); then echo "generated without torch?"; exit 1; fi
-echo "$message" | grep -q 'pip install "dovetail\[torch\]"' || { echo "the missing extra was not named: $message"; exit 1; }
+echo "$message" | grep -q 'pip install "dovetail-llm\[torch\]"' || { echo "the missing extra was not named: $message"; exit 1; }

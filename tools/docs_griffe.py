@@ -1,11 +1,12 @@
 """Two griffe extensions for the API reference, which `mkdocs.yml` names.
 
 In this code base `seed: int = 0  # 64 bits` documents the field. `FieldComments` makes a docstring of such a comment; `FieldTables` then lists the
-fields of a class in one table, instead of giving each a heading.
+fields of a class in one table, instead of giving each a heading. `docs_templates/` holds the table's template.
 """
 
 from __future__ import annotations
 
+import ast
 import tokenize
 from functools import cache
 from pathlib import Path
@@ -29,9 +30,10 @@ class FieldTables(griffe.Extension):
 
     def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
         hidden = [member for member in cls.members.values() if member.name.startswith("_") or _is_field(member)]
-        fields = [member for member in hidden if isinstance(member, griffe.Attribute) and not member.name.startswith("_")]
-        rows = [f"    {field.name}: {meaning}" for field in fields if (meaning := _meaning(field))]
-        if rows and (any(field.docstring for field in fields) or not _has_signature(cls)):
+        fields = [member for member in hidden if isinstance(member, griffe.Attribute) and _is_told_of(member)]
+        meanings = {field.name: meaning for field in fields if (meaning := _meaning(field)) is not None}
+        rows = [f"    {name}: {meaning}" for name, meaning in meanings.items() if meaning or not _has_signature(cls)]
+        if rows:
             above = [cls.docstring.value, ""] if cls.docstring else []
             line = cls.docstring.lineno if cls.docstring else cls.lineno
             cls.docstring = griffe.Docstring("\n".join([*above, "Attributes:", *rows]), parent=cls, lineno=line, parser="google")
@@ -43,19 +45,31 @@ def _is_field(member: griffe.Object | griffe.Alias) -> bool:
     return isinstance(member, griffe.Attribute) and "property" not in member.labels
 
 
+def _is_told_of(field: griffe.Attribute) -> bool:
+    """pydantic's settings of a model are nobody's business."""
+    return not field.name.startswith("_") and field.name != "model_config"
+
+
 def _has_signature(cls: griffe.Class) -> bool:
-    """Whose fields can be seen above anyway."""
+    """Whether the fields can be seen above the table anyway, with their types."""
     return any(str(decorator.value).startswith("dataclass") for decorator in cls.decorators)
 
 
-def _meaning(field: griffe.Attribute) -> str:
-    """What a table says of a field; "" for one that nobody has said a word about, not even a type."""
+def _meaning(field: griffe.Attribute) -> str | None:
+    """What a table says of a field: "" if its type must do; None for one that nobody has said a word about, not even a type."""
     typed = field.annotation is not None or _take_type_of_parameter(field)
     if field.docstring is not None:
         return " ".join(field.docstring.value.split())
-    if typed:
-        return "–"
-    return f"`{field.value}`" if "class-attribute" in field.labels and field.value is not None else ""
+    if (described := _description(field)) or typed:
+        return described
+    return f"`{field.value}`" if "class-attribute" in field.labels and field.value is not None else None
+
+
+def _description(field: griffe.Attribute) -> str:
+    """That of a pydantic `Field(…, description="…")`."""
+    arguments = field.value.arguments if isinstance(field.value, griffe.ExprCall) else ()
+    given = [one.value for one in arguments if isinstance(one, griffe.ExprKeyword) and one.name == "description"]
+    return str(ast.literal_eval(str(given[0]))) if given else ""
 
 
 def _take_type_of_parameter(field: griffe.Attribute) -> bool:

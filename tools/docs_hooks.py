@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -26,6 +27,7 @@ from dovetail.registry.selection import PluginSelection
 
 MARKER = re.compile(r"^<!-- generated: (?P<name>[^>]+?) -->$", re.MULTILINE)
 HELP_WIDTH = "100"
+ASSETS = Path(__file__).parents[1] / "docs/assets"
 
 KIND_TITLES: dict[Kind, str] = {
     "scheduler": "Schedulers",
@@ -46,6 +48,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def fill_in(markdown: str) -> str:
     """The text with each marker replaced by its piece. Raises `KeyError` for a name that there is not."""
     return MARKER.sub(lambda marker: PIECES[marker["name"]](), markdown)
+
+
+def drawing(name: str) -> str:
+    """A drawing as part of the page, so that it takes the page's colours; as a file it has its own, for light and for dark."""
+    svg = (ASSETS / f"{name}.svg").read_text(encoding="utf-8").strip()
+    return f'<figure class="drawing">\n{svg}\n</figure>'
 
 
 # Configuration
@@ -199,6 +207,7 @@ def _leaves(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
 
 
 PIECES: dict[str, Callable[[], str]] = {
+    "drawing of the loop": partial(drawing, "loop"),
     "config keys": config_keys,
     "plugins keys": plugins_keys,
     "limits keys": limits_keys,

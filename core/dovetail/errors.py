@@ -5,6 +5,8 @@ The texts are written for the person who reads them: what was wrong, where, and 
 
 from __future__ import annotations
 
+DISTRIBUTION = "dovetail-llm"  # what pip calls Dovetail: `dovetail` is somebody else's on the package index
+
 
 class DovetailError(Exception):
     """Base of all errors raised by Dovetail."""
@@ -28,6 +30,11 @@ class ModelLoadError(DovetailError):
 
 class MissingExtraError(DovetailError, ImportError):
     """A package of an optional extra isn't installed; the text holds the pip line that installs it."""
+
+    @classmethod
+    def naming(cls, extra: str, lack: str) -> MissingExtraError:
+        """The sentence `lack`, and the pip line for the extra of Dovetail's that mends it."""
+        return cls(f'{lack}; install with: pip install "{DISTRIBUTION}[{extra}]"')
 
 
 class RequestError(DovetailError, ValueError):

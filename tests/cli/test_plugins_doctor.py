@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from dovetail.cli.plugins_doctor import doctor
-from dovetail.errors import PluginError
+from dovetail.errors import DISTRIBUTION, PluginError
 from dovetail.registry.doctor.examine import examine
 from dovetail.registry.doctor.findings import PROBLEMS, Diagnosis, Finding
 from tests.registry.fakes import HOOK, SCHEDULER, Site, components, scheduler
@@ -36,6 +36,7 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
     "hook-unknown for want of a mark": GOOD + "def dovetail_commands(): return []",
     "hook-missing": "x = 1",
     "declaration-wrong": components(scheduler("Fair!")),
+    "declaration-wrong in requires": components(scheduler(package="good", requires=("dovetail[torch]>=0.1",))),
     "imports-torch": "import torch\n" + GOOD,
     "prints": "print('hello')\n" + GOOD,
     "prints past its guard": "import os\nos.write(1, b'hello')\n" + GOOD,
@@ -89,6 +90,8 @@ def install_bad_metadata(site: Site) -> None:
     (info("dovetail-entry-points-stale") / "direct_url.json").write_text(json.dumps(editable(source)))
     site.install("dovetail-wrong-group", modules={"wrong": GOOD}, raw_entry_points="[dovetail_plugins]\nmain = wrong\n")
     site.install("dovetail-dependency-missing", modules={"lacks": GOOD}, metadata="Requires-Dist: there-is-no-such-package>=3\n")
+    needs = 'Requires-Dist: dovetail[torch]<0.2,>=0.1\nRequires-Dist: dovetail[testing]; extra == "test"\n'
+    site.install("dovetail-wrong-dovetail", modules={"older": GOOD}, metadata=needs)
     site.install("dovetail-points-nowhere", modules={"elsewhere": GOOD}, entry_points={"main": "nowhere"})
     site.install("dovetail-points-nowhere-in-it", modules={"there": GOOD}, entry_points={"main": "there:plugin"})
     same = components(scheduler("same", package="good"))
@@ -136,7 +139,7 @@ def test_a_plugin_with_one_thing_wrong_has_one_finding(diagnosis: Diagnosis) -> 
 
 def test_a_good_plugin_has_nothing_said_of_it(diagnosis: Diagnosis) -> None:
     assert not of(diagnosis, "good")
-    assert not of(diagnosis, "dovetail")
+    assert not of(diagnosis, DISTRIBUTION)
     assert "good/main" in {origin.id for origin in diagnosis.examined}
 
 
@@ -151,6 +154,14 @@ SAYS = {  # distribution -> in what it says, in what is to do
     "dovetail-api-mismatch": ("scheduler api 0.0, this Dovetail has 0.1: upgrade dovetail-api-mismatch", "versions"),
     "dovetail-requirement-missing": ("there-is-no-such-package>=2 (not installed)", 'pip install "there-is-no-such-package>=2"'),
     "dovetail-dependency-missing": ("there-is-no-such-package>=3", 'pip install "there-is-no-such-package>=3"'),
+    "dovetail-wrong-dovetail": (
+        "it depends on dovetail[torch]<0.2,>=0.1, dovetail[testing]; the index's dovetail is another project",
+        'write "dovetail-llm[torch]<0.2,>=0.1" and "dovetail-llm[testing]" in its pyproject.toml',
+    ),
+    "dovetail-declaration-wrong-in-requires": (
+        "requires has 'dovetail[torch]>=0.1', expected dovetail-llm, which is Dovetail's distribution",
+        "",
+    ),
     "dovetail-target-fails": ("good_policy:Unfair", "correct"),
     "dovetail-metadata-twice": ("installed 2 times: ", "pip uninstall dovetail-metadata-twice"),
     "dovetail-files-gone": ("left.py", "--force-reinstall"),
@@ -159,7 +170,7 @@ SAYS = {  # distribution -> in what it says, in what is to do
     "dovetail-wrong-group": ("'dovetail_plugins'", "dovetail.plugins"),
     "dovetail-points-nowhere": ("module nowhere, which isn't installed", "pyproject.toml"),
     "dovetail-points-nowhere-in-it": ("there:plugin", "pyproject.toml"),
-    "dovetail-name-collision-with-a-built-in": ("'fcfs' is offered by dovetail/schedulers", "dovetail-name-collision-with-a-built-in:fcfs"),
+    "dovetail-name-collision-with-a-built-in": ("'fcfs' is offered by dovetail-llm/schedulers", "dovetail-name-collision-with-a-built-in:fcfs"),
     "dovetail-name-collision-with-a-command": ("'config' is one of Dovetail's own", "dovetail-name-collision-with-a-command:config"),
     "dovetail-name-collision-a": ("SameForCausalLM is served by dovetail-name-collision-b/main", "plugins.deny"),
     "dovetail-offered-twice": ("scheduler 'same' is offered by dovetail-offered-twice/", "offer it once"),
@@ -179,6 +190,15 @@ def test_one_distribution_is_looked_at_and_collisions_with_others_are_seen(site:
     diagnosis = examine("Dovetail_Fair")
     assert [origin.id for origin in diagnosis.examined] == ["dovetail-fair/main"]
     assert [finding.problem for finding in diagnosis.findings] == ["name-collision"]
+
+
+@pytest.mark.parametrize("distribution", [None, "dovetail"])
+@pytest.mark.parametrize("with_plugins", [True, False])
+def test_a_distribution_called_dovetail_is_found_whosever_it_is(site: Site, distribution: str | None, with_plugins: bool) -> None:
+    site.install("dovetail", "0.4", modules={"stranger": GOOD}, raw_entry_points=None if with_plugins else "")
+    (finding,) = examine(distribution).findings
+    assert (str(finding.origin), finding.problem, finding.severity) == ("dovetail/? 0.4", "wrong-dovetail", "error")
+    assert finding.remedy == "pip uninstall dovetail dovetail-llm, then install dovetail-llm again"
 
 
 def test_a_distribution_without_plugins_says_how_to_declare_some(site: Site) -> None:

@@ -23,7 +23,7 @@ from dovetail import LLMEngine, SamplingParams, __version__
 from dovetail.api.component import API_VERSIONS, KINDS, ComponentSpec, Kind
 from dovetail.cli.plugins_new import MAX_NAME, component_name, new, write_package
 from dovetail.config import EngineConfig
-from dovetail.errors import ConfigError
+from dovetail.errors import DISTRIBUTION, ConfigError
 from dovetail.registry.doctor.examine import examine
 from dovetail.registry.registry import Registry
 from dovetail.testing import run
@@ -140,7 +140,7 @@ def test_it_depends_on_the_dovetail_that_wrote_it(project: Path) -> None:
     metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     for text in (*metadata["dependencies"], metadata["optional-dependencies"]["test"][0]):
         requirement = Requirement(text)
-        assert requirement.name == "dovetail"
+        assert requirement.name == DISTRIBUTION
         assert requirement.specifier.contains(__version__)
         assert not requirement.specifier.contains("0.2.0")
 
@@ -172,7 +172,7 @@ def test_a_name_that_will_not_do_is_refused_with_what_would(name: str, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["fcfs", "schedulers", "kv-cache", "lab"])
+@pytest.mark.parametrize("name", ["fcfs", "schedulers", "kv-cache", "lab", "llm"])
 def test_a_name_that_dovetail_has_itself_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="comes with Dovetail"):
         write_package("scheduler", name, tmp_path)

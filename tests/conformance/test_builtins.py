@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from dovetail.registry.plugin import BUILT_IN
 from dovetail.registry.registry import Registry
 from dovetail.registry.requirements import missing_requirements
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites import suite_for
 
-BUILT_INS = [component for component in Registry.discover().components() if component.distribution == BUILT_IN]
+BUILT_INS = [component for component in Registry.discover().components() if component.origin.built_in]
 NEEDS_A_GPU = {"triton"}  # without one, tests/attention runs its suite in Triton's interpreter
 NEEDS_MORE = {"flash_attn"}  # a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the real one
 OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # beside the defaults

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from dovetail.cli.app import app
 from dovetail.config import COMPONENT_KEYS, EngineConfig
-from dovetail.errors import ConfigError, DovetailError
+from dovetail.errors import DISTRIBUTION, ConfigError, DovetailError
 from dovetail.registry.registry import Registry
 from tests.docs.pages import ROOT, Block, blocks_of, commands_of, pages
 
@@ -143,12 +143,14 @@ def check_that_it_could_run(block: Block, words: list[str]) -> None:
         assert script.exists(), f"{block.place}: no file {script}"
         unknown = [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in script.read_text()]
         assert not unknown, f"{block.place}: {script.name} has no {unknown}"
+    elif words[:2] == ["git", "clone"]:
+        assert words[2] == "WHERE_YOU_HAVE_THIS_FROM", f"{block.place}: is there a public address now? Then pyproject.toml wants [project.urls]"
     elif words[:2] == ["pip", "install"]:
-        extras = re.findall(r"dovetail\[(.+?)\]", " ".join(words))
+        extras = re.findall(r"dovetail-llm\[(.+?)\]", " ".join(words))
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert all(extra in known for names in extras for extra in names.split(",")), f"{block.place}: unknown extra in {words}"
     else:
-        pytest.fail(f"{block.place}: {words[0]} is none of dovetail, make, python, pip: nobody could check it")
+        pytest.fail(f"{block.place}: {words[0]} is none of dovetail, make, python, pip, git: nobody could check it")
 
 
 def check_output(block: Block, expected: str, printed: str) -> None:
@@ -157,8 +159,9 @@ def check_output(block: Block, expected: str, printed: str) -> None:
 
 
 def test_the_version_that_pages_show_is_this_one() -> None:
-    shown = {version for page in pages() for block in blocks_of(page) for version in re.findall(r"dovetail(?:/\w+)? (\d+\.\d+\.\d+)", block.text)}
-    assert shown == {metadata("dovetail")["Version"]}
+    said = re.compile(r"dovetail(?:-llm)?(?:/\w+)? (\d+\.\d+\.\d+)")
+    shown = {version for page in pages() for block in blocks_of(page) for version in said.findall(block.text)}
+    assert shown == {metadata(DISTRIBUTION)["Version"]}
 
 
 def test_a_page_that_is_wrong_is_caught(namespace: dict[str, object]) -> None:

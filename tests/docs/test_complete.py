@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import griffe
 import pytest
 import yaml
 from tools import docs_griffe, docs_hooks
@@ -14,6 +17,7 @@ import dovetail
 from dovetail import api, testing
 from dovetail.api.component import KINDS, Kind
 from dovetail.config import COMPONENT_KEYS, EngineConfig
+from dovetail.errors import DISTRIBUTION
 from dovetail.registry import hookspecs
 from dovetail.registry.doctor.findings import PROBLEMS
 from dovetail.registry.resolved import BASE_CLASSES
@@ -59,7 +63,7 @@ def test_every_built_in_component_is_on_the_configuration_page_with_its_options(
 
 
 def test_what_is_installed_from_elsewhere_is_not_on_the_configuration_page() -> None:
-    assert {component.distribution for component in docs_hooks.built_ins().components()} == {"dovetail"}
+    assert {component.distribution for component in docs_hooks.built_ins().components()} == {DISTRIBUTION}
 
 
 def test_every_command_has_a_section_with_an_example_and_its_help() -> None:
@@ -94,9 +98,43 @@ def test_every_problem_that_the_doctor_knows_is_in_its_table() -> None:
     assert rows == PROBLEMS
 
 
-def test_every_public_name_is_in_the_reference() -> None:
+def reference_targets() -> set[str]:
+    """Modules and names that the reference takes from the code."""
     reference = "".join(text_of(f"reference/{path.name}") for path in (DOCS / "reference").glob("*.md"))
-    targets = set(re.findall(r"^::: (\S+)", reference, re.MULTILINE))
+    return set(re.findall(r"^::: (\S+)", reference, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def documented() -> list[griffe.Object]:
+    """What the reference shows, with all that is inside. A name that is only imported where the reference looks for it is a `griffe.Alias`."""
+    package = griffe.load("dovetail", search_paths=[ROOT / "core"])
+
+    def walk(thing: Any) -> Iterator[Any]:
+        yield thing
+        for member in () if thing.is_alias else thing.members.values():
+            if member.is_public and not member.is_alias:
+                yield from walk(member)
+
+    return [thing for target in reference_targets() for thing in walk(package[target.removeprefix("dovetail.")])]
+
+
+def test_the_reference_names_things_where_they_are_defined(documented: list[griffe.Object]) -> None:
+    assert not [thing.path for thing in documented if thing.is_alias]
+
+
+def test_an_example_in_a_docstring_is_a_code_block(documented: list[griffe.Object]) -> None:
+    """A paragraph that is Python, and does something, would be set as text."""
+    for thing in documented:
+        for paragraph in re.split(r"\n\s*\n", thing.docstring.value if thing.docstring else ""):
+            try:
+                nodes = list(ast.walk(ast.parse(paragraph)))
+            except SyntaxError:
+                continue
+            assert not any(isinstance(node, ast.Call | ast.Assign) for node in nodes), f"{thing.path}: {paragraph}"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    targets = reference_targets()
     homes = {f"{dovetail._HOMES[name]}.{name}" for name in dovetail.__all__ if name != "__version__"}
     homes |= {f"dovetail.api.{api._HOMES[name]}.{name}" for name in api.__all__}
     homes |= {f"dovetail.testing.{testing._HOMES[name]}.{name}" for name in testing.__all__}

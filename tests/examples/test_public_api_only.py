@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent for folder in ("examples/plugins", "core/dovetail/cli/templates") for path in (ROOT / folder).glob("*/engine.yaml"))
-PUBLIC = ("dovetail.api", "dovetail.nn", "dovetail.runtime", "dovetail.request", "dovetail.errors", "dovetail.testing")
+PUBLIC = tuple(f"dovetail.{name}" for name in ("api", "nn", "runtime", "request", "sampling_params", "checks", "errors", "testing"))
 
 
 def test_there_are_three_examples_and_a_template_a_kind() -> None:

@@ -149,7 +149,7 @@ def test_a_note_says_whose_it_is_unless_all_have_it(written: Path) -> None:
 
 
 def test_a_missing_package_is_named_with_the_line_that_installs_it() -> None:
-    with pytest.raises(MissingExtraError, match=r'needs no_such_package: pip install "dovetail\[lab\]"'):
+    with pytest.raises(MissingExtraError, match=r'needs no_such_package; install with: pip install "dovetail-llm\[lab\]"'):
         need("json", "no_such_package")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dovetail.api import ComponentSpec
-from dovetail.errors import ConfigError, PluginError
+from dovetail.errors import DISTRIBUTION, ConfigError, PluginError
 from dovetail.registry.auto_attention import attention_candidates
 from dovetail.registry.plugin import LoadedPlugin, PluginOrigin
 from dovetail.registry.registry import Registry
@@ -15,7 +15,7 @@ def backend(name: str, *requires: str) -> ComponentSpec:
     return ComponentSpec(kind="attention", name=name, target="a:B", requires=requires)
 
 
-def registry(*specs: ComponentSpec, distribution: str = "dovetail") -> Registry:
+def registry(*specs: ComponentSpec, distribution: str = DISTRIBUTION) -> Registry:
     return Registry([LoadedPlugin(PluginOrigin(distribution, "attention", "1"), tuple(specs))])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.api import BundledModel
-from dovetail.errors import ConfigError, ModelLoadError, PluginError
+from dovetail.errors import DISTRIBUTION, ConfigError, ModelLoadError, PluginError
 from dovetail.registry.models import HUB_FILES, locate_model, resolve_model
 from dovetail.registry.plugin import LoadedPlugin, PluginOrigin
 from dovetail.registry.registry import Registry
@@ -22,7 +22,7 @@ def dovetail_models():
 
 
 def built_in(name: str, package: str = "tests", path: str = "registry") -> Registry:
-    return Registry([LoadedPlugin(PluginOrigin("dovetail", "models", "0.1.0"), models=(BundledModel(name, package, path),))])
+    return Registry([LoadedPlugin(PluginOrigin(DISTRIBUTION, "models", "0.1.0"), models=(BundledModel(name, package, path),))])
 
 
 @pytest.fixture

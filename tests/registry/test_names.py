@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from dovetail.errors import PluginError
+from dovetail.errors import DISTRIBUTION, PluginError
+from dovetail.registry.models import locate_model
 from dovetail.registry.registry import Registry
 from dovetail.where import Where
 from tests.registry.fakes import Site, components, scheduler
@@ -16,6 +19,27 @@ def test_short_and_qualified_names_mean_the_same(site: Site) -> None:
     found = [registry.resolve("scheduler", name) for name in ("fair", "dovetail-fair:fair", "Dovetail_Fair:fair")]
     assert {part.qualified_name for part in found} == {"dovetail-fair:fair"}
     assert (found[0].plugin_id, found[0].version) == ("dovetail-fair/main", "1.0")
+
+
+def test_built_ins_answer_to_the_name_of_the_module_and_of_the_distribution() -> None:
+    registry = Registry.discover()
+    found = [registry.resolve("scheduler", name) for name in ("fcfs", "dovetail:fcfs", "dovetail-llm:fcfs", "Dovetail_LLM:fcfs")]
+    assert {part.qualified_name for part in found} == {"dovetail:fcfs"}
+    assert {(part.distribution, part.plugin_id) for part in found} == {(DISTRIBUTION, "dovetail-llm/schedulers")}
+    assert locate_model("dovetail:demo", registry).path == locate_model("dovetail-llm:demo", registry).path == locate_model("demo", registry).path
+
+
+@pytest.mark.parametrize("name", ["dovetail", "Dovetail"])
+def test_a_distribution_called_dovetail_is_never_taken_for_the_built_ins(site: Site, name: str) -> None:
+    """It may be an older Dovetail, left behind by an upgrade, or anybody's."""
+    site.install_scheduler(name, "fcfs")
+    registry = Registry.discover()
+    assert registry.resolve("scheduler", "dovetail:fcfs").distribution == DISTRIBUTION
+    assert registry.resolve("scheduler", "fcfs").origin.built_in
+    (failure,) = registry.failures
+    assert failure.origin.distribution == "dovetail"
+    assert failure.reason.endswith("pip uninstall dovetail dovetail-llm, then install dovetail-llm")
+    assert not any(module.startswith(f"{name}_plugin") for module in sys.modules)
 
 
 def test_short_name_offered_twice_is_an_error_only_when_used(site: Site) -> None:
@@ -64,7 +88,7 @@ def test_name_of_another_kind_is_told(site: Site) -> None:
         Registry.discover().resolve("schedular", "fair")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("api", "upgrade"), [("0.0", "dovetail-fair"), ("0.2", "Dovetail"), ("1.0", "Dovetail")])
+@pytest.mark.parametrize(("api", "upgrade"), [("0.0", "dovetail-fair"), ("0.2", DISTRIBUTION), ("1.0", DISTRIBUTION)])
 def test_other_api_is_refused_when_used_with_what_to_upgrade(site: Site, api: str, upgrade: str) -> None:
     site.install_scheduler(api=api)
     registry = Registry.discover()
@@ -74,7 +98,7 @@ def test_other_api_is_refused_when_used_with_what_to_upgrade(site: Site, api: st
 
 
 def test_empty_environment_says_so() -> None:
-    with pytest.raises(PluginError, match="is the distribution 'dovetail' installed"):
+    with pytest.raises(PluginError, match="is the distribution 'dovetail-llm' installed"):
         Registry().resolve("scheduler", "fcfs")
 
 

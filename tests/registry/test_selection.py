@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dovetail.errors import ConfigError, PluginError
+from dovetail.errors import DISTRIBUTION, ConfigError, PluginError
 from dovetail.registry.registry import Registry
 from dovetail.registry.selection import PluginSelection
 from tests.registry.fakes import Site
@@ -46,7 +46,7 @@ def test_selection_and_environment_say_what_is_loaded(
     monkeypatch.setenv("DOVETAIL_PLUGINS", environment)
     registry = Registry.discover(PluginSelection.model_validate(selection))
     assert loaded(registry) & {"dovetail-a", "dovetail-b"} == expected
-    assert "dovetail" in loaded(registry)
+    assert DISTRIBUTION in loaded(registry)
     for name in {"a", "b"} - {name.removeprefix("dovetail-") for name in expected}:
         assert f"dovetail_{name}_plugin" not in sys.modules
 
@@ -77,7 +77,7 @@ def test_unmet_require_stops_everything(two: Site, require: str, says: str) -> N
 
 
 def test_met_require_is_quiet(two: Site) -> None:
-    Registry.discover(PluginSelection(require=("Dovetail.A>=1,<2",)))
+    Registry.discover(PluginSelection(require=("Dovetail.A>=1,<2", "dovetail_llm>=0.1")))
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,8 @@ def test_met_require_is_quiet(two: Site) -> None:
         ("alow=a", "DOVETAIL_PLUGINS: can't read 'alow=a', did you mean allow?"),
         ("dovetail-a", "DOVETAIL_PLUGINS: can't read 'dovetail-a', expected something like"),
         ("deny=dovetail", "DOVETAIL_PLUGINS: deny.0: the built-ins (dovetail) can't be denied"),
+        ("deny=Dovetail_LLM", "DOVETAIL_PLUGINS: deny.0: the built-ins (dovetail-llm) can't be denied"),
+        ("require=dovetail>=0.1", "DOVETAIL_PLUGINS: require.0: expected a requirement of dovetail-llm, as Dovetail's distribution is called"),
         ("allow=not a name", "DOVETAIL_PLUGINS: allow.0: expected the name of a distribution, got 'not a name'"),
         ("require=a>>1", "DOVETAIL_PLUGINS: require.0: expected a requirement"),
     ],

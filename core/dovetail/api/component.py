@@ -93,7 +93,7 @@ class CommandSpec:
 class BundledModel:
     """A model directory that a plugin ships: `path` inside `package`, found with importlib.resources when used.
 
-    Only a model of the distribution `dovetail` is known by its bare name; any other as "distribution:name", so that installing a plugin never
+    Only a built-in model is known by its bare name; any other as "distribution:name", so that installing a plugin never
     changes what a hub id or a directory means.
     """
 

@@ -18,7 +18,7 @@ import typer
 
 from dovetail import __version__
 from dovetail.api.component import KINDS, Kind
-from dovetail.errors import ConfigError
+from dovetail.errors import DISTRIBUTION, ConfigError
 from dovetail.where import did_you_mean
 
 MAX_NAME = 40  # characters
@@ -104,7 +104,8 @@ def _check_free(kind: Kind, component: str) -> None:
     taken = {c.spec.name for c in built_in.components(kind)}
     targets = [c.spec.target for c in built_in.components()] + [c.spec.target for c in built_in.commands()]
     packages = {target.partition(".")[0] for target in targets}
-    if component in taken or f"dovetail_{component.replace('-', '_')}" in packages:
+    distribution = PREFIX + component.replace("_", "-")
+    if component in taken or distribution == DISTRIBUTION or distribution.replace("-", "_") in packages:
         raise ConfigError(f"{component!r} is the name of something that comes with Dovetail: choose another one")
 
 
@@ -120,8 +121,8 @@ def _words(kind: Kind, component: str) -> dict[str, str]:
         "acme_kind": kind,
         "acme_title": template.title,
         "acme_module": template.module,
-        "acme_requirement": f"dovetail{'[torch]' if template.needs_torch else ''}{versions}",
-        "acme_testing": f"dovetail[testing]{versions}",
+        "acme_requirement": f"{DISTRIBUTION}{'[torch]' if template.needs_torch else ''}{versions}",
+        "acme_testing": f"{DISTRIBUTION}[testing]{versions}",
     }
 
 

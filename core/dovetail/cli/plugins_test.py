@@ -52,4 +52,4 @@ def _check_installed() -> None:
 
     missing = [package for package in EXTRA if find_spec(package) is None]
     if missing:
-        raise MissingExtraError(f'conformance suites need {" and ".join(missing)}; install with: pip install "dovetail[testing]"')
+        raise MissingExtraError.naming("testing", f"conformance suites need {' and '.join(missing)}")

@@ -41,8 +41,10 @@ class AsyncLLMEngine:
     """Everything that touches the engine happens in its thread; callers get outputs through queues of their own event loop. Texts are tokenized in a
     thread besides: a long one takes as long as a step or two, which others' next tokens would wait for.
 
+    ```python
     async for output in engine.generate("a", "ROMEO:", SamplingParams(output_kind="delta")):
         print(output.outputs[0].text, end="")
+    ```
     """
 
     def __init__(self, engine: LLMEngine) -> None:

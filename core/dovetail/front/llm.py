@@ -27,7 +27,9 @@ from dovetail.sampling_params import OutputKind, SamplingParams
 class LLM:
     """An engine for offline use.
 
+    ```python
     outputs = LLM("demo").generate(["ROMEO:", "JULIET:"], SamplingParams(max_tokens=50))
+    ```
     """
 
     def __init__(self, model: str | Path = "demo", **overrides: Any) -> None:

@@ -38,11 +38,13 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of sampl
 class LLMEngine:
     """Takes requests, computes them step by step, returns outputs. One thread calls it; see `AsyncLLMEngine` for several.
 
+    ```python
     with LLMEngine.from_config("engine.yaml") as engine:
         engine.add_request("a", "ROMEO:", SamplingParams(max_tokens=50))
         while engine.has_unfinished_requests():
             for output in engine.step():
                 print(output.outputs[0].text)
+    ```
     """
 
     def __init__(self, assembly: Assembly) -> None:

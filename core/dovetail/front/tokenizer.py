@@ -119,5 +119,5 @@ def _loader(directory: Path) -> Any:
         else:
             from transformers import AutoTokenizer as Loader
     except ImportError as error:
-        raise MissingExtraError('tokenizing needs transformers; install with: pip install "dovetail[torch]"') from error
+        raise MissingExtraError.naming("torch", "tokenizing needs transformers") from error
     return Loader

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail.registry.plugin import BUILT_IN
 from dovetail.registry.registry import Registry
 from dovetail.registry.requirements import missing_requirements
 from dovetail.registry.resolved import ResolvedComponent
@@ -29,6 +28,6 @@ def attention_candidates(
         return (registry.resolve("attention", name, options, where),)
     if options:
         raise ConfigError(where.at(next(iter(options))).says("auto takes no options; name the backend that they are for"))
-    built_in = {c.spec.name: c for c in registry.components("attention") if c.distribution == BUILT_IN}
+    built_in = {c.spec.name: c for c in registry.components("attention") if c.origin.built_in}
     there = [built_in[name] for name in PREFERENCE if name in built_in and not missing_requirements(built_in[name].spec.requires)]
     return tuple(component for component in there if component.api_problem() is None)

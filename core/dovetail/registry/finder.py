@@ -9,8 +9,8 @@ from typing import NamedTuple
 from packaging.utils import canonicalize_name
 
 from dovetail.api.component import ENTRY_POINT_GROUP
-from dovetail.errors import PluginError
-from dovetail.registry.plugin import FoundPlugin, PluginFailure, PluginOrigin
+from dovetail.errors import DISTRIBUTION, PluginError
+from dovetail.registry.plugin import NAMESPACE, FoundPlugin, PluginFailure, PluginOrigin
 
 
 class Findings(NamedTuple):
@@ -21,13 +21,17 @@ class Findings(NamedTuple):
 
 
 def find_plugins() -> Findings:
-    """All entry points in the group `dovetail.plugins`. A distribution whose metadata can't be read is a failure; the rest go on."""
+    """All entry points in the group `dovetail.plugins`. A distribution whose metadata can't be read is a failure, and so is one that is called
+    like the built-ins' namespace: a Dovetail from before its distribution had its name. The rest go on."""
     plugins: list[FoundPlugin] = []
     failures: list[PluginFailure] = []
     for name, distribution in _distributions_with_plugins(failures).items():
         origin = PluginOrigin(name, "?", "?")
         try:
             origin = PluginOrigin(name, "?", str(distribution.version))
+            if name == NAMESPACE:
+                remedy = f"pip uninstall {name} {DISTRIBUTION}, then install {DISTRIBUTION}"
+                raise PluginError(f"Dovetail's distribution is called {DISTRIBUTION}, and this may be an older one: {remedy}")
             entry_points = set(distribution.entry_points.select(group=ENTRY_POINT_GROUP))
         except Exception as error:
             failures.append(PluginFailure(origin, "find", error))

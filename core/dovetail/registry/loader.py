@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec
-from dovetail.errors import PluginError
+from dovetail.errors import DISTRIBUTION, PluginError
 from dovetail.registry import hookspecs
-from dovetail.registry.plugin import FoundPlugin, LoadedPlugin, Phase, PluginFailure
+from dovetail.registry.plugin import NAMESPACE, FoundPlugin, LoadedPlugin, Phase, PluginFailure
 
 KEPT = 2**16  # characters of what a plugin prints
 
@@ -73,9 +74,11 @@ def _check_requirements(specs: Iterable[ComponentSpec]) -> None:
     for spec in specs:
         for text in spec.requires:
             try:
-                Requirement(text)
+                requirement = Requirement(text)
             except InvalidRequirement as error:
                 raise PluginError(f"ComponentSpec {spec.name!r}: requires has {text!r}, expected a requirement like 'torch>=2.11': {error}") from None
+            if canonicalize_name(requirement.name) == NAMESPACE:
+                raise PluginError(f"ComponentSpec {spec.name!r}: requires has {text!r}, expected {DISTRIBUTION}, which is Dovetail's distribution")
 
 
 class _CapturedStream:

@@ -8,11 +8,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
-from packaging.utils import canonicalize_name
-
 from dovetail.api.component import BundledModel
 from dovetail.errors import ConfigError, MissingExtraError, ModelLoadError
-from dovetail.registry.plugin import BUILT_IN, PluginOrigin
+from dovetail.registry.plugin import NAMESPACE, PluginOrigin
 from dovetail.registry.registry import Registry
 from dovetail.where import did_you_mean
 
@@ -47,7 +45,7 @@ def locate_model(name: str, registry: Registry) -> ModelPlace:
     bundled, directory = _find_bundled(name, registry), Path(name).expanduser()
     if bundled is not None:
         if ":" not in name and directory.is_dir():
-            both = f"a bundled model and a directory here: write {BUILT_IN}:{name} or ./{name}"
+            both = f"a bundled model and a directory here: write {NAMESPACE}:{name} or ./{name}"
             raise ConfigError(f"model: {name!r} is both {both}")
         return ModelPlace("bundled", name, _bundled_path(*bundled), bundled[0])
     if directory.is_dir():
@@ -78,10 +76,10 @@ def _from_gguf(file: str) -> str:
 def _find_bundled(name: str, registry: Registry) -> tuple[PluginOrigin, BundledModel] | None:
     """A bare name means a built-in: whoever else bundles models is named."""
     distribution, colon, short = name.rpartition(":")
-    owner = canonicalize_name(distribution) if colon else BUILT_IN
+    owner = distribution if colon else NAMESPACE
     for plugin in registry.plugins:
         for model in plugin.models:
-            if model.name == short and plugin.origin.distribution == owner:
+            if model.name == short and plugin.origin.is_called(owner):
                 return plugin.origin, model
     return None
 
@@ -110,7 +108,7 @@ def _fetch(hub_id: str, registry: Registry) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise MissingExtraError(f'model: {hub_id!r} would come from the Hugging Face hub; install with: pip install "{BUILT_IN}[torch]"') from error
+        raise MissingExtraError.naming("torch", f"model: {hub_id!r} would come from the Hugging Face hub") from error
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # the hub's own errors, those of HTTP and of the file system

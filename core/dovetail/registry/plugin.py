@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Literal
 
-from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec
-from dovetail.errors import describe
+from packaging.utils import canonicalize_name
 
-BUILT_IN = "dovetail"  # the distribution whose plugins are the built-ins
+from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec
+from dovetail.errors import DISTRIBUTION, describe
+
+NAMESPACE = "dovetail"  # how names say "the built-ins", as in `dovetail:fcfs`; pip calls their distribution `DISTRIBUTION`
 
 Phase = Literal["find", "import", "hooks", "declare"]
 
@@ -28,7 +30,16 @@ class PluginOrigin:
 
     @property
     def built_in(self) -> bool:
-        return self.distribution == BUILT_IN
+        return self.distribution == DISTRIBUTION
+
+    @property
+    def namespace(self) -> str:
+        """What stands before the ":" of a full name."""
+        return NAMESPACE if self.built_in else self.distribution
+
+    def is_called(self, name: str) -> bool:
+        """Whether a name before a ":" means this distribution. The built-ins answer to their distribution's name too."""
+        return canonicalize_name(name) in (self.namespace, self.distribution)
 
     def __str__(self) -> str:
         return f"{self.id} {self.version}"

@@ -10,10 +10,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from dovetail.api.component import KINDS, Kind
-from dovetail.errors import ConfigError, PluginError
+from dovetail.errors import DISTRIBUTION, ConfigError, PluginError
 from dovetail.registry.finder import find_plugins
 from dovetail.registry.loader import load_plugin
-from dovetail.registry.plugin import BUILT_IN, DeniedPlugin, LoadedPlugin, PluginFailure
+from dovetail.registry.plugin import DeniedPlugin, LoadedPlugin, PluginFailure
 from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent
 from dovetail.registry.selection import PluginSelection
 from dovetail.where import Where, did_you_mean
@@ -115,18 +115,18 @@ class Registry:
             lines.append("  it may have been offered by a plugin that isn't there:")
             lines += [f"    {suspect}" for suspect in suspects]
         if not any(plugin.origin.built_in for plugin in self.plugins):
-            lines.append(f"  not even the built-ins are there: is the distribution {BUILT_IN!r} installed in this environment?")
+            lines.append(f"  not even the built-ins are there: is the distribution {DISTRIBUTION!r} installed in this environment?")
         return "\n".join(lines)
 
     def _suspects(self, name: str) -> list[PluginFailure | DeniedPlugin]:
         """Failed and denied plugins that may offer a name; a qualified one names its distribution."""
         distribution, colon, _ = name.rpartition(":")
-        return [plugin for plugin in self._missing if not colon or plugin.origin.distribution == canonicalize_name(distribution)]
+        return [plugin for plugin in self._missing if not colon or plugin.origin.is_called(distribution)]
 
 
 def _matches(component: ResolvedComponent, name: str) -> bool:
     distribution, colon, short = name.rpartition(":")
-    return component.spec.name == short and (not colon or component.distribution == canonicalize_name(distribution))
+    return component.spec.name == short and (not colon or component.origin.is_called(distribution))
 
 
 def _without_repetitions(plugins: list[LoadedPlugin]) -> tuple[tuple[LoadedPlugin, ...], list[PluginFailure]]:

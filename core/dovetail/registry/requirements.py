@@ -36,7 +36,7 @@ def missing_requirements(requires: Iterable[str]) -> list[Missing]:
 
 
 def pip_line(missing: Iterable[Missing], distribution: str) -> str:
-    """`pip install "dovetail[torch]"`: by the distribution's own extras where it has one for a package."""
+    """`pip install "dovetail-llm[torch]"`: by the distribution's own extras where it has one for a package."""
     wanted = (_extra_for(lack.requirement.name, distribution) or str(lack.requirement) for lack in missing)
     return " ".join(["pip install", *(f'"{name}"' for name in dict.fromkeys(wanted))])
 

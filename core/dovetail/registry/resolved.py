@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from dovetail import api
 from dovetail.api.component import API_VERSIONS, CommandSpec, ComponentSpec, Kind, NoOptions
-from dovetail.errors import DovetailError, MissingExtraError, PluginError, describe
+from dovetail.errors import DISTRIBUTION, DovetailError, MissingExtraError, PluginError, describe
 from dovetail.registry.plugin import PluginOrigin
 from dovetail.registry.requirements import missing_requirements, pip_line
 from dovetail.where import Where, explain
@@ -54,8 +54,8 @@ class ResolvedComponent:
 
     @property
     def qualified_name(self) -> str:
-        """ "distribution:name"."""
-        return f"{self.distribution}:{self.spec.name}"
+        """ "distribution:name"; of a built-in "dovetail:name"."""
+        return f"{self.origin.namespace}:{self.spec.name}"
 
     def __str__(self) -> str:
         return f"{self.spec.kind} {self.qualified_name} {self.version}"
@@ -66,7 +66,7 @@ class ResolvedComponent:
         ours_at, theirs = _version(ours), _version(self.spec.api)
         if theirs == ours_at or (theirs[0] == ours_at[0] > 0 and theirs[1] <= ours_at[1]):
             return None
-        upgrade = "Dovetail" if theirs > ours_at else self.distribution
+        upgrade = DISTRIBUTION if theirs > ours_at else self.distribution
         return f"{self} is written for {self.spec.kind} api {self.spec.api}, this Dovetail has {ours}: upgrade {upgrade}"
 
     def check_requires(self) -> None:
@@ -152,8 +152,8 @@ class ResolvedCommand:
 
     @property
     def qualified_name(self) -> str:
-        """ "distribution:name"."""
-        return f"{self.origin.distribution}:{self.spec.name}"
+        """ "distribution:name"; of a built-in "dovetail:name"."""
+        return f"{self.origin.namespace}:{self.spec.name}"
 
     def load(self) -> Any:
         """A `typer.Typer` or a function. Raises `PluginError` with the plugin's name if the import fails."""

@@ -10,8 +10,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidName, canonicalize_name
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from dovetail.errors import ConfigError
-from dovetail.registry.plugin import BUILT_IN, PluginOrigin
+from dovetail.errors import DISTRIBUTION, ConfigError
+from dovetail.registry.plugin import NAMESPACE, PluginOrigin
 from dovetail.where import Where, did_you_mean, explain
 
 ENVIRONMENT_VARIABLE = "DOVETAIL_PLUGINS"
@@ -25,16 +25,18 @@ def _distribution(name: str) -> str:
 
 
 def _deniable(name: str) -> str:
-    if name == BUILT_IN:
-        raise ValueError(f"the built-ins ({BUILT_IN}) can't be denied: they do nothing until a config names them")
+    if name in (DISTRIBUTION, NAMESPACE):
+        raise ValueError(f"the built-ins ({name}) can't be denied: they do nothing until a config names them")
     return name
 
 
 def _requirement(text: str) -> str:
     try:
-        Requirement(text)
+        requirement = Requirement(text)
     except InvalidRequirement as error:
         raise ValueError(f"expected a requirement like 'dovetail-fair>=1.2', got {text!r}: {error}") from None
+    if canonicalize_name(requirement.name) == NAMESPACE:
+        raise ValueError(f"expected a requirement of {DISTRIBUTION}, as Dovetail's distribution is called, got {text!r}")
     return text
 
 

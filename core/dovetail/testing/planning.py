@@ -1,8 +1,10 @@
 """`plan`: run one real step of a policy over a fake pool, and see what it did. For a policy author's first test.
 
+```python
 done = plan(MyPolicy, waiting=[make_request("a", 16), make_request("b", 5)], free_blocks=4)
 assert done.granted == {"a": 16}
 assert done.refused == {"b": Refusal.MEMORY}
+```
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def need(*packages: str) -> None:
     """Of the extra `lab`, before hours of simulation. Raises `MissingExtraError` with the pip line."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
-        raise MissingExtraError(f'this needs {", ".join(missing)}: pip install "dovetail[lab]"')
+        raise MissingExtraError.naming("lab", f"this needs {', '.join(missing)}")
 
 
 def seeds_from(first: int, count: int) -> range:

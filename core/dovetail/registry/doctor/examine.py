@@ -24,7 +24,7 @@ from dovetail.registry.doctor.findings import Diagnosis, Finding, Problem
 from dovetail.registry.doctor.metadata import metadata_findings
 from dovetail.registry.doctor.process import ending, event, last_words
 from dovetail.registry.finder import find_plugins
-from dovetail.registry.plugin import FoundPlugin, PluginOrigin
+from dovetail.registry.plugin import NAMESPACE, FoundPlugin, PluginOrigin
 from dovetail.registry.selection import PluginSelection
 from dovetail.where import did_you_mean
 
@@ -173,7 +173,8 @@ def _check_installed(only: str, found: Sequence[FoundPlugin]) -> None:
 
 
 def _nothing_there(only: str, found: Sequence[FoundPlugin], findings: Sequence[Finding]) -> Iterator[Finding]:
-    if any(plugin.origin.distribution == only for plugin in found) or any(finding.problem == "metadata-unreadable" for finding in findings):
+    told = any(finding.problem == "metadata-unreadable" for finding in findings) or only == NAMESPACE
+    if told or any(plugin.origin.distribution == only for plugin in found):
         return
     origin = PluginOrigin(only, "?", metadata.version(only))
     remedy = f'add [project.entry-points."{ENTRY_POINT_GROUP}"] to its pyproject.toml, with a line like name = "package", and reinstall it'

@@ -20,6 +20,7 @@ PROBLEMS: dict[str, Severity] = {
     "wrong-group": "error",
     "no-plugin": "error",
     "dependency-missing": "error",
+    "wrong-dovetail": "error",
     # seen while a plugin declares what it offers
     "points-nowhere": "error",
     "import-fails": "error",

@@ -11,12 +11,14 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from dovetail.api.component import ENTRY_POINT_GROUP
+from dovetail.errors import DISTRIBUTION
 from dovetail.registry.doctor.findings import Finding, Problem
 from dovetail.registry.finder import find_plugins
-from dovetail.registry.plugin import PluginOrigin
+from dovetail.registry.plugin import NAMESPACE, PluginOrigin
 from dovetail.registry.requirements import missing_requirements, pip_line
 from dovetail.where import did_you_mean
 
@@ -28,9 +30,11 @@ def metadata_findings(only: str | None = None) -> list[Finding]:
     findings = [
         Finding(failure.origin, "metadata-unreadable", failure.reason, f"reinstall it, or delete {failure.origin.distribution} by hand")
         for failure in find_plugins().failures
-        if only in (None, failure.origin.distribution)
+        if only in (None, failure.origin.distribution) and failure.origin.distribution != NAMESPACE
     ]
-    for copies in _installed(only).values():
+    installed = _installed(only)
+    findings += [Finding(PluginOrigin(NAMESPACE, "?", copy.version), *_STRANGER) for copy in installed.pop(NAMESPACE, [])]
+    for copies in installed.values():
         origin = PluginOrigin(canonicalize_name(copies[0].name), "?", copies[0].version)
         findings += [Finding(origin, *problem) for check in _CHECKS for problem in check(copies)]
     return findings
@@ -76,12 +80,35 @@ def _wrong_group(copies: list[metadata.Distribution]) -> Iterator[Problem]:
 
 
 def _dependency_missing(copies: list[metadata.Distribution]) -> Iterator[Problem]:
-    missing = missing_requirements(copies[0].requires or ())
+    missing = missing_requirements(text for text in copies[0].requires or () if not _is_wrong_dovetail(text))
     if missing:
         yield "dependency-missing", f"it depends on {', '.join(map(str, missing))}", pip_line(missing, copies[0].name)
 
 
-_CHECKS = (_twice, _files_gone, _source_moved, _entry_points_stale, _wrong_group, _dependency_missing)
+def _wrong_dovetail(copies: list[metadata.Distribution]) -> Iterator[Problem]:
+    """Dependencies, an extra's too, of packages that were made when Dovetail's distribution was called like its module."""
+    wrong = [Requirement(text) for text in copies[0].requires or () if _is_wrong_dovetail(text)]
+    if wrong:
+        wanted = [(f"[{','.join(sorted(one.extras))}]" if one.extras else "") + str(one.specifier) for one in wrong]
+        what = f"it depends on {', '.join(NAMESPACE + part for part in wanted)}; the index's {NAMESPACE} is another project, which pip would install"
+        right = " and ".join(f'"{DISTRIBUTION}{part}"' for part in wanted)
+        yield "wrong-dovetail", what, f"write {right} in its pyproject.toml, and install it again"
+
+
+def _is_wrong_dovetail(text: str) -> bool:
+    try:
+        return canonicalize_name(Requirement(text).name) == NAMESPACE
+    except InvalidRequirement:
+        return False
+
+
+_CHECKS = (_twice, _files_gone, _source_moved, _entry_points_stale, _wrong_group, _dependency_missing, _wrong_dovetail)
+
+_STRANGER: Problem = (
+    "wrong-dovetail",
+    f"a distribution called {NAMESPACE} is installed: an older Dovetail or another project, whose modules may have replaced Dovetail's",
+    f"pip uninstall {NAMESPACE} {DISTRIBUTION}, then install {DISTRIBUTION} again",
+)
 
 
 def _installed(only: str | None) -> dict[str, list[metadata.Distribution]]:
@@ -94,14 +121,15 @@ def _installed(only: str | None) -> dict[str, list[metadata.Distribution]]:
             list(distribution.entry_points)
         except Exception:  # `find_plugins` has told of it, if it has plugins
             continue
-        if name == only or (only is None and "dovetail" in text):
+        if name == only or (only is None and (name == NAMESPACE or "dovetail" in text)):
             found.setdefault(name, {}).setdefault(_home(distribution), distribution)
     relevant = {name: list(copies.values()) for name, copies in found.items()}
-    return {name: copies for name, copies in relevant.items() if only is not None or any(_is_ours(copy.entry_points) for copy in copies)}
+    return {name: copies for name, copies in relevant.items() if only is not None or name == NAMESPACE or _have_plugins(copies)}
 
 
-def _is_ours(entry_points: Iterable[metadata.EntryPoint]) -> bool:
-    return any(point.group.startswith("dovetail") for point in entry_points)
+def _have_plugins(copies: Iterable[metadata.Distribution]) -> bool:
+    """Or meant to."""
+    return any(point.group.startswith("dovetail") for copy in copies for point in copy.entry_points)
 
 
 def _home(distribution: metadata.Distribution) -> str:

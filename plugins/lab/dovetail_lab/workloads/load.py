@@ -60,7 +60,7 @@ def _counter(path: str) -> CountTokens:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise MissingExtraError("counting tokens needs the package tokenizers: pip install 'dovetail[torch]'") from None
+        raise MissingExtraError.naming("torch", "counting tokens needs the package tokenizers") from None
     try:
         tokenizer = Tokenizer.from_file(path)
     except Exception as error:  # the library raises nothing narrower
