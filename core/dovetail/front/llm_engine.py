@@ -293,7 +293,7 @@ class LLMEngine:
         params = group.params
         if not params.detokenize:
             return SampleOutput(group, index, request, None)
-        text = IncrementalText(self.tokenizer, params, group.prompt_token_ids)
+        text = IncrementalText(self.tokenizer, params, group.prompt_token_ids, group.stops)
         if params.stop:
             request._stopper = text.append_and_check
         return SampleOutput(group, index, request, text)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dovetail.engine.flight import Delivery, Finish
+from dovetail.front.stop_strings import StopStrings
 from dovetail.request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, TokenLogprobMap
 from dovetail.sampling_params import OutputKind, SamplingParams
 
@@ -32,7 +33,7 @@ class SampleOutput:
         self.sent_logprobs = 0
         # Nothing but tokens to report, one by one or at the end: the quick way.
         params = group.params
-        self.plain = params.n == 1 and params.logprobs is None and params.prompt_logprobs is None and params.output_kind is not OutputKind.CUMULATIVE
+        self.plain = params.n == 1 and params.logprobs is None and params.prompt_logprobs is None and group.kind is not OutputKind.CUMULATIVE
 
     def take(self, kind: OutputKind) -> CompletionOutput:
         """What is new (delta), or all there is."""
@@ -62,13 +63,27 @@ class SampleOutput:
 class RequestGroup:
     """One user request: its samples, and what they have in common."""
 
-    __slots__ = ("fresh", "metrics", "params", "prompt", "prompt_logprobs", "prompt_token_ids", "request_id", "samples", "unfinished")
+    __slots__ = (
+        "fresh",
+        "kind",
+        "metrics",
+        "params",
+        "prompt",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "request_id",
+        "samples",
+        "stops",
+        "unfinished",
+    )
 
     def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams, arrival: float) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
+        self.kind = OutputKind(params.output_kind)
+        self.stops = StopStrings(params.stop) if params.stop else None
         self.samples: list[SampleOutput] = []
         self.unfinished = params.n
         self.metrics = RequestMetrics(arrival)
@@ -77,7 +92,7 @@ class RequestGroup:
 
     def output(self) -> RequestOutput | None:
         """The output of the present step; None, if the kind says to wait."""
-        kind, finished = self.params.output_kind, self.unfinished == 0
+        kind, finished = self.kind, self.unfinished == 0
         changed, self.fresh = self.fresh, []
         if kind is OutputKind.FINAL and not finished:
             return None
@@ -123,7 +138,7 @@ class OutputBuilder:
             if sample.plain and request not in finished:
                 if sample.text is not None and request._stopper is None:
                     sample.text.append((token,))
-                if sample.group.params.output_kind is OutputKind.DELTA:
+                if sample.group.kind is OutputKind.DELTA:
                     outputs.append(self._plain_delta(sample, request, token))
                 continue
             self._feed(sample, token, finished.get(request))
