@@ -17,7 +17,7 @@ from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.outputs import OutputBuilder, RequestGroup, SampleOutput
 from dovetail.request import Request, RequestOutput, token_array
-from dovetail.sampling_params import SamplingParams
+from dovetail.sampling_params import SamplingParams, changed_unchecked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -118,7 +118,7 @@ class LLMEngine:
         room = self.capacity.max_model_len - len(token_ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > limit:  # more than there is room for: all that there is room for
-            params = dataclasses.replace(params, min_tokens=limit)
+            params = changed_unchecked(params, min_tokens=limit)
         group = RequestGroup(request_id, text, token_ids, params, arrival)
         seed = params.seed if params.seed is not None else self._random.getrandbits(_SEED_BITS)
         bad_words = self._assembly.bad_word_ids(params)
@@ -301,7 +301,7 @@ class LLMEngine:
 
 def _params_of_sample(params: SamplingParams, index: int) -> SamplingParams:
     """The prompt's log-probabilities are the first sample's business alone."""
-    return dataclasses.replace(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
+    return changed_unchecked(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
 
 
 def is_text(prompt: Any) -> bool:
