@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.suites.sampler_oracle import changed_logits
-from tests.samplers.helpers import Row, changed, tokens
+from dovetail_samplers.rules import RowRules
+from tests.samplers.helpers import Row, changed, ready, tokens
 from tests.support import examples
 
 VOCAB = 12
@@ -60,3 +62,29 @@ def test_what_lies_behind_a_rows_tokens_is_never_read() -> None:
 def test_ids_outside_the_vocabulary_are_left_out() -> None:
     sampling = greedy(logit_bias=((99, 5.0),), bad_words=((99,),), min_tokens=3, stop_token_ids=(99,), allowed_token_ids=(1, 99))
     assert tokens([Row([2.0, 1.0, 0.0], sampling)]) == [1]
+
+
+def test_bad_words_take_as_much_memory_as_they_have_tokens_together() -> None:
+    """However long the longest is: a table of 1,001 lines as wide as it would have 10 million numbers."""
+    words = [tuple(range(10_000)), *((token, token + 1, 7) for token in range(1_000))]
+    rules = RowRules.of(greedy(bad_words=tuple(words)), 10_000, torch.device("cpu"))
+    assert rules is not None
+    assert rules.bad_words is not None
+    assert sum(part.numel() for part in rules.bad_words) <= 4 * sum(map(len, words))
+
+
+def test_a_bad_word_longer_than_a_row_can_be_is_never_completed() -> None:
+    assert tokens([Row([0.0, 1.0], greedy(bad_words=((0,) * 10_000 + (1,),)))]) == [1]
+
+
+def test_samples_of_one_request_share_what_is_made_of_its_lists() -> None:
+    def sampling(seed: int) -> RowSampling:
+        return RowSampling(seed=seed, logit_bias=((1, 2.0),), bad_words=((1, 2), (3,)), allowed_token_ids=tuple(range(9)))
+
+    def another() -> RowSampling:
+        return RowSampling(bad_words=((1, 2),))
+
+    table = ready([Row(FLAT, one) for one in (sampling(1), sampling(2), another(), RowSampling(), another())]).sampler._table
+    assert table.rules[0] is table.rules[1]
+    assert table.rules.keys() == {0, 1, 2, 4}
+    assert table.rules[2] is not table.rules[1]

@@ -7,6 +7,7 @@ wishes allow, they are lifted in that step; if the model gives every allowed tok
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,8 +18,7 @@ from dovetail.api.sampler import RowHistory, RowSampling
 from dovetail.runtime.transfer import to_device
 
 NEVER = float("-inf")
-ANY = -1  # in a bad word's shorter prefix: whatever token, or none
-NO_TOKEN = -2
+NO_TOKEN = -1  # where a row has none
 LEAST = -1e30  # an allowed logit is this at least: not -inf, and still not after a penalty
 
 
@@ -30,10 +30,26 @@ class Bias(NamedTuple):
 
 
 class BadWords(NamedTuple):
-    """Token `last` is never sampled when the row's last tokens are `prefix`."""
+    """Token `last` is never sampled when the row ends in what its word has before it. Those prefixes stand one behind the other, with p tokens in
+    all: a table with a line a word would be as wide as the longest."""
 
     last: torch.Tensor  # [w] int64
-    prefix: torch.Tensor  # [w, longest] int64, filled with ANY from the left
+    prefix: torch.Tensor  # [p] int64
+    word: torch.Tensor  # [p] int64, whose prefix a token is part of
+    back: torch.Tensor  # [p] int64, how far from the row's end it is looked for: 1 is the last token
+
+    @classmethod
+    def of(cls, words: Sequence[tuple[int, ...]], device: torch.device) -> BadWords:
+        """`words`: one or more, none of them empty."""
+        lengths = np.array([len(word) - 1 for word in words])
+        ends = np.repeat(lengths.cumsum(), lengths)
+        columns = (
+            [word[-1] for word in words],
+            [token for word in words for token in word[:-1]],
+            np.repeat(np.arange(len(words)), lengths),
+            ends - np.arange(len(ends)),
+        )
+        return cls(*(to_device(np.array(column, np.int64), device) for column in columns))
 
 
 class Stops(NamedTuple):
@@ -68,15 +84,10 @@ class RowRules:
         rules = cls(
             bias=Bias(tensor(list(biases)), tensor(list(biases.values()), np.float32)) if biases else None,
             allowed=tensor(known(sampling.allowed_token_ids)) if sampling.allowed_token_ids is not None else None,
-            bad_words=BadWords(tensor([word[-1] for word in words]), tensor(_left_padded([word[:-1] for word in words]))) if words else None,
+            bad_words=BadWords.of(words, device) if words else None,
             stops=Stops(tensor(stop_ids), tensor([sampling.min_tokens] * len(stop_ids))) if stop_ids else None,
         )
         return rules if any(part is not None for part in (rules.bias, rules.allowed, rules.bad_words, rules.stops)) else None
-
-
-def _left_padded(prefixes: list[tuple[int, ...]]) -> list[list[int]]:
-    longest = max(len(prefix) for prefix in prefixes)
-    return [[ANY] * (longest - len(prefix)) + list(prefix) for prefix in prefixes]
 
 
 def apply(logits: torch.Tensor, rules: list[RowRules], history: RowHistory, rows: torch.Tensor) -> None:
@@ -125,15 +136,18 @@ _Bans = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # index, ids and 
 
 
 def _bad_word_bans(rules: list[RowRules], history: RowHistory, rows: torch.Tensor) -> _Bans:
-    bans: _Bans = []
-    for i, words in ((i, r.bad_words) for i, r in enumerate(rules) if r.bad_words is not None):
-        longest = words.prefix.shape[1]
-        row = rows[i : i + 1]  # as an index of one: a single number would have to be known to the host
-        position = history.num_tokens[row] - longest + torch.arange(longest, device=rows.device)
-        tail = history.token_ids[row, position.clamp(min=0)].masked_fill(position < 0, NO_TOKEN)  # [longest] int32
-        active = ((tail == words.prefix) | (words.prefix == ANY)).all(dim=-1)  # [w]
-        bans.append((torch.full_like(words.last, i), words.last, active))
-    return bans
+    words = [(i, r.bad_words) for i, r in enumerate(rules) if r.bad_words is not None]
+    if not words:
+        return []
+    index, ids = _joined([(i, w.last) for i, w in words])
+    place, prefix = _joined([(i, w.prefix) for i, w in words])
+    starts = np.cumsum([0, *(len(w.last) for _, w in words[:-1])])  # of each row's words among all
+    word = torch.cat([w.word for _, w in words]) + to_device(np.repeat(starts, [len(w.word) for _, w in words]), rows.device)
+    at = rows[place]
+    position = history.num_tokens[at] - torch.cat([w.back for _, w in words])
+    seen = history.token_ids[at, position.clamp(min=0)].masked_fill(position < 0, NO_TOKEN)
+    missing = torch.zeros_like(ids).scatter_add_(0, word, (seen != prefix).long())  # tokens of its prefix that aren't there
+    return [(index, ids, missing == 0)]
 
 
 def _stop_bans(rules: list[RowRules], history: RowHistory, rows: torch.Tensor) -> _Bans:
