@@ -13,7 +13,6 @@ from dovetail.checks import BINARY, INT64, as_number, did_you_mean, is_integer, 
 from dovetail.errors import RequestError
 from dovetail.frozen import FrozenDict, frozen
 
-MAX_LOGPROBS = 1024  # more alternatives a token than this is a mistake, not a wish
 REPETITION_PENALTIES = (0.01, 100.0)  # allowed: beyond these, logits in 16 or 32 bits become 0 or infinite
 NAMES_ELSEWHERE = {  # in transformers and other engines -> here
     "max_new_tokens": "max_tokens",
@@ -124,8 +123,8 @@ class SamplingParams:
         integer("top_k", -1, optional=True)
         integer("truncate_prompt_tokens", -1, optional=True)
         integer("seed", INT64[0], 2**64 - 1, optional=True)
-        integer("logprobs", 0, MAX_LOGPROBS, optional=True)
-        integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        integer("logprobs", 0, optional=True)
+        integer("prompt_logprobs", 0, optional=True)
         number("temperature", 0.0, optional=True)
         number("top_p", 0.0, 1.0, optional=True, open_low=True)
         number("min_p", 0.0, 1.0, optional=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Ids that it knows, added tokens included."""
         return len(self._tokenizer)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The characters of its longest token: what a text has more of, for each token that it becomes, is rare and strange."""
+        return max(map(len, self._tokenizer.get_vocab()), default=0)
 
     @property
     def eos_token_id(self) -> int | None:
