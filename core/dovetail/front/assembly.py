@@ -179,7 +179,7 @@ def _make_core(executor: Executor, capacity: Capacity, config: EngineConfig, par
     observer_context = ObserverContext(config.max_num_seqs, num_blocks)
     observers = ObserverHub([(observer.qualified_name, observer.make(observer_context)) for observer in parts.observers])
     if observers:
-        observers.tell("on_started", _started(parts, capacity, clock))
+        observers.start(_started(parts, capacity, clock))
     settings = CoreSettings(config.max_num_seqs, config.max_num_batched_tokens, config.overlap, parts.scheduler.qualified_name)
     return EngineCore(scheduler, kv, executor, capacity, clock, settings, observers)
 
