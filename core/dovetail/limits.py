@@ -28,9 +28,9 @@ class Limits(BaseModel):
     """The most stop tokens (`stop_token_ids`)."""
     max_bad_words: CountOrZero = 256
     """The most texts in `bad_words`."""
-    max_bad_word_characters: CountOrZero = 8192
+    max_bad_word_characters: CountOrZero = 4096
     """The most characters of all bad words together, before they are tokenized."""
-    max_bad_word_tokens: CountOrZero = 8192
+    max_bad_word_tokens: CountOrZero = 4096
     """The most tokens of all bad words together, spelled both as at the start of a line and behind a space."""
     max_logit_bias: CountOrZero = 1024
     """The most tokens in `logit_bias`."""

@@ -12,17 +12,23 @@ from dovetail.sampling_params import SamplingParams
 
 def check_params(params: SamplingParams, limits: Limits) -> None:
     """Raises `RequestError` naming the parameter, the limit and its value. `max_bad_word_tokens` is known only later."""
-    stop, bad_words = tuple(params.stop or ()), tuple(params.bad_words or ())
     at_most("n", params.n, limits, "max_n")
-    at_most("stop: the number of strings", len(stop), limits, "max_stop_strings")
-    at_most("stop: the characters of all strings together", sum(map(len, stop)), limits, "max_stop_characters")
-    at_most("stop_token_ids: their number", len(params.stop_token_ids or ()), limits, "max_stop_token_ids")
-    at_most("bad_words: their number", len(bad_words), limits, "max_bad_words")
-    at_most("bad_words: the characters of all together", sum(map(len, bad_words)), limits, "max_bad_word_characters")
-    at_most("logit_bias: the number of tokens", len(params.logit_bias or ()), limits, "max_logit_bias")
-    at_most("allowed_token_ids: their number", len(params.allowed_token_ids or ()), limits, "max_allowed_token_ids")
-    at_most("logprobs", params.logprobs or 0, limits, "max_logprobs")
-    at_most("prompt_logprobs", params.prompt_logprobs or 0, limits, "max_logprobs")
+    if params.stop:
+        at_most("stop: the number of strings", len(params.stop), limits, "max_stop_strings")
+        at_most("stop: the characters of all strings together", sum(map(len, params.stop)), limits, "max_stop_characters")
+    if params.stop_token_ids:
+        at_most("stop_token_ids: their number", len(params.stop_token_ids), limits, "max_stop_token_ids")
+    if params.bad_words:
+        at_most("bad_words: their number", len(params.bad_words), limits, "max_bad_words")
+        at_most("bad_words: the characters of all together", sum(map(len, params.bad_words)), limits, "max_bad_word_characters")
+    if params.logit_bias:
+        at_most("logit_bias: the number of tokens", len(params.logit_bias), limits, "max_logit_bias")
+    if params.allowed_token_ids:
+        at_most("allowed_token_ids: their number", len(params.allowed_token_ids), limits, "max_allowed_token_ids")
+    if params.logprobs:
+        at_most("logprobs", params.logprobs, limits, "max_logprobs")
+    if params.prompt_logprobs:
+        at_most("prompt_logprobs", params.prompt_logprobs, limits, "max_logprobs")
     check_size("extra_args", params.extra_args, limits)
 
 

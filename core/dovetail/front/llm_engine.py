@@ -241,14 +241,15 @@ class LLMEngine:
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id must be a non-empty string, got {shown(request_id)}")
         for name, value in (("request_id", request_id), ("client", client), ("cache_salt", salt)):
-            if value is not None and not isinstance(value, str):
+            if value is None:
+                continue
+            if not isinstance(value, str):
                 raise RequestError(f"{name} must be a string or None, got {shown(value)}")
-            bounds.at_most(f"{name}: its characters", len(value or ""), self.config.limits, "max_name_characters")
+            bounds.at_most(f"{name}: its characters", len(value), self.config.limits, "max_name_characters")
         if request_id in self._groups:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
         for name, value in (("arrival_time", arrival), ("deadline", deadline)):
-            seconds = as_number(value)
-            if value is not None and (seconds is None or abs(seconds) > MAX_TIME_S):
+            if value is not None and ((seconds := as_number(value)) is None or abs(seconds) > MAX_TIME_S):
                 raise RequestError(
                     f"{name} must be a finite number of seconds or None, got {shown(value)}: on the engine's clock (engine.now()), from "
                     f"-{MAX_TIME_S:g} to {MAX_TIME_S:g}"
