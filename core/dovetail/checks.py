@@ -9,6 +9,7 @@ from typing import Any
 
 INT64 = (-(2**63), 2**63 - 1)  # all that policies and numpy's arrays can hold
 MAX_TIME_S = 1e9  # 31 years, either way: exact as JSON's microseconds, and within 64 bits as a trace's nanoseconds
+MAX_NAME = 200  # characters of a name that may be a misspelt one
 BINARY = bytes | bytearray | memoryview  # neither text nor numbers, though Python would read them as a list of small ones
 
 
@@ -50,6 +51,8 @@ def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     """`, did you mean x?` for the nearest name, or nothing."""
     import difflib
 
+    if len(wrong) > MAX_NAME:
+        return ""  # nothing is near, and looking takes time that grows with the length
     near = difflib.get_close_matches(wrong, list(valid), n=1, cutoff=0.6)
     return f", did you mean {near[0]}?" if near else ""
 

@@ -34,7 +34,7 @@ class Limits(BaseModel):
     """The most tokens of all bad words together, spelled both as at the start of a line and behind a space."""
     max_logit_bias: CountOrZero = 1024
     """The most tokens in `logit_bias`."""
-    max_allowed_token_ids: CountOrZero = 16384
+    max_allowed_token_ids: CountOrZero = 4096
     """The most tokens in `allowed_token_ids`."""
     max_logprobs: CountOrZero = 20
     """The most alternatives a token (`logprobs`, `prompt_logprobs`)."""

@@ -59,7 +59,7 @@ def _refuses_unknown_fields(cls: type[T]) -> type[T]:
 def _unknown_field(name: str, valid: Sequence[str]) -> str:
     if name in NAMES_ELSEWHERE:
         return f"{name}: the name for this is {NAMES_ELSEWHERE[name]}"
-    return f"{name}: unknown sampling parameter" + (did_you_mean(name, valid) or f"; valid are {', '.join(valid)}")
+    return f"{name[:80]}: unknown sampling parameter" + (did_you_mean(name, valid) or f"; valid are {', '.join(valid)}")
 
 
 @_refuses_unknown_fields

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
-from dovetail.checks import did_you_mean
+from dovetail.checks import did_you_mean as did_you_mean  # for those who tell of settings
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:

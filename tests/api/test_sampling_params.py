@@ -135,6 +135,12 @@ def test_an_unknown_name_is_answered_with_the_nearest(name: str, said: str) -> N
         dataclasses.replace(SamplingParams(), **{name: 1})
 
 
+def test_a_name_of_any_length_is_answered_in_a_line() -> None:
+    with pytest.raises(RequestError) as refused:
+        SamplingParams(**{"x" * 10**6: 1})
+    assert len(str(refused.value)) < 1000
+
+
 @pytest.mark.parametrize("name", NAMES_ELSEWHERE)
 def test_a_name_of_another_engine_is_answered_with_ours(name: str) -> None:
     assert NAMES_ELSEWHERE[name] in SamplingParams.__dataclass_fields__

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.suites.sampler_oracle import changed_logits
 from dovetail_samplers.rules import RowRules
-from tests.samplers.helpers import Row, changed, ready, tokens
+from tests.samplers.helpers import Row, changed, tokens
 from tests.support import examples
 
 VOCAB = 12
@@ -75,16 +75,3 @@ def test_bad_words_take_as_much_memory_as_they_have_tokens_together() -> None:
 
 def test_a_bad_word_longer_than_a_row_can_be_is_never_completed() -> None:
     assert tokens([Row([0.0, 1.0], greedy(bad_words=((0,) * 10_000 + (1,),)))]) == [1]
-
-
-def test_samples_of_one_request_share_what_is_made_of_its_lists() -> None:
-    def sampling(seed: int) -> RowSampling:
-        return RowSampling(seed=seed, logit_bias=((1, 2.0),), bad_words=((1, 2), (3,)), allowed_token_ids=tuple(range(9)))
-
-    def another() -> RowSampling:
-        return RowSampling(bad_words=((1, 2),))
-
-    table = ready([Row(FLAT, one) for one in (sampling(1), sampling(2), another(), RowSampling(), another())]).sampler._table
-    assert table.rules[0] is table.rules[1]
-    assert table.rules.keys() == {0, 1, 2, 4}
-    assert table.rules[2] is not table.rules[1]

@@ -18,8 +18,8 @@ import typer
 
 from dovetail import __version__
 from dovetail.api.component import KINDS, Kind
-from dovetail.checks import did_you_mean
 from dovetail.errors import ConfigError
+from dovetail.where import did_you_mean
 
 MAX_NAME = 40  # characters
 PREFIX = "dovetail-"  # of a distribution's name

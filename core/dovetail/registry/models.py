@@ -11,10 +11,10 @@ from typing import Literal
 from packaging.utils import canonicalize_name
 
 from dovetail.api.component import BundledModel
-from dovetail.checks import did_you_mean
 from dovetail.errors import ConfigError, MissingExtraError, ModelLoadError
 from dovetail.registry.plugin import BUILT_IN, PluginOrigin
 from dovetail.registry.registry import Registry
+from dovetail.where import did_you_mean
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "tokenizer*")  # config, weights, tokenizers; never code, never pickles
 

@@ -10,14 +10,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from dovetail.api.component import KINDS, Kind
-from dovetail.checks import did_you_mean
 from dovetail.errors import ConfigError, PluginError
 from dovetail.registry.finder import find_plugins
 from dovetail.registry.loader import load_plugin
 from dovetail.registry.plugin import BUILT_IN, DeniedPlugin, LoadedPlugin, PluginFailure
 from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent
 from dovetail.registry.selection import PluginSelection
-from dovetail.where import Where
+from dovetail.where import Where, did_you_mean
 
 __all__ = ["Registry", "ResolvedComponent"]
 

@@ -10,10 +10,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidName, canonicalize_name
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from dovetail.checks import did_you_mean
 from dovetail.errors import ConfigError
 from dovetail.registry.plugin import BUILT_IN, PluginOrigin
-from dovetail.where import Where, explain
+from dovetail.where import Where, did_you_mean, explain
 
 ENVIRONMENT_VARIABLE = "DOVETAIL_PLUGINS"
 

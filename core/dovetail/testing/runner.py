@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from dovetail.api.component import API_VERSIONS, KINDS, Kind
-from dovetail.checks import did_you_mean
 from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail.registry.doctor.process import ending, event, last_words
 from dovetail.testing import frames
 from dovetail.testing.checks import Waiver
 from dovetail.testing.child import COMMAND, Job
 from dovetail.testing.ledger import Expected, Finding, Outcome, Verdict, judge
+from dovetail.where import did_you_mean
 
 TIME_LIMIT_S = 60.0
 MAX_DEATHS = 3  # of the process; after them the remaining checks are given up

@@ -75,13 +75,12 @@ class RowTable:
         self.seed_states = np.zeros(max_rows, np.int64)
         self.logprobs = np.zeros(max_rows, np.int64)
         self.rules: dict[int, RowRules] = {}
-        self._last: tuple[object, RowRules | None] = (None, None)  # what the last row's rules were made of, and they
 
     def remove(self, row: int) -> None:
         self.rules.pop(row, None)
 
     def add(self, row: int, sampling: RowSampling) -> None:
-        rules = self._rules(sampling)
+        rules = RowRules.of(sampling, self.vocab_size, self.device)
         needs = needs_of(sampling, rules, self.vocab_size)
         self.needs[row] = int(needs)
         self.temperature[row] = min(max(sampling.temperature, TEMPERATURES[0]), TEMPERATURES[1])
@@ -95,13 +94,6 @@ class RowTable:
         self.logprobs[row] = sampling.logprobs or 0
         if rules is not None:
             self.rules[row] = rules
-
-    def _rules(self, sampling: RowSampling) -> RowRules | None:
-        """Samples of one request begin one behind the other and share what is made of its lists, which may be long."""
-        key = (sampling.logit_bias, sampling.allowed_token_ids, sampling.bad_words, sampling.min_tokens, sampling.stop_token_ids)
-        if self._last[0] != key:
-            self._last = key, RowRules.of(sampling, self.vocab_size, self.device)
-        return self._last[1]
 
     def send(self, column: NDArray[np.generic], rows: NDArray[np.integer]) -> torch.Tensor:
         """The column's values for `rows` [n], on the device."""

@@ -18,7 +18,6 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from dovetail.api.component import ENTRY_POINT_GROUP
-from dovetail.checks import did_you_mean
 from dovetail.errors import PluginError
 from dovetail.registry.doctor import probe
 from dovetail.registry.doctor.findings import Diagnosis, Finding, Problem
@@ -27,6 +26,7 @@ from dovetail.registry.doctor.process import ending, event, last_words
 from dovetail.registry.finder import find_plugins
 from dovetail.registry.plugin import FoundPlugin, PluginOrigin
 from dovetail.registry.selection import PluginSelection
+from dovetail.where import did_you_mean
 
 SHOWN = 200  # characters of what it wrote at last
 AT_ONCE = min(4, os.cpu_count() or 1)  # processes

@@ -14,11 +14,11 @@ from urllib.request import url2pathname
 from packaging.utils import canonicalize_name
 
 from dovetail.api.component import ENTRY_POINT_GROUP
-from dovetail.checks import did_you_mean
 from dovetail.registry.doctor.findings import Finding, Problem
 from dovetail.registry.finder import find_plugins
 from dovetail.registry.plugin import PluginOrigin
 from dovetail.registry.requirements import missing_requirements, pip_line
+from dovetail.where import did_you_mean
 
 SHOWN = 3  # files named in a message
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from dovetail.api.component import KINDS
-from dovetail.checks import did_you_mean
 from dovetail.errors import DovetailError, describe
 from dovetail.registry import hookspecs
 from dovetail.registry.doctor.findings import Problem
@@ -26,6 +25,7 @@ from dovetail.registry.loader import load_plugin
 from dovetail.registry.plugin import FoundPlugin, LoadedPlugin, PluginFailure
 from dovetail.registry.requirements import missing_requirements, pip_line
 from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent
+from dovetail.where import did_you_mean
 
 Level = Literal["declare", "use"]  # how far to go: what it declares, or import all that is declared too
 
