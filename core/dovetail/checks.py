@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral, Real
 from typing import Any
+
+INT64 = (-(2**63), 2**63 - 1)  # all that policies and numpy's arrays can hold
+MAX_TIME_S = 1e9  # 31 years, either way: exact as JSON's microseconds, and within 64 bits as a trace's nanoseconds
+MAX_NAME = 200  # characters of a name that may be a misspelt one
+BINARY = bytes | bytearray | memoryview  # neither text nor numbers, though Python would read them as a list of small ones
 
 
 def shown(value: Any) -> str:
@@ -39,3 +45,27 @@ def unicode_error(text: str) -> UnicodeEncodeError | None:
     except UnicodeEncodeError as error:
         return error
     return None
+
+
+def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
+    """`, did you mean x?` for the nearest name, or nothing."""
+    import difflib
+
+    if len(wrong) > MAX_NAME:
+        return ""  # nothing is near, and looking takes time that grows with the length
+    near = difflib.get_close_matches(wrong, list(valid), n=1, cutoff=0.6)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+def is_larger(value: Any, size: int) -> bool:
+    """True if there is more in a value than `size`: items and characters, in all that its containers hold, and 64-bit words of long integers."""
+    left, counted = [value], 0
+    while left and counted <= size:
+        one = left.pop()
+        if isinstance(one, int):
+            counted += one.bit_length() // 64
+        elif isinstance(one, Mapping | Sequence | Set):
+            counted += len(one)
+            if counted <= size and not isinstance(one, str | bytes):
+                left += [*one.keys(), *one.values()] if isinstance(one, Mapping) else one
+    return counted > size

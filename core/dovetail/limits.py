@@ -6,16 +6,59 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+Count = Annotated[int, Field(gt=0)]
+CountOrZero = Annotated[int, Field(ge=0)]  # 0: nobody may ask for any
+
 
 class Limits(BaseModel):
     """Bounds of what one request may ask for. Each refusal names the limit and its value."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
-    max_n: Annotated[int, Field(gt=0)] = 1024
+    max_n: Count = 1024
     """The most samples of one request (`n`)."""
 
-    max_template_chars: Annotated[int, Field(gt=0)] = 100_000
+    max_prompt_chars: Count | None = None
+    """The longest text that is tokenized. `null`: `max_model_len` times the characters of the tokenizer's longest token, which no text that fits the
+    model exceeds."""
+
+    max_name_chars: Count = 512
+    """The longest `request_id`, `client` and `cache_salt`."""
+
+    max_extra_size: CountOrZero = 65536
+    """The most items and characters, with all that is nested in them, of `extra_args` and of `extra`."""
+
+    max_stop_strings: CountOrZero = 256
+    """The most stop strings (`stop`)."""
+
+    max_stop_chars: CountOrZero = 8192
+    """The most characters of all stop strings together."""
+
+    max_stop_token_ids: CountOrZero = 1024
+    """The most stop tokens (`stop_token_ids`)."""
+
+    max_bad_words: CountOrZero = 256
+    """The most texts in `bad_words`."""
+
+    max_bad_word_chars: CountOrZero = 4096
+    """The most characters of all bad words together, before they are tokenized."""
+
+    max_bad_word_tokens: CountOrZero = 4096
+    """The most tokens of all bad words together, spelled both as at the start of a line and behind a space."""
+
+    max_logit_bias: CountOrZero = 1024
+    """The most tokens in `logit_bias`."""
+
+    max_allowed_token_ids: CountOrZero = 4096
+    """The most tokens in `allowed_token_ids`."""
+
+    max_logprobs: CountOrZero = 20
+    """The most alternatives a token (`logprobs`, `prompt_logprobs`)."""
+
+    max_chat_chars: Count = 10_000_000
+    """The most characters of a conversation, before and after the chat template."""
+
+    max_template_chars: Count = 100_000
     """The most characters of a chat template."""
 
     max_template_s: Annotated[float, Field(gt=0)] = 2.0
@@ -23,6 +66,3 @@ class Limits(BaseModel):
 
     max_template_bytes: Annotated[int, Field(ge=2**27)] = 2**30
     """The most memory that a process which renders chat templates may take, in bytes."""
-
-    max_chat_chars: Annotated[int, Field(gt=0)] = 10_000_000
-    """The most characters of a conversation, before and after the chat template."""

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, Literal, TypeVar
 
-from dovetail.checks import as_number, is_integer, shown, unicode_error
+from dovetail.checks import BINARY, INT64, as_number, did_you_mean, is_integer, shown, unicode_error
 from dovetail.errors import RequestError
+from dovetail.frozen import FrozenDict, frozen
 
-MAX_LOGPROBS = 1024  # more alternatives a token than this is a mistake, not a wish
 REPETITION_PENALTIES = (0.01, 100.0)  # allowed: beyond these, logits in 16 or 32 bits become 0 or infinite
+NAMES_ELSEWHERE = {  # in transformers and other engines -> here
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "eos_token_id": "stop_token_ids",
+    "top_logprobs": "logprobs",
+}
+
+T = TypeVar("T")
 
 
 class OutputKind(Enum):
@@ -23,9 +36,37 @@ class OutputKind(Enum):
     FINAL = "final"
 
 
+def _refuses_unknown_fields(cls: type[T]) -> type[T]:
+    """Let a dataclass say which field was meant, where Python says that an argument is unexpected."""
+    make: Any = cls
+    made = make.__init__
+    known = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
+
+    @functools.wraps(made)
+    def init(self: T, *args: Any, **named: Any) -> None:
+        try:
+            made(self, *args, **named)
+        except TypeError:
+            for name in named:
+                if name not in known:
+                    raise RequestError(_unknown_field(name, known)) from None
+            raise
+
+    make.__init__ = init
+    return cls
+
+
+def _unknown_field(name: str, valid: Sequence[str]) -> str:
+    if name in NAMES_ELSEWHERE:
+        return f"{name}: the name for this is {NAMES_ELSEWHERE[name]}"
+    return f"{name[:80]}: unknown sampling parameter" + (did_you_mean(name, valid) or f"; valid are {', '.join(valid)}")
+
+
+@_refuses_unknown_fields
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens for one request, and when to stop. Checked when made: raises `RequestError` with the name and the allowed range.
+    """How to choose tokens for one request, and when to stop. Checked when made, and frozen: raises `RequestError` with the name and the allowed
+    range. Equal ones have equal hashes.
 
     A field left `None` in `temperature`, `top_k`, `top_p`, `min_p` or `repetition_penalty` takes the model's default (its
     `generation_config.json`, if the engine uses it), else the neutral value.
@@ -53,14 +94,15 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     skip_special_tokens: bool = True  # leave them out of the text
     detokenize: bool = True  # False: token ids only, no text
-    output_kind: OutputKind = OutputKind.CUMULATIVE  # or its value as a string: "delta", "final"
+    output_kind: OutputKind | Literal["cumulative", "delta", "final"] = OutputKind.CUMULATIVE  # a string becomes an `OutputKind`
     extra_args: Mapping[str, Any] = field(default_factory=dict)  # for the sampler; keys that it doesn't name in its capabilities are refused
+    truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens alone; -1: as many as the model's length has room for
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        def integer(name: str, low: int, high: int | None = None, *, optional: bool = False) -> None:
+        def integer(name: str, low: int, high: int = INT64[1], *, optional: bool = False) -> None:
             put(name, _integer(name, getattr(self, name), low, high, optional=optional))
 
         def number(name: str, low: float, high: float = math.inf, *, optional: bool = False, open_low: bool = False) -> None:
@@ -75,13 +117,14 @@ class SamplingParams:
                 raise RequestError("allowed_token_ids must name at least one token id, got an empty list")
         put("output_kind", _output_kind(self.output_kind))
         _check_bools(self, "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
-        integer("n", 1, 1024)
+        integer("n", 1)
         integer("max_tokens", 1, optional=True)
         integer("min_tokens", 0)
         integer("top_k", -1, optional=True)
-        integer("seed", -(2**63), 2**64 - 1, optional=True)
-        integer("logprobs", 0, MAX_LOGPROBS, optional=True)
-        integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        integer("truncate_prompt_tokens", -1, optional=True)
+        integer("seed", INT64[0], 2**64 - 1, optional=True)
+        integer("logprobs", 0, optional=True)
+        integer("prompt_logprobs", 0, optional=True)
         number("temperature", 0.0, optional=True)
         number("top_p", 0.0, 1.0, optional=True, open_low=True)
         number("min_p", 0.0, 1.0, optional=True)
@@ -92,24 +135,38 @@ class SamplingParams:
         put("extra_args", _extra_args(self.extra_args))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens must be at most max_tokens ({shown(self.max_tokens)}), got {shown(self.min_tokens)}")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError("truncate_prompt_tokens must be 1 or more, -1 or None, got 0: a prompt needs at least one token")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need text: set detokenize to true, or use stop_token_ids")
 
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """As `SamplingParams(**values)`, but a field that is None takes its default; except `max_tokens`, of which None says something."""
+        return cls(**{name: value for name, value in values.items() if value is not None or name == "max_tokens"})
+
+    def clone(self) -> SamplingParams:
+        """Make a copy. As nobody can change it, one is as good as the other."""
+        return self.__copy__()
+
     def __copy__(self) -> SamplingParams:
-        """Unchecked, since `self` was. What dataclasses have for frozen ones with slots takes four times as long, and offline calls copy one a
-        prompt."""
-        other = object.__new__(type(self))
-        for name in self.__match_args__:
-            object.__setattr__(other, name, getattr(self, name))
-        return other
+        return changed_unchecked(self)
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None, *, optional: bool = False) -> int | None:
+def changed_unchecked(params: SamplingParams, **changes: Any) -> SamplingParams:
+    """A copy with other values in some fields, which the caller answers for: nothing is checked again. What dataclasses have for frozen ones with
+    slots takes four times as long, checks aside, and calls for many prompts or samples copy one for each."""
+    other = object.__new__(type(params))
+    for name in params.__match_args__:
+        object.__setattr__(other, name, changes[name] if name in changes else getattr(params, name))
+    return other
+
+
+def _integer(name: str, value: Any, low: int, high: int, *, optional: bool = False) -> int | None:
     if value is None and optional:
         return None
-    if not is_integer(value) or value < low or (high is not None and value > high):
-        upper = "" if high is None else f" and <= {high}"
-        raise RequestError(f"{name} must be an integer >= {low}{upper}{' or None' if optional else ''}, got {shown(value)}")
+    if not is_integer(value) or not low <= value <= high:
+        raise RequestError(f"{name} must be an integer >= {low} and <= {high}{' or None' if optional else ''}, got {shown(value)}")
     return int(value)
 
 
@@ -141,7 +198,7 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
 def _items(name: str, values: Any, what: str) -> Collection[Any]:
     if values is None:
         return ()
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence | Set):
+    if isinstance(values, str | BINARY) or not isinstance(values, Sequence | Set):
         raise RequestError(f"{name} must be a list of {what}, got {shown(values)}")
     return values
 
@@ -172,12 +229,15 @@ def _logit_bias(bias: Any) -> Mapping[int, float] | None:
         if number is None or not -100 <= number <= 100:
             raise RequestError(f"logit_bias[{shown(token)}] must be a finite number >= -100 and <= 100, got {shown(value)}")
         checked[int(token)] = number
-    return checked
+    return FrozenDict(checked)
 
 
 def _extra_args(extra: Any) -> Mapping[str, Any]:
     if extra is None:
-        return {}
+        return FrozenDict()
     if not isinstance(extra, Mapping) or not all(isinstance(key, str) for key in extra):
         raise RequestError(f"extra_args must map names to values, got {shown(extra)}")
-    return dict(extra)
+    try:
+        return FrozenDict({name: frozen(value) for name, value in extra.items()})
+    except ValueError as error:
+        raise RequestError(f"extra_args: {error}") from None

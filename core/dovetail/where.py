@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
+from dovetail.checks import did_you_mean as did_you_mean  # for those who tell of settings
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,12 +43,6 @@ class Where:
     def says(self, message: str) -> str:
         """The message, after the place."""
         return ": ".join(part for part in (self.origin, self.key, message) if part)
-
-
-def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """`, did you mean x?` for the nearest name, or nothing."""
-    near = difflib.get_close_matches(wrong, list(valid), n=1, cutoff=0.6)
-    return f", did you mean {near[0]}?" if near else ""
 
 
 def explain(error: ValidationError, model: type[BaseModel], given: Any, where: Where, noun: str) -> ConfigError:

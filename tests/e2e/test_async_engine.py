@@ -411,13 +411,13 @@ def test_its_context_closes_it() -> None:
 
 def test_a_request_of_the_far_future_keeps_nobody_waiting(fresh: AsyncLLMEngine) -> None:
     async def main() -> None:
-        future = asyncio.create_task(tokens_of(fresh.generate("future", [1], params(), arrival_time=1e300)))
+        future = asyncio.create_task(tokens_of(fresh.generate("future", [1], params(), arrival_time=1e9)))
         for i in range(5):
             assert len(await tokens_of(fresh.generate(str(i), [1], params()))) == 20
         assert not future.done()
         future.cancel()
         assert await is_idle(fresh)
-        waiting = asyncio.create_task(tokens_of(fresh.generate("waiting", [1], params(), arrival_time=1e300)))
+        waiting = asyncio.create_task(tokens_of(fresh.generate("waiting", [1], params(), arrival_time=1e9)))
         assert len(await tokens_of(fresh.generate("a", [1], params()))) == 20
         await asyncio.to_thread(fresh.close)
         with pytest.raises(EngineDeadError):

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from dovetail.front.detokenizer import MAX_HELD, ByteLevelText, IncrementalText, WindowText, token_text
+from dovetail.front.stop_strings import START, StopStrings
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.sampling_params import SamplingParams
 from tests.support import examples
@@ -79,7 +80,8 @@ def fed(text: IncrementalText, token_ids: Sequence[int], sizes: Sequence[int] = 
 
 
 def plain(tokenizer: Tokenizer, prompt: Sequence[int] = (), **params: object) -> IncrementalText:
-    return IncrementalText(tokenizer, SamplingParams(max_tokens=None, **params), prompt)  # type: ignore[arg-type]
+    made = SamplingParams(max_tokens=None, **params)  # type: ignore[arg-type]
+    return IncrementalText(tokenizer, made, prompt, StopStrings(made.stop) if made.stop else None)
 
 
 TEXTS = st.text(max_size=40) | st.lists(st.sampled_from([*WORDS, "<tool call>", "<ünï>", "</s>"]), max_size=6).map(" ".join)
@@ -168,7 +170,7 @@ def test_byte_level_tokenizers_take_the_quick_way() -> None:
 
 
 def test_half_a_surrogate_pair_is_text_if_the_tokenizer_says_so() -> None:
-    text = IncrementalText(Spelled(["a", "\ud83d", "b"]), SamplingParams(), [])  # type: ignore[arg-type]
+    text = IncrementalText(Spelled(["a", "\ud83d", "b"]), SamplingParams(), [], None)  # type: ignore[arg-type]
     text.append([0, 1])
     assert text.take_delta() == "a\ud83d"
     text.append([2])
@@ -221,6 +223,51 @@ def test_the_first_stop_string_to_end_wins(ids: list[int], stops: list[str], inc
     params = {"stop": stops, "include_stop_str_in_output": include, "min_tokens": min_tokens}
     made = plain(Spelled(PIECES), **params)  # type: ignore[arg-type]
     assert run_until_stop(made, ids) == expected(ids, stops, include, min_tokens)
+
+
+@examples(quick=300, full=10_000)
+@given(st.lists(st.text("abc", max_size=5), max_size=8), STOPS, st.integers(0, 5))
+def test_the_automaton_finds_and_holds_what_a_loop_over_the_stop_strings_does(texts: list[str], stops: list[str], min_tokens: int) -> None:
+    automaton, state, held = StopStrings(stops), START, ""
+    for count, text in enumerate(texts, start=1):
+        window = held + text
+        state, length, behind = automaton.advance(state, text, stop=count >= min_tokens)
+        match = _first_match(window, stops, len(held)) if count >= min_tokens and text else None
+        end = len(window) - behind
+        assert match == ((end - length, window[end - length : end]) if length else None)
+        if match is not None:
+            return
+        held = _held_suffix(window, stops)
+        assert automaton.held(state) == len(held)
+
+
+def _held_suffix(window: str, stops: Sequence[str]) -> str:
+    """The longest suffix of `window` that begins a stop string and isn't all of it."""
+    begin = len(window)
+    for stop in stops:
+        at = window.find(stop[0], max(0, len(window) - len(stop) + 1))
+        while at >= 0 and not stop.startswith(window[at:]):
+            at = window.find(stop[0], at + 1)
+        if at >= 0:
+            begin = min(begin, at)
+    return window[begin:]
+
+
+def _first_match(window: str, stops: Sequence[str], known: int) -> tuple[int, str] | None:
+    """Where the first stop string to end behind the `known` first characters starts, and which it is."""
+    found = []
+    for stop in stops:
+        start = window.find(stop, max(0, known - len(stop) + 1))
+        if start >= 0:
+            found.append((start + len(stop), start, stop))
+    return min(found)[1:] if found else None
+
+
+def test_an_automaton_is_no_larger_than_its_stop_strings() -> None:
+    stops = [f"{i} of many" for i in range(200)]
+    automaton = StopStrings([*stops, *stops])
+    assert len(automaton._held) <= sum(map(len, stops)) + 1
+    assert automaton._held[START] == 0
 
 
 @pytest.mark.parametrize(("stops", "text", "stop"), [(["abc", "b"], "a", "b"), (["bc", "abc"], "", "abc"), (["abcd", "bc"], "a", "bc")])

@@ -185,11 +185,52 @@ def test_it_logs_a_real_engine_too(tmp_path: Path) -> None:
     assert [event["name"] for event in events if event["ph"] == "X" and event["pid"] == REQUESTS][-2:] == ["prefill", "decode"]
 
 
-@pytest.mark.parametrize("path", ["nowhere/decisions.json", "."])
+@pytest.mark.parametrize("path", ["nowhere/decisions.json", ".", "x" * 5000])
 def test_a_place_that_cannot_hold_it_is_refused_at_once(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="decision_log: path"):
         DecisionLog(DecisionLogOptions(path=path), ObserverContext(max_num_seqs=1, total_blocks=1))
+
+
+@pytest.mark.parametrize(("others", "why"), [(0, "Too many levels of symbolic links"), (1, "Too many"), (1, "embedded null byte")])
+def test_a_file_that_cannot_be_opened_keeps_the_engine_from_starting(tmp_path: Path, others: int, why: str) -> None:
+    """Whoever runs as root may open what isn't theirs, but nobody a link to itself, or a name that holds a zero byte."""
+    path, other = tmp_path / "link", tmp_path / "decisions.json"
+    path.symlink_to(path)
+    observers = [{"name": "decision_log", "path": str(one)} for one in [other] * others + [path if why.startswith("Too") else f"{path}\0"]]
+    with pytest.raises(ConfigError, match=rf"observer decision_log: path: '.* can't be written: {why}"):
+        LLMEngine.from_config({"max_model_len": 64, "executor": {"name": "simulated", "num_blocks": 20}, "observers": observers})
+    assert not others or json.loads(other.read_text()), "that of the one that had started is whole"
+
+
+@examples(quick=20, full=500)
+@given(
+    request_id=st.text(st.characters(), min_size=1, max_size=5),
+    client=st.none() | st.text(st.characters(), max_size=5),
+    arrival=st.floats(-1e9, 1e9),
+)
+def test_it_survives_any_id_any_client_and_any_time(
+    tmp_path_factory: pytest.TempPathFactory, request_id: str, client: str | None, arrival: float
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "decisions.json"
+    config = {"max_model_len": 64, "executor": {"name": "simulated", "num_blocks": 20}, "observers": [{"name": "decision_log", "path": str(path)}]}
+    with LLMEngine.from_config(config) as engine:
+        fields = {"arrival_time": arrival, "client": client, "deadline": -arrival}
+        engine.add_request(request_id, [5] * 10, SamplingParams(max_tokens=2, detokenize=False), **fields)  # type: ignore[arg-type]
+        engine.add_request("after " + request_id, [5] * 10, SamplingParams(max_tokens=2, detokenize=False))
+        while engine.has_unfinished_requests():
+            engine.step()
+    events = json.loads(path.read_bytes().decode())
+    names = [event["name"] for event in events if event["ph"] == "X" and event["pid"] == REQUESTS]
+    shown_id, shown_client = ((text or "").encode(errors="replace").decode() for text in (request_id, client))
+    assert f"request {shown_id}" + (f" ({shown_client})" if client is not None else "") in names
+    assert f"request after {shown_id}" in names
+    assert all(0 <= event[key] <= 2**53 for event in events for key in ("ts", "dur") if key in event)
+
+
+def test_a_time_beyond_all_bounds_is_the_latest_there_is(tmp_path: Path) -> None:
+    made = DecisionLog(DecisionLogOptions(path=str(tmp_path / "decisions.json")), ObserverContext(max_num_seqs=1, total_blocks=1))
+    assert (made._us(1e308), made._us(-1e308), made._us(1.5)) == (2**53, 0, 1_500_000)
 
 
 def test_making_it_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

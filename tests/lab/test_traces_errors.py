@@ -51,6 +51,12 @@ def test_a_bad_row_of_a_table_is_named(row: str, message: str, tmp_path: Path) -
     assert error_of(tmp_path, f"{HEADER}0,1,1\n{row}\n") == message
 
 
+def test_an_id_that_no_file_could_hold_is_named(tmp_path: Path) -> None:
+    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    message = "trace: item 1: expected ids and clients that are text, got half a surrogate pair in 'a\\ud83d/0'"
+    assert error_of(tmp_path, json.dumps([{"id": "a\ud83d", "conversations": said}])) == message
+
+
 GOOD = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.suites.sampler_oracle import changed_logits
+from dovetail_samplers.rules import RowRules
 from tests.samplers.helpers import Row, changed, tokens
 from tests.support import examples
 
@@ -60,3 +62,15 @@ def test_what_lies_behind_a_rows_tokens_is_never_read() -> None:
 def test_ids_outside_the_vocabulary_are_left_out() -> None:
     sampling = greedy(logit_bias=((99, 5.0),), bad_words=((99,),), min_tokens=3, stop_token_ids=(99,), allowed_token_ids=(1, 99))
     assert tokens([Row([2.0, 1.0, 0.0], sampling)]) == [1]
+
+
+def test_bad_words_take_as_much_memory_as_they_have_tokens_together() -> None:
+    """However long the longest is: a table of 1,001 lines as wide as it would have 10 million numbers."""
+    words = [tuple(range(10_000)), *((token, token + 1, 7) for token in range(1_000))]
+    rules = RowRules.of(greedy(bad_words=tuple(words)), 10_000, torch.device("cpu"))
+    assert rules is not None
+    assert rules.packed.numel() <= 4 * sum(map(len, words))
+
+
+def test_a_bad_word_longer_than_a_row_can_be_is_never_completed() -> None:
+    assert tokens([Row([0.0, 1.0], greedy(bad_words=((0,) * 10_000 + (1,),)))]) == [1]

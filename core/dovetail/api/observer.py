@@ -117,7 +117,8 @@ class Observer(ABC):
     def __init__(self, options: BaseModel, context: ObserverContext) -> None:
         self.options, self.context = options, context
 
-    def on_started(self, event: EngineStarted) -> None: ...
+    def on_started(self, event: EngineStarted) -> None:
+        """The first call. May raise `ConfigError` if it can't do what its options say: then the engine doesn't start."""
 
     def on_arrived(self, event: RequestArrived) -> None: ...
 

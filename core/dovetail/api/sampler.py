@@ -43,7 +43,7 @@ class RowSampling:
     stop_token_ids: tuple[int, ...] = ()  # all that end it (EOS included, unless ignored), kept out before min_tokens
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    extra_args: Mapping[str, Any] = field(default_factory=dict)  # only keys that `SamplerCapabilities.extra_args` names
+    extra_args: Mapping[str, Any] = field(default_factory=dict)  # only keys that `SamplerCapabilities.extra_args` names; lists are tuples by now
 
 
 @dataclass(frozen=True, slots=True)

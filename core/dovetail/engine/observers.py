@@ -1,11 +1,12 @@
-"""Tells observers what happened, and contains their errors: an observer can't harm a request."""
+"""Tells observers what happened, and contains their errors: an observer can't harm a request. Only as the engine starts may one refuse."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 
-from dovetail.api.observer import Observer
+from dovetail.api.observer import EngineStarted, EngineStopped, Observer
+from dovetail.errors import ConfigError
 
 logger = logging.getLogger("dovetail")
 
@@ -22,6 +23,21 @@ class ObserverHub:
 
     def __bool__(self) -> bool:
         return bool(self._observers)
+
+    def start(self, event: EngineStarted) -> None:
+        """Call `on_started` of every observer. Raises the `ConfigError` of one that can't do what its options say, having told those before it that
+        the engine stops."""
+        started: list[tuple[str, Observer]] = []
+        for name, observer in tuple(self._observers):
+            try:
+                observer.on_started(event)
+            except ConfigError as error:
+                self._observers = started
+                self.tell("on_stopped", EngineStopped(event.time, error))
+                raise
+            except Exception as error:
+                self._contain(name, observer, "on_started", error)
+            started.append((name, observer))
 
     def tell(self, method: str, event: object) -> None:
         """Call `method` of every observer with `event`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.observers import ObserverHub
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError
+from dovetail.front.bounds import at_most
 from dovetail.front.generation_defaults import GenerationDefaults, resolve_sampling
 from dovetail.parts import Parts, find_parts
 from dovetail.registry.models import resolve_model
@@ -58,17 +59,20 @@ class Assembly:
             gc.freeze()
         return tokenizer
 
-    def sampling(self, params: SamplingParams, seed: int, bad_words: tuple[tuple[int, ...], ...]) -> RowSampling:
-        return resolve_sampling(params, self.defaults, seed, bad_words)
+    def sampling(self, params: SamplingParams, seed: int) -> RowSampling:
+        """`params` with nothing left open. Raises `RequestError` for bad words that can't be kept out, or are too many tokens."""
+        return resolve_sampling(params, self.defaults, seed, self._bad_word_ids(params.bad_words or ()))
 
-    def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each text as tokens, as it stands at the start of a line and after a space. Raises `RequestError` for one that has none."""
-        sequences: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words or ():
-            variants = [tuple(self.tokenizer().encode(text, special_tokens=False)) for text in (word, f" {word.lstrip()}")]
+    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each text as tokens, as it stands at the start of a line and after a space."""
+        if not words:
+            return ()
+        ids = self.tokenizer().encode_all([*words, *(f" {word.lstrip()}" for word in words)], special_tokens=False)
+        for word, *variants in zip(words, ids[: len(words)], ids[len(words) :], strict=True):
             if not any(variants):
                 raise RequestError(f"bad_words: {shown(word)} is no token of this model's tokenizer, so it can't be kept out")
-            sequences |= dict.fromkeys(ids for ids in variants if ids)
+        sequences = dict.fromkeys(tuple(variant) for variant in ids if variant)
+        at_most("bad_words: the tokens of all together", sum(map(len, sequences)), self.config.limits, "max_bad_word_tokens")
         return tuple(sequences)
 
     def check_extra(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -82,7 +86,7 @@ class Assembly:
                 known = ", ".join(sorted(self.extra_models)) or "nobody here"
                 raise RequestError(f"extra: {distribution!r} takes nothing from requests; those that do: {known}")
             try:
-                checked[distribution] = model.model_validate(values)
+                checked[distribution] = model.model_validate(values).model_copy(deep=True)  # nothing of it is the caller's any more
             except ValueError as error:
                 raise RequestError(f"extra.{distribution}: {error}") from None
         return checked
@@ -175,7 +179,7 @@ def _make_core(executor: Executor, capacity: Capacity, config: EngineConfig, par
     observer_context = ObserverContext(config.max_num_seqs, num_blocks)
     observers = ObserverHub([(observer.qualified_name, observer.make(observer_context)) for observer in parts.observers])
     if observers:
-        observers.tell("on_started", _started(parts, capacity, clock))
+        observers.start(_started(parts, capacity, clock))
     settings = CoreSettings(config.max_num_seqs, config.max_num_batched_tokens, config.overlap, parts.scheduler.qualified_name)
     return EngineCore(scheduler, kv, executor, capacity, clock, settings, observers)
 

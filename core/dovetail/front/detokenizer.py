@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dovetail.front.stop_strings import START, StopStrings
 from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -154,11 +155,12 @@ class IncrementalText:
     began first. One that ends before `min_tokens` tokens is text like any other.
     """
 
-    __slots__ = ("_held", "_include", "_min_tokens", "_num_tokens", "_released", "_stops", "_taken", "_tokens", "stopped")
+    __slots__ = ("_held", "_include", "_min_tokens", "_num_tokens", "_released", "_state", "_stops", "_taken", "_tokens", "stopped")
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int], stops: StopStrings | None) -> None:
+        """`stops`: those of `params`, which the samples of a request share; None if it has none."""
         self._tokens = token_text(tokenizer, prompt_token_ids, params.skip_special_tokens)
-        self._stops = tuple(params.stop or ())
+        self._stops, self._state = stops, START
         self._include = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
@@ -180,7 +182,7 @@ class IncrementalText:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """More tokens; those behind one that completes a stop string are dropped."""
-        if not self._stops:
+        if self._stops is None:
             text = self._tokens.append(token_ids)
             self._released += text.encode(*ENCODING)
             return
@@ -189,21 +191,22 @@ class IncrementalText:
                 return
 
     def append_and_check(self, token_id: int) -> str | None:
-        """One more token; the stop string that it completes, or None. From the match on (or from its end, with `include_stop_str_in_output`)
-        nothing becomes text."""
-        if self.stopped is not None:
+        """One more token of a request with stop strings; the one that it completes, or None. From the match on (or from its end, with
+        `include_stop_str_in_output`) nothing becomes text."""
+        if self.stopped is not None or self._stops is None:
             return self.stopped
         self._num_tokens += 1
-        known = len(self._held)
-        window = self._held + self._tokens.append((token_id,))
-        if self._num_tokens >= self._min_tokens and len(window) > known:
-            match = _first_match(window, self._stops, known)
-            if match is not None:
-                start, self.stopped = match
-                self._put(window[: start + len(self.stopped) if self._include else start], "")
-                return self.stopped
-        held = _held_suffix(window, self._stops)
-        self._put(window[: len(window) - len(held)], held)
+        new = self._tokens.append((token_id,))
+        self._state, length, behind = self._stops.advance(self._state, new, self._num_tokens >= self._min_tokens)
+        window = self._held + new
+        if length:
+            end = len(window) - behind
+            start = end - length
+            self.stopped = window[start:end]
+            self._put(window[: end if self._include else start], "")
+            return self.stopped
+        held = len(window) - self._stops.held(self._state)
+        self._put(window[:held], window[held:])
         return None
 
     def flush(self, stopped: bool = False) -> None:
@@ -215,25 +218,3 @@ class IncrementalText:
     def _put(self, text: str, held: str) -> None:
         self._released += text.encode(*ENCODING)
         self._held = held
-
-
-def _held_suffix(window: str, stops: Sequence[str]) -> str:
-    """The longest suffix of `window` that begins a stop string and isn't all of it."""
-    begin = len(window)
-    for stop in stops:
-        at = window.find(stop[0], max(0, len(window) - len(stop) + 1))
-        while at >= 0 and not stop.startswith(window[at:]):
-            at = window.find(stop[0], at + 1)
-        if at >= 0:
-            begin = min(begin, at)
-    return window[begin:]
-
-
-def _first_match(window: str, stops: Sequence[str], known: int) -> tuple[int, str] | None:
-    """Where the first stop string to end behind the `known` first characters starts, and which it is."""
-    found = []
-    for stop in stops:
-        start = window.find(stop, max(0, known - len(stop) + 1))
-        if start >= 0:
-            found.append((start + len(stop), start, stop))
-    return min(found)[1:] if found else None

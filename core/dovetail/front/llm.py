@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import signal
 import threading
@@ -15,13 +14,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dovetail.checks import is_integer, shown
+from dovetail.checks import BINARY, is_integer, shown
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front.chat import ChatFrontEnd, ChatOptions
 from dovetail.front.chat_messages import Message
 from dovetail.front.llm_engine import LLMEngine, Prompt
 from dovetail.request import RequestOutput
-from dovetail.sampling_params import OutputKind, SamplingParams
+from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
 
 
 class LLM:
@@ -197,7 +196,7 @@ class _Speed:
 
 def _as_list(prompts: Any) -> list[Prompt]:
     """A list that begins with an integer is one prompt, and so is an array of one dimension."""
-    if isinstance(prompts, str | bytes | Mapping) or getattr(prompts, "ndim", 2) < 2:
+    if isinstance(prompts, str | BINARY | Mapping) or getattr(prompts, "ndim", 2) < 2:
         return [prompts]
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts must be text, token ids, or a list of these, got {shown(prompts)}")
@@ -217,9 +216,7 @@ def _one_each(params: Any, count: int) -> list[SamplingParams]:
 
 def _told_at_the_end(params: SamplingParams) -> SamplingParams:
     """`params` as an offline call wants them."""
-    params = copy.copy(params)  # `dataclasses.replace` would check each field again
-    object.__setattr__(params, "output_kind", OutputKind.FINAL)
-    return params
+    return changed_unchecked(params, output_kind=OutputKind.FINAL)
 
 
 def _conversations(messages: Any) -> Sequence[Any]:

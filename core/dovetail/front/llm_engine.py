@@ -10,21 +10,24 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dovetail.api.clock import Clock
-from dovetail.checks import as_number, is_integer, shown
+from dovetail.checks import BINARY, INT64, MAX_TIME_S, as_number, is_integer, shown
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.siblings import make_siblings
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import EngineDeadError, RequestError
+from dovetail.front import bounds
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.outputs import OutputBuilder, RequestGroup
+from dovetail.front.stop_strings import StopStrings
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.request import RequestOutput, token_array
-from dovetail.sampling_params import SamplingParams
+from dovetail.sampling_params import SamplingParams, changed_unchecked
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from dovetail.api.sampler import RowSampling
     from dovetail.config import EngineConfig
     from dovetail.front.detokenizer import IncrementalText
     from dovetail.registry.registry import Registry
@@ -97,9 +100,9 @@ class LLMEngine:
         """Take a request. Raises, having changed nothing, `RequestError` if something is wrong with it, `ModelLoadError` if it needs a
         tokenizer that the model doesn't have, `EngineDeadError` if the engine has failed or was closed.
 
-        `arrival_time` and `deadline` are seconds on the engine's clock (`engine.now()`): until its time no policy sees the request. `client`
-        is whom policies charge. `cache_salt`: share cached K and V only with requests of the same salt. `extra`: per distribution, what
-        its components want to know of the request. `predicted_tokens`: a guess of how many it will generate, for policies that use one.
+        `arrival_time` and `deadline` are seconds on the engine's clock (`engine.now()`), from -1e9 to 1e9: until its time no policy sees the
+        request. `client` is whom policies charge. `cache_salt`: share cached K and V only with requests of the same salt. `extra`: per distribution,
+        what its components want to know of the request. `predicted_tokens`: a guess of how many it will generate, for policies that use one.
         """
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
@@ -108,25 +111,24 @@ class LLMEngine:
         self._check_fields(request_id, arrival_time, priority, client, deadline, cache_salt, predicted_tokens)
         text, token_ids, prompt_array = self._read_prompt(prompt, params)
         self._check_params(params)
+        bounds.check_size("extra", extra, self.config.limits)
         extras = self._assembly.check_extra(extra)
         arrival = self.now() if arrival_time is None else float(arrival_time)
         room = self.capacity.max_model_len - len(token_ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > limit:  # more than there is room for: all that there is room for
-            params = dataclasses.replace(params, min_tokens=limit)
-        texts = [self._text(params, token_ids) for _ in range(params.n)]
+            params = changed_unchecked(params, min_tokens=limit)
+        texts = self._texts(params, token_ids)
         seed = params.seed if params.seed is not None else self._random.getrandbits(_SEED_BITS)
-        bad_words = self._assembly.bad_word_ids(params)
+        sampling = self._assembly.sampling(params, seed % 2**_SEED_BITS)
         samples = []
         for index, sample_text in enumerate(texts):
-            of_sample = params if params.n == 1 else _params_of_sample(params, index)
-            sampling = self._assembly.sampling(of_sample, (seed + index * _GOLDEN) % 2**_SEED_BITS, bad_words)
             request = LiveRequest(
                 request_id if params.n == 1 else f"{request_id}#{index}",
                 prompt_array,
-                of_sample,
+                params if params.n == 1 else _params_of_sample(params, index),
                 max_tokens=limit,
-                sampling=sampling,
+                sampling=sampling if index == 0 else _sampling_of_sample(sampling, seed, index),
                 stop_ids=sampling.stop_token_ids,
                 stopper=sample_text.append_and_check if sample_text is not None and params.stop else None,
                 arrival_time=arrival,
@@ -158,6 +160,8 @@ class LLMEngine:
     def all_tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """As `tokenized` each, in a fraction of the time that the texts would take one by one."""
         texts = {place: content for place, content in enumerate(map(_content, prompts)) if isinstance(content, str)}
+        for text in texts.values():
+            self._check_text(text)
         ids = iter(self.tokenizer.encode_all(list(texts.values())) if texts else ())
         return [TokenizedText(texts[place], next(ids)) if place in texts else prompt for place, prompt in enumerate(prompts)]
 
@@ -230,25 +234,47 @@ class LLMEngine:
     def _check_fields(self, request_id: Any, arrival: Any, priority: Any, client: Any, deadline: Any, salt: Any, predicted: Any) -> None:
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id must be a non-empty string, got {shown(request_id)}")
+        for name, value in (("request_id", request_id), ("client", client), ("cache_salt", salt)):
+            if value is None:
+                continue
+            if not isinstance(value, str):
+                raise RequestError(f"{name} must be a string or None, got {shown(value)}")
+            bounds.at_most(f"{name}: its characters", len(value), self.config.limits, "max_name_chars")
         if request_id in self._groups:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
         for name, value in (("arrival_time", arrival), ("deadline", deadline)):
-            if value is not None and as_number(value) is None:
-                raise RequestError(f"{name} must be a finite number of seconds or None, got {shown(value)}")
-        if not is_integer(priority):
-            raise RequestError(f"priority must be an integer, got {shown(priority)}")
-        if predicted is not None and not (is_integer(predicted) and predicted >= 0):
-            raise RequestError(f"predicted_tokens must be an integer >= 0 or None, got {shown(predicted)}")
-        for name, value in (("client", client), ("cache_salt", salt)):
-            if value is not None and not isinstance(value, str):
-                raise RequestError(f"{name} must be a string or None, got {shown(value)}")
+            if value is not None and ((seconds := as_number(value)) is None or abs(seconds) > MAX_TIME_S):
+                raise RequestError(
+                    f"{name} must be a finite number of seconds or None, got {shown(value)}: on the engine's clock (engine.now()), from "
+                    f"-{MAX_TIME_S:g} to {MAX_TIME_S:g}"
+                )
+        if not is_integer(priority) or not INT64[0] <= priority <= INT64[1]:
+            raise RequestError(f"priority must be an integer from {INT64[0]} to {INT64[1]}, got {shown(priority)}")
+        if predicted is not None and not (is_integer(predicted) and 0 <= predicted <= INT64[1]):
+            raise RequestError(f"predicted_tokens must be an integer from 0 to {INT64[1]} or None, got {shown(predicted)}")
+
+    def _check_text(self, text: str) -> None:
+        """Before it is tokenized, which takes a while for a text that is far too long."""
+        most = self.config.limits.max_prompt_chars
+        if most is None and len(text) > self.capacity.max_model_len:
+            most = self.capacity.max_model_len * self.tokenizer.longest_token
+        if most is not None and len(text) > most:
+            raise RequestError(f"the prompt has {len(text)} characters: at most {most} are tokenized (limits.max_prompt_chars)")
 
     def _read_prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, tuple[int, ...], NDArray[np.int64]]:
         """Its text, if it was one, and its token ids, twice."""
         prompt = self.tokenized(prompt)
-        text, token_ids = (prompt.text, prompt.token_ids) if isinstance(prompt, TokenizedText) else (None, _as_ids(_content(prompt)))
-        if not token_ids:
+        text, given = (prompt.text, prompt.token_ids) if isinstance(prompt, TokenizedText) else (None, _as_sequence(_content(prompt)))
+        room = self.capacity.max_model_len - 1
+        if params.truncate_prompt_tokens is not None:
+            given = given[-(room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens) :]
+        if not given:
             raise RequestError("the prompt is empty: it needs at least one token")
+        if len(given) > room:
+            raise RequestError(
+                f"the prompt has {len(given)} tokens; with max_model_len {self.capacity.max_model_len} at most {room} leave room for one to generate"
+            )
+        token_ids = _as_ids(given)
         vocab_size = self.capacity.vocab_size
         try:
             numbers = token_array(token_ids)
@@ -257,16 +283,10 @@ class LLMEngine:
             wrong = [max(token_ids, key=abs)]
         if wrong:
             raise RequestError(f"prompt token id {shown(wrong[0])} is out of the vocabulary: allowed are 0 to {vocab_size - 1}")
-        if len(token_ids) >= self.capacity.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; with max_model_len {self.capacity.max_model_len} at most "
-                f"{self.capacity.max_model_len - 1} leave room for one to generate"
-            )
-        return text, tuple(token_ids), numbers
+        return text, token_ids, numbers
 
     def _check_params(self, params: SamplingParams) -> None:
-        if params.n > (most := self.config.limits.max_n):
-            raise RequestError(f"n must be at most {most} (limits.max_n), got {params.n}")
+        bounds.check_params(params, self.config.limits)
         vocab_size = self.capacity.vocab_size
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             wrong = [token for token in getattr(params, name) or () if token >= vocab_size]
@@ -282,13 +302,14 @@ class LLMEngine:
             known = ", ".join(sorted(self._assembly.extra_args)) or "none"
             raise RequestError(f"extra_args: {shown(unknown[0])} means nothing to sampler {self.config.sampler.name}; it understands: {known}")
 
-    def _text(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> IncrementalText | None:
-        """The text that a sample will grow; None, if nobody wants it."""
+    def _texts(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> list[IncrementalText | None]:
+        """The text that each sample will grow; None, if nobody wants it."""
         if not params.detokenize:
-            return None
+            return [None] * params.n
         from dovetail.front.detokenizer import IncrementalText  # the tokenizers package, only if there is text to make
 
-        return IncrementalText(self.tokenizer, params, prompt_token_ids)
+        stops = StopStrings(params.stop) if params.stop else None
+        return [IncrementalText(self.tokenizer, params, prompt_token_ids, stops) for _ in range(params.n)]
 
     def _forget(self, group: RequestGroup) -> None:
         self._builder.forget(group)
@@ -297,7 +318,12 @@ class LLMEngine:
 
 def _params_of_sample(params: SamplingParams, index: int) -> SamplingParams:
     """The prompt's log-probabilities are the first sample's business alone."""
-    return dataclasses.replace(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
+    return changed_unchecked(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
+
+
+def _sampling_of_sample(sampling: RowSampling, seed: int, index: int) -> RowSampling:
+    """That of a sample but the first, whose lists it shares."""
+    return dataclasses.replace(sampling, seed=(seed + index * _GOLDEN) % 2**_SEED_BITS, prompt_logprobs=None)
 
 
 def is_text(prompt: Any) -> bool:
@@ -319,11 +345,16 @@ def _content(prompt: Any) -> Any:
     return content
 
 
-def _as_ids(prompt: Any) -> tuple[int, ...]:
-    """A list, tuple, numpy array or torch tensor of integers, as ints."""
-    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray | memoryview):
+def _as_sequence(prompt: Any) -> Sequence[Any]:
+    """A list, tuple, numpy array or torch tensor, as something to be cut and counted. Raises `RequestError`."""
+    ids = prompt if isinstance(prompt, BINARY) or not hasattr(prompt, "tolist") else prompt.tolist()
+    if isinstance(ids, BINARY) or not isinstance(ids, Sequence):
         raise RequestError(f"the prompt must be text or a list of token ids, got {shown(prompt)}")
+    return ids if isinstance(ids, list | tuple | range) else tuple(ids)
+
+
+def _as_ids(ids: Sequence[Any]) -> tuple[int, ...]:
+    """Integers of any kind, as ints. Raises `RequestError`."""
     if [type(token) for token in ids].count(int) == len(ids):  # nearly always, and quickly seen
         return tuple(ids)
     for token in ids:

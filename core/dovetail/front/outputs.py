@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class RequestGroup:
     """One user request: its samples, and what the outputs of all have in common."""
 
-    __slots__ = ("metrics", "params", "prompt", "prompt_logprobs", "prompt_token_ids", "request_id", "samples")
+    __slots__ = ("kind", "metrics", "params", "prompt", "prompt_logprobs", "prompt_token_ids", "request_id", "samples")
 
     def __init__(
         self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams, samples: Sequence[LiveRequest]
@@ -28,6 +28,7 @@ class RequestGroup:
         self.prompt = prompt  # its text, if it was one
         self.prompt_token_ids = prompt_token_ids
         self.params = params  # as the user gave them: `params.n` samples
+        self.kind = OutputKind(params.output_kind)
         self.samples = samples
         self.metrics = RequestMetrics(samples[0].arrival_time)
         self.prompt_logprobs: list[TokenLogprobMap | None] | None = None if params.prompt_logprobs is None else [None]
@@ -63,7 +64,7 @@ class SampleOutput:
         self.sent_tokens = 0  # of its tokens, already part of a delta
         self.sent_logprobs = 0
         # Nothing but tokens to report, one by one or at the end: the quick way.
-        self.plain = params.n == 1 and params.logprobs is None and params.prompt_logprobs is None and params.output_kind is not OutputKind.CUMULATIVE
+        self.plain = params.n == 1 and params.logprobs is None and params.prompt_logprobs is None and group.kind is not OutputKind.CUMULATIVE
 
     def take(self, kind: OutputKind) -> CompletionOutput:
         """What is new (delta), or all there is."""
@@ -157,7 +158,7 @@ class OutputBuilder:
             if sample.plain and request not in finished:
                 if sample.text is not None and request.stopper is None:
                     sample.text.append((token,))
-                if sample.group.params.output_kind is OutputKind.DELTA:
+                if sample.group.kind is OutputKind.DELTA:
                     outputs.append(self._plain_delta(sample, token))
                 continue
             self._feed(sample, token, finished.get(request))
@@ -181,7 +182,7 @@ class OutputBuilder:
 
     def _output(self, group: RequestGroup, fresh: Sequence[SampleOutput]) -> RequestOutput | None:
         """A request's output after this delivery, in which the samples `fresh` changed; None, if its kind says to wait."""
-        kind, finished = group.params.output_kind, self._has_finished(group)
+        kind, finished = group.kind, self._has_finished(group)
         if kind is OutputKind.FINAL and not finished:
             return None
         group.update_metrics()

@@ -53,6 +53,11 @@ class Tokenizer:
         """Ids that it knows, added tokens included."""
         return len(self._tokenizer)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """The characters of its longest token: what a text has more of, for each token that it becomes, is rare and strange."""
+        return max(map(len, self._tokenizer.get_vocab()), default=0)
+
     @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's own; what ends a request is the model's business, see `generation_defaults`."""

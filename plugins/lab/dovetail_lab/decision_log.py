@@ -8,7 +8,8 @@
 
 The format is Chrome's JSON trace events ("Trace Event Format", Google, 2016), as an array with one event a line: complete events (ph X), instants
 (i), counters (C) and names (M). Slices of one lane nest, as Perfetto wants it: a lane holds one request at a time. Times are whole microseconds of
-the engine's clock. Nothing of the machine's own time is in it, so a simulated run gives the same bytes each time.
+the engine's clock. Nothing of the machine's own time is in it, so a simulated run gives the same bytes each time. Half a surrogate pair in a name,
+which neither UTF-8 nor Perfetto's JSON has, is written as "?".
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ from dovetail.api.observer import (
     StepFinished,
 )
 from dovetail.api.scheduler import Refusal
+from dovetail.checks import shown
 from dovetail.errors import ConfigError
 from dovetail.request import Request
 
 ENGINE, REQUESTS = 1, 2  # "processes" of the trace
 DEVICE = 1  # the engine's only "thread"
+
+LATEST_US = float(2**53)  # whole numbers up to here are exact in any JSON: 285 years
 
 NOT_YET = "arrived while a step was being computed"
 NOT_ASKED = "the policy didn't ask for it"
@@ -115,8 +119,12 @@ class DecisionLog(Observer):
         """Raises `ConfigError` if the file can't be in that directory."""
         super().__init__(options, context)
         self._path = Path(options.path)
-        if not self._path.parent.is_dir() or self._path.is_dir():
-            raise ConfigError(f"observer decision_log: path: {options.path!r} is no file in a directory that exists")
+        try:
+            possible = self._path.parent.is_dir() and not self._path.is_dir()
+        except OSError:  # a name that is too long
+            possible = False
+        if not possible:
+            raise self._no_file("is no file in a directory that exists")
         self._file: TextIO | None = None
         self._zero = 0.0
         self._lanes = Lanes()
@@ -124,12 +132,19 @@ class DecisionLog(Observer):
         self._over: list[Life] = []  # finished; their last step isn't in
 
     def on_started(self, event: EngineStarted) -> None:
+        """Raises `ConfigError` if the file can't be opened."""
         self._zero = event.time
-        self._file = self._path.open("w", encoding="utf-8", newline="\n")
+        try:
+            self._file = self._path.open("w", encoding="utf-8", errors="replace", newline="\n")
+        except (OSError, ValueError) as error:
+            raise self._no_file(f"can't be written: {getattr(error, 'strerror', error)}") from None
         label = f"scheduler {event.scheduler}, kv_cache {event.kv_cache}, {event.num_blocks} blocks of {event.block_size}, executor {event.executor}"
         self._file.write("[\n" + _line(_named("process_name", ENGINE, "engine")))
         self._write(_meta("process_labels", ENGINE, {"labels": label}), _named("thread_name", ENGINE, "device", DEVICE))
         self._write(_named("process_name", REQUESTS, "requests"))
+
+    def _no_file(self, why: str) -> ConfigError:
+        return ConfigError(f"observer decision_log: path: {shown(self.options.path)} {why}")
 
     def on_arrived(self, event: RequestArrived) -> None:
         begin = self._us(event.request.arrival_time)
@@ -239,11 +254,11 @@ class DecisionLog(Observer):
             self._write(_instant(name, life.lane, max(self._us(time), life.begin_us)))
 
     def _us(self, time: float) -> int:
-        return max(0, round((time - self._zero) * 1e6))
+        return round(min(max(0.0, (time - self._zero) * 1e6), LATEST_US))
 
     def _write(self, *events: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.writelines(",\n" + _line(event) for event in events)
+            self._file.write("".join([",\n" + _line(event) for event in events]))  # all of them, or none
 
 
 def _fates(decisions: Sequence[Decision]) -> dict[Request, Decision]:

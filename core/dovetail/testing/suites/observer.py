@@ -186,7 +186,7 @@ def _play(spy: Spy | None, acts: tuple[Act, ...], *, decisions: bool = False, po
     world = World(make, SHAPE)
     others = [("other", _WantsDecisions(NoOptions(), ObserverContext(1, 1)))] if decisions else []
     hub = world.core.observers = ObserverHub([*([("observer", spy)] if spy is not None else []), *others])
-    hub.tell("on_started", EngineStarted(0.0, "harsh", "fake", "fake", SHAPE.num_blocks, SHAPE.block_size, SHAPE.max_in_flight, {"device": "none"}))
+    hub.start(EngineStarted(0.0, "harsh", "fake", "fake", SHAPE.num_blocks, SHAPE.block_size, SHAPE.max_in_flight, {"device": "none"}))
     world.play(acts)
     world.core.stop()
     return world

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from dovetail.checks import unicode_error
 from dovetail_lab.traces.objects import CountTokens, read_bench_serve, read_mooncake, read_sharegpt, read_vllm_requests, read_vtc_measured
 from dovetail_lab.traces.reading import Draft, Rows, Source, TraceError, counted, json_of, read_source
 from dovetail_lab.traces.request import Trace, TraceRequest
@@ -133,5 +134,8 @@ def _request(draft: Draft, id: str, start: float) -> TraceRequest:
 def _check_ids(source: Source, drafts: Sequence[Draft]) -> None:
     seen: dict[str, int] = {}
     for draft in drafts:
+        for name in (draft.id, draft.client):
+            if name is not None and unicode_error(name):
+                raise source.error(f"expected ids and clients that are text, got half a surrogate pair in {name!r}", draft.line)
         if draft.id is not None and seen.setdefault(draft.id, draft.line) != draft.line:
             raise source.error(f"expected ids that differ, {draft.id!r} is also in {source.row_is} {seen[draft.id]}", draft.line)

@@ -1,0 +1,45 @@
+"""Holds what one request asks for against `Limits`, at the door: `LLMEngine` calls it before anything is made of the request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dovetail.checks import is_larger
+from dovetail.errors import RequestError
+from dovetail.limits import Limits
+from dovetail.sampling_params import SamplingParams
+
+
+def check_params(params: SamplingParams, limits: Limits) -> None:
+    """Raises `RequestError` naming the parameter, the limit and its value. `max_bad_word_tokens` is known only later."""
+    at_most("n", params.n, limits, "max_n")
+    if params.stop:
+        at_most("stop: the number of strings", len(params.stop), limits, "max_stop_strings")
+        at_most("stop: the characters of all strings together", sum(map(len, params.stop)), limits, "max_stop_chars")
+    if params.stop_token_ids:
+        at_most("stop_token_ids: their number", len(params.stop_token_ids), limits, "max_stop_token_ids")
+    if params.bad_words:
+        at_most("bad_words: their number", len(params.bad_words), limits, "max_bad_words")
+        at_most("bad_words: the characters of all together", sum(map(len, params.bad_words)), limits, "max_bad_word_chars")
+    if params.logit_bias:
+        at_most("logit_bias: the number of tokens", len(params.logit_bias), limits, "max_logit_bias")
+    if params.allowed_token_ids:
+        at_most("allowed_token_ids: their number", len(params.allowed_token_ids), limits, "max_allowed_token_ids")
+    if params.logprobs:
+        at_most("logprobs", params.logprobs, limits, "max_logprobs")
+    if params.prompt_logprobs:
+        at_most("prompt_logprobs", params.prompt_logprobs, limits, "max_logprobs")
+    check_size("extra_args", params.extra_args, limits)
+
+
+def check_size(name: str, value: Any, limits: Limits) -> None:
+    """For `extra_args` and `extra`. Raises `RequestError`."""
+    if value and is_larger(value, limits.max_extra_size):
+        raise RequestError(f"{name}: all items and characters in it must be at most {limits.max_extra_size} (limits.max_extra_size) together")
+
+
+def at_most(what: str, value: int, limits: Limits, limit: str) -> None:
+    """Raises `RequestError` if `value` is more than that limit."""
+    most = getattr(limits, limit)
+    if value > most:
+        raise RequestError(f"{what} must be at most {most} (limits.{limit}), got {value}")
