@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
+from dovetail.checks import shown
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 KeyPath = tuple[str | int, ...]
+
+LISTED = 10  # problems that one error tells of; the rest are counted
+MAX_KEY = 200  # characters of a key in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,8 @@ class Where:
     @property
     def key(self) -> str:
         """Dotted, as overrides write it: "observers.0.level"."""
-        return ".".join(map(str, self.path))
+        text = ".".join(map(str, self.path))
+        return text if len(text) <= MAX_KEY else f"{text[:MAX_KEY]}..."
 
     @property
     def origin(self) -> str | None:
@@ -47,18 +52,27 @@ class Where:
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
     """`, did you mean x?` for the nearest name, or nothing."""
+    if len(wrong) > MAX_KEY:
+        return ""  # nothing is near, and looking takes time that grows with the length
     near = difflib.get_close_matches(wrong, list(valid), n=1, cutoff=0.6)
     return f", did you mean {near[0]}?" if near else ""
 
 
 def explain(error: ValidationError, model: type[BaseModel], given: Any, where: Where, noun: str) -> ConfigError:
-    """A `ConfigError` with a line for each key that `model` refused in `given`; `noun` is what a key is called ("option")."""
+    """A `ConfigError` with a line for each key that `model` refused in `given`, but no more than `LISTED`; `noun` is what a key is called
+    ("option")."""
     found: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         found.setdefault(_path_in(given, detail), []).append(detail)
     line_order = {path: index for index, path in enumerate(where.origins)}
     paths = sorted(found, key=lambda path: line_order.get(where.path + path, len(line_order)))
-    return ConfigError("\n".join(where.at(*path).says(_message(path, found[path], model, noun)) for path in paths))
+    lines = [where.at(*path).says(_message(path, found[path], model, noun)) for path in paths[:LISTED]]
+    return ConfigError("\n".join([*lines, *and_more(len(paths))]))
+
+
+def and_more(count: int) -> list[str]:
+    """A line that counts the problems beyond those that are listed, if there are any."""
+    return [f"… and {count - LISTED} more"] if count > LISTED else []
 
 
 def _path_in(given: Any, detail: ErrorDetails) -> KeyPath:
@@ -84,7 +98,7 @@ def _message(path: KeyPath, details: Sequence[ErrorDetails], model: type[BaseMod
     right = [detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ") for detail in details]
     if kind in ("value_error", "assertion_error"):
         return "; ".join(right)
-    return f"expected {' or '.join(dict.fromkeys(right))}, got {details[0]['input']!r}"
+    return f"expected {' or '.join(dict.fromkeys(right))}, got {shown(details[0]['input'])}"
 
 
 def unknown_key(wrong: str, valid: Sequence[str], noun: str) -> str:
