@@ -9,15 +9,18 @@ from functools import cached_property
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperCommand, TyperGroup
 
 from dovetail import __version__
+from dovetail.checks import shown
 from dovetail.cli import config, generate, plugins
-from dovetail.errors import DovetailError, EngineDeadError, PluginError, PolicyError, SchedulerStalled
+from dovetail.cli.streams import OutputError, make_any_text_printable, tell
+from dovetail.errors import DovetailError, EngineDeadError, PluginError, PolicyError, SchedulerStalled, describe
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedCommand
 
-RUN_TIME_ERRORS = (PolicyError, SchedulerStalled, EngineDeadError)  # exit code 1; all others found something wrong before the start: 2
+RUN_TIME_ERRORS = (PolicyError, SchedulerStalled, EngineDeadError, OutputError)  # exit code 1; all others found something wrong before the start: 2
 
 
 class PluginCommand(TyperCommand):
@@ -80,17 +83,29 @@ class DovetailGroup(TyperGroup):
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         self.show_traceback = ctx.params["traceback"]
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if isinstance(error.__cause__, ValidationError):  # whose text is all that Typer shows
+                error.message += f", got {shown(error.__cause__.errors()[0]['input'])}"
+            raise
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        make_any_text_printable()
         try:
             return super().main(*args, **kwargs)
         except DovetailError as error:
-            if self.show_traceback or os.environ.get("DOVETAIL_TRACEBACK", "") not in ("", "0"):
-                traceback.print_exc()
-            else:
-                typer.echo(f"error: {error}", err=True)
+            self._tell(str(error))
             sys.exit(1 if isinstance(error, RUN_TIME_ERRORS) else 2)
+        except Exception as error:
+            self._tell(f"{describe(error)}\nThis is a fault in Dovetail or in a plugin. `dovetail --traceback`, before the subcommand, shows where.")
+            sys.exit(1)
+
+    def _tell(self, text: str) -> None:
+        if self.show_traceback or os.environ.get("DOVETAIL_TRACEBACK", "") not in ("", "0"):
+            tell(traceback.format_exc())
+        else:
+            tell(f"error: {text}")
 
 
 app = typer.Typer(

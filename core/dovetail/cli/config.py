@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dovetail.cli.settings import Settings, Source, load_config
+from dovetail.cli.streams import tell
 from dovetail.errors import DovetailError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def check(source: Source = DEFAULT_MODEL, settings: Settings = []) -> None:  # n
     config = load_config(source, settings)
     problems = _problems(config, Registry.discover(config.plugins))
     for problem in problems:
-        typer.echo(f"error: {problem}", err=True)
+        tell(f"error: {problem}")
     if problems:
         raise typer.Exit(2)
     typer.echo(f"{source}: ok")
@@ -129,4 +130,4 @@ def _check_part(part: ResolvedComponent, noted: Callable[[], AbstractContextMana
         except MissingExtraError as error:
             if part.spec.kind not in ("sampler", "attention"):
                 raise
-            typer.echo(f"note: {error}", err=True)
+            tell(f"note: {error}")
