@@ -147,8 +147,15 @@ def _start(executor: Executor, name: str) -> Capacity:
         what = f"executor {name} can't start: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if isinstance(error, ImportError):  # of a package that a library needs
             raise UnsupportedError(what) from error
-        remedy = "if memory is short, lower max_num_seqs, max_model_len, gpu_memory_utilization, kv_cache_memory or max_num_batched_tokens"
+        if not _is_of_memory(error):
+            raise UnsupportedError(what) from error
+        remedy = "memory is short: lower max_num_seqs, max_model_len, gpu_memory_utilization, kv_cache_memory or max_num_batched_tokens"
         raise UnsupportedError(f"{what}; {remedy}") from error
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """True for Python's own, torch's of either device, and CUDA's."""
+    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in ("memory", "alloc"))
 
 
 def _make_executor(config: EngineConfig, parts: Parts, model_dir: Path, clock: Clock, progress: Callable[[str, int, int], None] | None) -> Executor:
