@@ -177,6 +177,17 @@ class EngineConfig(BaseModel):
     @classmethod
     def load_with(cls, source: str | Path | Mapping[str, Any] | EngineConfig, overrides: Mapping[str, Any], origin: str = "override") -> EngineConfig:
         """As `load`; errors in overrides name their `origin` ("--set")."""
+        config, wrong = cls.load_what_is_right(source, overrides, origin)
+        if wrong is not None:
+            raise wrong
+        return config  # type: ignore[return-value]  # there is one where nothing is wrong
+
+    @classmethod
+    def load_what_is_right(
+        cls, source: str | Path | Mapping[str, Any] | EngineConfig, overrides: Mapping[str, Any], origin: str = "override"
+    ) -> tuple[EngineConfig | None, ConfigError | None]:
+        """As `load_with`, but what is wrong is left out and told beside the rest, so that the rest can be checked too. There is no config if
+        `plugins` is wrong: nobody knows then whose code may be imported. Raises `ConfigError` for what can't be read at all."""
         values, origins = _read(source)
         for key, value in overrides.items():
             _put(values, origins, key, value, origin)
@@ -194,13 +205,16 @@ class EngineConfig(BaseModel):
         return values
 
     @classmethod
-    def _checked(cls, values: dict[str, Any], origins: dict[KeyPath, str]) -> EngineConfig:
+    def _checked(cls, values: dict[str, Any], origins: dict[KeyPath, str]) -> tuple[EngineConfig | None, ConfigError | None]:
         where = Where(origins=origins)
         given = {key: _with_place(value, where.at(key)) if key in COMPONENT_KEYS else value for key, value in values.items()}
         try:
-            return cls.model_validate(given)
+            return cls.model_validate(given), None
         except ValidationError as error:
-            raise explain(error, cls, values, where, "key") from None
+            told, wrong = explain(error, cls, values, where, "key"), {detail["loc"][0] for detail in error.errors(include_url=False)}
+        if "plugins" in wrong:
+            return None, told
+        return cls.model_validate({key: value for key, value in given.items() if isinstance(key, str) and key not in wrong}), told
 
     def attention_candidates(self, registry: Registry) -> tuple[ResolvedComponent, ...]:
         """The backends that the executor should consider, best first: see `dovetail.registry.auto_attention`."""

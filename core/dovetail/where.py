@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from dovetail.checks import shown
 from dovetail.errors import ConfigError
+from dovetail.roadmap import not_yet
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -103,6 +104,8 @@ def _message(path: KeyPath, details: Sequence[ErrorDetails], model: type[BaseMod
 
 def unknown_key(wrong: str, valid: Sequence[str], noun: str) -> str:
     """What to say of a key that nobody knows."""
+    if planned := not_yet(wrong):
+        return f"unknown {noun}: {planned}"
     if not valid:
         return f"unknown {noun}; there are none here"
     return f"unknown {noun}" + (did_you_mean(wrong, valid) or f"; valid are {', '.join(valid)}")

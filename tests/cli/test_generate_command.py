@@ -134,6 +134,11 @@ def test_an_id_that_is_no_text_is_printed_as_an_escape() -> None:
         (["x", "--plain"], 2, "--plain says how to read a --prompts-file"),
         (["x", "--max-tokens", "0"], 2, "max_tokens must be an integer >= 1"),
         (["x", "--param", "tempature=1"], 2, "--param: tempature: unknown sampling parameter, did you mean temperature?"),
+        (
+            ["x", "--param", "guided_json={}"],
+            2,
+            '--param: guided_json: unknown sampling parameter: not there yet; "Structured output" is on the roadmap',
+        ),
         (["x", "--param", "n"], 2, "--param: expected key=value"),
         (["x", "--set", "zzz=1"], 2, "--set: zzz: unknown key"),
         (["refused"], 2, "request 0: the prompt is empty"),

@@ -16,9 +16,10 @@ from dovetail import __version__
 from dovetail.checks import shown
 from dovetail.cli import config, generate, plugins
 from dovetail.cli.streams import OutputError, make_any_text_printable, tell
-from dovetail.errors import DovetailError, EngineDeadError, PluginError, PolicyError, SchedulerStalled, describe
+from dovetail.errors import ConfigError, DovetailError, EngineDeadError, PluginError, PolicyError, SchedulerStalled, describe
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedCommand
+from dovetail.roadmap import not_yet
 
 RUN_TIME_ERRORS = (PolicyError, SchedulerStalled, EngineDeadError, OutputError)  # exit code 1; all others found something wrong before the start: 2
 
@@ -76,6 +77,8 @@ class DovetailGroup(TyperGroup):
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         if self.get_command(ctx, args[0]) is None:
+            if planned := not_yet(args[0]):
+                raise ConfigError(f"dovetail {args[0]}: {planned}")
             for trouble in (*self.registry.failures, *self.registry.denied):
                 typer.echo(f"note: {trouble}", err=True)
         name, command, rest = super().resolve_command(ctx, args)

@@ -21,7 +21,7 @@ from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.observers import ObserverHub
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError
 from dovetail.front.generation_defaults import GenerationDefaults, resolve_sampling
-from dovetail.parts import Parts, find_parts
+from dovetail.parts import Parts, read_parts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
 from dovetail.sampling_params import SamplingParams
@@ -98,12 +98,7 @@ def assemble(
 ) -> Assembly:
     """Raises `ConfigError`, `PluginError`, `UnsupportedError` or `ModelLoadError`; nothing stays behind then. What can be found wrong without
     the model's weights is found before they are read."""
-    config = EngineConfig.load(config, **overrides)
-    registry = registry or Registry.discover(config.plugins)
-    parts = find_parts(config, registry)
-    for part in (parts.scheduler, parts.kv_cache, *parts.observers):  # which are made after the model
-        part.validate_options()
-        part.load()
+    config, registry, parts = read_parts(config, overrides, registry, imports=("scheduler", "kv_cache", "observer"))  # made after the model
     model_dir = resolve_model(config.model, registry)
     tokenizer_dir = model_dir if config.tokenizer is None else _find_tokenizer(config.tokenizer, registry)
     defaults = GenerationDefaults.read(model_dir, sampling=config.generation_config == "auto")

@@ -45,20 +45,21 @@ def resolve_model(name: str, registry: Registry) -> Path:
     return _fetch(name, registry) if place.path is None else place.path
 
 
-def locate_model(name: str, registry: Registry) -> ModelPlace:
-    """Bundled ("demo", "distribution:name"), else a directory that exists, else a hub id. Raises `ConfigError` when it is none or two of these."""
+def locate_model(name: str, registry: Registry, key: str = "model") -> ModelPlace:
+    """Bundled ("demo", "distribution:name"), else a directory that exists, else a hub id. Raises `ConfigError`, naming the config's key, when it
+    is none or two of these."""
     bundled, directory = _find_bundled(name, registry), _path(name)
     if bundled is not None:
         if ":" not in name and directory is not None and directory.is_dir():
             both = f"a bundled model and a directory here: write {BUILT_IN}:{name} or ./{name}"
-            raise ConfigError(f"model: {name!r} is both {both}")
+            raise ConfigError(f"{key}: {name!r} is both {both}")
         return ModelPlace("bundled", name, _bundled_path(*bundled), bundled[0])
     if directory is not None and directory.is_dir():
         return ModelPlace("directory", name, directory.resolve())
     if directory is not None and directory.exists():
-        raise ConfigError(f"model: {shown(name)} is a file; a model is a directory with config.json and safetensors files")
+        raise ConfigError(f"{key}: {shown(name)} is a file; a model is a directory with config.json and safetensors files")
     if not _HUB_ID.fullmatch(name) or len(name) > MAX_HUB_ID:
-        raise ConfigError(f"model: {shown(name)} is not a directory, nor can it be a hub id; {_what_is_bundled(name, registry)}")
+        raise ConfigError(f"{key}: {shown(name)} is not a directory, nor can it be a hub id; {_what_is_bundled(name, registry)}")
     return ModelPlace("hub", name)
 
 
