@@ -7,7 +7,6 @@ to aliases would stand for more values than fit into memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import yaml
@@ -44,15 +43,14 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._depth += 1
         self._count += 1
-        if self._depth > MAX_DEPTH:
-            raise yaml.composer.ComposerError(None, None, f"more than {MAX_DEPTH} levels of mappings and lists", self.peek_event().start_mark)
-        if self._count > MAX_VALUES:
-            raise yaml.composer.ComposerError(None, None, _TOO_MANY, self.peek_event().start_mark)
+        if self._depth > MAX_DEPTH or self._count > MAX_VALUES:
+            what = _TOO_MANY if self._count > MAX_VALUES else f"more than {MAX_DEPTH} levels of mappings and lists"
+            raise yaml.composer.ComposerError(None, None, what, self.peek_event().start_mark)  # type: ignore[no-untyped-call]
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Hashable:
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if node.tag in _NUMBERS and len(node.value) > MAX_DIGITS:
             problem = f"a number of {len(node.value)} characters, where {MAX_DIGITS} are the most"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)

@@ -66,7 +66,7 @@ def test_what_nobody_foresaw_is_a_message_too(monkeypatch: pytest.MonkeyPatch) -
     def fails(*args: Any, **kwargs: Any) -> None:
         raise KeyError("foreseen by nobody")
 
-    monkeypatch.setattr(EngineConfig, "load_with", fails)
+    monkeypatch.setattr(EngineConfig, "load_what_is_right", fails)
     done = CliRunner().invoke(app, ["config", "show"])
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("error: KeyError: 'foreseen by nobody'\nThis is a fault in Dovetail or in a plugin. `dovetail --traceback`")

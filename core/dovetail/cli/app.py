@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
+from contextlib import redirect_stdout
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -15,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from dovetail import __version__
 from dovetail.checks import shown
 from dovetail.cli import config, generate, plugins
+from dovetail.cli.completion import join_words
 from dovetail.cli.streams import OutputError, make_any_text_printable, tell
 from dovetail.errors import ConfigError, DovetailError, EngineDeadError, PluginError, PolicyError, SchedulerStalled, describe
 from dovetail.registry.registry import Registry
@@ -93,6 +96,16 @@ class DovetailGroup(TyperGroup):
                 error.message += f", got {shown(error.__cause__.errors()[0]['input'])}"
             raise
 
+    def _main_shell_completion(self, *args: Any, **kwargs: Any) -> None:
+        """Prints what the shell asked for, if it was a shell that asked, and ends."""
+        had, printed = join_words(), io.StringIO()
+        try:
+            with redirect_stdout(printed):
+                super()._main_shell_completion(*args, **kwargs)
+        finally:
+            if text := printed.getvalue():
+                typer.echo("\n".join(line.removeprefix(had) for line in text.splitlines()))
+
     def main(self, *args: Any, **kwargs: Any) -> Any:
         make_any_text_printable()
         try:
@@ -115,7 +128,6 @@ app = typer.Typer(
     name="dovetail",
     cls=DovetailGroup,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

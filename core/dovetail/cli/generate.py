@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dovetail.checks import shown
-from dovetail.cli.settings import Settings, load_config
+from dovetail.cli import completion
+from dovetail.cli.settings import RequiredSource, Settings, load_config
 from dovetail.cli.streams import echo_json, read_text
 from dovetail.errors import ConfigError, RequestError
 
@@ -23,7 +24,7 @@ FAILED = ("error", "rejected")  # finish reasons that make the exit code 1
 
 
 def generate(
-    source: Annotated[str, typer.Argument(metavar="engine.yaml|MODEL", help="A config file, or a model: bundled, a directory or a hub id.")],
+    source: RequiredSource,
     prompt: Annotated[str | None, typer.Argument(help='The text to go on from; "-" reads it from standard input.')] = None,
     prompts_file: Annotated[
         str | None,
@@ -40,7 +41,10 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
     stop: Annotated[list[str], typer.Option(help="End before this text. May be repeated.")] = [],  # noqa: B006
-    param: Annotated[list[str], typer.Option(metavar="KEY=VALUE", help="Any other sampling parameter; the value is YAML. May be repeated.")] = [],  # noqa: B006
+    param: Annotated[
+        list[str],
+        typer.Option(metavar="KEY=VALUE", help="Any other sampling parameter; the value is YAML. May be repeated.", autocompletion=completion.params),
+    ] = [],  # noqa: B006
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message, for the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each finished request.")] = False,
 ) -> None:

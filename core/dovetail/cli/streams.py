@@ -51,8 +51,8 @@ def guard_output() -> None:
     """From here on, writing to standard output raises `OutputError` if that fails, or ends the command with exit code 0 if its reader has gone."""
     old = sys.stdout
     if type(old) is io.TextIOWrapper:  # None if it was closed before we began
-        settings = {"line_buffering": old.line_buffering, "write_through": old.write_through}
-        sys.stdout = sys.__stdout__ = _Output(old.detach(), encoding=old.encoding, **settings)  # type: ignore[misc]
+        encoding, by_line, at_once = old.encoding, old.line_buffering, old.write_through
+        sys.stdout = sys.__stdout__ = _Output(old.detach(), encoding=encoding, line_buffering=by_line, write_through=at_once)  # type: ignore[misc]
 
 
 def make_any_text_printable() -> None:
