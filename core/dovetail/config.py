@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, InstanceOf, PlainSerializer, TypeAdapter, ValidationError
 
 from dovetail.api.component import Kind
+from dovetail.checks import shown
 from dovetail.errors import ConfigError
 from dovetail.limits import Limits
 from dovetail.registry.auto_attention import attention_candidates
@@ -17,12 +18,14 @@ from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
 from dovetail.where import KeyPath, Where, explain
-from dovetail.yaml_source import parse_value, parse_yaml
+from dovetail.yaml_source import MAX_CHARACTERS, parse_value, parse_yaml
 
 if TYPE_CHECKING:
     from dovetail.api.executor import ExecutorConfig
 
 YAML_SUFFIXES = (".yaml", ".yml")
+
+MAX_COUNT = 2**31 - 1  # of tokens, rows or blocks: devices count in 32 bits
 
 COMPONENT_KEYS: dict[str, Kind] = {  # key of the config -> kind of component
     "scheduler": "scheduler",
@@ -54,19 +57,19 @@ def _as_choice(value: Any) -> Any:
     if isinstance(value, str):
         return ComponentChoice(value)
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        raise ValueError(f"expected a component's name, or a mapping with 'name' and its options, got {value!r}")
+        raise ValueError(f"expected a component's name, or a mapping with 'name' and its options, got {shown(value)}")
     return ComponentChoice(value["name"], {key: option for key, option in value.items() if key != "name"})
 
 
 def _as_choices(value: Any) -> Any:
     if not isinstance(value, list | tuple):
-        raise ValueError(f"expected a list of components, got {value!r}")
+        raise ValueError(f"expected a list of components, got {shown(value)}")
     return tuple(value)  # strict mode wants one
 
 
 def _as_block_size(value: Any) -> Any:
-    if value != "auto" and (type(value) is not int or value < 1):
-        raise ValueError(f"expected auto or an integer of 1 or more, got {value!r}")
+    if value != "auto" and (type(value) is not int or not 1 <= value <= MAX_COUNT):
+        raise ValueError(f"expected auto or an integer of 1 or more, up to {MAX_COUNT}, got {shown(value)}")
     return value
 
 
@@ -79,9 +82,10 @@ def _as_bytes(value: Any) -> Any:
     try:
         return int(_BYTE_SIZE.validate_python(value, strict=False))
     except ValidationError:
-        raise ValueError(f"expected a size like 4GiB, or a number of bytes, got {value!r}") from None
+        raise ValueError(f"expected a size like 4GiB, or a number of bytes, got {shown(value)}") from None
 
 
+_Bytes = Annotated[int, Field(gt=0, lt=2**63)]
 Choice = Annotated[InstanceOf[ComponentChoice], BeforeValidator(_as_choice), PlainSerializer(ComponentChoice.plain)]
 
 
@@ -102,19 +106,21 @@ class EngineConfig(BaseModel):
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """auto: safetensors. dummy: random weights, for benchmarks."""
 
-    max_model_len: Annotated[int, Field(gt=0)] | None = None
+    max_model_len: Annotated[int, Field(gt=0, le=MAX_COUNT)] | None = None
     """Tokens of the longest sequence, prompt and output. null: the model's own length."""
 
-    max_num_seqs: Annotated[int, Field(gt=0)] = 256
+    max_num_seqs: Annotated[int, Field(gt=0, le=MAX_COUNT)] = 256
     """The most requests that run in one step."""
 
-    max_num_batched_tokens: Annotated[int, Field(gt=0)] = 8192
+    max_num_batched_tokens: Annotated[int, Field(gt=0, le=MAX_COUNT)] = 8192
     """The most tokens that one step computes."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """The share of a GPU's memory that the engine may use: weights, buffers, and K and V in all that is left."""
 
-    kv_cache_memory: Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)] = None
+    kv_cache_memory: Annotated[Annotated[int, Field(gt=0, lt=2**63)] | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)] = (
+        None
+    )
     """Memory for K and V, like 4GiB, instead of a share of the GPU's. null: as `gpu_memory_utilization` says."""
 
     block_size: Annotated[Literal["auto"] | int, BeforeValidator(_as_block_size)] = "auto"
@@ -132,7 +138,7 @@ class EngineConfig(BaseModel):
     cuda_graphs: bool = True
     """Capture decoding in CUDA graphs, where the parts can be captured."""
 
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
     """Where the seeds of unseeded requests, and whatever else is random, come from."""
 
     limits: Limits = Limits()
@@ -171,6 +177,17 @@ class EngineConfig(BaseModel):
     @classmethod
     def load_with(cls, source: str | Path | Mapping[str, Any] | EngineConfig, overrides: Mapping[str, Any], origin: str = "override") -> EngineConfig:
         """As `load`; errors in overrides name their `origin` ("--set")."""
+        config, wrong = cls.load_what_is_right(source, overrides, origin)
+        if wrong is not None:
+            raise wrong
+        return config  # type: ignore[return-value]  # there is one where nothing is wrong
+
+    @classmethod
+    def load_what_is_right(
+        cls, source: str | Path | Mapping[str, Any] | EngineConfig, overrides: Mapping[str, Any], origin: str = "override"
+    ) -> tuple[EngineConfig | None, ConfigError | None]:
+        """As `load_with`, but what is wrong is left out and told beside the rest, so that the rest can be checked too. There is no config if
+        `plugins` is wrong: nobody knows then whose code may be imported. Raises `ConfigError` for what can't be read at all."""
         values, origins = _read(source)
         for key, value in overrides.items():
             _put(values, origins, key, value, origin)
@@ -183,18 +200,21 @@ class EngineConfig(BaseModel):
         for text in texts:
             key, equals, value = text.partition("=")
             if not equals or not key.strip():
-                raise ConfigError(f"--set: expected key=value, got {text!r}")
+                raise ConfigError(f"--set: expected key=value, got {shown(text)}")
             values[key.strip()] = parse_value(value)
         return values
 
     @classmethod
-    def _checked(cls, values: dict[str, Any], origins: dict[KeyPath, str]) -> EngineConfig:
+    def _checked(cls, values: dict[str, Any], origins: dict[KeyPath, str]) -> tuple[EngineConfig | None, ConfigError | None]:
         where = Where(origins=origins)
         given = {key: _with_place(value, where.at(key)) if key in COMPONENT_KEYS else value for key, value in values.items()}
         try:
-            return cls.model_validate(given)
+            return cls.model_validate(given), None
         except ValidationError as error:
-            raise explain(error, cls, values, where, "key") from None
+            told, wrong = explain(error, cls, values, where, "key"), {detail["loc"][0] for detail in error.errors(include_url=False)}
+        if "plugins" in wrong:
+            return None, told
+        return cls.model_validate({key: value for key, value in given.items() if isinstance(key, str) and key not in wrong}), told
 
     def attention_candidates(self, registry: Registry) -> tuple[ResolvedComponent, ...]:
         """The backends that the executor should consider, best first: see `dovetail.registry.auto_attention`."""
@@ -227,17 +247,22 @@ def _read(source: Any) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     if isinstance(source, Mapping):
         return dict(source), {}
     if not isinstance(source, str | Path):
-        raise ConfigError(f"a config is a YAML file, a model's name, a mapping or an EngineConfig, got {source!r}")
+        raise ConfigError(f"a config is a YAML file, a model's name, a mapping or an EngineConfig, got {shown(source)}")
     if Path(source).suffix not in YAML_SUFFIXES:
         return {"model": str(source)}, {}
-    try:
-        text = Path(source).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"{source}: can't be read: {getattr(error, 'strerror', None) or error}") from None
-    value, origins = parse_yaml(text, str(source))
+    value, origins = parse_yaml(_text_of(Path(source)), str(source))
     if not isinstance(value, dict | None):
-        raise ConfigError(f"{source}:1: expected keys and values, like `model: demo`, got {value!r}")
+        raise ConfigError(f"{source}:1: expected keys and values, like `model: demo`, got {shown(value)}")
     return value or {}, origins
+
+
+def _text_of(path: Path) -> str:
+    """What a file holds, as far as YAML may be long: a file that is longer isn't read to its end."""
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            return file.read(MAX_CHARACTERS + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _put(values: dict[str, Any], origins: dict[KeyPath, str], key: str, value: Any, origin: str) -> None:
@@ -287,7 +312,7 @@ def _open(value: Any, where: Where) -> Any:
         return dict(value)
     if isinstance(value, list | tuple):
         return list(value)
-    raise ConfigError(where.says("there is nothing below this key" if value is None else f"{value!r} has nothing below it"))
+    raise ConfigError(where.says("there is nothing below this key" if value is None else f"{shown(value)} has nothing below it"))
 
 
 def _with_place(value: Any, where: Where) -> Any:

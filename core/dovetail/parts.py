@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from dovetail.api.component import Kind
-from dovetail.config import ComponentChoice, EngineConfig
+from dovetail.api.component import KINDS, Kind
+from dovetail.config import COMPONENT_KEYS, ComponentChoice, EngineConfig
+from dovetail.errors import ConfigError, DovetailError, MissingExtraError
+from dovetail.registry.models import locate_model
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
+from dovetail.where import LISTED, and_more
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +48,79 @@ def find_parts(config: EngineConfig, registry: Registry) -> Parts:
         observers=tuple(one("observer", choice) for choice in config.observers),
         models=tuple(model for model in registry.components("model") if model.api_problem() is None),
     )
+
+
+def read_parts(
+    source: str | Path | Mapping[str, Any] | EngineConfig,
+    overrides: Mapping[str, Any],
+    registry: Registry | None = None,
+    *,
+    origin: str = "override",
+    imports: Collection[Kind] = (),
+) -> tuple[EngineConfig, Registry, Parts]:
+    """A config and the parts that it names, whose options are right; those of the kinds `imports` have been imported. Raises the one error that
+    there is, or a `ConfigError` that tells all."""
+    config: EngineConfig | None = None
+    problems: list[DovetailError] = []
+    with _noting(problems):
+        config, wrong = EngineConfig.load_what_is_right(source, overrides, origin)
+        problems += [wrong] if wrong else []
+    if config is not None:
+        with _noting(problems):
+            registry = registry or Registry.discover(config.plugins)
+            problems += find_problems(config, registry, imports=imports)
+    if problems or config is None or registry is None:
+        raise all_of(problems)
+    return config, registry, find_parts(config, registry)
+
+
+def find_problems(
+    config: EngineConfig, registry: Registry, *, imports: Collection[Kind] = KINDS, note: Callable[[MissingExtraError], None] | None = None
+) -> list[DovetailError]:
+    """Everything wrong with the model's name and the components that a config names: names, options, and whether those of the kinds `imports`
+    can be imported. An executor may do without sampler and attention (a simulation does), so `note`, if given, is told what these lack."""
+    problems: list[DovetailError] = []
+
+    def check(part: ResolvedComponent) -> None:
+        with _noting(problems):
+            part.validate_options()
+        if part.spec.kind in imports:
+            with _noting(problems):
+                try:
+                    part.load()
+                except MissingExtraError as error:
+                    if note is None or part.spec.kind not in ("sampler", "attention"):
+                        raise
+                    note(error)
+
+    with _noting(problems):
+        locate_model(config.model, registry)
+    if config.tokenizer is not None:
+        with _noting(problems):
+            locate_model(config.tokenizer, registry, key="tokenizer")
+    with _noting(problems):
+        for part in config.attention_candidates(registry):
+            check(part)
+    for key, kind in COMPONENT_KEYS.items():
+        if kind == "attention":
+            continue
+        for choice in config.observers if kind == "observer" else (getattr(config, key),):
+            with _noting(problems):
+                check(registry.resolve(kind, choice.name, choice.options, choice.where))
+    return problems
+
+
+def all_of(problems: Sequence[DovetailError]) -> DovetailError:
+    """One error for one or many problems, of which it tells no more than `LISTED`."""
+    if len(problems) == 1:
+        return problems[0]
+    return ConfigError("\n".join([*map(str, problems[:LISTED]), *and_more(len(problems))]))
+
+
+@contextmanager
+def _noting(problems: list[DovetailError]) -> Iterator[None]:
+    """Goes on after an error of ours, and keeps it."""
+    try:
+        yield
+    except DovetailError as error:
+        problems.append(error)

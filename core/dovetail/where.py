@@ -7,13 +7,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
 from dovetail.checks import did_you_mean as did_you_mean  # for those who tell of settings
+from dovetail.checks import shown
 from dovetail.errors import ConfigError
+from dovetail.roadmap import not_yet
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
     from pydantic_core import ErrorDetails
 
 KeyPath = tuple[str | int, ...]
+
+LISTED = 10  # problems that one error tells of; the rest are counted
+MAX_KEY = 200  # characters of a key in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,8 @@ class Where:
     @property
     def key(self) -> str:
         """Dotted, as overrides write it: "observers.0.level"."""
-        return ".".join(map(str, self.path))
+        text = ".".join(map(str, self.path))
+        return text if len(text) <= MAX_KEY else f"{text[:MAX_KEY]}..."
 
     @property
     def origin(self) -> str | None:
@@ -46,13 +52,20 @@ class Where:
 
 
 def explain(error: ValidationError, model: type[BaseModel], given: Any, where: Where, noun: str) -> ConfigError:
-    """A `ConfigError` with a line for each key that `model` refused in `given`; `noun` is what a key is called ("option")."""
+    """A `ConfigError` with a line for each key that `model` refused in `given`, but no more than `LISTED`; `noun` is what a key is called
+    ("option")."""
     found: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         found.setdefault(_path_in(given, detail), []).append(detail)
     line_order = {path: index for index, path in enumerate(where.origins)}
     paths = sorted(found, key=lambda path: line_order.get(where.path + path, len(line_order)))
-    return ConfigError("\n".join(where.at(*path).says(_message(path, found[path], model, noun)) for path in paths))
+    lines = [where.at(*path).says(_message(path, found[path], model, noun)) for path in paths[:LISTED]]
+    return ConfigError("\n".join([*lines, *and_more(len(paths))]))
+
+
+def and_more(count: int) -> list[str]:
+    """A line that counts the problems beyond those that are listed, if there are any."""
+    return [f"… and {count - LISTED} more"] if count > LISTED else []
 
 
 def _path_in(given: Any, detail: ErrorDetails) -> KeyPath:
@@ -78,11 +91,13 @@ def _message(path: KeyPath, details: Sequence[ErrorDetails], model: type[BaseMod
     right = [detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ") for detail in details]
     if kind in ("value_error", "assertion_error"):
         return "; ".join(right)
-    return f"expected {' or '.join(dict.fromkeys(right))}, got {details[0]['input']!r}"
+    return f"expected {' or '.join(dict.fromkeys(right))}, got {shown(details[0]['input'])}"
 
 
 def unknown_key(wrong: str, valid: Sequence[str], noun: str) -> str:
     """What to say of a key that nobody knows."""
+    if planned := not_yet(wrong):
+        return f"unknown {noun}: {planned}"
     if not valid:
         return f"unknown {noun}; there are none here"
     return f"unknown {noun}" + (did_you_mean(wrong, valid) or f"; valid are {', '.join(valid)}")

@@ -1,4 +1,8 @@
-"""YAML with line numbers: what a file says, and on which line it says it. YAML 1.1, but numbers like 1e-3 are numbers."""
+"""YAML with line numbers: what a file says, and on which line it says it. YAML 1.1, but numbers like 1e-3 are numbers.
+
+A file may come from anywhere, so its size, its depth and the number of its values are bounded, aliases written out: a few lines of aliases
+to aliases would stand for more values than fit into memory.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,18 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from dovetail.checks import shown, unicode_error
 from dovetail.errors import ConfigError
 from dovetail.where import KeyPath
+
+MAX_CHARACTERS = 1 << 20
+MAX_VALUES = 20_000  # mappings, lists, and what is in them; a value counts again wherever an alias repeats it
+MAX_DEPTH = 50  # mappings and lists in one another
+MAX_DIGITS = 100  # characters of a number: long ones take PyYAML and Python time that grows with the square of their length
+
+_MERGE = "tag:yaml.org,2002:merge"
+_STRING = "tag:yaml.org,2002:str"
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class YamlSource(NamedTuple):
@@ -19,29 +33,66 @@ class YamlSource(NamedTuple):
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which would take 1e-3 for a string."""
+    """PyYAML's safe loader, which would take 1e-3 for a string, with our bounds; what its conversions raise becomes a YAML error with a line."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._count = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._depth += 1
+        self._count += 1
+        if self._depth > MAX_DEPTH or self._count > MAX_VALUES:
+            what = _TOO_MANY if self._count > MAX_VALUES else f"more than {MAX_DEPTH} levels of mappings and lists"
+            raise yaml.composer.ComposerError(None, None, what, self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if node.tag in _NUMBERS and len(node.value) > MAX_DIGITS:
+            problem = f"a number of {len(node.value)} characters, where {MAX_DIGITS} are the most"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        try:
+            return super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except Exception:  # KeyError for !!bool maybe, IndexError for !!int "", ValueError for a date that doesn't exist, …
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{shown(node.value)} can't be read as {kind}; a text that looks like one needs quotes"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+"), list("-+0123456789"))
+_TOO_MANY = f"more than {MAX_VALUES} values, counted again wherever an alias repeats them"
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
 
 
 def parse_yaml(text: str, name: str) -> YamlSource:
-    """Read a document; an empty one is None. Raises `ConfigError` with file and line for bad syntax, a duplicate key, or a key that is no string."""
+    """Read a document; an empty one is None. Raises `ConfigError` with file and line for bad syntax, a duplicate key, a key that is no string, or
+    more than the bounds above allow."""
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"{name}: more than {MAX_CHARACTERS} characters: that is no config")
+    loader = None
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        origins: dict[KeyPath, str] = {}
         if node is None:
-            return YamlSource(None, origins)
-        _check(node, name, (), origins, set())
+            return YamlSource(None, {})
+        origins = _Checker(name).origins_of(node)
         return YamlSource(loader.construct_document(node), origins)
     except ConfigError:
         raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"{name}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError) as error:  # a character that YAML doesn't have; a date that doesn't exist
-        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{name}:{line}: not valid YAML: the character {text[error.position]!a} is not allowed") from None
+    except Exception as error:  # the scanner lets some of Python's through: OverflowError for "\UFFFFFFFF"
+        line = 1 if loader is None else loader.line + 1
+        raise ConfigError(f"{name}:{line}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def parse_value(text: str) -> Any:
@@ -49,27 +100,50 @@ def parse_value(text: str) -> Any:
     return parse_yaml(text, "--set").value
 
 
-def _check(node: yaml.Node, name: str, path: KeyPath, origins: dict[KeyPath, str], above: set[int]) -> None:
-    """Notes the lines below a node."""
-    if id(node) in above:
-        raise ConfigError(f"{name}:{node.start_mark.line + 1}: an alias to what contains it")
-    above = above | {id(node)}
-    if isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            origins[(*path, index)] = _place(name, item)
-            _check(item, name, (*path, index), origins, above)
-    elif isinstance(node, yaml.MappingNode):
+class _Checker:
+    """Walks through a document as it is with its aliases written out, before any value of it is made."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._origins: dict[KeyPath, str] = {}
+        self._left = MAX_VALUES
+
+    def origins_of(self, root: yaml.Node) -> dict[KeyPath, str]:
+        """The place of each key and item. Raises `ConfigError` for what YAML allows and a config doesn't."""
+        self._walk(root, (), frozenset())
+        return self._origins
+
+    def _walk(self, node: yaml.Node, path: KeyPath, above: frozenset[int]) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise ConfigError(f"{self._place(node)}: {_TOO_MANY}")
+        if id(node) in above:
+            raise ConfigError(f"{self._place(node)}: an alias to what contains it")
+        if isinstance(node, yaml.ScalarNode):
+            self._check_text(node)
+        elif isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                self._origins[(*path, index)] = self._place(item)
+                self._walk(item, (*path, index), above | {id(node)})
+        else:
+            self._walk_mapping(node, path, above | {id(node)})
+
+    def _walk_mapping(self, node: yaml.Node, path: KeyPath, above: frozenset[int]) -> None:
         seen: dict[str, str] = {}
         for key, value in node.value:
-            place = _place(name, key)
-            if not isinstance(key, yaml.ScalarNode) or key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-                raise ConfigError(f"{place}: a key must be a string, got {getattr(key, 'value', 'a collection')!r}")
+            place = self._place(key)
+            if not isinstance(key, yaml.ScalarNode) or key.tag not in (_STRING, _MERGE):
+                raise ConfigError(f"{place}: a key must be a string, got {shown(key.value) if isinstance(key, yaml.ScalarNode) else 'a collection'}")
+            self._check_text(key)
             if key.value in seen:
-                raise ConfigError(f"{place}: key {key.value!r} is here twice, first at {seen[key.value]}")
+                raise ConfigError(f"{place}: key {shown(key.value)} is here twice, first at {seen[key.value]}")
             seen[key.value] = place
-            origins[(*path, key.value)] = place
-            _check(value, name, (*path, key.value), origins, above)
+            self._origins[(*path, key.value)] = place
+            self._walk(value, (*path, key.value), above)
 
+    def _check_text(self, node: yaml.ScalarNode) -> None:
+        if unicode_error(node.value) is not None:
+            raise ConfigError(f"{self._place(node)}: {shown(node.value)} has half a surrogate pair, which is no text")
 
-def _place(name: str, node: yaml.Node) -> str:
-    return f"{name}:{node.start_mark.line + 1}"
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self._name}:{node.start_mark.line + 1}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ from typer.testing import CliRunner
 
 from dovetail.cli.app import app
 from dovetail.config import EngineConfig
+from dovetail.errors import ConfigError
+from dovetail.front.assembly import assemble
 from dovetail.registry.registry import Registry
+from dovetail.roadmap import HEADINGS, PAGE
+from dovetail.sampling_params import SamplingParams
 from tests.registry.fakes import Site, components
 
 
@@ -73,6 +78,43 @@ def test_check_tells_everything_wrong_at_once(engine_yaml: Path, site: Site) -> 
         ["engine.yaml:2", "kv_cache.x"],
         ["engine.yaml:3", "observers.0"],
     ]
+
+
+def test_keys_and_options_that_are_wrong_are_told_together_by_check_show_and_the_engine(engine_yaml: Path) -> None:
+    engine_yaml.write_text("seed: x\nschedulr: fcfs\nkv_cache: {name: prefix, x: 1}\nobservers: [{name: log, every: 1}]\nmodel: ./nowhere\n")
+    told = [
+        "engine.yaml:1: seed: expected a valid integer, got 'x'",
+        "engine.yaml:2: schedulr: unknown key, did you mean scheduler?",
+        "model: './nowhere' is not a directory",
+        "engine.yaml:3: kv_cache.x: unknown option",
+        "engine.yaml:4: observers.0.every: unknown option, did you mean every_s?",
+    ]
+    for command in ("check", "show"):
+        done = dovetail(command, "engine.yaml")
+        assert done.exit_code == 2
+        lines = [line.removeprefix("error: ") for line in done.stderr.splitlines()]
+        assert all(line.startswith(expected) for line, expected in zip(lines, told, strict=True)), lines
+    with pytest.raises(ConfigError) as caught:
+        assemble("engine.yaml", {})
+    assert all(line.startswith(expected) for line, expected in zip(str(caught.value).splitlines(), told, strict=True))
+
+
+def test_nothing_is_imported_if_the_plugins_that_may_be_are_not_known(engine_yaml: Path) -> None:
+    engine_yaml.write_text("plugins: {denny: [dovetail-fair]}\nscheduler: nobody\n")
+    assert dovetail("check", "engine.yaml").stderr == "error: engine.yaml:1: plugins.denny: unknown key, did you mean deny?\n"
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "quantization", "speculative_config", "enable_lora"])
+def test_keys_of_things_to_come_point_to_the_roadmap(name: str) -> None:
+    done = dovetail("show", "--set", f"{name}=2")
+    assert f"--set: {name}: unknown key: not there yet; " in done.stderr
+    assert "is on the roadmap, docs/roadmap.md" in done.stderr
+
+
+def test_the_roadmap_has_what_names_point_to() -> None:
+    page = (Path(__file__).parents[2] / PAGE).read_text()
+    assert all(f"\n## {heading}\n" in page for heading in HEADINGS.values())
+    assert not set(HEADINGS) & ({*EngineConfig.model_fields} | {field.name for field in fields(SamplingParams)})
 
 
 def test_unmet_require_stops_show_and_check(engine_yaml: Path) -> None:

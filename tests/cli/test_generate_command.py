@@ -118,14 +118,31 @@ def test_file_of_prompts_is_printed_in_its_order(tmp_path: Path) -> None:
     assert generate("--prompts-file", "-", input='"one"\n').stdout == "one\n"
 
 
+def test_file_of_plain_text_and_chat_with_a_file() -> None:
+    assert generate("--prompts-file", "-", "--plain", input="one\r\ntwo\n").stdout == "--- 1\none\n--- 2\ntwo\n"
+    assert generate("--prompts-file", "-", "--plain", "--chat", input="one\n").stdout == "<one>\n"
+
+
+def test_an_id_that_is_no_text_is_printed_as_an_escape() -> None:
+    line = '{"id": "\\ud800", "prompt": "x"}\n{"id": 2, "prompt": "y"}'
+    assert generate("--prompts-file", "-", input=line).stdout == "--- \\ud800\nx\n--- 2\ny\n"
+    assert json.loads(generate("--prompts-file", "-", "--json", input=line).stdout.splitlines()[1])["id"] == "\ud800"
+
+
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
         ([], 2, "give one prompt, or --prompts-file"),
         (["x", "--prompts-file", "y"], 2, "give one prompt, or --prompts-file"),
         (["--prompts-file", "/there/is/none"], 2, "can't be read: No such file"),
+        (["x", "--plain"], 2, "--plain says how to read a --prompts-file"),
         (["x", "--max-tokens", "0"], 2, "max_tokens must be an integer >= 1"),
         (["x", "--param", "tempature=1"], 2, "--param: tempature: unknown sampling parameter, did you mean temperature?"),
+        (
+            ["x", "--param", "guided_json={}"],
+            2,
+            '--param: guided_json: unknown sampling parameter: not there yet; "Structured output" is on the roadmap',
+        ),
         (["x", "--param", "n"], 2, "--param: expected key=value"),
         (["x", "--set", "zzz=1"], 2, "--set: zzz: unknown key"),
         (["refused"], 2, "request 0: the prompt is empty"),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.cli.prompts import Prompt, read_prompts
+from dovetail.cli.prompts import Prompt, as_chat, read_plain, read_prompts
 from dovetail.errors import RequestError
 from dovetail.sampling_params import OutputKind
 from tests.support import examples
@@ -55,6 +55,16 @@ def test_json_keys_of_a_logit_bias_are_token_ids() -> None:
         ('{"prompt": "x", "id": [1]}', "f.jsonl:2: id must be a string or an integer"),
         ('{"prompt": "x", "logit_bias": {"a": 1}}', "f.jsonl:2: logit_bias: token id must be an integer"),
         ('{"prompt": "x", "extra_args": 3}', "f.jsonl:2: extra_args must be an object"),
+        ('{"prompt": "x", "logit_bias": {"--5": 1}}', "f.jsonl:2: logit_bias: token id must be an integer"),
+        ('{"prompt": "x", "logit_bias": {"05": 1, "5": 2}}', "f.jsonl:2: logit_bias: token id must be an integer"),
+        (f'{{"prompt": "x", "logit_bias": {{"{"9" * 5000}": 1}}}}', "f.jsonl:2: logit_bias: token id must be an integer"),
+        (f'{{"prompt": "x", "n": {"9" * 5000}}}', "f.jsonl:2: not valid JSON: a number of too many digits"),
+        ('{"prompt": "x", "prompt": "y"}', "f.jsonl:2: key 'prompt' is there twice"),
+        ('{"prompt": ' + "[" * 5000, "f.jsonl:2: not valid JSON for us: too many lists and objects in one another"),
+        ('{"prompt": ' + "[" * 400 + "]" * 400 + "}", "f.jsonl:2: prompt must be a string, got "),
+        ("[" * 5000, "f.jsonl:2: not valid JSON for us"),
+        ("ROMEO: hi", "not valid JSON: Expecting value: line 1 column 1 (char 0); quote each line, or use --plain"),
+        ("true", "f.jsonl:2: expected a string or an object, got True; quote each line, or use --plain"),
         ('{"prompt": "x", "output_kind": "delta"}', "f.jsonl:2: output_kind: unknown key"),
     ],
 )
@@ -62,6 +72,22 @@ def test_bad_line_is_told_with_file_and_line(line: str, says: str) -> None:
     with pytest.raises(RequestError) as caught:
         read('"fine"', line)
     assert says in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_lines_of_a_plain_file_are_prompts_as_they_stand() -> None:
+    prompts = read_plain(['"quoted"', "", " {ROMEO: "], "f.txt", {"max_tokens": 3})
+    assert [(prompt.id, prompt.prompt, prompt.params.max_tokens) for prompt in prompts] == [("1", '"quoted"', 3), ("3", " {ROMEO: ", 3)]
+    with pytest.raises(RequestError, match="no prompts in it"):
+        read_plain([" "], "f.txt", {})
+
+
+def test_chat_makes_messages_of_texts_and_refuses_token_ids() -> None:
+    text, messages, ids = read('"hi"', '{"messages": [{"role": "system", "content": "x"}]}', '{"prompt_token_ids": [1]}')
+    assert as_chat(text)[2:] == ("", [{"role": "user", "content": "hi"}])
+    assert as_chat(messages) == messages
+    with pytest.raises(RequestError, match="request '3': --chat makes a message of a text"):
+        as_chat(ids)
 
 
 def test_file_without_prompts_is_an_error() -> None:
@@ -70,7 +96,13 @@ def test_file_without_prompts_is_an_error() -> None:
 
 
 VALUE: st.SearchStrategy[object] = (
-    st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=3) | st.lists(st.integers(), max_size=2) | st.just({})
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 300)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.lists(st.integers(), max_size=2)
+    | st.dictionaries(st.text("-+05_ ٥", max_size=3), st.integers(), max_size=2)
 )
 KEYS = st.sampled_from(["prompt", "messages", "prompt_token_ids", "id", "n", "stop", "seed", "logit_bias", "extra_args", "bad_words", "detokenize"])
 

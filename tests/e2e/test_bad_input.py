@@ -585,7 +585,7 @@ CONFIGS: list[tuple[dict[str, Any], type[DovetailError], str]] = [
     ({"max_model_len": 2000}, UnsupportedError, "max_model_len: 2000 tokens is more than this model's own length of 1024"),
     ({"max_model_len": True}, ConfigError, "max_model_len"),
     ({"max_num_seqs": 0}, ConfigError, "max_num_seqs: expected greater than 0"),
-    ({"max_num_seqs": 10**12}, UnsupportedError, "executor dovetail:local can't start: .* lower max_num_seqs"),
+    ({"max_num_seqs": 2**31 - 1}, UnsupportedError, "executor dovetail:local can't start: .* lower max_num_seqs"),
     ({"kv_cache_memory": 10**18}, UnsupportedError, "can't start: .* lower .*kv_cache_memory"),
     ({"kv_cache_memory": "1MiB"}, ConfigError, "can't hold one sequence of max_model_len: 1024 tokens .* raise kv_cache_memory to"),
     ({"executor": {"name": "local", "num_blocks": 2}}, ConfigError, "Lower max_model_len to 32 or less, or raise num_blocks to 64"),
@@ -673,7 +673,7 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], None], type[DovetailError], str]] 
         r"tensor model.norm.weight: expected shape \[32\], found \[3\]",
     ),
     "no config": (_write("config.json", None), ModelLoadError, "config.json: no such file"),
-    "a broken config": (_write("config.json", b"{"), ModelLoadError, "config.json: can't be read as JSON"),
+    "a broken config": (_write("config.json", b"{"), ModelLoadError, "config.json: not valid JSON"),
     "an unknown architecture": (
         _config(architectures=["NopeForCausalLM"]),
         UnsupportedError,

@@ -48,7 +48,20 @@ def test_without_sampling_the_generation_config_is_not_read(tmp_path: Path) -> N
     assert GenerationDefaults.read(directory, sampling=False) == GenerationDefaults((2,))
 
 
-@pytest.mark.parametrize("nonsense", ["{", "[1]", {"temperature": "hot"}, {"top_p": 7}, {"eos_token_id": "end"}, {"eos_token_id": [None]}])
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        "{",
+        "[1]",
+        {"temperature": "hot"},
+        {"top_p": 7},
+        {"eos_token_id": "end"},
+        {"eos_token_id": [None]},
+        "[" * 100_000,
+        '{"a": ' + "[" * 900 + "]" * 900 + "}",
+        '{"top_k": ' + "9" * 5000 + "}",
+    ],
+)
 def test_nonsense_is_refused_naming_the_file(tmp_path: Path, nonsense: object) -> None:
     with pytest.raises(ModelLoadError, match=r"generation_config\.json"):
         GenerationDefaults.read(model(tmp_path, nonsense))

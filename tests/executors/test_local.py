@@ -200,6 +200,16 @@ def test_layers_are_grouped_by_how_far_they_look() -> None:
     assert [(group.layers, group.window, group.bytes_per_block) for group in layout.groups] == [((0, 2), None, 2 * per_layer), ((1,), 16, per_layer)]
 
 
+def test_a_pool_of_no_block_gives_no_advice_to_lower_the_length_to_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"1000 B gives 0\. Raise kv_cache_memory to 384\.0 KiB\.$"):
+        executor({}, kv_cache_memory=1000).start()
+
+
+def test_threads_that_no_machine_has_are_refused() -> None:
+    with pytest.raises(ValidationError, match="less than or equal to 1024"):
+        LocalOptions(threads=10**9)
+
+
 BLOCK_BYTES = 6 * 2 * 16 * 4 * 32 * 4  # of the demo model, 16 tokens
 
 

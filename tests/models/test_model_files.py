@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from dovetail.api.executor import Target
-from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError
+from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
 from dovetail.runtime.model_files import find_architecture, read_config, resolve_dtype, resolve_max_model_len
 from tests.models.configs import configs
 from tests.models.oracle import CPU, MODELS, arch_of
@@ -53,6 +56,40 @@ def test_reasons_against_are_listed_with_the_name_of_the_model(tmp_path: Path) -
         find_architecture(tmp_path, MODELS)
 
 
+DEEP = "[" * 900 + "]" * 900
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"model_type": "llama", "x": ' + DEEP + "}", "more than 50 lists and objects in one another"),
+        ("[" * 100_000, "more than 50 lists and objects in one another"),
+        ('{"model_type": ' + "9" * 5000 + "}", "not valid JSON: a number of too many digits"),
+        ("\udcff", "not valid JSON: "),
+        ('{"model_type": "llama", "hidden_size": ' + str(2**70) + "}", "hidden_size: 1180591620717411303424 is more than any size can be"),
+        ('{"model_type": "llama", "architectures": [null]}', "'architectures' must be a list of names, got [None]"),
+        ('{"model_type": "llama", "architectures": [[]]}', "'architectures' must be a list of names, got [[]]"),
+        ('{"model_type": "llama", "architectures": []}', "no 'architectures'"),
+    ],
+)
+def test_odd_configs_are_refused_naming_the_file(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ModelLoadError) as caught:
+        find_architecture(tmp_path, MODELS)
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+    assert says in str(caught.value)
+
+
+ODD_VALUES = st.sampled_from([None, "x", -1, 0, 2**62, 1.5, [], [None], {}, {"a": 1}, True, json.loads("[" * 40 + "]" * 40)])
+
+
+@examples(quick=60, full=5000)
+@given(st.sampled_from([*LlamaConfig().to_dict(), "rope_parameters", "rope_scaling", "sliding_window", "layer_types", "dtype"]), ODD_VALUES)
+def test_any_value_of_any_key_is_taken_or_refused_with_an_error_of_ours(key: str, value: object) -> None:
+    with TemporaryDirectory() as directory, suppress(DovetailError):
+        find_architecture(write_config(Path(directory), **{key: value}), MODELS)
+
+
 def test_a_config_of_another_model_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="model_type = 'llama', expected 'qwen3'"):
         find_architecture(write_config(tmp_path, architectures=["Qwen3ForCausalLM"]), MODELS)
@@ -65,8 +102,8 @@ def test_a_config_of_another_model_type_is_refused(tmp_path: Path) -> None:
         ("", "not valid JSON"),
         ("{", "not valid JSON"),
         ("\xff\xfe", "not valid JSON"),
-        ("[]", "expected a JSON object with 'model_type'"),
-        ("{}", "expected a JSON object with 'model_type'"),
+        ("[]", "expected an object, got list"),
+        ("{}", "no 'model_type'"),
         ('{"model_type": "nobody-knows"}', r"transformers \d.* knows no model_type 'nobody-knows'$"),
         (
             '{"model_type": "qwen", "architectures": ["QWenLMHeadModel"], "auto_map": {"AutoConfig": "configuration_qwen.QWenConfig"}}',

@@ -238,6 +238,7 @@ SHARDED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing shard": (lambda d: shards(d)[1].unlink(), r"model-00002-of-\d+.safetensors: no such file"),
     "truncated shard": (lambda d: cut(shards(d)[1], -9), r"model-00002-of-\d+.safetensors: not a whole safetensors file"),
     "index not JSON": (lambda d: cut(d / "model.safetensors.index.json", 30), "index.json: not valid JSON"),
+    "index of brackets": (lambda d: (d / "model.safetensors.index.json").write_text("[" * 100_000), "index.json: more than 50 lists and objects"),
     "index without a map": (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "index.json: expected 'weight_map'"),
     "index promises too much": (
         lambda d: edit_index(d, lambda names: names.update(more=next(iter(names.values())))),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from dovetail.api import BundledModel
-from dovetail.errors import DISTRIBUTION, ConfigError, ModelLoadError, PluginError
+from dovetail.errors import DISTRIBUTION, ConfigError, MissingExtraError, ModelLoadError, PluginError
 from dovetail.registry.models import HUB_FILES, locate_model, resolve_model
 from dovetail.registry.plugin import LoadedPlugin, PluginOrigin
 from dovetail.registry.registry import Registry
@@ -59,10 +62,13 @@ def test_bundled_name_that_is_a_directory_too_is_refused(tmp_path: Path, monkeyp
     assert locate_model("dovetail:demo", registry).kind == "bundled"
 
 
-@pytest.mark.parametrize("name", ["/there/is/no/such/place", "./demo2", "~/nothing-here", "a/b/c", "who:knows", "-"])
+@pytest.mark.parametrize(
+    "name", ["/there/is/no/such/place", "./demo2", "~/nothing-here", "a/b/c", "who:knows", "-", "~nosuchuser/x", "x" * 5000, "a/" * 3000, "a\0b"]
+)
 def test_what_can_be_nothing_is_told(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"is not a directory"):
+    with pytest.raises(ConfigError, match=r"is not a directory") as caught:
         locate_model(name, built_in("demo"))
+    assert len(str(caught.value)) < 250
 
 
 def test_file_is_no_model(tmp_path: Path) -> None:
@@ -91,10 +97,45 @@ def test_hub_failure_lists_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(hub, "snapshot_download", fail)
     with pytest.raises(ModelLoadError) as caught:
         resolve_model("demmo", built_in("demo"))
-    for part in ("did you mean demo?", "no directory ", "the Hugging Face hub: OSError: no network"):
+    for part in ("did you mean demo?", "no directory ", "the Hugging Face hub: no network"):
         assert part in str(caught.value)
     assert asked["demmo"]["allow_patterns"] == list(HUB_FILES)
     assert not any(pattern.endswith((".py", ".bin")) for pattern in HUB_FILES)
+
+
+def hub_error(name: str) -> Exception:
+    errors = pytest.importorskip("huggingface_hub.errors")
+    kind: Any = getattr(errors, name)
+    return kind.__new__(kind)  # type: ignore[no-any-return]  # what it is made of differs between versions
+
+
+@pytest.mark.parametrize(
+    ("name", "offline", "says"),
+    [
+        ("LocalEntryNotFoundError", True, "HF_HUB_OFFLINE keeps us from asking the hub, and the model is not in the cache, /"),
+        ("LocalEntryNotFoundError", False, "https://huggingface.co can't be reached, and the model is not in the cache, /"),
+        ("GatedRepoError", False, "the model is gated: ask for access on its page"),
+        ("RepositoryNotFoundError", False, "it has no model of that name, or one that only its owners see"),
+        ("HFValidationError", False, "that can't be the name of a model there"),
+    ],
+)
+def test_a_hub_that_gives_nothing_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch, name: str, offline: bool, says: str) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(hub, "snapshot_download", Mock(side_effect=hub_error(name)))
+    with pytest.raises(ModelLoadError) as caught:
+        resolve_model("who/knows", built_in("demo"))
+    assert f"the Hugging Face hub: {says}" in str(caught.value)
+    assert "Error" not in str(caught.value)
+
+
+def test_without_the_package_of_the_hub_its_pip_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(
+        MissingExtraError, match=r"'dmo' is neither bundled nor a directory here \(bundled models: demo, did you mean demo\?\)"
+    ) as caught:
+        resolve_model("dmo", built_in("demo"))
+    assert "pip install" in str(caught.value)
 
 
 @pytest.mark.parametrize("fields", [("Bad Name", "a", "b"), ("x", "not-a-module", "b"), ("x", "a", "/abs"), ("x", "a", "b/../../c")])

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
+from contextlib import redirect_stdout
 from functools import cached_property
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperCommand, TyperGroup
 
 from dovetail import __version__
+from dovetail.checks import shown
 from dovetail.cli import config, generate, plugins
-from dovetail.errors import DovetailError, EngineDeadError, PluginError, PolicyError, SchedulerStalled
+from dovetail.cli.completion import join_words
+from dovetail.cli.streams import OutputError, make_any_text_printable, tell
+from dovetail.errors import ConfigError, DovetailError, EngineDeadError, PluginError, PolicyError, SchedulerStalled, describe
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedCommand
+from dovetail.roadmap import not_yet
 
-RUN_TIME_ERRORS = (PolicyError, SchedulerStalled, EngineDeadError)  # exit code 1; all others found something wrong before the start: 2
+RUN_TIME_ERRORS = (PolicyError, SchedulerStalled, EngineDeadError, OutputError)  # exit code 1; all others found something wrong before the start: 2
 
 
 class PluginCommand(TyperCommand):
@@ -73,6 +80,8 @@ class DovetailGroup(TyperGroup):
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         if self.get_command(ctx, args[0]) is None:
+            if planned := not_yet(args[0]):
+                raise ConfigError(f"dovetail {args[0]}: {planned}")
             for trouble in (*self.registry.failures, *self.registry.denied):
                 typer.echo(f"note: {trouble}", err=True)
         name, command, rest = super().resolve_command(ctx, args)
@@ -80,24 +89,45 @@ class DovetailGroup(TyperGroup):
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         self.show_traceback = ctx.params["traceback"]
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if isinstance(error.__cause__, ValidationError):  # whose text is all that Typer shows
+                error.message += f", got {shown(error.__cause__.errors()[0]['input'])}"
+            raise
+
+    def _main_shell_completion(self, *args: Any, **kwargs: Any) -> None:
+        """Prints what the shell asked for, if it was a shell that asked, and ends."""
+        had, printed = join_words(), io.StringIO()
+        try:
+            with redirect_stdout(printed):
+                super()._main_shell_completion(*args, **kwargs)
+        finally:
+            if text := printed.getvalue():
+                typer.echo("\n".join(line.removeprefix(had) for line in text.splitlines()))
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        make_any_text_printable()
         try:
             return super().main(*args, **kwargs)
         except DovetailError as error:
-            if self.show_traceback or os.environ.get("DOVETAIL_TRACEBACK", "") not in ("", "0"):
-                traceback.print_exc()
-            else:
-                typer.echo(f"error: {error}", err=True)
+            self._tell(str(error))
             sys.exit(1 if isinstance(error, RUN_TIME_ERRORS) else 2)
+        except Exception as error:
+            self._tell(f"{describe(error)}\nThis is a fault in Dovetail or in a plugin. `dovetail --traceback`, before the subcommand, shows where.")
+            sys.exit(1)
+
+    def _tell(self, text: str) -> None:
+        if self.show_traceback or os.environ.get("DOVETAIL_TRACEBACK", "") not in ("", "0"):
+            tell(traceback.format_exc())
+        else:
+            tell(f"error: {text}")
 
 
 app = typer.Typer(
     name="dovetail",
     cls=DovetailGroup,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

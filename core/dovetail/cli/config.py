@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from dovetail.cli.settings import Settings, Source, load_config
-from dovetail.errors import DovetailError, MissingExtraError
+from dovetail.cli.settings import Settings, Source
+from dovetail.cli.streams import tell
+from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dovetail.config import EngineConfig
+    from dovetail.errors import DovetailError
     from dovetail.parts import Parts
-    from dovetail.registry.registry import Registry
     from dovetail.registry.resolved import ResolvedComponent
 
 app = typer.Typer(no_args_is_help=True, help="What a config means, and whether it is right.", rich_markup_mode=None)
@@ -26,14 +24,11 @@ DEFAULT_MODEL = "demo"
 @app.command()
 def show(source: Source = DEFAULT_MODEL, settings: Settings = []) -> None:  # noqa: B006 typer makes a list of its own
     """Print what would run: every key, with qualified names, versions and all options. The output is a config itself."""
-    from dovetail.config import COMPONENT_KEYS
-    from dovetail.parts import find_parts
+    from dovetail.config import COMPONENT_KEYS, EngineConfig
+    from dovetail.parts import read_parts
     from dovetail.registry.models import locate_model
-    from dovetail.registry.registry import Registry
 
-    config = load_config(source, settings)
-    registry = Registry.discover(config.plugins)
-    parts = find_parts(config, registry)
+    config, registry, parts = read_parts(source, EngineConfig.read_settings(settings), origin="--set")
     notes = {"model": str(locate_model(config.model, registry))}
     values = config.model_dump(mode="json")
     for key in COMPONENT_KEYS:
@@ -79,54 +74,22 @@ def schema() -> None:
 @app.command()
 def check(source: Source = DEFAULT_MODEL, settings: Settings = []) -> None:  # noqa: B006
     """Check everything short of loading a model: keys, names, options, and that what is named can be imported."""
+    from dovetail.config import EngineConfig
+    from dovetail.parts import find_problems
     from dovetail.registry.registry import Registry
+    from dovetail.where import LISTED, and_more
 
-    config = load_config(source, settings)
-    problems = _problems(config, Registry.discover(config.plugins))
-    for problem in problems:
-        typer.echo(f"error: {problem}", err=True)
+    config, wrong = EngineConfig.load_what_is_right(source, EngineConfig.read_settings(settings), origin="--set")
+    problems: list[DovetailError] = [wrong] if wrong else []
+    if config is not None:
+        try:
+            problems += find_problems(config, Registry.discover(config.plugins), note=lambda lack: tell(f"note: {lack}"))
+        except ConfigError as unmet:  # plugins.require
+            problems.append(unmet)
+    for problem in problems[:LISTED]:
+        tell(f"error: {problem}")
+    for line in and_more(len(problems)):
+        tell(line)
     if problems:
         raise typer.Exit(2)
     typer.echo(f"{source}: ok")
-
-
-def _problems(config: EngineConfig, registry: Registry) -> list[str]:
-    """One text for each thing that is wrong."""
-    from dovetail.config import COMPONENT_KEYS
-    from dovetail.registry.models import locate_model
-
-    problems: list[str] = []
-
-    @contextmanager
-    def noted() -> Iterator[None]:
-        try:
-            yield
-        except DovetailError as error:
-            problems.append(str(error))
-
-    with noted():
-        locate_model(config.model, registry)
-    with noted():
-        for part in config.attention_candidates(registry):
-            _check_part(part, noted)
-    for key, kind in COMPONENT_KEYS.items():
-        if key == "attention":
-            continue
-        for choice in config.observers if key == "observers" else (getattr(config, key),):
-            with noted():
-                _check_part(registry.resolve(kind, choice.name, choice.options, choice.where), noted)
-    return problems
-
-
-def _check_part(part: ResolvedComponent, noted: Callable[[], AbstractContextManager[None]]) -> None:
-    """Its options, and that it can be imported. An executor may do without sampler and attention (a simulation does), so what these lack is
-    only said."""
-    with noted():
-        part.validate_options()
-    with noted():
-        try:
-            part.load()
-        except MissingExtraError as error:
-            if part.spec.kind not in ("sampler", "attention"):
-                raise
-            typer.echo(f"note: {error}", err=True)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dovetail.cli.settings import Settings, load_config
+from dovetail.checks import shown
+from dovetail.cli import completion
+from dovetail.cli.settings import RequiredSource, Settings, load_config
+from dovetail.cli.streams import echo_json, read_text
 from dovetail.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ FAILED = ("error", "rejected")  # finish reasons that make the exit code 1
 
 
 def generate(
-    source: Annotated[str, typer.Argument(metavar="engine.yaml|MODEL", help="A config file, or a model: bundled, a directory or a hub id.")],
+    source: RequiredSource,
     prompt: Annotated[str | None, typer.Argument(help='The text to go on from; "-" reads it from standard input.')] = None,
     prompts_file: Annotated[
         str | None,
@@ -33,6 +33,7 @@ def generate(
             "any sampling parameter, and id."
         ),
     ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="The file has a prompt a line, as it stands, instead of JSON.")] = False,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.")] = 128,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.  [default: the model's]")] = None,
@@ -40,15 +41,24 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
     stop: Annotated[list[str], typer.Option(help="End before this text. May be repeated.")] = [],  # noqa: B006
-    param: Annotated[list[str], typer.Option(metavar="KEY=VALUE", help="Any other sampling parameter; the value is YAML. May be repeated.")] = [],  # noqa: B006
+    param: Annotated[
+        list[str],
+        typer.Option(metavar="KEY=VALUE", help="Any other sampling parameter; the value is YAML. May be repeated.", autocompletion=completion.params),
+    ] = [],  # noqa: B006
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message, for the model's chat template.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each finished request.")] = False,
 ) -> None:
     """Complete a prompt, or a file of prompts."""
+    from dovetail.cli.prompts import as_chat
+
     if (prompt is None) == (prompts_file is None):
         raise ConfigError("give one prompt, or --prompts-file")
+    if plain and prompts_file is None:
+        raise ConfigError("--plain says how to read a --prompts-file, and there is none")
     params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "stop": stop, **_params(param)}
-    prompts = _one_prompt(prompt, chat, params) if prompt is not None else _file_of_prompts(str(prompts_file), params)
+    prompts = _one_prompt(prompt, params) if prompt is not None else _file_of_prompts(str(prompts_file), plain, params)
+    if chat:
+        prompts = [as_chat(prompt) for prompt in prompts]
     config = load_config(source, settings)
     from dovetail.front.llm_engine import LLMEngine
 
@@ -72,30 +82,23 @@ def _params(settings: list[str]) -> dict[str, Any]:
     for text in settings:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"--param: expected key=value, got {text!r}")
+            raise ConfigError(f"--param: expected key=value, got {shown(text)}")
         if key not in PARAMS_KEYS:
             raise ConfigError(f"--param: {key}: {unknown_key(key, PARAMS_KEYS, 'sampling parameter')}")
         params[key] = parse_yaml(value, "--param").value
     return params
 
 
-def _one_prompt(text: str, chat: bool, params: dict[str, Any]) -> list[Prompt]:
+def _one_prompt(text: str, params: dict[str, Any]) -> list[Prompt]:
     from dovetail.cli.prompts import Prompt, make_params
 
-    text = sys.stdin.read() if text == "-" else text
-    if chat:
-        return [Prompt("0", make_params(params), messages=[{"role": "user", "content": text}])]
-    return [Prompt("0", make_params(params), text)]
+    return [Prompt("0", make_params(params), read_text("-", "prompt") if text == "-" else text)]
 
 
-def _file_of_prompts(name: str, params: dict[str, Any]) -> list[Prompt]:
-    from dovetail.cli.prompts import read_prompts
+def _file_of_prompts(name: str, plain: bool, params: dict[str, Any]) -> list[Prompt]:
+    from dovetail.cli.prompts import read_plain, read_prompts
 
-    try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--prompts-file: {name}: can't be read: {getattr(error, 'strerror', None) or error}") from None
-    return read_prompts(text.split("\n"), name, params)
+    return (read_plain if plain else read_prompts)(read_text(name, "--prompts-file").split("\n"), name, params)
 
 
 def _with_chats_rendered(engine: LLMEngine, prompts: list[Prompt]) -> list[Prompt]:
@@ -152,7 +155,7 @@ def _run(engine: LLMEngine, prompts: list[Prompt], as_json: bool) -> bool:
             bar.update()
             if as_json:
                 bar.clear()
-                typer.echo(json.dumps(_as_json(output), ensure_ascii=False))
+                echo_json(_as_json(output))
                 continue
             waiting[output.request_id] = output
             while order and order[0] in waiting:

@@ -12,8 +12,10 @@ def main() -> NoReturn:
     """Run the `dovetail` command on `sys.argv`, and exit."""
     try:
         from dovetail.cli.app import app
+        from dovetail.cli.streams import guard_output
 
-        app()
+        guard_output()
+        app(prog_name="dovetail")
         sys.exit(0)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

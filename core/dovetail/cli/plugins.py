@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dovetail.cli import plugins_doctor, plugins_new, plugins_test
-from dovetail.cli.settings import print_table
+from dovetail.cli.settings import ComponentName, KindName
+from dovetail.cli.tables import print_table
 from dovetail.errors import DovetailError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def list_plugins(
     rows += [(c.spec.kind, _name(c, registry), f"{c.plugin_id} {c.version}", _summary(c)) for c in registry.components()]
     rows += [("command", command.spec.name, str(command.origin), command.spec.summary) for command in registry.commands()]
     rows += [("bundled model", model.name, str(plugin.origin), "") for plugin in registry.plugins for model in plugin.models]
-    print_table(rows)
+    print_table(rows, headed=True)
     for title, missing in (("failed", registry.failures), ("denied", registry.denied)):
         if missing:
             typer.echo(f"\n{len(missing)} {title}:")
@@ -58,8 +59,8 @@ def list_plugins(
 
 @app.command()
 def info(
-    kind: Annotated[str, typer.Argument(help="scheduler, kv_cache, attention, model, sampler, executor or observer.")],
-    name: Annotated[str, typer.Argument(help='A name, or "distribution:name".')],
+    kind: KindName,
+    name: ComponentName,
 ) -> None:
     """All about one component: its options, what it can do, where it comes from."""
     from dovetail.registry.registry import Registry
@@ -103,7 +104,7 @@ def _print_options(component: ResolvedComponent) -> None:
     for name, field in fields.items():
         default = "required" if field.is_required() else repr(field.get_default(call_default_factory=True, validated_data={}))
         rows.append((field.alias or name, _type_name(field.annotation), default, " ".join((field.description or "").split())))
-    print_table(rows, indent="  ")
+    print_table(rows, indent="  ", headed=True)
 
 
 def _type_name(annotation: Any) -> str:

@@ -18,6 +18,7 @@ import typer
 
 from dovetail import __version__
 from dovetail.api.component import KINDS, Kind
+from dovetail.cli.settings import KindName
 from dovetail.errors import DISTRIBUTION, ConfigError
 from dovetail.where import did_you_mean
 
@@ -49,7 +50,7 @@ TEMPLATES: Mapping[Kind, Template] = {
 
 
 def new(
-    kind: Annotated[str, typer.Argument(help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}.")],
+    kind: KindName,
     name: Annotated[str, typer.Argument(help="The component's name, like my_policy; the package is called dovetail-my-policy.")],
     folder: Annotated[Path, typer.Option("--dir", metavar="DIR", help="Where to put the package's folder.")] = Path("."),
 ) -> None:

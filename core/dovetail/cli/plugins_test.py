@@ -9,14 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
+from dovetail.checks import shown
+from dovetail.cli.settings import ComponentName, KindName
 from dovetail.errors import ConfigError, MissingExtraError
 
 EXTRA = ("pytest", "hypothesis")
 
 
 def run_suite(
-    kind: Annotated[str, typer.Argument(help="scheduler, kv_cache, attention, model, sampler, executor or observer.")],
-    name: Annotated[str, typer.Argument(help='A name, or "distribution:name".')],
+    kind: KindName,
+    name: ComponentName,
     options: Annotated[list[str], typer.Option("--options", metavar="KEY=VALUE|YAML", help="Options to make it with. May be repeated.")] = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
     time_limit_s: Annotated[float, typer.Option("--time-limit", metavar="S", min=0.1, max=86_400, help="Seconds that a check may take.")] = 60.0,
@@ -42,7 +44,7 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
         value = parse_yaml(pair[2] if pair else text, "--options").value
         given = {pair[1]: value} if pair else value
         if not isinstance(given, dict):
-            raise ConfigError(f"--options: expected key=value or a mapping in YAML or JSON, got {text!r}")
+            raise ConfigError(f"--options: expected key=value or a mapping in YAML or JSON, got {shown(text)}")
         options |= given
     return options
 

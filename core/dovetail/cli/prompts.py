@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dovetail.checks import shown
 from dovetail.errors import RequestError
 from dovetail.sampling_params import OutputKind, SamplingParams
-from dovetail.where import unknown_key
+from dovetail.where import Where, unknown_key
 
 if TYPE_CHECKING:
     from dovetail.front.tokenizer import TokenizedText
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
+PLAIN_TEXT = "quote each line, or use --plain for a file whose lines are prompts as they stand"
+_INTEGER = re.compile("0|-?[1-9][0-9]{0,19}")  # one spelling each, so that no two keys are the same token
 PARAMS_KEYS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "output_kind")
 
 
@@ -43,45 +47,82 @@ def read_prompts(lines: Iterable[str], name: str, defaults: Mapping[str, Any]) -
         except RequestError as error:
             raise RequestError(f"{place}: {error}") from None
         if prompt.id in prompts:
-            raise RequestError(f"{place}: id {prompt.id!r} is taken by {places[prompt.id]}")
+            raise RequestError(f"{place}: id {shown(prompt.id)} is taken by {places[prompt.id]}")
         prompts[prompt.id], places[prompt.id] = prompt, place
     if not prompts:
         raise RequestError(f"{name}: no prompts in it")
     return list(prompts.values())
 
 
+def read_plain(lines: Iterable[str], name: str, defaults: Mapping[str, Any]) -> list[Prompt]:
+    """A prompt for each line that isn't empty, as it stands. Raises `RequestError` if there is none."""
+    params = make_params(defaults)
+    prompts = [Prompt(str(number), params, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not prompts:
+        raise RequestError(f"{name}: no prompts in it")
+    return prompts
+
+
+def as_chat(prompt: Prompt) -> Prompt:
+    """With its text as a user's message; messages stay what they are. Raises `RequestError` for token ids."""
+    if prompt.messages is not None:
+        return prompt
+    if not isinstance(prompt.prompt, str):
+        raise RequestError(f"request {shown(prompt.id)}: --chat makes a message of a text, and this prompt is token ids")
+    return prompt._replace(prompt="", messages=[{"role": "user", "content": prompt.prompt}])
+
+
 def _read_line(line: str, default_id: str, defaults: Mapping[str, Any]) -> Prompt:
-    try:
-        given = json.loads(line)
-    except ValueError as error:
-        raise RequestError(f"not valid JSON: {error}") from None
+    given = _parse(line)
     if isinstance(given, str):
         return Prompt(default_id, make_params(defaults), given)
     if not isinstance(given, dict):
-        raise RequestError(f"expected a string or an object, got {given!r}")
+        raise RequestError(f"expected a string or an object, got {shown(given)}; {PLAIN_TEXT}")
     for key in given:
         if key not in (*PROMPT_KEYS, *PARAMS_KEYS, "id"):
-            raise RequestError(f"{key}: {unknown_key(key, (*PROMPT_KEYS, *PARAMS_KEYS, 'id'), 'key')}")
+            raise RequestError(Where((key,)).says(unknown_key(key, (*PROMPT_KEYS, *PARAMS_KEYS, "id"), "key")))
     forms = [key for key in PROMPT_KEYS if key in given]
     if len(forms) != 1:
         raise RequestError(f"expected exactly one of {', '.join(PROMPT_KEYS)}, got {' and '.join(forms) or 'none'}")
     identity = given.get("id", default_id)
     if type(identity) not in (str, int) or identity == "":
-        raise RequestError(f"id must be a string or an integer, got {identity!r}")
+        raise RequestError(f"id must be a string or an integer, got {shown(identity)}")
     params = make_params({**defaults, **{key: value for key, value in given.items() if key in PARAMS_KEYS}})
     return Prompt(str(identity), params, *_prompt_and_messages(forms[0], given[forms[0]]))
+
+
+def _parse(line: str) -> Any:
+    """The JSON of a line. Raises `RequestError`, for a key that is there twice, too."""
+    try:
+        return json.loads(line, object_pairs_hook=_object)
+    except RequestError:
+        raise
+    except RecursionError:
+        raise RequestError("not valid JSON for us: too many lists and objects in one another") from None
+    except ValueError as error:
+        hint = "" if line.lstrip().startswith(("{", "[")) else f"; {PLAIN_TEXT}"
+        raise RequestError(f"not valid JSON: {error if isinstance(error, json.JSONDecodeError) else 'a number of too many digits'}{hint}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = {}
+    for key, value in pairs:
+        if key in keys:
+            raise RequestError(f"key {shown(key)} is there twice")
+        keys[key] = value
+    return keys
 
 
 def _prompt_and_messages(form: str, value: Any) -> tuple[str | Mapping[str, Any], list[dict[str, Any]] | None]:
     if form == "prompt":
         if not isinstance(value, str):
-            raise RequestError(f"prompt must be a string, got {value!r}")
+            raise RequestError(f"prompt must be a string, got {shown(value)}")
         return value, None
     if not isinstance(value, list) or not value:
-        raise RequestError(f"{form} must be a list with something in it, got {value!r}")
+        raise RequestError(f"{form} must be a list with something in it, got {shown(value)}")
     if form == "messages":
         if not all(isinstance(message, dict) and "role" in message for message in value):
-            raise RequestError(f'messages must be objects like {{"role": "user", "content": "…"}}, got {value!r}')
+            raise RequestError(f'messages must be objects like {{"role": "user", "content": "…"}}, got {shown(value)}')
         return "", value
     return {"prompt_token_ids": value}, None
 
@@ -90,7 +131,7 @@ def make_params(fields: Mapping[str, Any]) -> SamplingParams:
     """`SamplingParams` of plain JSON values, reported once at the end. Raises `RequestError`."""
     fields = dict(fields)
     if isinstance(fields.get("logit_bias"), dict):  # JSON has only strings for keys
-        fields["logit_bias"] = {int(key) if str(key).lstrip("-").isdecimal() else key: bias for key, bias in fields["logit_bias"].items()}
+        fields["logit_bias"] = {int(key) if _INTEGER.fullmatch(str(key)) else key: bias for key, bias in fields["logit_bias"].items()}
     if not isinstance(fields.get("extra_args", {}), dict):
-        raise RequestError(f"extra_args must be an object, got {fields['extra_args']!r}")
+        raise RequestError(f"extra_args must be an object, got {shown(fields['extra_args'])}")
     return SamplingParams(**fields, output_kind=OutputKind.FINAL)

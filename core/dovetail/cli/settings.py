@@ -1,4 +1,4 @@
-"""What several subcommands share: reading a config with `--set`s, and printing tables."""
+"""What several subcommands share: arguments, and reading a config with `--set`s."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dovetail.api.component import KINDS
+from dovetail.cli import completion
+
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
 
-Source = Annotated[str, typer.Argument(metavar="[engine.yaml|MODEL]", help="A config file, or a model: a bundled one, a directory or a hub id.")]
-Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a key, dotted if need be; the value is YAML. May be repeated.")]
+_SOURCE_HELP = "A config file, or a model: a bundled one, a directory or a hub id."
+Source = Annotated[str, typer.Argument(metavar="[engine.yaml|MODEL]", help=_SOURCE_HELP, autocompletion=completion.sources)]
+RequiredSource = Annotated[str, typer.Argument(metavar="engine.yaml|MODEL", help=_SOURCE_HELP, autocompletion=completion.sources)]
+Settings = Annotated[
+    list[str],
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set a key, dotted if need be; the value is YAML. May be repeated.", autocompletion=completion.settings
+    ),
+]
+KindName = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}.", autocompletion=completion.kinds)]
+ComponentName = Annotated[str, typer.Argument(metavar="NAME", help='A name, or "distribution:name".', autocompletion=completion.components)]
 
 
 def load_config(source: str, settings: Sequence[str]) -> EngineConfig:
@@ -19,10 +31,3 @@ def load_config(source: str, settings: Sequence[str]) -> EngineConfig:
     from dovetail.config import EngineConfig
 
     return EngineConfig.load_with(source, EngineConfig.read_settings(settings), origin="--set")
-
-
-def print_table(rows: Sequence[Sequence[str]], indent: str = "") -> None:
-    """Columns as wide as their widest cell; the last isn't padded."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        typer.echo((indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip())

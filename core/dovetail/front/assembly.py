@@ -22,7 +22,7 @@ from dovetail.engine.observers import ObserverHub
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError
 from dovetail.front.bounds import at_most
 from dovetail.front.generation_defaults import GenerationDefaults, resolve_sampling
-from dovetail.parts import Parts, find_parts
+from dovetail.parts import Parts, read_parts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
 from dovetail.sampling_params import SamplingParams
@@ -102,12 +102,7 @@ def assemble(
 ) -> Assembly:
     """Raises `ConfigError`, `PluginError`, `UnsupportedError` or `ModelLoadError`; nothing stays behind then. What can be found wrong without
     the model's weights is found before they are read."""
-    config = EngineConfig.load(config, **overrides)
-    registry = registry or Registry.discover(config.plugins)
-    parts = find_parts(config, registry)
-    for part in (parts.scheduler, parts.kv_cache, *parts.observers):  # which are made after the model
-        part.validate_options()
-        part.load()
+    config, registry, parts = read_parts(config, overrides, registry, imports=("scheduler", "kv_cache", "observer"))  # made after the model
     model_dir = resolve_model(config.model, registry)
     tokenizer_dir = model_dir if config.tokenizer is None else _find_tokenizer(config.tokenizer, registry)
     defaults = GenerationDefaults.read(model_dir, sampling=config.generation_config == "auto")
@@ -151,8 +146,15 @@ def _start(executor: Executor, name: str) -> Capacity:
         what = f"executor {name} can't start: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if isinstance(error, ImportError):  # of a package that a library needs
             raise UnsupportedError(what) from error
-        remedy = "if memory is short, lower max_num_seqs, max_model_len, gpu_memory_utilization, kv_cache_memory or max_num_batched_tokens"
+        if not _is_of_memory(error):
+            raise UnsupportedError(what) from error
+        remedy = "memory is short: lower max_num_seqs, max_model_len, gpu_memory_utilization, kv_cache_memory or max_num_batched_tokens"
         raise UnsupportedError(f"{what}; {remedy}") from error
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """True for Python's own, torch's of either device, and CUDA's."""
+    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in ("memory", "alloc"))
 
 
 def _make_executor(config: EngineConfig, parts: Parts, model_dir: Path, clock: Clock, progress: Callable[[str, int, int], None] | None) -> Executor:

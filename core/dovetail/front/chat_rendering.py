@@ -170,7 +170,7 @@ class _Process:
     def __init__(self, max_bytes: int) -> None:
         """Starts it. Raises `MissingExtraError` without Jinja, `DovetailError` if it doesn't start."""
         if find_spec("jinja2") is None:
-            raise MissingExtraError('chat templates need Jinja; install with: pip install "dovetail[torch]"')
+            raise MissingExtraError.naming("torch", "chat templates need Jinja")
         command = [sys.executable, "-I", "-S", str(_WORKER), json.dumps([path for path in sys.path if path]), str(max_bytes)]
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}

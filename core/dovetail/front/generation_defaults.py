@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dovetail.api.sampler import RowSampling
+from dovetail.checks import shown
 from dovetail.errors import ModelLoadError, RequestError
+from dovetail.json_files import read_json_object
 from dovetail.sampling_params import SamplingParams
 
 _NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -52,7 +53,7 @@ def _eos(content: dict[str, Any], path: Path) -> tuple[int, ...] | None:
         return None
     ids: list[Any] = eos if isinstance(eos, list) else [eos]
     if not all(type(token) is int and token >= 0 for token in ids):
-        raise ModelLoadError(f"{path}: eos_token_id must be a token id or a list of them, got {eos!r}")
+        raise ModelLoadError(f"{path}: eos_token_id must be a token id or a list of them, got {shown(eos)}")
     return tuple(ids)
 
 
@@ -90,12 +91,4 @@ def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults, seed:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path}: can't be read as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path}: expected an object, got {type(content).__name__}")
-    return content
+    return read_json_object(path) if path.exists() else {}

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Literal
 
 from dovetail.api.component import BundledModel
+from dovetail.checks import shown
 from dovetail.errors import ConfigError, MissingExtraError, ModelLoadError
 from dovetail.registry.plugin import NAMESPACE, PluginOrigin
 from dovetail.registry.registry import Registry
 from dovetail.where import did_you_mean
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "tokenizer*")  # config, weights, tokenizers; never code, never pickles
+
+MAX_HUB_ID = 200  # characters; the hub's own limit is 96
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -40,29 +43,40 @@ def resolve_model(name: str, registry: Registry) -> Path:
     return _fetch(name, registry) if place.path is None else place.path
 
 
-def locate_model(name: str, registry: Registry) -> ModelPlace:
-    """Bundled ("demo", "distribution:name"), else a directory that exists, else a hub id. Raises `ConfigError` when it is none or two of these."""
-    bundled, directory = _find_bundled(name, registry), Path(name).expanduser()
+def locate_model(name: str, registry: Registry, key: str = "model") -> ModelPlace:
+    """Bundled ("demo", "distribution:name"), else a directory that exists, else a hub id. Raises `ConfigError`, naming the config's key, when it
+    is none or two of these."""
+    bundled, directory = _find_bundled(name, registry), _path(name)
     if bundled is not None:
-        if ":" not in name and directory.is_dir():
+        if ":" not in name and directory is not None and directory.is_dir():
             both = f"a bundled model and a directory here: write {NAMESPACE}:{name} or ./{name}"
-            raise ConfigError(f"model: {name!r} is both {both}")
+            raise ConfigError(f"{key}: {name!r} is both {both}")
         return ModelPlace("bundled", name, _bundled_path(*bundled), bundled[0])
-    if directory.is_dir():
-        _refuse_gguf_alone(name, directory)
+    if directory is not None and directory.is_dir():
+        _refuse_gguf_alone(name, directory, key)
         return ModelPlace("directory", name, directory.resolve())
-    if directory.suffix == ".gguf":
-        raise ConfigError(f"model: {name!r} is a GGUF file; {_from_gguf(directory.name)}")
-    if directory.exists():
-        raise ConfigError(f"model: {name!r} is a file; a model is a directory with config.json and safetensors files")
-    if not _HUB_ID.fullmatch(name):
-        raise ConfigError(f"model: {name!r} is not a directory, nor can it be a hub id; {_what_is_bundled(name, registry)}")
+    if directory is not None and directory.suffix == ".gguf":
+        raise ConfigError(f"{key}: {shown(name)} is a GGUF file; {_from_gguf(directory.name)}")
+    if directory is not None and directory.exists():
+        raise ConfigError(f"{key}: {shown(name)} is a file; a model is a directory with config.json and safetensors files")
+    if not _HUB_ID.fullmatch(name) or len(name) > MAX_HUB_ID:
+        raise ConfigError(f"{key}: {shown(name)} is not a directory, nor can it be a hub id; {_what_is_bundled(name, registry)}")
     return ModelPlace("hub", name)
 
 
-def _refuse_gguf_alone(name: str, directory: Path) -> None:
+def _path(name: str) -> Path | None:
+    """None for what can't be a path here: a user whom nobody knows, or more characters than the file system takes."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return path
+
+
+def _refuse_gguf_alone(name: str, directory: Path, key: str) -> None:
     if not (directory / "config.json").exists() and (files := sorted(file.name for file in directory.glob("*.gguf"))):
-        raise ConfigError(f"model: {name!r} holds GGUF files and no config.json; {_from_gguf(files[0])}")
+        raise ConfigError(f"{key}: {name!r} holds GGUF files and no config.json; {_from_gguf(files[0])}")
 
 
 def _from_gguf(file: str) -> str:
@@ -108,14 +122,32 @@ def _fetch(hub_id: str, registry: Registry) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise MissingExtraError.naming("torch", f"model: {hub_id!r} would come from the Hugging Face hub") from error
+        raise MissingExtraError.naming(
+            "torch", f"model: {hub_id!r} is neither bundled nor a directory here ({_what_is_bundled(hub_id, registry)}), and would come from the hub"
+        ) from error
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # the hub's own errors, those of HTTP and of the file system
-        reason = " ".join(str(error).split())[:400]
         raise ModelLoadError(
             f"model {hub_id!r} can't be had:\n"
             f"  - {_what_is_bundled(hub_id, registry)}\n"
             f"  - no directory {Path(hub_id).absolute()}\n"
-            f"  - the Hugging Face hub: {type(error).__name__}: {reason}"
+            f"  - the Hugging Face hub: {_why_not(error)}"
         ) from error
+
+
+def _why_not(error: Exception) -> str:
+    """What kept the hub's files from us, as a sentence."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError):  # nothing in the cache, and no way to the hub
+        way = "HF_HUB_OFFLINE keeps us from asking the hub" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} can't be reached"
+        return f"{way}, and the model is not in the cache, {constants.HF_HUB_CACHE}"
+    if isinstance(error, errors.GatedRepoError):
+        return "the model is gated: ask for access on its page, then log in with `hf auth login`"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "it has no model of that name, or one that only its owners see (log in with `hf auth login`)"
+    if isinstance(error, errors.HFValidationError):
+        return "that can't be the name of a model there"
+    reason = " ".join(str(error).split())[:400]
+    return reason or "it gave no answer"

@@ -10,6 +10,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import InvalidName, canonicalize_name
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
+from dovetail.checks import shown
 from dovetail.errors import DISTRIBUTION, ConfigError
 from dovetail.registry.plugin import NAMESPACE, PluginOrigin
 from dovetail.where import Where, did_you_mean, explain
@@ -21,7 +22,7 @@ def _distribution(name: str) -> str:
     try:
         return canonicalize_name(name, validate=True)
     except InvalidName:
-        raise ValueError(f"expected the name of a distribution, got {name!r}") from None
+        raise ValueError(f"expected the name of a distribution, got {shown(name)}") from None
 
 
 def _deniable(name: str) -> str:
@@ -34,9 +35,9 @@ def _requirement(text: str) -> str:
     try:
         requirement = Requirement(text)
     except InvalidRequirement as error:
-        raise ValueError(f"expected a requirement like 'dovetail-fair>=1.2', got {text!r}: {error}") from None
+        raise ValueError(f"expected a requirement like 'dovetail-fair>=1.2', got {shown(text)}: {error}") from None
     if canonicalize_name(requirement.name) == NAMESPACE:
-        raise ValueError(f"expected a requirement of {DISTRIBUTION}, as Dovetail's distribution is called, got {text!r}")
+        raise ValueError(f"expected a requirement of {DISTRIBUTION}, as Dovetail's distribution is called, got {shown(text)}")
     return text
 
 
@@ -64,7 +65,7 @@ class PluginSelection(BaseModel):
 
     def with_environment(self, environ: Mapping[str, str] = os.environ) -> PluginSelection:
         """Overridden by `DOVETAIL_PLUGINS="allow=a,b;deny=c"`: a key that is given replaces this one's; `allow=` is built-ins only, `allow=*`
-        is all. Raises `ConfigError` if it can't be read."""
+        is all. Raises `ConfigError` if it can't be read, or if a key is there twice: nobody could say which of them is meant."""
         text = environ.get(ENVIRONMENT_VARIABLE, "").strip()
         if not text:
             return self
@@ -74,7 +75,9 @@ class PluginSelection(BaseModel):
             key, equals, names = (piece.strip() for piece in part.partition("="))
             if not equals or key not in PluginSelection.model_fields:
                 hint = did_you_mean(key, PluginSelection.model_fields) or ', expected something like "allow=a,b;deny=c"'
-                raise ConfigError(where.says(f"can't read {part!r}{hint}"))
+                raise ConfigError(where.says(f"can't read {shown(part)}{hint}"))
+            if key in given:
+                raise ConfigError(where.says(f"{key} is there twice: write one list, like {key}=a,b"))
             given[key] = None if (key, names) == ("allow", "*") else [name.strip() for name in names.split(",") if name.strip()]
         try:
             return PluginSelection(**{**self.model_dump(), **given})

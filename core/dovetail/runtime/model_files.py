@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,8 @@ import torch
 from dovetail.api.executor import Target
 from dovetail.api.model import ModelArch, ModelContext
 from dovetail.checks import shown
-from dovetail.errors import ConfigError, ModelLoadError, UnsupportedError
+from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
+from dovetail.json_files import read_json_object
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -29,8 +29,10 @@ def find_architecture(model_dir: str | Path, models: Sequence[Target]) -> FoundA
     when nobody serves it, two do, or the one that does has reasons against it."""
     config = read_config(model_dir)
     names = config.architectures
-    if not isinstance(names, list) or not names:
+    if not names:
         raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: no 'architectures', so nobody knows what to build")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: 'architectures' must be a list of names, got {shown(names)}")
     serving = [target for target in models if set(names) & set(target.architectures)]
     if not serving:
         served = sorted({name for target in models for name in target.architectures})
@@ -38,9 +40,22 @@ def find_architecture(model_dir: str | Path, models: Sequence[Target]) -> FoundA
     if len(serving) > 1:
         raise UnsupportedError(f"{model_dir}: {', '.join(names)} is served by {' and '.join(target.name for target in serving)}; deny one of them")
     arch: ModelArch = serving[0].make(ModelContext())
-    if reasons := arch.reasons_against(config):
+    if reasons := _reasons_against(arch, config, Path(model_dir) / "config.json"):
         raise UnsupportedError(f"{serving[0].name} can't serve {model_dir}:\n" + "\n".join(f"  - {reason}" for reason in reasons))
     return FoundArchitecture(arch, config)
+
+
+def _reasons_against(arch: ModelArch, config: Any, path: Path) -> list[str]:
+    """Raises `ModelLoadError` where a value is of a kind that the model can't even look at."""
+    try:
+        reasons = list(arch.reasons_against(config))
+        if not reasons:
+            model_length(config)
+        return reasons
+    except DovetailError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(f"{path}: a value in it can't be used: {_first_lines(error)}") from error
 
 
 def read_config(model_dir: str | Path) -> Any:
@@ -48,12 +63,12 @@ def read_config(model_dir: str | Path) -> Any:
     path = Path(model_dir) / "config.json"
     if not path.is_file():
         raise ModelLoadError(f"{path}: no such file; a model is a directory with config.json and safetensors files")
-    try:
-        raw = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(raw, dict) or "model_type" not in raw:
-        raise ModelLoadError(f"{path}: expected a JSON object with 'model_type'")
+    raw = read_json_object(path)
+    if "model_type" not in raw:
+        raise ModelLoadError(f"{path}: no 'model_type', so nobody knows how to read it")
+    for key, value in raw.items():
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise ModelLoadError(f"{path}: {key}: {value} is more than any size can be")
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers import __version__ as version
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from dovetail.api.model import WeightRule
 from dovetail.errors import DovetailError, ModelLoadError
+from dovetail.json_files import read_json_object
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
@@ -135,11 +135,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
 
 def _sharded_files(directory: Path) -> dict[str, Path]:
     path = directory / _INDEX
-    try:
-        index = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ModelLoadError(f"{path}: not valid JSON: {error}") from error
-    names = index.get("weight_map") if isinstance(index, dict) else None
+    names = read_json_object(path).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise ModelLoadError(f"{path}: expected 'weight_map', a map from tensor names to file names")
     files: dict[str, Path] = {}

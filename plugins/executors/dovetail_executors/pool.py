@@ -54,10 +54,10 @@ def pool_blocks(
         source = f"one part in {SHARE_FOR_ONE} of {readable_bytes(free)} free RAM"
         remedy = f"set kv_cache_memory to {readable_bytes(needed * layout.bytes_per_block)}"
     if blocks < needed:
+        change = f"Lower max_model_len to {blocks * layout.block_size} or less, or {remedy}" if blocks else f"{remedy[0].upper()}{remedy[1:]}"
         raise ConfigError(
             f"the KV pool can't hold one sequence of max_model_len: {max_model_len} tokens need {needed} blocks of {layout.block_size} "
-            f"({readable_bytes(layout.bytes_per_block)} each), and {source} gives {blocks}. Lower max_model_len to "
-            f"{blocks * layout.block_size} or less, or {remedy}."
+            f"({readable_bytes(layout.bytes_per_block)} each), and {source} gives {blocks}. {change}."
         )
     return blocks
 

@@ -1,0 +1,101 @@
+"""What the command reads and prints: any text can be printed, and a full disk or a reader that has gone is told, or not, as it should be."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import typer
+
+from dovetail.errors import ConfigError, DovetailError
+
+
+class OutputError(DovetailError):
+    """Standard output can't be written to."""
+
+
+class _Output(io.TextIOWrapper):
+    """Standard output whose failures are told apart from those of other files. Once it has failed, every write fails."""
+
+    _failure: OSError | None = None
+
+    def write(self, text: str) -> int:
+        try:
+            if self._failure is not None:
+                raise self._failure
+            return super().write(text) if text != "" else 0
+        except OSError as error:
+            self._fail(error)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> NoReturn:
+        self._failure = error
+        discard(self)
+        if error.errno == errno.EPIPE:  # the reader has what it wants, as with `| head`
+            raise typer.Exit(0) from None
+        raise OutputError(f"standard output can't be written to: {error.strerror or error}") from None
+
+
+def guard_output() -> None:
+    """From here on, writing to standard output raises `OutputError` if that fails, or ends the command with exit code 0 if its reader has gone."""
+    old = sys.stdout
+    if type(old) is io.TextIOWrapper:  # None if it was closed before we began
+        encoding, by_line, at_once = old.encoding, old.line_buffering, old.write_through
+        sys.stdout = sys.__stdout__ = _Output(old.detach(), encoding=encoding, line_buffering=by_line, write_through=at_once)  # type: ignore[misc]
+
+
+def make_any_text_printable() -> None:
+    """What a stream's encoding doesn't have, like half a surrogate pair in an id, is printed as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):  # None, or something else in a program that calls us
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def tell(text: str) -> None:
+    """Print to standard error, if that is possible."""
+    try:
+        typer.echo(text, err=True)
+    except OSError:
+        discard(sys.stderr)
+
+
+def discard(stream: TextIO | None) -> None:
+    """Send what is left in a stream, and whatever follows, nowhere: Python would complain of it at its end."""
+    with suppress(AttributeError, OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]
+        os.close(nowhere)
+
+
+def echo_json(value: Any, indent: int | None = None) -> None:
+    """Print as JSON; in escapes what the terminal's encoding doesn't have."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value, indent=indent)
+    typer.echo(text)
+
+
+def read_text(name: str, option: str) -> str:
+    """All of a file, or of standard input for "-". Raises `ConfigError` naming the option that asked for it."""
+    try:
+        if name != "-":
+            return Path(name).read_text(encoding="utf-8-sig")
+        if sys.stdin is None:
+            raise OSError("it is closed")
+        return sys.stdin.read()
+    except (OSError, ValueError) as error:
+        place = "standard input" if name == "-" else name
+        raise ConfigError(f"{option}: {place}: can't be read: {getattr(error, 'strerror', None) or error}") from None

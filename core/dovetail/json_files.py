@@ -1,0 +1,44 @@
+"""Reading the JSON files of a model, which come from anywhere: each is an object of bounded size and depth, or an error that names the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dovetail.errors import ModelLoadError
+
+MAX_BYTES = 64 << 20  # the index of a model of 700 billion parameters has 9 MB
+MAX_DEPTH = 50  # lists and objects in one another
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object that a file holds. Raises `ModelLoadError`."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ModelLoadError(f"{path}: can't be read: {error.strerror or error}") from None
+    if len(text) > MAX_BYTES:
+        raise ModelLoadError(f"{path}: more than {MAX_BYTES >> 20} MiB: that is no file of a model")
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise ModelLoadError(f"{path}: more than {MAX_DEPTH} lists and objects in one another") from None
+    except (json.JSONDecodeError, UnicodeError) as error:
+        raise ModelLoadError(f"{path}: not valid JSON: {error}") from None
+    except ValueError:  # Python's limit to the digits of an integer
+        raise ModelLoadError(f"{path}: not valid JSON: a number of too many digits") from None
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path}: expected an object, got {type(content).__name__}")
+    if _is_deep(content):
+        raise ModelLoadError(f"{path}: more than {MAX_DEPTH} lists and objects in one another")
+    return content
+
+
+def _is_deep(content: dict[str, Any]) -> bool:
+    level: list[Any] = [content]
+    for _ in range(MAX_DEPTH):
+        inner = [value for part in level for value in (part.values() if isinstance(part, dict) else part)]
+        level = [value for value in inner if isinstance(value, dict | list)]
+    return bool(level)

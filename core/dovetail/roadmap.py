@@ -1,0 +1,27 @@
+"""What other engines have and Dovetail hasn't yet, by the names that people try: an error that meets one points to the roadmap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+PAGE = "docs/roadmap.md"
+
+_NAMES = {  # heading of the roadmap -> commands, keys and parameters that belong to it
+    "Structured output": "guided_json guided_regex guided_choice guided_grammar guided_decoding structured_outputs response_format grammar",
+    "LoRA adapters": "lora enable_lora lora_modules lora_request lora_path max_loras max_lora_rank adapter",
+    "Speculative decoding": "speculative_config speculative_model num_speculative_tokens draft_model spec_decode",
+    "Embeddings and scores": "embed embeddings score classify rerank task runner pooler_config",
+    "FP8 weights and K and V": "quantization quant fp8 load_in_4bit load_in_8bit",
+    "Mixture of experts": "enable_expert_parallel expert_parallel_size moe",
+    "Several GPUs, several machines": "tensor_parallel_size pipeline_parallel_size data_parallel_size tp pp dp distributed_executor_backend num_gpus",
+    "HTTP server": "serve server api_server host port api_key served_model_name",
+}
+
+HEADINGS: Mapping[str, str] = MappingProxyType({name: heading for heading, names in _NAMES.items() for name in names.split()})
+
+
+def not_yet(name: str) -> str | None:
+    """A sentence for a name that the roadmap knows, or None."""
+    heading = HEADINGS.get(name.replace("-", "_"))
+    return heading and f'not there yet; "{heading}" is on the roadmap, {PAGE}'

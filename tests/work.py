@@ -1,0 +1,40 @@
+"""How much work something does, in calls of functions: unlike a clock, that is the same on every machine and under any load."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+
+class TooMuchWorkError(AssertionError):
+    """More calls than were allowed."""
+
+
+@dataclass
+class Work:
+    """`calls` were made so far."""
+
+    calls: int = 0
+
+
+@contextmanager
+def at_most(calls: int) -> Iterator[Work]:
+    """Stops what is inside with `TooMuchWorkError` once it has called `calls` functions, Python's or C's: what would take for ever fails soon."""
+    work = Work()
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if event in ("call", "c_call"):
+            work.calls += 1
+            if work.calls > calls:
+                sys.setprofile(before)
+                raise TooMuchWorkError(f"more than {calls} calls")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        yield work
+    finally:
+        sys.setprofile(before)
