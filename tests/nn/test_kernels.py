@@ -19,8 +19,9 @@ from dovetail.api.attention import AttentionLayer, FusedCache, LayerSpec
 from dovetail.errors import DovetailError
 from dovetail.nn import activation, embedding, linear, logprobs, norm, qkv
 from dovetail.nn.activation import silu_mul
-from dovetail.nn.kernels import available, few_rows, many_rows, one_row
+from dovetail.nn.kernels import available, few_rows, gpu, many_rows, one_row
 from dovetail.nn.kernels import rms_norm as norm_kernel
+from dovetail.nn.kernels.gpu import GPU
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.norm import QKNorm
 from dovetail.nn.qkv import turn_and_write
@@ -191,7 +192,9 @@ def test_many_rows_need_a_hopper(monkeypatch: pytest.MonkeyPatch, capability: tu
         if not computes:
             raise DovetailError("it computes something else")
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    here = GPU("some GPU", capability, 227 << 10, 228 << 10, 132)
+    monkeypatch.setattr(gpu, "_gpu_of", lambda device: here if device.type == "cuda" else None)
+    monkeypatch.setattr(available, "runs_kernels", lambda device: True)
     monkeypatch.setattr(many_rows, "check", check)
     assert available.has_many_rows.__wrapped__(torch.device("cuda")) == expected
     assert not available.has_many_rows.__wrapped__(torch.device("cpu"))

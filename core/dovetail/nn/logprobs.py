@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from dovetail.api.sampler import TopLogprobs
 from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.launch import KernelUnavailable
 
 
 def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> TopLogprobs:
@@ -17,8 +20,9 @@ def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> TopLo
     if use_kernels(logits, token_ids):
         from dovetail.nn.kernels.logprobs import normalizer_and_rank
 
-        normalizers, ranks = normalizer_and_rank(logits, token_ids)
-        return TopLogprobs(ids, logits.gather(1, ids).to(torch.float32) - normalizers, ranks)
+        with suppress(KernelUnavailable):
+            normalizers, ranks = normalizer_and_rank(logits, token_ids)
+            return TopLogprobs(ids, logits.gather(1, ids).to(torch.float32) - normalizers, ranks)
     logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)  # [n, vocab]
     ranks = 1 + (logits > logits.gather(1, own_ids)).sum(dim=1)  # of logits: close ones may have equal logprobs
     return TopLogprobs(ids, logprobs.gather(1, ids), ranks)
