@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -57,6 +58,7 @@ class Case:
     group: int = 2  # query heads that share a kv head
     block_size: int = 16
     window: int | None = None
+    brief: bool = False  # one step for attention, instead of every kind
 
     def __str__(self) -> str:
         if self.head_size is None:
@@ -86,11 +88,11 @@ def compiled(case: Case) -> list[Compiled]:
             launch_layers(getattr(torch, case.dtype))
             launch_sampling(getattr(torch, case.dtype))
         else:
-            launch_attention(case.dtype, case.head_size, case.group, case.block_size, case.window)
+            launch_attention(case.dtype, case.head_size, case.group, case.block_size, case.window, case.brief)
     return kernels
 
 
-def launch_attention(dtype: str, head_size: int, group: int = 2, block_size: int = 16, window: int | None = None) -> None:
+def launch_attention(dtype: str, head_size: int, group: int = 2, block_size: int = 16, window: int | None = None, brief: bool = False) -> None:
     """A step of decodes with a shared prefix and of a prefill, as it is and as a graph of any such step; and all else that a cache needs."""
     backend = TritonAttention(NoOptions(), AttentionContext("cpu", dtype, block_size))
     heads = KV_HEADS * group
@@ -103,12 +105,14 @@ def launch_attention(dtype: str, head_size: int, group: int = 2, block_size: int
     on_device = torch.from_numpy(starts), torch.from_numpy(lens), table, slots
     fused = torch.zeros(tokens, heads + 2 * KV_HEADS, head_size, dtype=backend.dtype)
     q, k, v = fused.split([heads, KV_HEADS, KV_HEADS], dim=1)
-    for mixed_graph in (False, True):
-        for shared in (0, 1024 // block_size):
-            backend.plan(AttentionBatch(21, tokens, *on_device, queries, lens, shared, mixed_graph))
-            layer.attend(q)
+    shared = 1024 // block_size
+    for mixed_graph, shared_blocks in [(False, shared)] if brief else product((False, True), (0, shared)):
+        backend.plan(AttentionBatch(21, tokens, *on_device, queries, lens, shared_blocks, mixed_graph))
+        layer.attend(q)
     layer.write(k, v)
     backend.copy_blocks(torch.tensor([0, 1]), torch.tensor([2, 3]))
+    if brief:
+        return
     qkv.norm_turn_write(
         fused, KV_HEADS, fused.new_zeros((heads + KV_HEADS) * head_size), 1e-6, torch.zeros(64, head_size), slots, layer.cache_for_fused_write()
     )

@@ -62,12 +62,17 @@ class TritonAttention(AttentionBackend):
         else, is served by another backend."""
         if reasons := super().reasons_against(context, layers):
             return reasons
-        if (gpu := gpu_of(torch.device(context.device))) is None:
+        device = torch.device(context.device)
+        if (gpu := gpu_of(device)) is None:
             return []
-        if not runs_kernels(torch.device(context.device)):
+        if not runs_kernels(device):
             return [f"Triton runs no kernel on {gpu}: the warning before says why"]
-        likenesses = {replace(spec, index=0) for spec in layers}
-        if gpu.is_hopper or works(f"attention on {gpu}", lambda: [triton_trial.check(cls, context, spec) for spec in likenesses]):
+
+        def check() -> None:
+            for spec in {replace(spec, index=0) for spec in layers}:
+                triton_trial.check(cls, context, spec)
+
+        if gpu.is_hopper or works(f"attention on {gpu}", check):
             return []
         return [f"its kernels don't work on {gpu}: the warning before says why"]
 

@@ -15,7 +15,7 @@ from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
 from dovetail_attention.sdpa import TorchAttention
 
-SHARED_TOKENS = 256  # at least, that two rows begin with
+SHARED_TOKENS = 96  # at least, that two rows begin with: some steps of a decode
 CLOSE = 2e-2  # of numbers of about 1/5
 KV_SCALE = 0.5
 
@@ -53,13 +53,14 @@ def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
     for step in steps:
         queries, lens = np.array(step.queries, np.int32), np.array(step.lens, np.int32)
         tokens, starts = int(queries.sum()), np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
-        position = np.concatenate([np.arange(seen - asked, seen) for asked, seen in zip(queries, lens, strict=True)])
+        position = np.concatenate([np.arange(n - asked, n) for asked, n in zip(queries, lens, strict=True)])
         row = np.repeat(np.arange(3), queries)
         slots = table[row, position // size].astype(np.int64) * size + position % size
-        on_device = [torch.from_numpy(array).to(device) for array in (starts, lens, table, slots)]
-        backend.plan(AttentionBatch(3, tokens, *on_device, queries, lens, step.shared_blocks))
+        at, seen, blocks, places = (torch.from_numpy(array).to(device) for array in (starts, lens, table, slots))
+        backend.plan(AttentionBatch(3, tokens, at, seen, blocks, places, queries, lens, step.shared_blocks))
         qkv = torch.randn(tokens, spec.heads + 2 * spec.kv_heads, spec.head_size, generator=generator) * KV_SCALE
-        q, k, v = qkv.to(device, getattr(torch, backend.context.dtype)).split([spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+        qkv = qkv.to(device, getattr(torch, backend.context.dtype))
+        q, k, v = torch.split(qkv, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         layer.write(k, v)
         outputs.append(layer.attend(q).float())
     return torch.cat(outputs)

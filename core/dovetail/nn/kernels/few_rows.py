@@ -118,7 +118,9 @@ def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> Tiling | None:
     else:
         tiling = Tiling(8 if inputs > 2048 and rows > LEAST_ROWS else 16, 4, min(1024, chunk))
     gpu = gpu_of(weight.device)
-    while gpu is not None and tiling.outputs > LEAST_OUTPUTS and shared_bytes(tiling, rows, inputs, gated) > gpu.shared_bytes:
+    while gpu is not None and shared_bytes(tiling, rows, inputs, gated) > gpu.shared_bytes:
+        if tiling.outputs == LEAST_OUTPUTS:
+            return None
         tiling = replace(tiling, outputs=tiling.outputs // 2)
     return tiling if weight.nbytes <= MOST_BYTES and fits(tiling, inputs, gated) else None
 
@@ -131,7 +133,7 @@ def shared_bytes(tiling: Tiling, rows: int, inputs: int, gated: bool) -> int:
 
 def padded(rows: int) -> int:
     """Rows that are computed."""
-    return max(LEAST_ROWS, triton.next_power_of_2(rows))
+    return max(LEAST_ROWS, int(triton.next_power_of_2(rows)))
 
 
 def fits(tiling: Tiling, inputs: int, gated: bool) -> bool:

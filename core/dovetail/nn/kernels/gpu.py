@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ def gpu_of(device: torch.device) -> GPU | None:
 def _gpu_of(device: torch.device) -> GPU | None:
     if device.type != "cuda":
         return None
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some
     return GPU(
         properties.name,
         (properties.major, properties.minor),
