@@ -4,6 +4,8 @@ no slow tests unless asked for."""
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,3 +19,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not FULL and "slow" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def forgetting_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels may be found unavailable: that is forgotten afterwards."""
+    from dovetail.nn.kernels import launch
+
+    monkeypatch.setattr(launch, "_unavailable", {})
+
+
+@pytest.fixture(autouse=True)
+def no_kernel_is_missed() -> Iterator[None]:
+    """A kernel that can't be had is replaced by its twin, with which a test of the kernel would pass."""
+    yield
+    if (launch := sys.modules.get("dovetail.nn.kernels.launch")) is not None:
+        assert [str(error) for _, error in launch._unavailable.values()] == []

@@ -18,7 +18,7 @@ from dovetail.api.attention import AttentionBatch, AttentionContext, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
 from dovetail.runtime.decode_graphs import DecodeGraphs
-from dovetail_attention import triton_backend, triton_schedule
+from dovetail_attention import triton_backend, triton_schedule, triton_trial
 from dovetail_attention.triton_backend import TritonAttention
 from dovetail_attention.triton_tuning import HOPPER, DecodeTiling
 from tests.attention import interpreter
@@ -421,6 +421,10 @@ def test_a_graph_captured_with_a_shared_prefix_serves_steps_without() -> None:
         out.fill_(torch.nan)
         graph.replay()
         assert_close([out.double().cpu().numpy()], bench.expected())
+
+
+def test_the_trial_before_a_gpu_is_relied_on_is_passed() -> None:
+    triton_trial.check(TritonAttention, AttentionContext(DEVICE, "float16", 16), LayerSpec(0, 4, 2, 16, 0.25))
 
 
 @gpu

@@ -16,13 +16,23 @@ from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qw
 
 from dovetail.api.executor import Target
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
+from dovetail.nn.kernels import gpu
+from dovetail.nn.kernels.gpu import GPU
+from dovetail.runtime import model_files
 from dovetail.runtime.model_files import find_architecture, read_config, resolve_dtype, resolve_max_model_len
 from tests.models.configs import configs
 from tests.models.oracle import CPU, MODELS, arch_of
 from tests.support import examples
 
 CUDA = torch.device("cuda")
+AMPERE = GPU("NVIDIA A100", (8, 0), 163 << 10, 164 << 10, 108)
+TURING = GPU("NVIDIA T4", (7, 5), 64 << 10, 64 << 10, 40)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+
+
+def place(monkeypatch: pytest.MonkeyPatch, here: GPU) -> None:
+    """Let every CUDA device be this one."""
+    monkeypatch.setattr(gpu, "_gpu_of", lambda device: here if device.type == "cuda" else None)
 
 
 def write_config(directory: Path, **fields: Any) -> Path:
@@ -138,8 +148,46 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path, text: str | None,
         ("float32", "bfloat16", CUDA, torch.float32),
     ],
 )
-def test_dtype(tmp_path: Path, asked: str, own: str | None, device: torch.device, expected: torch.dtype) -> None:
+def test_dtype(tmp_path: Path, asked: str, own: str | None, device: torch.device, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    place(monkeypatch, AMPERE)
     assert resolve_dtype(asked, read_config(write_config(tmp_path, dtype=own)), device) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "expected"),
+    [
+        ("auto", "bfloat16", torch.float16),
+        ("auto", "float32", torch.float16),
+        ("auto", None, torch.float16),
+        ("auto", "float16", torch.float16),
+        ("float16", "bfloat16", torch.float16),
+        ("float32", "bfloat16", torch.float32),
+    ],
+)
+def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so_once_if_nobody_asked_for_it(
+    tmp_path: Path,
+    asked: str,
+    own: str | None,
+    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    place(monkeypatch, TURING)
+    model_files._warn_once.cache_clear()
+    config = read_config(write_config(tmp_path, dtype=own))
+    assert [resolve_dtype(asked, config, CUDA) for _ in range(2)] == [expected] * 2
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (asked == "auto" and own != "float16")
+    assert all(text.startswith("dtype: auto is float16, for NVIDIA T4 (compute capability 7.5) has no bfloat16") for text in said)
+
+
+def test_bfloat16_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    place(monkeypatch, TURING)
+    with pytest.raises(
+        UnsupportedError, match=r"dtype: NVIDIA T4 .* has no bfloat16, which came with compute capability 8.0; use auto, float16 or f"
+    ):
+        resolve_dtype("bfloat16", LlamaConfig(), CUDA)
+    assert resolve_dtype("bfloat16", LlamaConfig(), CPU) == torch.bfloat16
 
 
 def test_an_unknown_dtype_is_refused() -> None:

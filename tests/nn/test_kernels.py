@@ -19,9 +19,10 @@ from dovetail.api.attention import AttentionLayer, FusedCache, LayerSpec
 from dovetail.errors import DovetailError
 from dovetail.nn import activation, embedding, linear, logprobs, norm, qkv
 from dovetail.nn.activation import silu_mul
-from dovetail.nn.kernels import available, few_rows, many_rows, one_row
+from dovetail.nn.kernels import available, few_rows, gpu, many_rows, one_row
 from dovetail.nn.kernels import logprobs as kernels
 from dovetail.nn.kernels import rms_norm as norm_kernel
+from dovetail.nn.kernels.gpu import GPU
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.norm import QKNorm
 from dovetail.nn.qkv import turn_and_write
@@ -166,6 +167,19 @@ def test_layers_that_torch_computes_quicker_have_no_tiling(outputs: int, inputs:
     assert few_rows.tiling_for(torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta"), 8, gated) is None
 
 
+@pytest.mark.parametrize("shared_kb", [99, 163, 227])
+def test_layers_of_few_rows_have_room_in_the_shared_memory(shared_kb: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer outputs a program where there is less than on a Hopper, whose tilings were measured."""
+    shapes = [(rows, inputs, gated) for rows in (2, 8, 9, 16) for inputs in (1024, 1536, 2048, 3072, 4096, 6144) for gated in (False, True)]
+    weights = {inputs: torch.empty(1024, inputs, dtype=torch.bfloat16, device="meta") for _, inputs, _ in shapes}
+    measured = {(rows, inputs, gated): few_rows.tiling_for(weights[inputs], rows, gated) for rows, inputs, gated in shapes}
+    monkeypatch.setattr(gpu, "_gpu_of", lambda device: GPU("some GPU", (8, 9), shared_kb << 10, 100 << 10, 128))
+    for rows, inputs, gated in shapes:
+        tiling = few_rows.tiling_for(weights[inputs], rows, gated)
+        assert tiling is None or few_rows.shared_bytes(tiling, rows, inputs, gated) <= shared_kb << 10
+        assert shared_kb < 227 or tiling == measured[rows, inputs, gated]
+
+
 on_a_hopper = pytest.mark.skipif(not ON_GPU or not available.has_many_rows(DEVICE), reason="needs a Hopper: nothing interprets Gluon")
 halves = st.sampled_from([torch.float16, torch.bfloat16])
 
@@ -192,7 +206,9 @@ def test_many_rows_need_a_hopper(monkeypatch: pytest.MonkeyPatch, capability: tu
         if not computes:
             raise DovetailError("it computes something else")
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    here = GPU("some GPU", capability, 227 << 10, 228 << 10, 132)
+    monkeypatch.setattr(gpu, "_gpu_of", lambda device: here if device.type == "cuda" else None)
+    monkeypatch.setattr(available, "runs_kernels", lambda device: True)
     monkeypatch.setattr(many_rows, "check", check)
     assert available.has_many_rows.__wrapped__(torch.device("cuda")) == expected
     assert not available.has_many_rows.__wrapped__(torch.device("cpu"))

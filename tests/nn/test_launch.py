@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.nn.kernels import available
-from dovetail.nn.kernels.launch import _kind, compiling_ahead, is_compiling_ahead, launch, launching
+from dovetail.nn.kernels.launch import KernelUnavailable, _kind, compiling_ahead, is_compiling_ahead, launch, launching
 from tests.support import examples
 
 CPU = torch.device("cpu")
@@ -30,10 +30,17 @@ class Kernel:
         self.loaded = 0
         self.may_compile = threading.Event()
         self.may_compile.set()
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # of compiling it
+        self.launch_error: Exception | None = None
+        self.fn = SimpleNamespace(__qualname__="_kernel", __module__="some.module")
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **options: self.launched.append((grid, args, options))
+        def run(*args: Any, **options: Any) -> None:
+            if (error := self.launch_error or self.error) is not None:
+                raise error
+            self.launched.append((grid, args, options))
+
+        return run
 
     def warmup(self, *args: Any, grid: tuple[int, ...], **options: Any) -> Any:
         assert self.may_compile.wait(60)
@@ -109,6 +116,25 @@ def test_what_cannot_be_compiled_is_left_to_its_launch() -> None:
         launch(broken, (1,))(1)
         launch(sound, (1,))(1)
     assert (broken.loaded, sound.loaded) == (0, 1)
+
+
+def test_a_kernel_that_cannot_be_had_is_told_of_once_and_not_tried_again(caplog: pytest.LogCaptureFixture, forgetting_kernels: None) -> None:
+    broken, sound = Kernel(), Kernel()
+    broken.error = RuntimeError("out of resource: shared memory,\n Required: 147456")
+    for _ in range(3):
+        with pytest.raises(KernelUnavailable, match=r"_kernel of some.module can't be had .* RuntimeError: out of resource: shared memory, R"):
+            launch(broken, (1,))(1)
+    launch(sound, (1,))(1)
+    assert (len(broken.compiled), len(caplog.records), len(sound.launched)) == (1, 1, 1)
+
+
+def test_an_error_of_a_launch_whose_kernel_is_there_stays_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    kernel = Kernel()
+    kernel.launch_error = RuntimeError("an illegal memory access was encountered")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            launch(kernel, (1,))(1)
+    assert not caplog.records
 
 
 def test_an_error_amidst_ends_it_and_what_was_begun_is_still_compiled() -> None:

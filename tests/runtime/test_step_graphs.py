@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from bench.compiling import GPUS
 from bench.shapes import SHAPES, write_checkpoint
 
 from dovetail.api.attention import AttentionContext
@@ -23,7 +24,7 @@ from dovetail.api.clock import WallClock
 from dovetail.api.component import NoOptions
 from dovetail.api.sampler import SamplerContext
 from dovetail.config import EngineConfig
-from dovetail.nn.kernels import available, chain, launch
+from dovetail.nn.kernels import available, gpu, launch
 from dovetail.parts import find_parts
 from dovetail.registry.registry import Registry
 from dovetail.runtime import step_graphs
@@ -70,12 +71,12 @@ class Noting(launch.Compiler):
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> StepGraphs:
     """Of a small model with the layers of a large one, which takes the kernels of a Hopper for its own."""
-    monkeypatch.setattr(chain, "_can_chain", lambda device: True)
+    monkeypatch.setattr(gpu, "_gpu_of", lambda device: GPUS[90])
     monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda likeness, limits: True)
     write_checkpoint(replace(SHAPES[request.param], layers=1, vocab=4096, intermediate=1024, max_len=2048), tmp_path)
     config = EngineConfig.load({"model": str(tmp_path), "load_format": "dummy", "dtype": "bfloat16"})
     parts, backend = find_parts(config, Registry.discover()), TritonAttention(NoOptions(), AttentionContext("cpu", "bfloat16", BLOCK_SIZE))
-    backend.tilings, backend.processors = HOPPER, 132
+    assert (backend.tilings, backend.processors) == (HOPPER, 132)
     cuts, device = Cuts(), torch.device("cpu")
     targets = tuple(model.target() for model in parts.models)
     model = load_model(tmp_path, config.executor_config(tmp_path), targets, cuts.wrap(backend.make_layer), SINGLE, device, None)

@@ -5,11 +5,14 @@ Each rank holds ceil(vocab / size) rows; the rows past the vocabulary's end are 
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 import torch.nn.functional as F
 
 from dovetail.api.model import BuildContext
 from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.layer import Layer
 from dovetail.nn.linear import linear
 from dovetail.nn.parameter import Part, Weight
@@ -28,7 +31,8 @@ def embed(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if use_kernels(token_ids, weight):
         from dovetail.nn.kernels import embedding as kernels
 
-        return kernels.embed(token_ids, weight)
+        with suppress(KernelUnavailable):
+            return kernels.embed(token_ids, weight)
     return F.embedding(token_ids, weight)
 
 

@@ -10,6 +10,7 @@ residual stream that it adds to.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +20,8 @@ import torch.nn.functional as F
 from dovetail.api.model import BuildContext
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.kernels.available import has_many_rows, use_kernels
+from dovetail.nn.kernels.gpu import gpu_of
+from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.layer import Layer
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import Part, Weight, kv_share, share, whole
@@ -36,10 +39,12 @@ def linear(
     the second half."""
     stream = x if isinstance(x, Residual) else Residual(x.contiguous())
     if kernel := kernel_for_few(len(stream), weight, gated):
-        return kernel(stream.x, weight, bias, norm=None if norm is None else (norm.weight, norm.eps), gated=gated)
+        with suppress(KernelUnavailable):
+            return kernel(stream.x, weight, bias, norm=None if norm is None else (norm.weight, norm.eps), gated=gated)
     x = stream.x if norm is None else stream.normed(norm)
     if kernel := kernel_for_many(len(x), weight, gated):
-        return kernel(x, weight, bias, gated=gated)
+        with suppress(KernelUnavailable):
+            return kernel(x, weight, bias, gated=gated)
     y = F.linear(x, weight, bias)
     return silu_mul(y) if gated else y
 
@@ -52,7 +57,8 @@ def kernel_for_few(rows: int, weight: torch.Tensor, gated: bool = False) -> Kern
 
     if rows == 1:
         return one_row.linear
-    tiling = few_rows.tiling_for(weight, rows, gated)
+    gpu = gpu_of(weight.device)
+    tiling = few_rows.tiling_for(weight, rows, gated) if gpu is None or gpu.has_matrix_units else None
     return None if tiling is None else partial(few_rows.linear, tiling=tiling)
 
 
@@ -155,9 +161,12 @@ class RowParallelLinear(Layer):
         x = x.contiguous()
         if self.group.size > 1 or self.bias is not None:
             residual.x.add_(self(x))
-        elif kernel := kernel_for_few(len(x), self.weight):
-            kernel(x, self.weight, out=residual.x)
-        elif kernel := kernel_for_many(len(x), self.weight, in_parts=True):
-            residual.add_parts(kernel(x, self.weight, in_parts=True))
-        else:
-            residual.x.addmm_(x, self.weight.t())
+            return
+        with suppress(KernelUnavailable):
+            if kernel := kernel_for_few(len(x), self.weight):
+                kernel(x, self.weight, out=residual.x)
+                return
+            if kernel := kernel_for_many(len(x), self.weight, in_parts=True):
+                residual.add_parts(kernel(x, self.weight, in_parts=True))
+                return
+        residual.x.addmm_(x, self.weight.t())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from dovetail.api.sampler import TopLogprobs
 from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.launch import KernelUnavailable
 
 FEW = 32  # of the likeliest, that a kernel takes one by one
 AT_ONCE = 1 << 24  # logits that are worked on without a kernel: each takes some 30 bytes meanwhile
@@ -18,7 +21,8 @@ def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> TopLo
     if k <= FEW and use_kernels(logits, token_ids):
         from dovetail.nn.kernels import logprobs as kernels
 
-        return TopLogprobs(*kernels.top_logprobs(logits, token_ids, k))
+        with suppress(KernelUnavailable):
+            return TopLogprobs(*kernels.top_logprobs(logits, token_ids, k))
     most = max(1, AT_ONCE // logits.shape[1])
     parts = [_top_logprobs(part, own, k) for part, own in zip(torch.split(logits, most), torch.split(token_ids, most), strict=True)]
     return TopLogprobs(*(torch.cat(columns) for columns in zip(*parts, strict=True)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 
 from dovetail.api.model import BuildContext
 from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.layer import Layer
 from dovetail.nn.parameter import Part, Weight, whole
 
@@ -24,7 +26,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if use_kernels(x, weight):
             from dovetail.nn.kernels import rms_norm as kernels
 
-            return kernels.rms_norm(x, weight, eps)
+            with suppress(KernelUnavailable):
+                return kernels.rms_norm(x, weight, eps)
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
 

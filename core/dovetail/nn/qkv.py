@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from dovetail.api.attention import AttentionLayer
 from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.norm import QKNorm
 from dovetail.nn.rotary import Rotation, apply_rotary
 
@@ -19,11 +22,12 @@ def turn_and_write(qkv: torch.Tensor, norm: QKNorm | None, rotation: Rotation, l
 
         cache = layer.cache_for_fused_write()
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        norm_turn_write(qkv, kv_heads, weight, eps, rotation.table, rotation.positions, cache)
-        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
-        if cache is None:
-            layer.write(k, v)
-        return q
+        with suppress(KernelUnavailable):
+            norm_turn_write(qkv, kv_heads, weight, eps, rotation.table, rotation.positions, cache)
+            q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
+            if cache is None:
+                layer.write(k, v)
+            return q
     qk, v = qkv.tensor_split((heads + kv_heads,), dim=1)
     if norm is not None:
         qk = norm(qk)

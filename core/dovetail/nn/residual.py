@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.norm import RMSNorm
 
 
@@ -41,9 +44,11 @@ class Residual:
 
     def normed(self, norm: RMSNorm) -> torch.Tensor:
         """-> [tokens, hidden], memory of its own."""
-        if self._parts is None or not use_kernels(self._x):
-            return norm(self.x)
-        from dovetail.nn.kernels import rms_norm as kernels
+        if self._parts is not None and use_kernels(self._x):
+            from dovetail.nn.kernels import rms_norm as kernels
 
-        parts, self._parts = self._parts, None
-        return kernels.add_and_norm(self._x, parts, norm.weight, norm.eps)
+            with suppress(KernelUnavailable):
+                normed = kernels.add_and_norm(self._x, self._parts, norm.weight, norm.eps)
+                self._parts = None
+                return normed
+        return norm(self.x)

@@ -5,9 +5,12 @@ Each is one kernel where kernels run (`decode_rows_kernels`), instead of some te
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.runtime.row_state import RowState
 
 
@@ -16,7 +19,8 @@ def last_tokens(state: RowState, rows: torch.Tensor) -> tuple[torch.Tensor, torc
     if use_kernels(rows):
         from dovetail.runtime import decode_rows_kernels as kernels
 
-        return kernels.last_tokens(state, rows)
+        with suppress(KernelUnavailable):
+            return kernels.last_tokens(state, rows)
     positions = state.num_tokens[rows].long() - 1
     return state.token_ids.view(-1)[rows * state.row_width + positions].long(), positions
 
@@ -30,7 +34,8 @@ def append(state: RowState, rows: torch.Tensor, positions: torch.Tensor, token_i
     if use_kernels(rows, positions, token_ids, hidden):
         from dovetail.runtime import decode_rows_kernels as kernels
 
-        return kernels.append(state, rows, positions, token_ids, hidden)
+        with suppress(KernelUnavailable):
+            return kernels.append(state, rows, positions, token_ids, hidden)
     state.token_ids.view(-1)[rows * state.row_width + positions + 1] = token_ids.to(torch.int32)
     state.num_tokens[rows] = (positions + 2).to(torch.int32)
     state.num_tokens[state.max_rows :].fill_(1)

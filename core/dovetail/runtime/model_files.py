@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +15,9 @@ from dovetail.api.model import ModelArch, ModelContext
 from dovetail.checks import shown
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
 from dovetail.json_files import read_json_object
+from dovetail.nn.kernels.gpu import gpu_of
+
+log = logging.getLogger("dovetail")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -87,15 +92,28 @@ def _first_lines(error: Exception) -> str:
 
 def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
     """The dtype of weights and activations. "auto": float32 on a CPU; else the checkpoint's own, bfloat16 for a float32 one or one that doesn't
-    say. Raises `ConfigError` for an unknown name."""
+    say, and float16 instead of it, with a warning, on a GPU that has no bfloat16. Raises `ConfigError` for an unknown name, `UnsupportedError` for
+    "bfloat16" on such a GPU."""
+    if name != "auto" and name not in DTYPES:
+        raise ConfigError(f"dtype: unknown name {name!r}, expected auto, {', '.join(DTYPES)}")
+    gpu = gpu_of(device)
+    lacks_bfloat16 = gpu is not None and not gpu.has_bfloat16
+    if name == "bfloat16" and lacks_bfloat16:
+        raise UnsupportedError(f"dtype: {gpu} has no bfloat16, which came with compute capability 8.0; use auto, float16 or float32")
     if name != "auto":
-        if name not in DTYPES:
-            raise ConfigError(f"dtype: unknown name {name!r}, expected auto, {', '.join(DTYPES)}")
         return DTYPES[name]
     if device.type == "cpu":
         return torch.float32
-    own = config.dtype
-    return own if own in (torch.float16, torch.bfloat16) else torch.bfloat16
+    own = config.dtype if config.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+    if own == torch.bfloat16 and lacks_bfloat16:
+        _warn_once(f"dtype: auto is float16, for {gpu} has no bfloat16; float16 ends at 65,504, and a model that goes beyond needs dtype: float32")
+        return torch.float16
+    return own
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 def model_length(config: Any) -> int:

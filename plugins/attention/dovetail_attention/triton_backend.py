@@ -13,6 +13,7 @@ the captured step had one, without if it had none.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -23,13 +24,14 @@ from pydantic import BaseModel
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, FusedCache, LayerSpec
 from dovetail.errors import DovetailError
-from dovetail.nn.kernels.available import is_hopper, works
+from dovetail.nn.kernels.available import runs_kernels, works
 from dovetail.nn.kernels.chain import chained
+from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import is_compiling_ahead, launch
-from dovetail_attention import triton_cache, triton_decode, triton_prefill
+from dovetail_attention import triton_cache, triton_decode, triton_prefill, triton_trial
 from dovetail_attention.triton_schedule import TILE_NUMBERS
 from dovetail_attention.triton_step import LEAST_TOGETHER, PREFIX_PARTS, Likeness, Limits, Schedule, StepBuffers
-from dovetail_attention.triton_tuning import CUDA, HOPPER, INTERPRETED, PrefillTiling, Tilings
+from dovetail_attention.triton_tuning import CUDA, HOPPER, INTERPRETED, PrefillTiling, Tilings, tilings_for
 
 LOG2_E = math.log2(math.e)
 COPY_WIDTH = 2048
@@ -48,11 +50,31 @@ class TritonAttention(AttentionBackend):
         super().__init__(options, context)
         self.device = torch.device(context.device)
         self.dtype: torch.dtype = getattr(torch, context.dtype)
-        on_gpu = self.device.type == "cuda"
-        self.tilings: Tilings = INTERPRETED if not on_gpu else HOPPER if _can_load_apart(self.device) else CUDA
-        self.processors = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else INTERPRETED_PROCESSORS
+        gpu = gpu_of(self.device)
+        self.tilings: Tilings = INTERPRETED if gpu is None else HOPPER if gpu.is_hopper and _can_load_apart() else tilings_for(gpu)
+        self.processors = INTERPRETED_PROCESSORS if gpu is None else gpu.processors
         self.step: StepBuffers | None = None
         self._layers: list[TritonLayer] = []
+
+    @classmethod
+    def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
+        """Where the kernels were never measured, they are tried with such layers first: a GPU for which one doesn't compile, or computes something
+        else, is served by another backend."""
+        if reasons := super().reasons_against(context, layers):
+            return reasons
+        device = torch.device(context.device)
+        if (gpu := gpu_of(device)) is None:
+            return []
+        if not runs_kernels(device):
+            return [f"Triton runs no kernel on {gpu}: the warning before says why"]
+
+        def check() -> None:
+            for spec in {replace(spec, index=0) for spec in layers}:
+                triton_trial.check(cls, context, spec)
+
+        if gpu.is_hopper or works(f"attention on {gpu}", check):
+            return []
+        return [f"its kernels don't work on {gpu}: the warning before says why"]
 
     def make_layer(self, spec: LayerSpec) -> AttentionLayer:
         layer = TritonLayer(spec, self)
@@ -197,7 +219,7 @@ class TritonLayer(AttentionLayer):
             segments=schedule.segments,
             arrived=schedule.arrived,
             TABLE_STRIDE=step.limits.blocks,
-            M=max(1 if q.dtype == torch.float32 else LEAST_M, self._likeness.padded_group),
+            M=max(LEAST_M if step.limits.on_matrix_units else 1, self._likeness.padded_group),
             PREFIXED=prefixed,
             MERGED=merged,
             TOGETHER=max(LEAST_TOGETHER, 2 * merged),
@@ -252,9 +274,9 @@ class TritonLayer(AttentionLayer):
 
 
 @cache
-def _can_load_apart(device: torch.device) -> bool:
-    """Whether `triton_prefill_hopper` is for this device, and for this Triton."""
-    return is_hopper(device) and works(LOADS_APART, lambda: import_module("dovetail_attention.triton_prefill_hopper"))
+def _can_load_apart() -> bool:
+    """Whether this Triton has what `triton_prefill_hopper` is written in."""
+    return works(LOADS_APART, lambda: import_module("dovetail_attention.triton_prefill_hopper"))
 
 
 @cache

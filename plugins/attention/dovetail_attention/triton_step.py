@@ -64,6 +64,11 @@ class Limits:
     processors: int
     tilings: Tilings
 
+    @property
+    def on_matrix_units(self) -> bool:
+        """True if they multiply q, k and v: they would round float32."""
+        return self.tilings.matrix_units and self.dtype != torch.float32
+
 
 class StepBuffers:
     """A step's inputs, and a schedule for each kind of layer."""
@@ -136,7 +141,7 @@ class Schedule:
     @property
     def prefix_queries(self) -> int:
         """Of a tile that attends to a shared prefix."""
-        return 16 if self.limits.dtype == torch.float32 else 64
+        return 64 if self.limits.on_matrix_units else 16
 
     def fill(self, rows: StepRows, batch: AttentionBatch) -> None:
         single = rows.queries == 1

@@ -1,11 +1,21 @@
-"""Which tile sizes the `triton` kernels use for which shape: tables, measured with `bench.attention --tune`; nothing is tuned at run time."""
+"""Which tile sizes the `triton` kernels use for which shape: tables, measured with `bench.attention --tune` on an H200; nothing is tuned at run time.
+
+Other GPUs have less shared memory, and older ones no matrix units that Triton uses. They get the first tilings of the same tables that they have room
+for, which `bench.compiles` compiles for each of them: none was measured there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+
+from dovetail.nn.kernels.gpu import GPU
 
 REGISTERS = 65_536  # of a multiprocessor
+RESERVED_BYTES = 1024  # of shared memory, that CUDA takes for itself, a program
+SPARE_BYTES = 1536  # of shared memory: sums that warps tell each other, barriers
+PARTS = 4  # of a multiprocessor, which warps are dealt out to
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +27,11 @@ class Shape:
     itemsize: int  # bytes
     block_size: int  # tokens
     windowed: bool = False
+
+    @property
+    def bytes_per_key(self) -> int:
+        """Of K and of V, for one head."""
+        return 2 * self.head_size * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +48,10 @@ class DecodeTiling:
         """Of a thread, at most, so that all programs fit."""
         return min(255, REGISTERS // (self.programs * self.warps * 32) // 8 * 8)
 
+    def shared_bytes(self, shape: Shape) -> int:
+        """That a program takes, at most: K and V of each stage."""
+        return self.stages * self.keys * shape.bytes_per_key + SPARE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiling:
@@ -45,6 +64,11 @@ class PrefillTiling:
     stages: int
     loads_apart: bool = False
 
+    def shared_bytes(self, shape: Shape) -> int:
+        """That a program takes, at most: K and V of each stage, and the queries or what they weigh a step's keys with. Without `loads_apart`."""
+        kept = self.queries * max(shape.head_size, self.keys) * shape.itemsize
+        return self.stages * self.keys * shape.bytes_per_key + kept + SPARE_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class Tilings:
@@ -53,6 +77,7 @@ class Tilings:
     decode: Callable[[Shape], DecodeTiling]
     prefill: Callable[[Shape], PrefillTiling]
     scatter: tuple[int, int]  # tokens, and numbers of each token's K, that a program writes
+    matrix_units: bool = True  # numbers of 2 bytes are multiplied by them, 16 rows at least at once
 
 
 # The interpreter pays for a tile, whatever its size, so tiles are large; but not so large that short tests never see two of them.
@@ -72,13 +97,19 @@ _HOPPER_DECODE = {  # bytes of one head's K of a token, at most: (keys, warps, s
     512: DecodeTiling(16, 2, 3, 4),  # 4.22 TB/s; (32, 4, 3, 3) 4.20, (16, 1, 3, 4) 4.19; float32 1.72 TB/s, (32, 4, 3, 3) 1.65
     1024: DecodeTiling(16, 4, 3, 2),  # not measured
 }
-# Prefill: 32 heads over 8, 16 rows of 8,192 tokens (head size 256: 64 of 1,024).
+# Prefill: 32 heads over 8, 16 rows of 8,192 tokens (head size 256: 64 of 1,024). The first is measured, the others are for less shared memory.
 _PREFILL = {  # bytes of a number, and head size at most: (queries, keys, warps, stages)
     # 422 TFLOP/s (head size 64: 385); (128, 128, 8, 3) 424 but 254 of 292 with rows of 1,024, (64, 64, 4, 3) 360, (128, 64, 8, 2) 336
-    (2, 128): PrefillTiling(128, 64, 8, 3),
-    (2, 256): PrefillTiling(128, 64, 8, 2),  # 316 TFLOP/s; (64, 32, 4, 2) 276, (128, 32, 8, 2) 267
-    (4, 64): PrefillTiling(64, 32, 8, 2),
-    (4, 256): PrefillTiling(32, 16, 8, 2),
+    (2, 128): (PrefillTiling(128, 64, 8, 3), PrefillTiling(128, 32, 8, 2)),
+    # 316 TFLOP/s; (64, 32, 4, 2) 276, (128, 32, 8, 2) 267
+    (2, 256): (PrefillTiling(128, 64, 8, 2), PrefillTiling(64, 64, 8, 2), PrefillTiling(64, 32, 8, 2)),
+    (4, 64): (PrefillTiling(64, 32, 8, 2),),
+    (4, 256): (PrefillTiling(32, 16, 8, 2),),
+}
+_PREFILL_WITHOUT_MATRIX_UNITS = {  # head size at most, for any number; not measured
+    64: PrefillTiling(64, 32, 8, 1),
+    128: PrefillTiling(32, 32, 8, 1),
+    256: PrefillTiling(16, 16, 8, 1),
 }
 
 
@@ -92,8 +123,10 @@ def _hopper_decode(shape: Shape) -> DecodeTiling:
     return next(tiling for most, tiling in _HOPPER_DECODE.items() if shape.head_size * shape.itemsize <= most)
 
 
-def _cuda_prefill(shape: Shape) -> PrefillTiling:
-    return next(tiling for (itemsize, most), tiling in _PREFILL.items() if shape.itemsize == itemsize and shape.head_size <= most)
+def _cuda_prefill(shape: Shape, shared_bytes: int | None = None) -> PrefillTiling:
+    """The first that has room in so much shared memory, if that is said."""
+    row = next(row for (itemsize, most), row in _PREFILL.items() if shape.itemsize == itemsize and shape.head_size <= most)
+    return next((tiling for tiling in row if shared_bytes is None or tiling.shared_bytes(shape) <= shared_bytes), row[-1])
 
 
 def _hopper_prefill(shape: Shape) -> PrefillTiling:
@@ -103,5 +136,28 @@ def _hopper_prefill(shape: Shape) -> PrefillTiling:
     return tiling
 
 
-HOPPER = Tilings(_hopper_decode, _hopper_prefill, (4, 1024))
-CUDA = Tilings(_hopper_decode, _cuda_prefill, (4, 1024))  # not measured on others than a Hopper
+def _fitting_decode(gpu: GPU, shape: Shape) -> DecodeTiling:
+    """As many programs at once as have room, and their warps dealt out evenly."""
+    tiling = _hopper_decode(shape)
+    if not gpu.has_matrix_units:
+        tiling = replace(tiling, stages=1)
+    programs = min(tiling.programs, gpu.processor_shared_bytes // (tiling.shared_bytes(shape) + RESERVED_BYTES))
+    even = PARTS // tiling.warps
+    return replace(tiling, programs=max(1, programs // even * even or programs))
+
+
+def _prefill_without_matrix_units(shape: Shape) -> PrefillTiling:
+    return next(tiling for most, tiling in _PREFILL_WITHOUT_MATRIX_UNITS.items() if shape.head_size <= most)
+
+
+def tilings_for(gpu: GPU) -> Tilings:
+    """What a GPU has room for, not measured; on a Hopper `CUDA`, which `HOPPER` betters where it can be had."""
+    if gpu.is_hopper:
+        return CUDA
+    prefill = partial(_cuda_prefill, shared_bytes=gpu.shared_bytes) if gpu.has_matrix_units else _prefill_without_matrix_units
+    return Tilings(partial(_fitting_decode, gpu), prefill, SCATTER, gpu.has_matrix_units)
+
+
+SCATTER = (4, 1024)
+HOPPER = Tilings(_hopper_decode, _hopper_prefill, SCATTER)
+CUDA = Tilings(_hopper_decode, _cuda_prefill, SCATTER)  # on a Hopper, with a Triton that can't load apart

@@ -5,6 +5,7 @@ That is what a CUDA graph can hold. On a GPU `fused` draws; `draw_plain` is the 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from dovetail.api.sampler import RowHistory
 from dovetail.nn.kernels.available import use_kernels
+from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.runtime.transfer import all_to_device
 from dovetail_samplers.filters import LEAST, cut_top_k, keep, keep_min_p
 from dovetail_samplers.noise import exponentials, id_hashes, stream_keys
@@ -64,7 +66,8 @@ class DeviceRows:
         if use_kernels(rows):
             from dovetail_samplers import fused
 
-            return fused.draw(logits, rows, self.records, history, self.hashes)
+            with suppress(KernelUnavailable):
+                return fused.draw(logits, rows, self.records, history, self.hashes)
         return draw_plain(logits, rows, self.parameters(rows), history, self.hashes)
 
     def parameters(self, rows: torch.Tensor) -> Parameters:

@@ -1,4 +1,12 @@
-"""Which tensors a Triton kernel computes; all others go to the kernel's twin in plain torch."""
+"""Which tensors a Triton kernel computes; all others go to the kernel's twin in plain torch.
+
+A function that has both is written so, and a kernel that can't be had on this GPU is done without (`KernelUnavailable`):
+
+    if use_kernels(x):
+        with suppress(KernelUnavailable):
+            return kernels.f(x)
+    return the same in torch
+"""
 
 from __future__ import annotations
 
@@ -9,6 +17,7 @@ from importlib.util import find_spec
 
 import torch
 
+from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import launching
 
 log = logging.getLogger(__name__)
@@ -21,12 +30,25 @@ def has_triton() -> bool:
 
 
 def use_kernels(*tensors: torch.Tensor) -> bool:
-    """Whether a kernel may be given these: contiguous, on a CUDA device, and Triton is there."""
-    return has_triton() and all(x.is_cuda and x.is_contiguous() for x in tensors)
+    """Whether a kernel may be given these: contiguous, on a CUDA device that runs kernels, and Triton is there."""
+    return has_triton() and all(x.is_cuda and x.is_contiguous() for x in tensors) and runs_kernels(tensors[0].device)
+
+
+@cache
+def runs_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run on the device at all: Triton must be there and know the GPU, and the machine have a C compiler."""
+
+    def check() -> None:
+        from dovetail.nn.kernels import embedding
+
+        embedding.check(device)
+
+    return device.type == "cuda" and has_triton() and works("everything but torch's own", check)
 
 
 def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    gpu = gpu_of(device)
+    return gpu is not None and gpu.is_hopper
 
 
 @cache
@@ -38,12 +60,12 @@ def has_many_rows(device: torch.device) -> bool:
 
         many_rows.check(device)
 
-    return is_hopper(device) and works("layers of some dozens of rows", check)
+    return is_hopper(device) and runs_kernels(device) and works("layers of some dozens of rows", check)
 
 
 def works(kernel: str, check: Callable[[], object]) -> bool:
-    """Whether a kernel in Gluon, Triton's youngest part, imports, compiles and computes what it should with this Triton: `check`, which may launch
-    it, raises if not, and a warning says why it will be done without."""
+    """Whether a kernel imports, compiles and computes what it should with this Triton on this GPU: `check`, which may launch it, raises if not, and a
+    warning says why it will be done without. Asked of what is written in Gluon, Triton's youngest part, and of GPUs that nobody has tried."""
     try:
         with launching():
             check()

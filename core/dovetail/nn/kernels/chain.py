@@ -3,18 +3,19 @@
 """Programmatic dependent launch: a kernel is brought onto the GPU while the one before it still runs, so that a launch costs nothing.
 
 Such a kernel may read what nobody writes, its weights say, at once; all else, and whatever it writes, only after `wait`. A kernel that calls `wait`
-must be launched with `chained`'s arguments. Needs Hopper; elsewhere, and in Triton's interpreter, nothing of this happens.
+must be launched with `chained`'s arguments. Hopper and what came after can do it; elsewhere, and in Triton's interpreter, nothing of this happens.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from dovetail.nn.kernels.gpu import gpu_of
 
 
 @triton.jit
@@ -39,9 +40,5 @@ def fetch(pointers):
 
 def chained(device: torch.device) -> dict[str, Any]:
     """Arguments of a launch on `device`."""
-    return {"CHAINED": True, "launch_pdl": True} if _can_chain(device) else {"CHAINED": False}
-
-
-@cache
-def _can_chain(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    gpu = gpu_of(device)
+    return {"CHAINED": True, "launch_pdl": True} if gpu is not None and gpu.chains_launches else {"CHAINED": False}

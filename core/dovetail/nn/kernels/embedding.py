@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dovetail.errors import DovetailError
 from dovetail.nn.kernels.chain import chained, let_next_begin, wait
 from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.row import warps_of_row
@@ -31,3 +32,12 @@ def embed(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if tokens:
         launch(_embed, (tokens,))(token_ids, weight, out, SIZE=size, BLOCK=block, num_warps=warps_of_row(block), **chained(weight.device))
     return out
+
+
+def check(device: torch.device) -> None:
+    """Raises unless it, the plainest of all kernels, computes what it should here. It goes past `launch`: a failure is the device's, not its own."""
+    token_ids, weight = torch.tensor([2], device=device), torch.arange(48.0, device=device).view(3, 16)
+    out = torch.empty((1, 16), device=device)
+    _embed[(1,)](token_ids, weight, out, SIZE=16, BLOCK=16, num_warps=1, **chained(device))
+    if not torch.equal(out, weight[2:]):
+        raise DovetailError("it computes something else")

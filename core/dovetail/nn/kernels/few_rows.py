@@ -8,17 +8,19 @@ program costs more than it saves. Twin: `dovetail.nn.linear`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import launch
 
 LEAST_ROWS = 8  # that tensor cores compute at once
 LEAST_INPUTS = 16  # likewise, of a warp
+LEAST_OUTPUTS = 8  # of a program: with fewer, reading the input costs more
 MOST_HELD = 32 * 384  # weights of a warp: three quarters of its registers
 MOST_CHUNKS = 8  # each is unrolled
 MOST_BYTES = 16 << 20  # of a layer: about what all multiprocessors of a Hopper hold at once
@@ -115,7 +117,23 @@ def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> Tiling | None:
         tiling = Tiling(32, 4, min(1024, chunk))
     else:
         tiling = Tiling(8 if inputs > 2048 and rows > LEAST_ROWS else 16, 4, min(1024, chunk))
+    gpu = gpu_of(weight.device)
+    while gpu is not None and shared_bytes(tiling, rows, inputs, gated) > gpu.shared_bytes:
+        if tiling.outputs == LEAST_OUTPUTS:
+            return None
+        tiling = replace(tiling, outputs=tiling.outputs // 2)
     return tiling if weight.nbytes <= MOST_BYTES and fits(tiling, inputs, gated) else None
+
+
+def shared_bytes(tiling: Tiling, rows: int, inputs: int, gated: bool) -> int:
+    """Shared memory that a program takes, at most: all its weights and a chunk of the input pass through it, on their way to tensor cores."""
+    held = tiling.outputs * inputs * (2 if gated else 1)
+    return 2 * (held + padded(rows) * tiling.inputs)
+
+
+def padded(rows: int) -> int:
+    """Rows that are computed."""
+    return max(LEAST_ROWS, int(triton.next_power_of_2(rows)))
 
 
 def fits(tiling: Tiling, inputs: int, gated: bool) -> bool:
@@ -157,7 +175,7 @@ def linear(
         INPUTS=inputs,
         CHUNK=tiling.inputs,
         N=tiling.outputs,
-        M=max(LEAST_ROWS, triton.next_power_of_2(rows)),
+        M=padded(rows),
         WARPS=tiling.warps,
         NORMED=norm is not None,
         GATED=gated,

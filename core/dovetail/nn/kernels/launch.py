@@ -1,4 +1,4 @@
-"""Launching Triton's kernels, and compiling them ahead.
+"""Launching Triton's kernels, compiling them ahead, and telling of those that can't be had.
 
 A kernel is compiled where it is first launched, for each kind of arguments anew: some dozens of times, from a tenth of a second to three, one after
 the other. What is launched by `launch` can be compiled before, many at once, in threads: Triton spends most of that time outside of Python.
@@ -16,9 +16,18 @@ from typing import Any
 
 import torch
 
+from dovetail.errors import DovetailError
+
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 16  # of addresses in bytes, and of numbers: kernels read so much at once, and Triton compiles anew for what is no multiple
+
+
+class KernelUnavailable(DovetailError):
+    """A kernel can't be compiled or loaded here: nothing was launched, and its twin can compute instead."""
+
+
+_unavailable: dict[int, tuple[Any, KernelUnavailable]] = {}  # by the kernel's id; the kernel is held, so that the id stays its own
 
 
 class Compiler:
@@ -56,9 +65,34 @@ _compiler: ContextVar[Compiler | None] = ContextVar("_compiler", default=None)
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """`kernel[grid]`, to be called with the kernel's arguments. While kernels are compiled ahead nothing is launched: what it would have written is
-    undefined."""
+    undefined. The call raises `KernelUnavailable` if the kernel can't be had on this device; a warning says so the first time, and it isn't tried
+    again."""
     compiler = _compiler.get()
-    return kernel[grid] if compiler is None else partial(compiler.add, kernel, grid)
+    return partial(_launch, kernel, grid) if compiler is None else partial(compiler.add, kernel, grid)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> Any:
+    if (known := _unavailable.get(id(kernel))) is not None:
+        raise KernelUnavailable(*known[1].args)
+    try:
+        return kernel[grid](*args, **options)
+    except Exception as error:
+        if (why := _why_unavailable(kernel, grid, args, options)) is None:
+            raise  # it was there, and the launch failed
+        unavailable = KernelUnavailable(f"kernel {kernel.fn.__qualname__} of {kernel.fn.__module__} can't be had on this GPU: {why}")
+        _unavailable[id(kernel)] = kernel, unavailable
+        log.warning("%s; what has a twin in torch's operations goes on with it", unavailable)
+        raise unavailable from error
+
+
+def _why_unavailable(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> str | None:
+    """Why it can't be compiled or loaded for these arguments. None if it can, or is interpreted."""
+    try:
+        compiled = kernel.warmup(*args, grid=grid, **options)
+        _ = compiled and compiled.run  # so that it is loaded
+    except Exception as error:  # whatever it is: too little shared memory, no C compiler, a GPU that Triton doesn't know, …
+        return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    return None
 
 
 def is_compiling_ahead() -> bool:

@@ -1,0 +1,240 @@
+"""What every kernel takes of a GPU that isn't there: shared memory, registers, and what these had no room for.
+
+    python -m bench.compiles                                   # every architecture: for each kernel the most that any of its variants takes
+    python -m bench.compiles --arch 75 89 --every              # two of them, a line for each variant
+    python -m bench.compiles --head-sizes 64 128 --processes 8
+
+Kernels are launched as the engine launches them, by the functions that choose tilings, and compiled to machine code by the ptxas that Triton brings.
+Needs no GPU. All head sizes take some minutes of a core for each architecture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench.compiling import GPUS, Compiled, compiling_for
+from dovetail.api.attention import AttentionBatch, AttentionContext, LayerSpec
+from dovetail.api.component import NoOptions
+from dovetail.api.sampler import RowHistory, RowSampling, SamplerContext
+from dovetail.nn import linear
+from dovetail.nn.kernels import embedding, gate, logprobs, qkv, rms_norm
+from dovetail.runtime import decode_rows_kernels
+from dovetail.runtime.row_state import RowState
+from dovetail_attention.triton_backend import TritonAttention
+from dovetail_samplers.default import DefaultSampler
+
+ROOT = Path(__file__).parents[1]
+HEAD_SIZES = TritonAttention.capabilities.head_sizes or ()
+DTYPES = ("float32", "float16", "bfloat16")
+KV_HEADS = 8
+HIDDEN, INTERMEDIATE, VOCAB = (1024, 4096), 3072, 5000
+ROWS = (1, 2, 16, 17, 64)  # of a linear layer: each kernel for such layers has some
+SAMPLED = (
+    RowSampling(temperature=0.0),
+    RowSampling(seed=1),
+    RowSampling(top_k=20, top_p=0.9, min_p=0.1),
+    RowSampling(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5),
+    RowSampling(logit_bias=((5, 1.0),), allowed_token_ids=tuple(range(100)), bad_words=((1, 2), (3,)), min_tokens=20, stop_token_ids=(0,)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Launches to compile for one architecture: of attention, or with no head size of all else."""
+
+    arch: int
+    dtype: str
+    head_size: int | None = None
+    group: int = 2  # query heads that share a kv head
+    block_size: int = 16
+    window: int | None = None
+    brief: bool = False  # one step for attention, instead of every kind
+
+    def __str__(self) -> str:
+        if self.head_size is None:
+            return self.dtype
+        window = f", window {self.window}" if self.window else ""
+        return f"{self.dtype}, {self.group} x {self.head_size}, block {self.block_size}{window}"
+
+
+def cases(arch: int, head_sizes: Iterable[int] = HEAD_SIZES) -> Iterator[Case]:
+    """All that is served on an architecture: every dtype, every one of `head_sizes`; with windows, other groups and blocks for some."""
+    for dtype in DTYPES:
+        if dtype == "bfloat16" and not GPUS[arch].has_bfloat16:
+            continue
+        yield Case(arch, dtype)
+        for head_size in head_sizes:
+            yield Case(arch, dtype, head_size)
+            if head_size in (64, 128, 256):
+                yield Case(arch, dtype, head_size, window=512)
+                yield from (Case(arch, dtype, head_size, group=group) for group in (1, 8, 32))
+                yield from (Case(arch, dtype, head_size, block_size=block_size) for block_size in (8, 256))
+
+
+def compiled(case: Case) -> list[Compiled]:
+    """What its launches were compiled to."""
+    with compiling_for(case.arch) as kernels:
+        if case.head_size is None:
+            launch_layers(getattr(torch, case.dtype))
+            launch_sampling(getattr(torch, case.dtype))
+        else:
+            launch_attention(case.dtype, case.head_size, case.group, case.block_size, case.window, case.brief)
+    return kernels
+
+
+def launch_attention(dtype: str, head_size: int, group: int = 2, block_size: int = 16, window: int | None = None, brief: bool = False) -> None:
+    """A step of decodes with a shared prefix and of a prefill, as it is and as a graph of any such step; and all else that a cache needs."""
+    backend = TritonAttention(NoOptions(), AttentionContext("cpu", dtype, block_size))
+    heads = KV_HEADS * group
+    layer = backend.make_layer(LayerSpec(0, heads, KV_HEADS, head_size, head_size**-0.5, window))
+    backend.allocate(4)
+    backend.prepare(max_rows=32, max_tokens=1024, max_len=4096)
+    lens, queries = np.array([3000] * 20 + [1500], np.int32), np.array([1] * 20 + [700], np.int32)
+    starts, tokens = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32), int(queries.sum())
+    table, slots = torch.zeros((21, 4096 // block_size), dtype=torch.int32), torch.full((tokens,), -1)
+    on_device = torch.from_numpy(starts), torch.from_numpy(lens), table, slots
+    fused = torch.zeros(tokens, heads + 2 * KV_HEADS, head_size, dtype=backend.dtype)
+    q, k, v = fused.split([heads, KV_HEADS, KV_HEADS], dim=1)
+    shared = 1024 // block_size
+    for mixed_graph, shared_blocks in [(False, shared)] if brief else product((False, True), (0, shared)):
+        backend.plan(AttentionBatch(21, tokens, *on_device, queries, lens, shared_blocks, mixed_graph))
+        layer.attend(q)
+    layer.write(k, v)
+    backend.copy_blocks(torch.tensor([0, 1]), torch.tensor([2, 3]))
+    if brief:
+        return
+    qkv.norm_turn_write(
+        fused, KV_HEADS, fused.new_zeros((heads + KV_HEADS) * head_size), 1e-6, torch.zeros(64, head_size), slots, layer.cache_for_fused_write()
+    )
+    qkv.norm_turn_write(fused, KV_HEADS, None, 0.0, torch.zeros(64, head_size), slots, None)
+
+
+def launch_layers(dtype: torch.dtype) -> None:
+    """A decoder's layers besides attention, of two sizes, for few tokens and many; and a step's two ends."""
+    for hidden in HIDDEN:
+        x, norm = torch.zeros(5, hidden, dtype=dtype), (torch.zeros(hidden, dtype=dtype), 1e-6)
+        embedding.embed(torch.zeros(5, dtype=torch.int64), torch.zeros(100, hidden, dtype=dtype))
+        rms_norm.rms_norm(x, *norm)
+        rms_norm.add_and_norm(x, torch.zeros(3, 5, hidden), *norm)
+        gate.silu_mul(torch.zeros(5, 2 * INTERMEDIATE, dtype=dtype))
+        state = RowState(4, 64, 16, torch.device("cpu"))
+        rows = torch.arange(4)
+        decode_rows_kernels.append(state, rows, *decode_rows_kernels.last_tokens(state, rows)[::-1], x[:4])
+        if dtype != torch.float32:
+            for rows_of_layer in ROWS:
+                _launch_linear(rows_of_layer, hidden, dtype)
+
+
+def _launch_linear(rows: int, hidden: int, dtype: torch.dtype) -> None:
+    """Layers of a decoder with whichever kernel takes them; the others are torch's."""
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    x, norm = zeros(rows, hidden), (zeros(hidden), 1e-6)
+    qkv_weight, gated, down = zeros(hidden + 1024, hidden), zeros(2 * INTERMEDIATE, hidden), zeros(hidden, INTERMEDIATE)
+    if kernel := linear.kernel_for_few(rows, qkv_weight):
+        kernel(x, qkv_weight, zeros(len(qkv_weight)), norm=norm)
+    if kernel := linear.kernel_for_few(rows, gated, gated=True):
+        kernel(x, gated, norm=norm, gated=True)
+    if kernel := linear.kernel_for_few(rows, down):
+        kernel(zeros(rows, INTERMEDIATE), down, out=x)
+    if kernel := linear.kernel_for_many(rows, qkv_weight):
+        kernel(x, qkv_weight, zeros(len(qkv_weight)))
+    if kernel := linear.kernel_for_many(rows, gated, gated=True):
+        kernel(x, gated, gated=True)
+    if kernel := linear.kernel_for_many(rows, down, in_parts=True):
+        kernel(zeros(rows, INTERMEDIATE), down, in_parts=True)
+
+
+def launch_sampling(dtype: torch.dtype) -> None:
+    """Rows that ask for everything of the sampler `default`, drawn as a step does it and as a CUDA graph does; and their log-probabilities."""
+    rows = list(SAMPLED)
+    history = RowHistory(*(torch.ones(size, dtype=torch.int32) for size in ((len(rows) + 1, 16), (len(rows) + 1,), (len(rows) + 1,))))
+    sampler = DefaultSampler(NoOptions(), SamplerContext("cpu", VOCAB, history))
+    sampler.prepare(len(rows))
+    sampler.update([], list(enumerate(rows)))
+    host_rows = np.arange(len(rows))
+    logits = torch.zeros(len(rows), VOCAB, dtype=dtype)
+    sampler.sample_captured(logits, torch.from_numpy(host_rows))
+    sampler.sample(logits, torch.from_numpy(host_rows), host_rows)
+    logprobs.normalizer_and_rank(logits, torch.from_numpy(host_rows))
+
+
+def entry_points() -> set[str]:
+    """Every kernel that anything launches, as the sources say it: its `Compiled.full_name`."""
+    found = set()
+    for path in (ROOT / top for top in ("core", "plugins")):
+        for file in path.rglob("*.py"):
+            neighbour = file.stem  # `launch(_linear, …)` names a function of its own file, `launch(triton_cache.scatter, …)` one of a neighbour's
+            for module, name in re.findall(r"\blaunch\((?:(\w+)\.)?(\w+), \(", file.read_text()):
+                found.add(f"{file.parent.name}.{module or neighbour}.{name}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Most:
+    """The most that any variant of a kernel takes, and which one spills most."""
+
+    shared_bytes: int
+    registers: int
+    spilled_bytes: int
+    variants: int
+    worst: str
+
+    @classmethod
+    def of(cls, variants: Sequence[tuple[Case, Compiled]]) -> Most:
+        worst_case, worst = max(variants, key=lambda pair: (pair[1].spilled_bytes, pair[1].shared_bytes))
+        kernels = [kernel for _, kernel in variants]
+        return cls(
+            max(kernel.shared_bytes for kernel in kernels),
+            max(kernel.registers for kernel in kernels),
+            worst.spilled_bytes,
+            len(kernels),
+            str(worst_case),
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", choices=sorted(GPUS), default=sorted(GPUS))
+    parser.add_argument("--head-sizes", type=int, nargs="+", choices=HEAD_SIZES, default=HEAD_SIZES, metavar="N")
+    parser.add_argument("--every", action="store_true", help="a line for each variant")
+    parser.add_argument("--processes", type=int, default=1)
+    options = parser.parse_args(arguments)
+    for arch in options.arch:
+        gpu = GPUS[arch]
+        print(f"sm_{arch} ({gpu.name}): {gpu.shared_bytes >> 10} KB of shared memory for a program\n")
+        print("| kernel | variants | shared KB | registers | spilled bytes | the variant that spills most, or takes most |")
+        print("|---|---:|---:|---:|---:|---|")
+        of_kernel: dict[str, list[tuple[Case, Compiled]]] = {}
+        for case, kernels in _compile_all(list(cases(arch, options.head_sizes)), options.processes):
+            for kernel in kernels:
+                of_kernel.setdefault(f"{kernel.full_name} ({case})" if options.every else kernel.full_name, []).append((case, kernel))
+        for name, variants in sorted(of_kernel.items()):
+            most = Most.of(variants)
+            print(f"| {name} | {most.variants} | {most.shared_bytes / 1024:.0f} | {most.registers} | {most.spilled_bytes} | {most.worst} |")
+        largest = max(kernel.shared_bytes for variants in of_kernel.values() for _, kernel in variants)
+        print(f"\nlargest: {largest / 1024:.1f} of {gpu.shared_bytes >> 10} KB\n", flush=True)
+
+
+def _compile_all(wanted: list[Case], processes: int) -> Iterator[tuple[Case, list[Compiled]]]:
+    if processes == 1:
+        yield from ((case, compiled(case)) for case in wanted)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        yield from zip(wanted, pool.map(compiled, wanted), strict=True)
+
+
+if __name__ == "__main__":
+    main()

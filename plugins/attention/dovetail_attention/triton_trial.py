@@ -1,0 +1,74 @@
+"""Trying the kernels of the `triton` backend on a GPU that nobody has measured them on, before an engine relies on them: called by `reasons_against`.
+
+Both this backend and the plain one are given the same two steps: prompts, two of which begin alike; then a decode of these two, beside a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, LayerSpec
+from dovetail.api.component import NoOptions
+from dovetail.errors import DovetailError
+from dovetail_attention.sdpa import TorchAttention
+
+SHARED_TOKENS = 96  # at least, that two rows begin with: some steps of a decode
+CLOSE = 2e-2  # of numbers of about 1/5
+KV_SCALE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Of each row: its queries, and the tokens that it sees; and the blocks that rows begin with alike."""
+
+    queries: tuple[int, ...]
+    lens: tuple[int, ...]
+    shared_blocks: int = 0
+
+
+def check(backend: type[AttentionBackend], context: AttentionContext, spec: LayerSpec) -> None:
+    """Raises unless such layers attend as in plain torch, whatever it is that goes wrong."""
+    ours, plain = (_attended(kind(NoOptions(), context), spec) for kind in (backend, TorchAttention))
+    if not torch.allclose(ours, plain, atol=CLOSE):
+        raise DovetailError(f"heads of {spec.head_size} in {context.dtype}: it computes something else")
+
+
+def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
+    """What layers of that kind make of the steps, [tokens, heads, head_size] float32."""
+    size, device = backend.context.block_size, torch.device(backend.context.device)
+    shared_blocks = -(-SHARED_TOKENS // size)
+    shared = shared_blocks * size
+    steps = [
+        Step((shared + 70, 3, 50), (shared + 70, shared + 3, 50)),
+        Step((1, 1, 40), (shared + 71, shared + 4, 90), shared_blocks if backend.capabilities.shared_prefix and spec.window is None else 0),
+    ]
+    table = _block_table([step.lens for step in steps][-1], shared_blocks, size)
+    layer = backend.make_layer(spec)
+    backend.allocate(int(table.max()) + 1)
+    backend.prepare(max_rows=3, max_tokens=sum(steps[0].queries), max_len=table.shape[1] * size)
+    generator, outputs = torch.Generator().manual_seed(0), []
+    for step in steps:
+        queries, lens = np.array(step.queries, np.int32), np.array(step.lens, np.int32)
+        tokens, starts = int(queries.sum()), np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+        position = np.concatenate([np.arange(n - asked, n) for asked, n in zip(queries, lens, strict=True)])
+        row = np.repeat(np.arange(3), queries)
+        slots = table[row, position // size].astype(np.int64) * size + position % size
+        at, seen, blocks, places = (torch.from_numpy(array).to(device) for array in (starts, lens, table, slots))
+        backend.plan(AttentionBatch(3, tokens, at, seen, blocks, places, queries, lens, step.shared_blocks))
+        qkv = torch.randn(tokens, spec.heads + 2 * spec.kv_heads, spec.head_size, generator=generator) * KV_SCALE
+        qkv = qkv.to(device, getattr(torch, backend.context.dtype))
+        q, k, v = torch.split(qkv, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+        layer.write(k, v)
+        outputs.append(layer.attend(q).float())
+    return torch.cat(outputs)
+
+
+def _block_table(lens: tuple[int, ...], shared_blocks: int, size: int) -> np.ndarray:
+    """[rows, blocks] int32: the second row begins with the first one's blocks, and blocks lie in no order."""
+    width = max(-(-seen // size) for seen in lens)
+    table = np.random.default_rng(0).permutation(len(lens) * width).astype(np.int32).reshape(len(lens), width)
+    table[1, :shared_blocks] = table[0, :shared_blocks]
+    return table

@@ -1,0 +1,82 @@
+"""Every kernel that anything launches compiles for every GPU that is served, and has room there: without any GPU, as `bench.compiles` shows it.
+
+The quick tests take a few variants an architecture, the slow ones all: each head size in each dtype.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bench.compiles import HEAD_SIZES, Case, cases, compiled, entry_points
+from bench.compiling import GPUS, Compiled
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="a GPU compiles what it runs, and the interpreter nothing"
+)
+
+MOST_SPILLED = 512  # bytes of a thread
+FOR_HOPPER_ALONE = {"kernels.many_rows._linear", "dovetail_attention.triton_prefill_hopper.prefill_hopper"}
+ON_MATRIX_UNITS = {"kernels.few_rows._linear"}
+FOR_ALL = entry_points() - FOR_HOPPER_ALONE - ON_MATRIX_UNITS
+
+
+def expected_on(arch: int) -> set[str]:
+    gpu = GPUS[arch]
+    return FOR_ALL | (ON_MATRIX_UNITS if gpu.has_matrix_units else set()) | (FOR_HOPPER_ALONE if gpu.is_hopper else set())
+
+
+def assert_fit(case: Case, kernels: Iterable[Compiled]) -> None:
+    gpu = GPUS[case.arch]
+    for kernel in kernels:
+        assert kernel.shared_bytes <= gpu.shared_bytes, f"{kernel.full_name} ({case})"
+        assert kernel.spilled_bytes <= MOST_SPILLED, f"{kernel.full_name} ({case})"
+        assert ("griddepcontrol" in kernel.ptx) <= gpu.chains_launches, f"{kernel.full_name} ({case})"
+        assert kernel.registers * kernel.warps * 32 <= 65_536, f"{kernel.full_name} ({case})"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(75, "float16", 32, brief=True),
+        Case(80, "bfloat16", 32, brief=True),
+        Case(86, "bfloat16", 128, brief=True),
+        Case(89, "bfloat16", 256, brief=True),
+        Case(100, "bfloat16", 16, brief=True),
+        Case(120, "float32", 64, brief=True),
+    ],
+    ids=lambda case: f"sm_{case.arch}, {case}",
+)
+def test_attention_has_room_on_every_architecture(case: Case) -> None:
+    kernels = compiled(case)
+    assert {"decode_shares", "attend_prefix", "prefill_tiles", "scatter", "copy_in_order"} <= {kernel.name for kernel in kernels}
+    assert_fit(case, kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", sorted(GPUS))
+def test_every_kernel_has_room_on_every_architecture(arch: int) -> None:
+    """For every dtype and head size that is served there."""
+    found: set[str] = set()
+    for case in cases(arch):
+        kernels = compiled(case)
+        found |= {kernel.full_name for kernel in kernels}
+        assert_fit(case, kernels)
+    assert found == expected_on(arch)
+
+
+def test_every_head_size_that_is_declared_is_compiled_for() -> None:
+    for arch, gpu in GPUS.items():
+        dtypes = {"float32", "float16", *(["bfloat16"] if gpu.has_bfloat16 else [])}
+        assert {(case.dtype, case.head_size) for case in cases(arch) if case.head_size} == {(d, size) for d in dtypes for size in HEAD_SIZES}
+
+
+def test_every_kernel_that_is_launched_is_known() -> None:
+    """`entry_points` reads the sources: it would miss a launch that is written in another way."""
+    assert entry_points() >= FOR_HOPPER_ALONE | ON_MATRIX_UNITS
+    assert {"dovetail_samplers.fused._choose", "runtime.decode_rows_kernels._append", "kernels.qkv._norm_turn_write"} <= FOR_ALL
