@@ -272,3 +272,4 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobMap | None] | None = None  # None for the first token
     num_cached_tokens: int = 0  # prompt tokens whose K and V were found in the prefix cache (of n > 1: by the first sample)
     metrics: RequestMetrics | None = None
+    prompt_index: int = 0  # the place of its prompt in the list that `LLM` was given

@@ -128,6 +128,7 @@ def test_requests_of_others_in_the_same_engine_are_left_alone(llm: LLM) -> None:
     outputs = llm.generate(["A", "B"], GREEDY, use_tqdm=False)
     assert [output.prompt for output in outputs] == ["A", "B"]
     assert llm.engine.get_num_unfinished_requests() == 1
+    assert {output.request_id for output in llm.engine.step()} == {"theirs", "also theirs"}
     llm.engine.abort_request("theirs")
 
 
@@ -492,8 +493,8 @@ def test_many_calls_leave_nothing_behind_not_even_for_the_garbage_collector(llm:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_garbage_collector_waits_until_the_first_step_and_is_then_as_it_was(llm: LLM, monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
-    states, step = list[bool](), llm.engine.step
-    monkeypatch.setattr(llm.engine, "step", lambda: states.append(gc.isenabled()) or step())
+    states, step = list[bool](), llm.engine.core.step
+    monkeypatch.setattr(llm.engine.core, "step", lambda: states.append(gc.isenabled()) or step())
     (gc.enable if enabled else gc.disable)()
     try:
         llm.generate(["A", PLAY], SamplingParams(max_tokens=3), use_tqdm=False)

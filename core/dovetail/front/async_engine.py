@@ -38,7 +38,7 @@ class _Reader:
 
 
 class AsyncLLMEngine:
-    """Everything that touches the engine happens in its thread; callers get outputs through queues of their own event loop. Texts are tokenized in a
+    """The engine runs in a thread of its own; callers get outputs through queues of their own event loop. Texts are tokenized in a
     thread besides: a long one takes as long as a step or two, which others' next tokens would wait for.
 
     async for output in engine.generate("a", "ROMEO:", SamplingParams(output_kind="delta")):
@@ -49,7 +49,7 @@ class AsyncLLMEngine:
         """`engine` is this one's from now on, and is closed with it."""
         self.engine = engine
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the engine's thread
-        self._wake = threading.Event()  # set after each call
+        self._wake = engine.turns.wake  # set after each call
         self._tokenizer = ThreadPoolExecutor(1, "dovetail-tokenizer")  # one thread: texts stay in order
         self._tokenizing: dict[_Reader, str] = {}  # request ids; changed behind the door
         self._readers: dict[str, _Reader] = {}  # by request id
@@ -192,8 +192,8 @@ class AsyncLLMEngine:
     def _wait_until(self, instant: float) -> None:
         """The engine's idle wait: until `instant`, or somebody calls."""
         remaining = instant - self.engine.now()
-        if remaining > 0 and self._calls.empty():
-            self._wake.wait(min(remaining, threading.TIMEOUT_MAX))
+        if remaining > 0 and self._calls.empty() and not self._stopping:
+            self.engine.turns.sleep(remaining)
 
     def _add(self, request_id: str, reader: _Reader, prompt: Prompt, params: SamplingParams | None, fields: Mapping[str, Any]) -> None:
         if self._failure is not None:  # it came as the engine ended
