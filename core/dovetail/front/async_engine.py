@@ -6,7 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail.api.clock import VirtualClock
 from dovetail.errors import EngineDeadError
-from dovetail.front.llm_engine import LLMEngine, Prompt, is_text
+from dovetail.front.llm_engine import LLMEngine, Prompt, is_text, request_ids
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import SamplingParams
 
@@ -68,7 +68,12 @@ class AsyncLLMEngine:
         """As `LLMEngine.from_config`."""
         return cls(LLMEngine.from_config(config, **overrides))
 
-    async def generate(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> AsyncIterator[RequestOutput]:
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.engine!r})"
+
+    async def generate(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **fields: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come; `fields` as for `LLMEngine.add_request`, which is called, and whose errors are raised, when the
         first is asked for. Closing the iterator, or cancelling the task that reads it, aborts the request. Raises `EngineDeadError` when the
         engine fails or is closed before the request has finished."""
@@ -91,13 +96,15 @@ class AsyncLLMEngine:
                 with suppress(EngineDeadError):  # then there is nothing to abort
                     self._call(lambda: self._drop(request_id, reader))
 
-    async def abort(self, request_id: str) -> None:
-        """End a request: its iterator stops after what has been sent. An unknown id is nobody's: nothing happens."""
+    async def abort(self, request_id: str | Sequence[str] | Set[str]) -> None:
+        """End one request or several: their iterators stop after what has been sent. An unknown id is nobody's: nothing happens. Raises
+        `RequestError` if it is neither an id nor a list, tuple or set of ids."""
+        ids = request_ids(request_id)
         with self._door:
             for reader, tokenizing_id in self._tokenizing.items():
-                reader.aborted |= tokenizing_id == request_id
+                reader.aborted |= tokenizing_id in ids
         with suppress(EngineDeadError):
-            self._call(lambda: self._abort(request_id))
+            self._call(lambda: self._abort(ids))
 
     def close(self) -> None:
         """Stop the thread, when the step under way is done, and release the model. Requests under way fail with `EngineDeadError`. Twice is as
@@ -201,7 +208,7 @@ class AsyncLLMEngine:
             return
         try:
             self.engine.add_request(request_id, prompt, params, **fields)
-        except Exception as error:  # whatever it is, it is this caller's alone
+        except BaseException as error:  # whatever it is, it is this caller's alone
             self._give(reader, error)
         else:
             self._readers[request_id] = reader
@@ -222,11 +229,11 @@ class AsyncLLMEngine:
             del self._readers[request_id]
             self.engine.abort_request(request_id)
 
-    def _abort(self, request_id: str) -> None:
-        reader = self._readers.pop(request_id, None)
-        self.engine.abort_request(request_id)
-        if reader is not None:
-            self._give(reader, None)
+    def _abort(self, ids: Sequence[str]) -> None:
+        self.engine.abort_request(ids)
+        for request_id in ids:
+            if (reader := self._readers.pop(request_id, None)) is not None:
+                self._give(reader, None)
 
     def _give(self, reader: _Reader, item: Item) -> None:
         self._given.setdefault(reader.loop, []).append((reader, item))
