@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import tqdm.auto
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dovetail import LLM, CompletionOutput, LLMEngine, OutputKind, RequestOutput, SamplingParams
 from dovetail.api.clock import VirtualClock
 from dovetail.errors import EngineDeadError, RequestError
+from dovetail.front import llm as llm_module
 from dovetail.request import Request, TokenLogprobMap
 from tests.support import examples
 
@@ -105,6 +107,10 @@ def test_the_bar_shows_the_speed_of_prefill_and_decode(llm: LLM, capsys: pytest.
     assert "prefill" in bar
     assert "decode" in bar
     assert "tok/s" in bar
+
+
+def test_in_a_notebook_the_bar_is_a_widget() -> None:
+    assert llm_module.tqdm is tqdm.auto.tqdm, "which chooses"
 
 
 def test_without_the_bar_nothing_is_printed(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm  # in a notebook a widget
 
 from dovetail.checks import is_integer, shown
 from dovetail.errors import RequestError
