@@ -17,8 +17,10 @@ from tqdm.auto import tqdm  # in a notebook a widget
 
 from dovetail.checks import is_integer, shown
 from dovetail.errors import RequestError
+from dovetail.front import facts
 from dovetail.front.llm_engine import LLMEngine, Prompt
 from dovetail.front.own_requests import OwnRequests
+from dovetail.front.vllm_args import translated
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams
 
@@ -32,9 +34,9 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "demo", **overrides: Any) -> None:
-        """`model`: "demo", a local directory or a hub id. `overrides`: any key of `engine.yaml`, e.g. `scheduler="priority"`,.
-        A whole config goes through `LLM(**config)` or `LLMEngine.from_config`."""
-        self.engine = LLMEngine.from_config({"model": str(model) if isinstance(model, Path) else model}, **overrides)
+        """`model`: "demo", a local directory or a hub id. `overrides`: any key of `engine.yaml`, e.g. `scheduler="priority"`, or an argument of
+        vLLM's that has a meaning here (see `dovetail.front.vllm_args`). A whole config goes through `LLM(**config)` or `LLMEngine.from_config`."""
+        self.engine = LLMEngine.from_config({"model": str(model) if isinstance(model, Path) else model}, **translated(overrides))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.engine!r})"
@@ -83,6 +85,23 @@ class LLM:
         """Answer one conversation or a list of them, with the model's chat template. Raises `RequestError` if the model has none."""
         prompts: list[Prompt] = [self.engine.tokenizer.apply_chat_template(conversation) for conversation in _conversations(messages)]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The same as `engine`."""
+        return self.engine
+
+    def get_tokenizer(self) -> Any:
+        """As `LLMEngine.get_tokenizer`."""
+        return self.engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request gets that leaves everything open: the model's own defaults, from its `generation_config.json`, where it has any."""
+        return self.engine.default_sampling_params()
+
+    def get_metrics(self) -> list[facts.Metric]:
+        """The counts of `LLMEngine.stats`, one by one."""
+        return facts.metrics(self.engine.stats())
 
     def close(self) -> None:
         """As `LLMEngine.close`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -26,8 +27,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dovetail.config import EngineConfig
+    from dovetail.front.facts import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
     from dovetail.front.tokenizer import Tokenizer
+    from dovetail.front.vllm_args import EngineArgs
     from dovetail.registry.registry import Registry
+
+logger = logging.getLogger("dovetail")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +95,13 @@ class LLMEngine:
         Raises `ConfigError`, `PluginError`, `UnsupportedError`, `ModelLoadError` or `MissingExtraError`, each saying what to change.
         """
         return cls(assemble(config, overrides, registry=registry, clock=clock, progress=progress))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs | EngineConfig) -> LLMEngine:
+        """The engine that `EngineArgs` describe. Raises as `from_config`."""
+        from dovetail.front.vllm_args import engine_config_of
+
+        return cls.from_config(engine_config_of(engine_args))
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self.core.dead is None else f"dead: {self.core.dead}"
@@ -272,6 +284,42 @@ class LLMEngine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    # What users of vLLM ask an engine
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of transformers that `tokenizer` covers."""
+        return self.tokenizer.transformers
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What a request gets that leaves everything open."""
+        return SamplingParams(**self._assembly.defaults.sampling())
+
+    def get_model_config(self) -> ModelConfig:
+        from dovetail.front import facts
+
+        return facts.model_config(self)
+
+    def get_scheduler_config(self) -> SchedulerConfig:
+        from dovetail.front import facts
+
+        return facts.scheduler_config(self)
+
+    def get_cache_config(self) -> CacheConfig:
+        from dovetail.front import facts
+
+        return facts.cache_config(self)
+
+    def get_parallel_config(self) -> ParallelConfig:
+        from dovetail.front import facts
+
+        return facts.ParallelConfig()
+
+    def do_log_stats(self) -> None:
+        """Log what the engine has done so far, in one line at level INFO of the logger "dovetail". The observer `log` does so by itself."""
+        from dovetail.front import facts
+
+        logger.info("%s", facts.line(self.stats()))
 
     # Steps
 
