@@ -79,8 +79,9 @@ def vllm_arguments() -> str:
     rows = ["| argument | here | values | anything else |", "|---|---|---|---|"]
     for row in TABLE.values():
         here = f"`{row.key}`" if row.key else "left out"
-        values = row.says if row.key or not row.refused else f"{_code(*map(repr, row.taken))}: {row.says}"
-        rows.append(f"| `{row.name}` | {here} | {values} | {row.otherwise or ('as the key says' if row.key else 'likewise')} |")
+        examples = _code(*map(repr, row.taken)) if row.refused else "any"
+        values = row.says if row.key else f"{examples}: {row.says}"
+        rows.append(f"| `{row.name}` | {here} | {values} | {row.otherwise or ('as the key says' if row.key else 'nothing')} |")
     return "\n".join(rows)
 
 

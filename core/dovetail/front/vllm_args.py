@@ -118,7 +118,7 @@ def _never_matters(name: str, example: Any, why: str) -> Argument:
 def _renamed(name: str, key: str, values: Mapping[Any, Any], otherwise: str, refused: Any) -> Argument:
     """These values have others here; a value of None leaves the key to its default."""
     instead = {value: {} if new is None else {key: new} for value, new in values.items()}
-    says = ", ".join(f"`{value!r}` is `{new!r}`" for value, new in values.items() if new is not None)
+    says = ", ".join(f"`{value!r}` is `{new!r}`" for value, new in values.items() if new is not None and new != value) or "the same"
     return Argument(name, key, lambda value: _look_up(instead, value), says, otherwise, tuple(values), (refused,))
 
 
