@@ -20,6 +20,7 @@ from dovetail.api.component import API_VERSIONS, KINDS, Kind
 from dovetail.cli.app import app
 from dovetail.config import COMPONENT_KEYS, EngineConfig
 from dovetail.config_schema import json_schema
+from dovetail.front.vllm_args import TABLE
 from dovetail.limits import Limits
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
@@ -79,6 +80,17 @@ def limits_keys() -> str:
 def built_in_components() -> str:
     """Every built-in component with its options."""
     return "\n".join(line for kind in KINDS for line in _components_of(kind))
+
+
+def vllm_arguments() -> str:
+    """What becomes of the arguments of other engines."""
+    rows = ["| argument | here | values | anything else |", "|---|---|---|---|"]
+    for row in TABLE.values():
+        here = f"`{row.key}`" if row.key else "left out"
+        examples = _code(*map(repr, row.taken)) if row.refused else "any"
+        values = row.says if row.key else f"{examples}: {row.says}"
+        rows.append(f"| `{row.name}` | {here} | {values} | {row.otherwise or ('as the key says' if row.key else 'nothing')} |")
+    return "\n".join(rows)
 
 
 def api_versions() -> str:
@@ -213,6 +225,7 @@ PIECES: dict[str, Callable[[], str]] = {
     "limits keys": limits_keys,
     "built-in components": built_in_components,
     "api versions": api_versions,
+    "vllm arguments": vllm_arguments,
     **{f"checks {group}": partial(check_table, group) for group in ("hygiene", *KINDS)},
     "help": help_text,
     **{f"help {' '.join(command)}": partial(help_text, *command) for command in commands()},

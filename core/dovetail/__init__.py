@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dovetail.front.async_engine import AsyncLLMEngine
     from dovetail.front.llm import LLM
     from dovetail.front.llm_engine import LLMEngine
+    from dovetail.front.vllm_args import EngineArgs
     from dovetail.request import CompletionOutput, RequestOutput
     from dovetail.sampling_params import OutputKind, SamplingParams
 
@@ -23,6 +24,7 @@ _HOMES = {
     "LLM": "dovetail.front.llm",
     "LLMEngine": "dovetail.front.llm_engine",
     "AsyncLLMEngine": "dovetail.front.async_engine",
+    "EngineArgs": "dovetail.front.vllm_args",
     "EngineConfig": "dovetail.config",
     "DovetailError": "dovetail.errors",
     "CompletionOutput": "dovetail.request",
@@ -36,6 +38,7 @@ __all__ = [
     "AsyncLLMEngine",
     "CompletionOutput",
     "DovetailError",
+    "EngineArgs",
     "EngineConfig",
     "LLMEngine",
     "OutputKind",

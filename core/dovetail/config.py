@@ -304,7 +304,7 @@ def _open(value: Any, where: Where) -> Any:
     """A copy of a value that keys can be set in."""
     if isinstance(value, ComponentChoice):
         return {"name": value.name, **value.options}
-    if isinstance(value, PluginSelection):
+    if isinstance(value, Limits | PluginSelection):
         return value.model_dump(exclude_unset=True)
     if isinstance(value, str) and where.path[0] in COMPONENT_KEYS:
         return {"name": value}

@@ -199,6 +199,14 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def __getitem__(self, key: str) -> Any:
+        """`output["text"]` and `output["token_ids"]`, a list, as nano-vllm's results have them. Raises `KeyError` for any other key."""
+        if key == "text":
+            return self.text
+        if key == "token_ids":
+            return list(self.token_ids)
+        raise KeyError(f"an output answers to 'text' and 'token_ids', not to {key!r}; its other fields are attributes")
+
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -212,3 +220,8 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobMap | None] | None = None  # None for the first token
     num_cached_tokens: int = 0  # prompt tokens whose K and V were found in the prefix cache (of n > 1: by the first sample)
     metrics: RequestMetrics | None = None
+    prompt_index: int = 0  # the place of its prompt in the list that `LLM` was given
+
+    def __getitem__(self, key: str) -> Any:
+        """As of its first sample."""
+        return self.outputs[0][key]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dovetail.config import COMPONENT_KEYS, ComponentChoice, EngineConfig
 from dovetail.errors import ConfigError
+from dovetail.limits import Limits
 from dovetail.yaml_source import parse_value, parse_yaml
 from tests.support import examples
 
@@ -250,3 +251,8 @@ def test_any_value_is_taken_or_refused_with_a_config_error(values: dict[str, Any
 def test_component_keys_are_those_of_the_config() -> None:
     choices = [key for key, field in EngineConfig.model_fields.items() if "ComponentChoice" in str(field.annotation)]
     assert choices == list(COMPONENT_KEYS)
+
+
+def test_a_limit_can_be_set_by_a_dotted_key() -> None:
+    assert EngineConfig.load("demo", **{"limits.max_n": 4}).limits.max_n == 4
+    assert EngineConfig.load({"limits": {"max_n": 4}}, **{"limits.max_stop_strings": 0}).limits == Limits(max_n=4, max_stop_strings=0)

@@ -107,7 +107,7 @@ def test_a_request_that_ends_while_its_text_is_tokenized_never_begins(fresh: Asy
         text = asyncio.create_task(tokens_of(fresh.generate("a", "a", ENDLESS)))
         await asyncio.to_thread(tokenizer.began.wait)
         if how == "abort":
-            await fresh.abort("a")
+            await fresh.abort(["a"])
         elif how == "cancel":
             text.cancel()
             await asyncio.sleep(0)
@@ -241,6 +241,31 @@ def test_abort_ends_the_iterator_without_an_error_and_frees_the_id(shared: Async
     run(main())
 
 
+@pytest.mark.parametrize("kind", [list, tuple, set])
+def test_several_requests_are_aborted_at_once(shared: AsyncLLMEngine, kind: Any) -> None:
+    async def main() -> None:
+        streams = [shared.generate(name, [1], ENDLESS) for name in "abc"]
+        for stream in streams:
+            await anext(stream)
+        await shared.abort(kind(["a", "nobody", "c"]))
+        lengths = await asyncio.gather(*(tokens_of(stream) for stream in streams))
+        assert [len(tokens) == 94 for tokens in lengths] == [False, True, False]
+        assert await is_idle(shared)
+
+    run(main())
+
+
+@pytest.mark.parametrize("wrong", [None, 5, {}, {"a": 1}, b"a", [5], [["a"]], ["a", None], object()], ids=str)
+def test_what_is_no_id_is_refused_in_the_caller_and_harms_nobody(shared: AsyncLLMEngine, wrong: Any) -> None:
+    async def main() -> None:
+        other = asyncio.create_task(tokens_of(shared.generate("a", [3], params())))
+        with pytest.raises(RequestError, match="a request id must be a string, and several a list of strings"):
+            await shared.abort(wrong)
+        assert len(await other) == 20
+
+    run(main())
+
+
 def test_a_loop_that_ends_without_a_word_harms_nobody(shared: AsyncLLMEngine) -> None:
     """Its reader can't be told anything any more."""
     loop = asyncio.new_event_loop()
@@ -294,20 +319,40 @@ def test_a_duplicate_id_is_refused_and_the_first_goes_on(shared: AsyncLLMEngine)
     run(main())
 
 
-def test_an_unforeseen_error_in_taking_a_request_is_its_callers_alone(shared: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ArithmeticError, SystemExit])
+def test_an_unforeseen_error_in_taking_a_request_is_its_callers_alone(
+    shared: AsyncLLMEngine, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
     add = shared.engine.add_request
 
     def fails(request_id: str, *args: Any, **fields: Any) -> None:
         if request_id == "cursed":
-            raise ArithmeticError("surprise")
+            raise error("surprise")
         add(request_id, *args, **fields)
 
     monkeypatch.setattr(shared.engine, "add_request", fails)
 
     async def main() -> None:
-        with pytest.raises(ArithmeticError, match="surprise"):
+        with pytest.raises(error, match="surprise"):
             await tokens_of(shared.generate("cursed", [1], params()))
         assert len(await tokens_of(shared.generate("a", [1], params()))) == 20
+
+    run(main())
+
+
+def test_other_threads_may_ask_the_engine_itself(shared: AsyncLLMEngine) -> None:
+    async def main() -> None:
+        streams = [asyncio.create_task(tokens_of(shared.generate(str(i), [i], ENDLESS))) for i in range(4)]
+        while not all(stream.done() for stream in streams):
+            assert await asyncio.to_thread(shared.engine.get_num_unfinished_requests) <= 4
+            assert await asyncio.to_thread(lambda: shared.engine.stats().running) <= 4
+            await asyncio.to_thread(shared.engine.reset_prefix_cache)
+        assert [len(stream.result()) for stream in streams] == [95] * 4
+        waiting = asyncio.create_task(anext(shared.generate("future", [1], params(), arrival_time=1e12)))
+        assert len(await tokens_of(shared.generate("present", [1], params()))) == 20  # now it sleeps
+        assert await asyncio.to_thread(shared.engine.get_num_unfinished_requests) == 1
+        waiting.cancel()
+        assert await is_idle(shared)
 
     run(main())
 

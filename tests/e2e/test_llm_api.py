@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import tqdm.auto
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dovetail import LLM, CompletionOutput, LLMEngine, OutputKind, RequestOutput, SamplingParams
 from dovetail.api.clock import VirtualClock
 from dovetail.errors import EngineDeadError, RequestError
+from dovetail.front import llm as llm_module
 from dovetail.request import Request, TokenLogprobMap
 from tests.support import examples
 
@@ -107,6 +109,10 @@ def test_the_bar_shows_the_speed_of_prefill_and_decode(llm: LLM, capsys: pytest.
     assert "tok/s" in bar
 
 
+def test_in_a_notebook_the_bar_is_a_widget() -> None:
+    assert llm_module.tqdm is tqdm.auto.tqdm, "which chooses"
+
+
 def test_without_the_bar_nothing_is_printed(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["A", "B"], GREEDY, use_tqdm=False)
     assert capsys.readouterr() == ("", "")
@@ -145,6 +151,7 @@ def test_requests_of_others_in_the_same_engine_are_left_alone(llm: LLM) -> None:
     outputs = llm.generate(["A", "B"], GREEDY, use_tqdm=False)
     assert [output.prompt for output in outputs] == ["A", "B"]
     assert llm.engine.get_num_unfinished_requests() == 1
+    assert {output.request_id for output in llm.engine.step()} == {"theirs", "also theirs"}
     llm.engine.abort_request("theirs")
 
 
@@ -509,8 +516,8 @@ def test_many_calls_leave_nothing_behind_not_even_for_the_garbage_collector(llm:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_garbage_collector_waits_until_the_first_step_and_is_then_as_it_was(llm: LLM, monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
-    states, step = list[bool](), llm.engine.step
-    monkeypatch.setattr(llm.engine, "step", lambda: states.append(gc.isenabled()) or step())
+    states, step = list[bool](), llm.engine.core.step
+    monkeypatch.setattr(llm.engine.core, "step", lambda: states.append(gc.isenabled()) or step())
     (gc.enable if enabled else gc.disable)()
     try:
         llm.generate(["A", PLAY], SamplingParams(max_tokens=3), use_tqdm=False)

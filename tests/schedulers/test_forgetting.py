@@ -169,7 +169,7 @@ class Bench:
             for request in some:
                 self.running.remove(request)
                 self.waiting.append(request)
-                request._preemptions += 1
+                request.preemptions += 1
         else:
             for request in self.waiting[number % max(1, len(self.waiting)) :][:1] if act == "abort" else some:
                 (self.waiting if act == "abort" else self.running).remove(request)

@@ -158,7 +158,7 @@ class Result:
 
 
 class Executor(ABC):
-    """Computes steps. Called from one thread: `start`, then `submit` and `collect` in turn, `stop` at the end."""
+    """Computes steps. Called by one thread at a time: `start`, then `submit` and `collect` in turn, `stop` at the end."""
 
     capabilities = ExecutorCapabilities()
     options: BaseModel

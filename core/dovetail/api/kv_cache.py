@@ -91,7 +91,7 @@ class BlockCounts:
 
 
 class KVCacheManager(ABC):
-    """Owner of the pool's blocks. Called from one thread. Misuse (an unknown request, tokens that shrink) raises `DovetailError`.
+    """Owner of the pool's blocks. Called by one thread at a time. Misuse (an unknown request, tokens that shrink) raises `DovetailError`.
 
     The request's tokens are `prompt_token_ids` followed by `output_token_ids`. "Holds blocks" below means: allocated or forked, not yet freed.
     """

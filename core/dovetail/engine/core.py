@@ -60,7 +60,7 @@ class CoreSettings:
 
 
 class EngineCore:
-    """Owns the books and drives scheduler, KV-cache manager and executor. Not thread safe: one thread calls it."""
+    """Owns the books and drives scheduler, KV-cache manager and executor. Not thread safe: one thread at a time calls it (`front.turns`)."""
 
     def __init__(
         self,

@@ -6,21 +6,23 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from dovetail.api.clock import VirtualClock
-from dovetail.errors import EngineDeadError
-from dovetail.front.llm_engine import LLMEngine, Prompt, is_text
+from dovetail.errors import EngineDeadError, RequestError
+from dovetail.front.llm_engine import LLMEngine, Prompt, is_text, request_ids
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
+    from dovetail.front.facts import ModelConfig
+    from dovetail.front.vllm_args import EngineArgs
 
 logger = logging.getLogger("dovetail")
 
@@ -38,7 +40,7 @@ class _Reader:
 
 
 class AsyncLLMEngine:
-    """Everything that touches the engine happens in its thread; callers get outputs through queues of their own event loop. Texts are tokenized in a
+    """The engine runs in a thread of its own; callers get outputs through queues of their own event loop. Texts are tokenized in a
     thread besides: a long one takes as long as a step or two, which others' next tokens would wait for.
 
     ```python
@@ -51,7 +53,7 @@ class AsyncLLMEngine:
         """`engine` is this one's from now on, and is closed with it."""
         self.engine = engine
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the engine's thread
-        self._wake = threading.Event()  # set after each call
+        self._wake = engine.turns.wake  # set after each call
         self._tokenizer = ThreadPoolExecutor(1, "dovetail-tokenizer")  # one thread: texts stay in order
         self._tokenizing: dict[_Reader, str] = {}  # request ids; changed behind the door
         self._readers: dict[str, _Reader] = {}  # by request id
@@ -70,10 +72,35 @@ class AsyncLLMEngine:
         """As `LLMEngine.from_config`."""
         return cls(LLMEngine.from_config(config, **overrides))
 
-    async def generate(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> AsyncIterator[RequestOutput]:
-        """Outputs of one request as they come; `fields` as for `LLMEngine.add_request`, which is called, and whose errors are raised, when the
-        first is asked for. Closing the iterator, or cancelling the task that reads it, aborts the request. Raises `EngineDeadError` when the
-        engine fails or is closed before the request has finished."""
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs | EngineConfig) -> AsyncLLMEngine:
+        """As `LLMEngine.from_engine_args`."""
+        return cls(LLMEngine.from_engine_args(engine_args))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.engine!r})"
+
+    @overload
+    def generate(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **fields: Any
+    ) -> AsyncGenerator[RequestOutput, None]: ...
+
+    @overload
+    def generate(self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, **fields: Any) -> AsyncGenerator[RequestOutput, None]: ...
+
+    def generate(self, *args: Any, **fields: Any) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one request as they come: `generate(request_id, prompt, params)`, or in vLLM's order `generate(prompt, sampling_params,
+        request_id)`, told apart by where the `SamplingParams` are; all can be given by keyword. Other `fields` are as for
+        `LLMEngine.add_request`, which is called, and whose errors are raised, when the first output is asked for.
+
+        Closing the iterator, or cancelling the task that reads it, aborts the request. Raises `RequestError` at once for arguments whose order
+        can't be told, and `EngineDeadError` when the engine fails or is closed before the request has finished.
+        """
+        return self._generate(*_in_our_order(args, fields))
+
+    async def _generate(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None, fields: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
         reader = _Reader()
         if is_text(prompt):
             if fields.get("arrival_time") is None:
@@ -93,13 +120,33 @@ class AsyncLLMEngine:
                 with suppress(EngineDeadError):  # then there is nothing to abort
                     self._call(lambda: self._drop(request_id, reader))
 
-    async def abort(self, request_id: str) -> None:
-        """End a request: its iterator stops after what has been sent. An unknown id is nobody's: nothing happens."""
+    async def abort(self, request_id: str | Sequence[str] | Set[str]) -> None:
+        """End one request or several: their iterators stop after what has been sent. An unknown id is nobody's: nothing happens. Raises
+        `RequestError` if it is neither an id nor a list, tuple or set of ids."""
+        ids = request_ids(request_id)
         with self._door:
             for reader, tokenizing_id in self._tokenizing.items():
-                reader.aborted |= tokenizing_id == request_id
+                reader.aborted |= tokenizing_id in ids
         with suppress(EngineDeadError):
-            self._call(lambda: self._abort(request_id))
+            self._call(lambda: self._abort(ids))
+
+    async def get_tokenizer(self) -> Any:
+        """As `LLMEngine.get_tokenizer`."""
+        return await asyncio.to_thread(self.engine.get_tokenizer)
+
+    async def get_model_config(self) -> ModelConfig:
+        """As `LLMEngine.get_model_config`."""
+        return self.engine.get_model_config()
+
+    async def do_log_stats(self) -> None:
+        """As `LLMEngine.do_log_stats`."""
+        await asyncio.to_thread(self.engine.do_log_stats)
+
+    async def check_health(self) -> None:
+        """Raises `EngineDeadError` if the engine takes no more work."""
+        with self._door:
+            if self._failure is not None:
+                raise self._dead()
 
     def close(self) -> None:
         """Stop the thread, when the step under way is done, and release the model. Requests under way fail with `EngineDeadError`. Twice is as
@@ -194,8 +241,8 @@ class AsyncLLMEngine:
     def _wait_until(self, instant: float) -> None:
         """The engine's idle wait: until `instant`, or somebody calls."""
         remaining = instant - self.engine.now()
-        if remaining > 0 and self._calls.empty():
-            self._wake.wait(min(remaining, threading.TIMEOUT_MAX))
+        if remaining > 0 and self._calls.empty() and not self._stopping:
+            self.engine.turns.sleep(remaining)
 
     def _add(self, request_id: str, reader: _Reader, prompt: Prompt, params: SamplingParams | None, fields: Mapping[str, Any]) -> None:
         if self._failure is not None:  # it came as the engine ended
@@ -203,7 +250,7 @@ class AsyncLLMEngine:
             return
         try:
             self.engine.add_request(request_id, prompt, params, **fields)
-        except Exception as error:  # whatever it is, it is this caller's alone
+        except BaseException as error:  # whatever it is, it is this caller's alone
             self._give(reader, error)
         else:
             self._readers[request_id] = reader
@@ -224,11 +271,11 @@ class AsyncLLMEngine:
             del self._readers[request_id]
             self.engine.abort_request(request_id)
 
-    def _abort(self, request_id: str) -> None:
-        reader = self._readers.pop(request_id, None)
-        self.engine.abort_request(request_id)
-        if reader is not None:
-            self._give(reader, None)
+    def _abort(self, ids: Sequence[str]) -> None:
+        self.engine.abort_request(ids)
+        for request_id in ids:
+            if (reader := self._readers.pop(request_id, None)) is not None:
+                self._give(reader, None)
 
     def _give(self, reader: _Reader, item: Item) -> None:
         self._given.setdefault(reader.loop, []).append((reader, item))
@@ -244,3 +291,34 @@ class AsyncLLMEngine:
 def _put(items: list[tuple[_Reader, Item]]) -> None:
     for reader, item in items:
         reader.items.put_nowait(item)
+
+
+def _in_our_order(args: tuple[Any, ...], fields: dict[str, Any]) -> tuple[str, Prompt, SamplingParams | None, dict[str, Any]]:
+    """What `AsyncLLMEngine.generate` was given, in either order: id, prompt, params, and the other fields. Raises `RequestError`."""
+    if "sampling_params" in fields:
+        if "params" in fields:
+            raise RequestError("params and sampling_params are the same: give one of them")
+        fields["params"] = fields.pop("sampling_params")
+    names = [name for name in _names(args, fields) if name not in fields]
+    if len(args) > len(names):
+        raise RequestError(f"generate() was given {len(args)} arguments by position, and by keyword {', '.join(sorted(fields))}: {_ORDERS}")
+    given = dict(zip(names, args, strict=False)) | {name: fields.pop(name) for name in ("request_id", "prompt", "params") if name in fields}
+    for name in ("request_id", "prompt"):
+        if name not in given:
+            raise RequestError(f"generate() lacks {name}: {_ORDERS}")
+    return given["request_id"], given["prompt"], given.get("params"), fields
+
+
+_ORDERS = "it takes (request_id, prompt, params), or in vLLM's order (prompt, sampling_params, request_id)"
+
+
+def _names(args: tuple[Any, ...], fields: Mapping[str, Any]) -> tuple[str, str, str]:
+    """In which order arguments by position came: vLLM's has the parameters second, ours has them last."""
+    ours, vllms = ("request_id", "prompt", "params"), ("prompt", "params", "request_id")
+    if "request_id" in fields or len(args) < 2 or "prompt" in fields:
+        return vllms if "request_id" in fields else ours
+    if isinstance(args[1], SamplingParams):
+        return vllms
+    if args[1] is None or (len(args) > 2 and isinstance(args[2], str)):
+        raise RequestError(f"generate() can't tell the id from the prompt: {_ORDERS}; name them, as in generate(request_id=…, prompt=…)")
+    return ours

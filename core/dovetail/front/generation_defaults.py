@@ -45,6 +45,10 @@ class GenerationDefaults:
             eos_token_ids = _eos(_read_json(model_dir / "config.json"), model_dir / "config.json")
         return cls(eos_token_ids or (), **values)
 
+    def sampling(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that the file fills in."""
+        return {name: value for name in _NUMBERS if (value := getattr(self, name)) is not None}
+
 
 def _eos(content: dict[str, Any], path: Path) -> tuple[int, ...] | None:
     """None: it doesn't say."""

@@ -6,25 +6,29 @@ import gc
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm  # in a notebook a widget
 
 from dovetail.checks import BINARY, is_integer, shown
-from dovetail.errors import EngineDeadError, RequestError
+from dovetail.errors import RequestError
+from dovetail.front import facts
 from dovetail.front.chat import ChatFrontEnd, ChatOptions
 from dovetail.front.chat_messages import Message
 from dovetail.front.llm_engine import LLMEngine, Prompt
+from dovetail.front.own_requests import OwnRequests
+from dovetail.front.vllm_args import translated
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
 
 
 class LLM:
-    """An engine for offline use.
+    """An engine for offline use. Several threads may use one: what they ask for at the same time runs in the same steps.
 
     ```python
     outputs = LLM("demo").generate(["ROMEO:", "JULIET:"], SamplingParams(max_tokens=50))
@@ -32,10 +36,12 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "demo", **overrides: Any) -> None:
-        """`model`: "demo", a local directory or a hub id. `overrides`: any key of `engine.yaml`, e.g. `scheduler="priority"`.
-        A whole config goes through `LLM(**config)` or `LLMEngine.from_config`."""
-        self.engine = LLMEngine.from_config({"model": str(model) if isinstance(model, Path) else model}, **overrides)
-        self._requests = 0
+        """`model`: "demo", a local directory or a hub id. `overrides`: any key of `engine.yaml`, e.g. `scheduler="priority"`, or an argument of
+        vLLM's that has a meaning here (see `dovetail.front.vllm_args`). A whole config goes through `LLM(**config)` or `LLMEngine.from_config`."""
+        self.engine = LLMEngine.from_config({"model": str(model) if isinstance(model, Path) else model}, **translated(overrides))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.engine!r})"
 
     def generate(
         self,
@@ -46,23 +52,31 @@ class LLM:
         """Complete prompts: one or a list, each text or token ids; with one `SamplingParams`, or one each.
 
         Returns an output for each prompt, in the order of the prompts, whatever the `output_kind`. Raises `RequestError` if any is wrong, before
-        anything is computed, and `EngineDeadError` if the engine fails on the way. Ctrl-C takes effect when the step under way is done: nothing
-        stays behind, and the engine can be used again; a second one takes effect at once, and may be the engine's end.
+        anything is computed, and `EngineDeadError` if the engine fails on the way or is closed. Ctrl-C takes effect when the step under way is
+        done: nothing stays behind, and the engine can be used again; a second one takes effect at once, and may be the engine's end.
         Until the first step runs, Python's garbage collector is held back.
         """
         prompts = _as_list(prompts)
-        params = _one_each(sampling_params, len(prompts))
-        ids = [f"generate-{self._requests + i}" for i in range(len(prompts))]
-        self._requests += len(prompts)
-        try:
-            with _CollectorHeld() as collector:
-                for request_id, prompt, one in zip(ids, self.engine.all_tokenized(prompts), params, strict=True):
-                    self.engine.add_request(request_id, prompt, _told_at_the_end(one))
-                outputs = self._run(set(ids), use_tqdm, collector)
-        except BaseException:  # an interrupt too: leave nothing behind for the next call
-            self.engine.abort_request(ids)
-            raise
-        return [outputs[request_id] for request_id in ids]
+        params = [_with_kind(one, OutputKind.FINAL) for one in _one_each(sampling_params, len(prompts))]
+        with _CollectorHeld() as collector, OwnRequests(self.engine, "generate") as requests:  # interrupted or not, nothing stays behind
+            requests.add(self.engine.all_tokenized(prompts), params)
+            return self._run(requests, len(prompts), use_tqdm, collector)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> OutputStream:
+        """As `generate`, but an iterator of deltas as they are computed: an output holds what is new of the prompt at its `prompt_index`.
+
+        Raises `RequestError` at once if a prompt is wrong. Closing the iterator, or leaving its `with` block, aborts what is unfinished.
+        """
+        prompts = _as_list(prompts)
+        params = [_with_kind(one, OutputKind.DELTA) for one in _one_each(sampling_params, len(prompts))]
+        requests = OwnRequests(self.engine, "stream")
+        stream = OutputStream(requests)  # first: it is what gives up its requests if this is interrupted
+        requests.add(self.engine.all_tokenized(prompts), params)
+        return stream
 
     def chat(
         self,
@@ -92,6 +106,23 @@ class LLM:
     def _chat(self) -> ChatFrontEnd:
         return ChatFrontEnd(self.engine.tokenizer, self.engine.config.limits)
 
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The same as `engine`."""
+        return self.engine
+
+    def get_tokenizer(self) -> Any:
+        """As `LLMEngine.get_tokenizer`."""
+        return self.engine.get_tokenizer()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request gets that leaves everything open: the model's own defaults, from its `generation_config.json`, where it has any."""
+        return self.engine.default_sampling_params()
+
+    def get_metrics(self) -> list[facts.Metric]:
+        """The counts of `LLMEngine.stats`, one by one."""
+        return facts.metrics(self.engine.stats())
+
     def close(self) -> None:
         """As `LLMEngine.close`."""
         if "_chat" in vars(self):  # it was used
@@ -104,29 +135,64 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _run(self, waiting: set[str], use_tqdm: bool, collector: _CollectorHeld) -> dict[str, RequestOutput]:
-        """Step until all of these have finished. Outputs of requests that somebody else gave to the engine are dropped. The collector is let go once
-        the device has something to do."""
-        outputs: dict[str, RequestOutput] = {}
-        bar = tqdm(total=len(waiting), desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True)
+    def _run(self, requests: OwnRequests, count: int, use_tqdm: bool, collector: _CollectorHeld) -> list[RequestOutput]:
+        """Step until all have finished. The collector is let go once the device has something to do."""
+        outputs: dict[int, RequestOutput] = {}
+        bar = tqdm(total=count, desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True)
         with bar, _InterruptsBetweenSteps() as interrupts:
             speed = _Speed(self.engine)
-            while waiting:
-                for output in self.engine.step():
-                    if output.request_id in waiting:
-                        waiting.remove(output.request_id)
-                        outputs[output.request_id] = output
-                        bar.update()
+            while requests.unfinished:
+                for output in requests.step():
+                    outputs[output.prompt_index] = output
+                    bar.update()
                 collector.let_go()
                 bar.set_postfix_str(speed.text(), refresh=False)
-                self._check_alive()
                 interrupts.check()
-        return outputs
+        return [outputs[place] for place in range(count)]
 
-    def _check_alive(self) -> None:
-        reason = self.engine.core.dead
-        if reason is not None:
-            raise EngineDeadError(f"the engine died while it generated: {reason}") from reason
+
+class OutputStream:
+    """The deltas of `LLM.stream`: an iterator, and a context that ends with `close`. One thread reads it."""
+
+    def __init__(self, requests: OwnRequests) -> None:
+        self._requests = requests
+        self._outputs: deque[RequestOutput] = deque()  # that came in one step and weren't read
+
+    def __iter__(self) -> OutputStream:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        """The next delta. Raises as `LLM.generate` does, Ctrl-C included, and is closed then."""
+        if not self._outputs:
+            self._step()
+        if not self._outputs:
+            raise StopIteration
+        return self._outputs.popleft()
+
+    def _step(self) -> None:
+        """Step until something has come, or nothing will."""
+        try:
+            with _InterruptsBetweenSteps() as interrupts:
+                while not self._outputs and self._requests.unfinished:
+                    self._outputs.extend(self._requests.step())
+                    interrupts.check()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Abort what is unfinished; nothing more comes. Twice is as good as once."""
+        self._outputs.clear()
+        self._requests.abort()
+
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._requests.abandon()
 
 
 class _InterruptsBetweenSteps:
@@ -214,9 +280,9 @@ def _one_each(params: Any, count: int) -> list[SamplingParams]:
     return list(params)
 
 
-def _told_at_the_end(params: SamplingParams) -> SamplingParams:
-    """`params` as an offline call wants them."""
-    return changed_unchecked(params, output_kind=OutputKind.FINAL)
+def _with_kind(params: SamplingParams, kind: OutputKind) -> SamplingParams:
+    """`params` as a call wants its outputs."""
+    return changed_unchecked(params, output_kind=kind)
 
 
 def _conversations(messages: Any) -> Sequence[Any]:

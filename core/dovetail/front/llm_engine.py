@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from dovetail.api.clock import Clock
+from dovetail.api.clock import Clock, WallClock
 from dovetail.checks import BINARY, INT64, MAX_TIME_S, as_number, is_integer, shown
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.siblings import make_siblings
@@ -20,8 +22,9 @@ from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.outputs import OutputBuilder, RequestGroup
 from dovetail.front.stop_strings import StopStrings
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
+from dovetail.front.turns import Turns, in_turn
 from dovetail.request import RequestOutput, token_array
-from dovetail.sampling_params import SamplingParams, changed_unchecked
+from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,16 +33,23 @@ if TYPE_CHECKING:
     from dovetail.api.sampler import RowSampling
     from dovetail.config import EngineConfig
     from dovetail.front.detokenizer import IncrementalText
+    from dovetail.front.facts import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+    from dovetail.front.vllm_args import EngineArgs
     from dovetail.registry.registry import Registry
 
+logger = logging.getLogger("dovetail")
+
+Taker = Callable[[RequestOutput | None], None]  # is given the outputs of a request, and None if it was aborted
 Prompt = str | Sequence[int] | Mapping[str, Any] | TokenizedText  # text, token ids, or {"prompt": …} / {"prompt_token_ids": …}
 
+_SHOWN = ("device", "dtype", "attention")  # of what the executor chose, in a repr
 _SEED_BITS = 64
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of samples
 
 
 class LLMEngine:
-    """Takes requests, computes them step by step, returns outputs. One thread calls it; see `AsyncLLMEngine` for several.
+    """Takes requests, computes them step by step, returns outputs. Several threads may call it: one call at a time, first come, first served. What
+    a step brings goes to the one who called `step`; for a thread each that waits for its own answers see `LLM` and `AsyncLLMEngine`.
 
     ```python
     with LLMEngine.from_config("engine.yaml") as engine:
@@ -59,6 +69,12 @@ class LLMEngine:
         self._random = random.Random(assembly.config.seed)
         self._builder = OutputBuilder(None)
         self._closed = False
+        self.turns = Turns()  # of the threads that call
+        self._takers: dict[str, Taker] = {}  # by request id: who gets its outputs instead of the caller of `step`
+        self._kept: dict[str, list[RequestOutput]] = {}  # by request id: for the next `step`
+        self._abandoned: deque[str] = deque()  # request ids; added to by any thread at any time
+        if type(self.core.clock) is WallClock:
+            self.core.pacing.wait_until = self._wait_until
 
     @classmethod
     def from_config(
@@ -77,6 +93,23 @@ class LLMEngine:
         """
         return cls(assemble(config, overrides, registry=registry, clock=clock, progress=progress))
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs | EngineConfig) -> LLMEngine:
+        """The engine that `EngineArgs` describe. Raises as `from_config`."""
+        from dovetail.front.vllm_args import engine_config_of
+
+        return cls.from_config(engine_config_of(engine_args))
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "running" if self.core.dead is None else f"dead: {self.core.dead}"
+        parts = [f"{key}={getattr(self.config, key)!r}" for key in ("model", "max_num_seqs")]
+        parts += [f"{key}={getattr(self.config, key).name!r}" for key in ("scheduler", "kv_cache", "executor")]
+        parts += [
+            f"max_model_len={self.capacity.max_model_len}",
+            *(f"{key}={self.capacity.details[key]!r}" for key in _SHOWN if key in self.capacity.details),
+        ]
+        return f"{type(self).__name__}({', '.join(parts)}, unfinished={len(self._groups)}, {state})"
+
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded when first used. Raises `ModelLoadError` if there is none."""
@@ -84,6 +117,7 @@ class LLMEngine:
         self._builder.tokenizer = tokenizer
         return tokenizer
 
+    @in_turn
     def add_request(
         self,
         request_id: str,
@@ -165,52 +199,78 @@ class LLMEngine:
         ids = iter(self.tokenizer.encode_all(list(texts.values())) if texts else ())
         return [TokenizedText(texts[place], next(ids)) if place in texts else prompt for place, prompt in enumerate(prompts)]
 
-    def abort_request(self, request_id: str | Sequence[str]) -> None:
-        """End one or several; nothing more is delivered of them. An unknown id is nobody's: nothing happens."""
-        for one in [request_id] if isinstance(request_id, str) else request_id:
+    @in_turn
+    def abort_request(self, request_id: str | Sequence[str] | Set[str]) -> None:
+        """End one or several; nothing more is delivered of them. An unknown id is nobody's: nothing happens. Raises `RequestError` if it is
+        neither an id nor a list, tuple or set of ids."""
+        for one in request_ids(request_id):
             group = self._groups.pop(one, None)
+            self._kept.pop(one, None)
+            if (taker := self._takers.pop(one, None)) is not None:
+                taker(None)
             if group is not None:
                 for sample in group.samples:
                     self.core.abort(sample)
                 if self.core.dead is None:  # or its other samples are still to be delivered, as failed
                     self._forget(group)
 
+    @in_turn
     def step(self) -> list[RequestOutput]:
-        """Compute for a while, and return what is new; perhaps nothing. Waits for the device, or for the next arrival time.
+        """Compute for a while, and return what is new; perhaps nothing. Waits for the device, or for the next arrival time. What steps of an `LLM`
+        brought of this engine's other requests is returned first.
 
         When a component fails, every unfinished request is returned once, finished with "error" and the reason; after that each call raises
         `EngineDeadError`. An interrupt (Ctrl-C) amidst a step is such a failure too, since nobody knows what was computed.
         """
-        if self._closed:
-            raise EngineDeadError("the engine was closed")
-        delivery = self.core.step()
-        if not delivery.requests and not delivery.finished and not delivery.prompt_logprobs:
-            return []
-        outputs = self._builder.build(delivery, self.core.clock.now())
-        for group in self._builder.ended_by(delivery):
-            self._groups.pop(group.request_id, None)
-            self._forget(group)
-        return outputs
+        if self._kept:
+            outputs = [output for kept in self._kept.values() for output in kept]
+            self._kept.clear()
+            return outputs
+        return self._compute(keep=False)
 
+    @in_turn
+    def divert(self, request_id: str, taker: Taker) -> None:
+        """Have the outputs of a request given to `taker`, instead of returned by `step`: within the step that brings them, in any thread."""
+        self._takers[request_id] = taker
+
+    @in_turn
+    def step_for_takers(self) -> None:
+        """As `step`, for those who diverted their outputs: what it brings of other requests is kept for the next `step`."""
+        self._compute(keep=True)
+
+    def abandon(self, request_ids: Sequence[str]) -> None:
+        """Have requests aborted before the next step. Unlike `abort_request` it may be called amidst another call of this thread, as the garbage
+        collector does when it finalizes an object."""
+        self._abandoned.extend(request_ids)
+
+    @in_turn
     def has_unfinished_requests(self) -> bool:
-        return self.core.has_unfinished()
+        """Whether `step` has something to compute, or to return."""
+        self._drop_abandoned()
+        return self.core.has_unfinished() or bool(self._kept)
 
+    @in_turn
     def get_num_unfinished_requests(self) -> int:
         """Samples of n > 1 count once."""
+        self._drop_abandoned()
         return len(self._groups)
 
     def now(self) -> float:
         """Seconds on the engine's clock."""
         return self.core.clock.now()
 
+    @in_turn
     def stats(self) -> EngineStats:
         """Counts since the engine started, and its present state: a snapshot."""
+        self._drop_abandoned()
         return dataclasses.replace(self.core.update_stats())
 
+    @in_turn
     def reset_prefix_cache(self) -> None:
         """Forget all cached K and V: later requests find nothing that was computed before."""
         self.core.kv.reset()
 
+    @in_turn
     def close(self) -> None:
         """Release the model and its memory. Unfinished requests are aborted. Twice is as good as once."""
         if not self._closed:
@@ -223,6 +283,91 @@ class LLMEngine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    # What users of vLLM ask an engine
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of transformers that `tokenizer` covers."""
+        return self.tokenizer.transformers
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What a request gets that leaves everything open."""
+        return SamplingParams(**self._assembly.defaults.sampling())
+
+    def get_model_config(self) -> ModelConfig:
+        from dovetail.front import facts
+
+        return facts.model_config(self)
+
+    def get_scheduler_config(self) -> SchedulerConfig:
+        from dovetail.front import facts
+
+        return facts.scheduler_config(self)
+
+    def get_cache_config(self) -> CacheConfig:
+        from dovetail.front import facts
+
+        return facts.cache_config(self)
+
+    def get_parallel_config(self) -> ParallelConfig:
+        from dovetail.front import facts
+
+        return facts.ParallelConfig()
+
+    def do_log_stats(self) -> None:
+        """Log what the engine has done so far, in one line at level INFO of the logger "dovetail". The observer `log` does so by itself."""
+        from dovetail.front import facts
+
+        logger.info("%s", facts.line(self.stats()))
+
+    # Steps
+
+    def _compute(self, *, keep: bool) -> list[RequestOutput]:
+        """A step. What it brings of requests that nobody has diverted is returned or, to `keep`, put aside."""
+        if self._closed:
+            raise EngineDeadError("the engine was closed")
+        self._drop_abandoned()
+        delivery = self.core.step()
+        if not delivery.requests and not delivery.finished and not delivery.prompt_logprobs:
+            return []
+        outputs = self._builder.build(delivery, self.core.clock.now())
+        if keep or self._takers:
+            outputs = self._hand_out(outputs, keep)
+        for group in self._builder.ended_by(delivery):
+            self._groups.pop(group.request_id, None)
+            self._forget(group)
+        return outputs
+
+    def _hand_out(self, outputs: list[RequestOutput], keep: bool) -> list[RequestOutput]:
+        """Returns what is left."""
+        left = []
+        for output in outputs:
+            taker = self._takers.get(output.request_id)
+            if taker is not None:
+                if output.finished:
+                    del self._takers[output.request_id]
+                taker(output)
+            elif keep:
+                self._keep(output)
+            else:
+                left.append(output)
+        return left
+
+    def _keep(self, output: RequestOutput) -> None:
+        kept = self._kept.setdefault(output.request_id, [])
+        if kept and not kept[-1].finished and self._groups[output.request_id].params.output_kind is not OutputKind.DELTA:
+            kept.pop()  # the new one holds all of it
+        kept.append(output)
+
+    def _drop_abandoned(self) -> None:
+        while self._abandoned:
+            self.abort_request(self._abandoned.popleft())
+
+    def _wait_until(self, instant: float) -> None:
+        """The core's idle wait, cut short for whoever wants a turn."""
+        remaining = instant - self.now()
+        if remaining > 0:
+            self.turns.sleep(remaining)
 
     # Checks
 
@@ -324,6 +469,15 @@ def _params_of_sample(params: SamplingParams, index: int) -> SamplingParams:
 def _sampling_of_sample(sampling: RowSampling, seed: int, index: int) -> RowSampling:
     """That of a sample but the first, whose lists it shares."""
     return dataclasses.replace(sampling, seed=(seed + index * _GOLDEN) % 2**_SEED_BITS, prompt_logprobs=None)
+
+
+def request_ids(value: Any) -> list[str]:
+    """An id, or several, as a list. Raises `RequestError` for anything else."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, Sequence | Set) or isinstance(value, bytes | bytearray | memoryview) or not all(isinstance(one, str) for one in value):
+        raise RequestError(f"a request id must be a string, and several a list of strings, got {shown(value)}")
+    return list(value)
 
 
 def is_text(prompt: Any) -> bool:

@@ -49,6 +49,11 @@ class Tokenizer:
         return cls(tokenizer)
 
     @property
+    def transformers(self) -> Any:
+        """The tokenizer of transformers, for what this class hasn't."""
+        return self._tokenizer
+
+    @property
     def vocab_size(self) -> int:
         """Ids that it knows, added tokens included."""
         return len(self._tokenizer)

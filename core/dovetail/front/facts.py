@@ -1,0 +1,127 @@
+"""What an engine says of itself, under the names that vLLM's users know: its model, scheduler, cache and devices, and its counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from dovetail.engine.stats import EngineStats
+
+if TYPE_CHECKING:
+    from dovetail.front.llm_engine import LLMEngine
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The model that an engine serves."""
+
+    model: str  # as it was named
+    tokenizer: str  # likewise
+    architecture: str | None  # its class in config.json; None: the executor doesn't say
+    dtype: str | None  # of weights and activations, as chosen; None: the executor doesn't say
+    max_model_len: int  # tokens of the longest sequence
+    vocab_size: int
+    seed: int
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The policy, and how much one step may hold."""
+
+    policy: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The pool of blocks for K and V."""
+
+    block_size: int  # tokens
+    num_gpu_blocks: int  # wherever they are
+    gpu_memory_utilization: float
+    cache_dtype: str
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """How many devices compute: one."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    world_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number of the engine: a counter only grows, a gauge is the present state."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    value: float
+
+
+def model_config(engine: LLMEngine) -> ModelConfig:
+    config, details = engine.config, engine.capacity.details
+    return ModelConfig(
+        model=config.model,
+        tokenizer=config.tokenizer or config.model,
+        architecture=details.get("model"),
+        dtype=details.get("dtype"),
+        max_model_len=engine.capacity.max_model_len,
+        vocab_size=engine.capacity.vocab_size,
+        seed=config.seed,
+    )
+
+
+def scheduler_config(engine: LLMEngine) -> SchedulerConfig:
+    config = engine.config
+    return SchedulerConfig(config.scheduler.name, config.max_num_seqs, config.max_num_batched_tokens, engine.capacity.max_model_len)
+
+
+def cache_config(engine: LLMEngine) -> CacheConfig:
+    return CacheConfig(
+        block_size=engine.capacity.layout.block_size,
+        num_gpu_blocks=engine.capacity.num_blocks,
+        gpu_memory_utilization=engine.config.gpu_memory_utilization,
+        cache_dtype=engine.config.kv_cache_dtype,
+        enable_prefix_caching=engine.core.kv.capabilities.reuse,
+    )
+
+
+def metrics(stats: EngineStats) -> list[Metric]:
+    """The counts of an engine, one by one."""
+    gauges = {"num_requests_running": stats.running, "num_requests_waiting": stats.waiting, "kv_cache_usage": _held_share(stats)}
+    counters = {
+        "requests_arrived": stats.arrived,
+        "requests_finished": stats.finished,
+        "steps": stats.steps,
+        "prefill_tokens": stats.prefill_tokens,
+        "generation_tokens": stats.generated_tokens,
+        "prefix_cache_hits": stats.cached_tokens,
+        "num_preemptions": stats.preemptions,
+        "recomputed_tokens": stats.recomputed_tokens,
+        "device_seconds": stats.device_s,
+    }
+    return [Metric(name, "gauge", value) for name, value in gauges.items()] + [Metric(name, "counter", value) for name, value in counters.items()]
+
+
+def line(stats: EngineStats) -> str:
+    """The same for a log."""
+    return (
+        f"{stats.running} running, {stats.waiting} waiting, {stats.finished} finished; {stats.prefill_tokens} tokens prefilled, "
+        f"{stats.cached_tokens} found in the prefix cache, {stats.generated_tokens} generated; {stats.preemptions} preemptions; "
+        f"K and V in use: {_held_share(stats):.0%}"
+    )
+
+
+def _held_share(stats: EngineStats) -> float:
+    """The share of all blocks that are in some request's table."""
+    blocks = stats.blocks
+    return blocks.held / max(1, blocks.free + blocks.held + blocks.cached)

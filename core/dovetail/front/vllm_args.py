@@ -1,0 +1,282 @@
+"""Arguments as vLLM and nano-vllm name them, in Dovetail's words: one table, which `LLM(...)`, `EngineArgs` and the documentation use.
+
+An argument that means what is so anyway is left out, one that has another name here is renamed; both with one line of notice. Any other value is
+refused, naming what does the same here, or the section of the roadmap that plans it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dovetail.checks import as_number, shown
+from dovetail.config import EngineConfig
+from dovetail.errors import ConfigError
+
+logger = logging.getLogger("dovetail")
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """What becomes of an argument."""
+
+    name: str
+    key: str | None  # of `engine.yaml`; None: it is left out
+    becomes: Callable[[Any], Mapping[str, Any] | None]  # the keys to set instead of it; None: this value is refused
+    says: str  # how values are translated, or why it can be left out
+    otherwise: str  # what is said of any other value; empty: the key's own check says it
+    taken: tuple[Any, ...]  # examples
+    refused: tuple[Any, ...]
+
+
+class EngineArgs:
+    """The arguments of an engine, as vLLM or as `engine.yaml` names them, for `LLMEngine.from_engine_args`."""
+
+    def __init__(self, model: str | Path = "demo", **arguments: Any) -> None:
+        """Raises `ConfigError` for what can't be honoured, naming what would be right."""
+        self._config = EngineConfig.load({"model": str(model) if isinstance(model, Path) else model}, **translated(arguments))
+
+    def create_engine_config(self) -> EngineConfig:
+        """The same in Dovetail's words."""
+        return self._config
+
+    def __repr__(self) -> str:
+        given = {key: getattr(self._config, key) for key in sorted(self._config.model_fields_set)}
+        return f"EngineArgs({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+
+
+def engine_config_of(arguments: EngineArgs | EngineConfig) -> EngineConfig:
+    """Raises `ConfigError` for anything else, a vLLM object of that name too."""
+    if isinstance(arguments, EngineArgs):
+        return arguments.create_engine_config()
+    if isinstance(arguments, EngineConfig):
+        return arguments
+    raise ConfigError(f"engine_args must be dovetail.EngineArgs or an EngineConfig, got {shown(arguments)}")
+
+
+def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides of `EngineConfig`: keys that aren't in the table stay as they are. Raises `ConfigError` for a value that is refused, and for two
+    arguments that set the same key."""
+    overrides = {name: value for name, value in arguments.items() if name not in TABLE}
+    for name, value in arguments.items():
+        if name not in TABLE:
+            continue
+        row = TABLE[name]
+        instead = row.becomes(value)
+        if instead is None:
+            raise ConfigError(f"{_shown(name, value)}: {row.otherwise}")
+        for key in instead:
+            if _is_given(key, overrides):
+                raise ConfigError(f"{name} sets {key}, which is given as well: leave one of them out")
+        overrides |= instead
+        if instead != {name: value}:
+            _tell(row, value, instead)
+    return overrides
+
+
+def _is_given(key: str, overrides: Mapping[str, Any]) -> bool:
+    """Whether an override sets this dotted key already."""
+    outer, _, option = key.partition(".")
+    return key in overrides or (bool(option) and isinstance(overrides.get(outer), Mapping) and option in overrides[outer])
+
+
+_told: set[str] = set()  # names of arguments: one line each is enough
+
+
+def _tell(row: Argument, value: Any, instead: Mapping[str, Any]) -> None:
+    if row.name in _told:
+        return
+    _told.add(row.name)
+    if instead:
+        here = "here " + ", ".join(f"{key}={shown(new)}" for key, new in instead.items())
+    else:
+        here = f"left out, {row.says}" if row.key is None else f"left out, {row.key} has its default"
+    logger.warning("%s: %s", _shown(row.name, value), here)
+
+
+def _shown(name: str, value: Any) -> str:
+    return name if name == "hf_token" else f"{name}={shown(value)}"  # which is nobody else's business
+
+
+# Rows
+
+
+def _anyway(name: str, *values: Any, why: str, otherwise: str, refused: Any) -> Argument:
+    """These values mean what is so anyway."""
+    return Argument(name, None, lambda value: {} if _among(value, values) else None, why, otherwise, values, (refused,))
+
+
+def _never_matters(name: str, example: Any, why: str) -> Argument:
+    """No value changes anything."""
+    return Argument(name, None, lambda value: {}, why, "", (example,), ())
+
+
+def _renamed(name: str, key: str, values: Mapping[Any, Any], otherwise: str, refused: Any) -> Argument:
+    """These values have others here; a value of None leaves the key to its default."""
+    instead = {value: {} if new is None else {key: new} for value, new in values.items()}
+    says = ", ".join(f"`{value!r}` is `{new!r}`" for value, new in values.items() if new is not None and new != value) or "the same"
+    return Argument(name, key, lambda value: _look_up(instead, value), says, otherwise, tuple(values), (refused,))
+
+
+def _number(name: str, key: str, example: int, automatic: Any = None) -> Argument:
+    """A number, as here; `automatic` leaves it to the engine."""
+
+    def becomes(value: Any) -> Mapping[str, Any] | None:
+        if value is None or _among(value, (automatic,)):
+            return {}
+        return {key: value} if as_number(value) is not None else None
+
+    says = "`None` " + ("" if automatic is None else f"or `{automatic}` ") + "leaves it to the engine"
+    return Argument(
+        name, key, becomes, says, f"{key} must be a number", (example, None) if automatic is None else (example, None, automatic), ("many",)
+    )
+
+
+def _same_key(name: str, values: Mapping[Any, Any], taken: Any, says: str, refused: tuple[Any, ...] = (), otherwise: str = "") -> Argument:
+    """A key of `engine.yaml` too: some values have other names here, None for the default, some are refused; the rest is the key's own business."""
+
+    def becomes(value: Any) -> Mapping[str, Any] | None:
+        value = _plain(value)
+        if _among(value, refused):
+            return None
+        instead = _look_up({old: {} if new is None else {name: new} for old, new in values.items()}, value)
+        return {name: value} if instead is None else instead
+
+    return Argument(name, name, becomes, says, otherwise, (*values, taken), refused)
+
+
+def _plain(value: Any) -> Any:
+    """A dtype of torch as its name."""
+    return str(value).removeprefix("torch.") if str(value).startswith("torch.") else value
+
+
+def _among(value: Any, values: tuple[Any, ...]) -> bool:
+    """Equal and of the same type: 1 is not True; but 0 is 0.0."""
+    return any(type(value) is type(one) and value == one for one in values) or (
+        as_number(value) is not None and any(as_number(one) == as_number(value) for one in values if as_number(one) is not None)
+    )
+
+
+def _look_up(values: Mapping[Any, Mapping[str, Any]], value: Any) -> Mapping[str, Any] | None:
+    return next((new for old, new in values.items() if _among(value, (old,))), None)
+
+
+def _planned(section: str) -> str:
+    return f'Dovetail can\'t do that yet: see "{section}" in the roadmap, docs/roadmap.md'
+
+
+_GPUS, _LORA, _DRAFTS = _planned("Several GPUs, several machines"), _planned("LoRA adapters"), _planned("Speculative decoding")
+_GRAMMARS, _POOLING, _FP8 = _planned("Structured output"), _planned("Embeddings and scores"), _planned("FP8 weights and K and V")
+_EXPERTS, _SERVER = _planned("Mixture of experts"), _planned("HTTP server")
+_ONE_DEVICE = "one device computes"
+_DOWNLOAD = "name a local directory as the model: `hf download` fetches any revision to one"
+_SCHEDULERS = "a scheduler decides that: choose or write one (scheduler)"
+_EDIT_CONFIG = "edit the config.json of a local copy"
+_TEXT_ONLY = "models of text alone are served"
+_OFF = (None, False)
+
+_ROWS = (
+    # Devices
+    _anyway("tensor_parallel_size", 1, why=_ONE_DEVICE, otherwise=_GPUS, refused=2),
+    _anyway("pipeline_parallel_size", 1, why=_ONE_DEVICE, otherwise=_GPUS, refused=2),
+    _anyway("data_parallel_size", 1, why=_ONE_DEVICE, otherwise=f"start an engine for each device (executor.device). {_GPUS}", refused=2),
+    _anyway("distributed_executor_backend", None, "uni", why=_ONE_DEVICE, otherwise=_GPUS, refused="ray"),
+    _anyway("enable_expert_parallel", *_OFF, why=_ONE_DEVICE, otherwise=_EXPERTS, refused=True),
+    _never_matters("disable_custom_all_reduce", True, "one device has nothing to reduce"),
+    _renamed("device", "executor.device", {"auto": None, "cpu": "cpu", "cuda": "cuda"}, "executor.device names a device", "tpu"),
+    # Memory
+    _never_matters("swap_space", 4, "a request that is preempted is computed again, nothing is swapped"),
+    _anyway(
+        "cpu_offload_gb", 0, why="all weights are on the device", otherwise="weights can't be offloaded: choose a smaller model or dtype", refused=4
+    ),
+    _number("kv_cache_memory_bytes", "kv_cache_memory", 2**30),
+    _number("num_gpu_blocks_override", "executor.num_blocks", 512),
+    _number("num_kvcache_blocks", "executor.num_blocks", 512, -1),
+    _number("kvcache_block_size", "block_size", 256),
+    _same_key("max_num_seqs", {None: None}, 8, "`None` leaves it to the engine"),
+    _same_key("max_num_batched_tokens", {None: None}, 2048, "`None` leaves it to the engine"),
+    _same_key("max_model_len", {-1: None}, 512, "`-1` is the model's own length, as `None`"),
+    _same_key("block_size", {None: None}, 16, "`None` is `auto`"),
+    _same_key("kv_cache_dtype", {}, "auto", "as the activations", ("fp8", "fp8_e4m3", "fp8_e5m2"), _FP8),
+    # The prefix cache
+    _renamed("enable_prefix_caching", "kv_cache.reuse", {None: None, True: True, False: False}, "kv_cache.reuse is true or false", "lru"),
+    _renamed("prefix_caching_hash_algo", "kv_cache.hash", {"sha256": "sha256", "xxhash": "xxh3"}, "kv_cache.hash is xxh3 or sha256", "builtin"),
+    # Steps
+    _renamed("enforce_eager", "cuda_graphs", {True: False, False: True}, "cuda_graphs is true or false", "yes"),
+    _renamed("async_scheduling", "overlap", {None: None, True: True, False: False}, "overlap is true or false", "yes"),
+    _renamed("scheduling_policy", "scheduler", {"fcfs": "fcfs", "priority": "priority"}, "scheduler names a policy", "random"),
+    _anyway(
+        "scheduler_cls", None, why="`scheduler` chooses one", otherwise="write a scheduler plugin, and name it: scheduler", refused="my.Scheduler"
+    ),
+    _anyway(
+        "enable_chunked_prefill",
+        None,
+        True,
+        why="prompts are always computed in chunks",
+        otherwise="scheduler=prefill_first keeps them apart",
+        refused=False,
+    ),
+    _anyway("max_num_partial_prefills", 1, why="the scheduler decides", otherwise=_SCHEDULERS, refused=2),
+    _anyway("max_long_partial_prefills", 1, why="the scheduler decides", otherwise=_SCHEDULERS, refused=2),
+    _anyway("long_prefill_token_threshold", 0, why="the scheduler decides", otherwise=_SCHEDULERS, refused=1024),
+    _anyway("preemption_mode", None, "recompute", why="preemption is by computing again", otherwise="only recompute is there", refused="swap"),
+    _anyway("num_scheduler_steps", 1, why="each step is planned", otherwise="overlap hides the time of planning; leave it out", refused=8),
+    _never_matters("use_v2_block_manager", True, "there is one: `kv_cache` chooses it"),
+    _never_matters("max_seq_len_to_capture", 8192, "CUDA graphs serve every length"),
+    _anyway("compilation_config", None, {}, 0, why="CUDA graphs are recorded at the start", otherwise="cuda_graphs is the only switch", refused=3),
+    _renamed(
+        "attention_backend",
+        "attention",
+        {None: None, "TRITON_ATTN": "triton", "FLASH_ATTN": "flash_attn", "TORCH_SDPA": "torch"},
+        "attention names a backend: auto, triton, flash_attn or torch",
+        "FLASHINFER",
+    ),
+    # Model and tokenizer
+    _same_key("dtype", {"half": "float16", "float": "float32"}, "auto", "`half` is `float16`, `float` is `float32`; torch's dtypes are understood"),
+    _same_key("seed", {None: None}, 7, "`None` is 0"),
+    _same_key("generation_config", {"vllm": "none"}, "auto", "`vllm` is `none`"),
+    _anyway("trust_remote_code", False, why="a checkpoint's code never runs", otherwise="a checkpoint's code never runs: leave it out", refused=True),
+    _anyway("quantization", None, why="weights are loaded as they are", otherwise=_FP8, refused="fp8"),
+    _anyway("tokenizer_mode", "auto", "hf", why="the tokenizer is transformers'", otherwise="only auto is there", refused="mistral"),
+    _never_matters("skip_tokenizer_init", True, "the tokenizer is loaded when a text needs it: give token ids and detokenize=False to do without"),
+    _anyway("revision", None, why="the newest is taken", otherwise=_DOWNLOAD, refused="v1"),
+    _anyway("tokenizer_revision", None, why="the newest is taken", otherwise=_DOWNLOAD, refused="v1"),
+    _anyway("code_revision", None, why="a checkpoint's code never runs", otherwise="a checkpoint's code never runs: leave it out", refused="v1"),
+    _anyway("download_dir", None, why="models are where the hub's cache is", otherwise="set the environment variable HF_HOME", refused="/models"),
+    _anyway(
+        "hf_token",
+        None,
+        why="the hub's own login is used",
+        otherwise="set the environment variable HF_TOKEN, or log in: hf auth login",
+        refused="hf_x",
+    ),
+    _anyway("hf_overrides", None, {}, why="config.json holds", otherwise=_EDIT_CONFIG, refused={"rope_theta": 1e6}),
+    _anyway("rope_scaling", None, why="config.json holds", otherwise=_EDIT_CONFIG, refused={"factor": 2.0}),
+    _anyway("disable_sliding_window", False, why="config.json holds", otherwise="lower max_model_len to the window instead", refused=True),
+    _anyway("model_impl", "auto", why="`dovetail plugins list` names the architectures", otherwise="write a model plugin", refused="transformers"),
+    _anyway("config_format", "auto", "hf", why="config.json is read", otherwise="convert the checkpoint to transformers' layout", refused="mistral"),
+    _anyway("override_generation_config", None, {}, why="generation_config.json holds", otherwise="say it in SamplingParams", refused={"top_k": 5}),
+    _anyway("limit_mm_per_prompt", None, {}, why=_TEXT_ONLY, otherwise=_TEXT_ONLY, refused={"image": 1}),
+    _anyway("mm_processor_kwargs", None, {}, why=_TEXT_ONLY, otherwise=_TEXT_ONLY, refused={"size": 1}),
+    _anyway("task", "auto", "generate", why="text is generated", otherwise=_POOLING, refused="embed"),
+    _anyway("runner", "auto", "generate", why="text is generated", otherwise=_POOLING, refused="pooling"),
+    # What requests ask for
+    *(_anyway(name, *_OFF, why="there are no adapters", otherwise=_LORA, refused=8) for name in ("enable_lora", "max_loras", "max_lora_rank")),
+    *(_anyway(name, None, why="nothing is drafted", otherwise=_DRAFTS, refused="small") for name in ("speculative_config", "speculative_model")),
+    _anyway("num_speculative_tokens", None, why="nothing is drafted", otherwise=_DRAFTS, refused=3),
+    _anyway("structured_outputs_config", None, {}, why="there are no grammars", otherwise=_GRAMMARS, refused={"backend": "xgrammar"}),
+    _anyway("guided_decoding_backend", None, "auto", why="there are no grammars", otherwise=_GRAMMARS, refused="xgrammar"),
+    _anyway("reasoning_parser", None, "", why="text isn't parsed", otherwise=_SERVER, refused="qwen3"),
+    _anyway("logits_processors", None, why="the sampler decides", otherwise="write a sampler plugin, and name it: sampler", refused=["my.Processor"]),
+    _number("max_logprobs", "limits.max_logprobs", 20),
+    # What it tells
+    _renamed("disable_log_stats", "observers", {True: None, False: ["log"]}, "observers=['log'] logs", "no"),
+    _never_matters("use_tqdm_on_load", True, "`LLM` shows no bar while it loads"),
+    _anyway("served_model_name", None, why="nothing is served", otherwise=_SERVER, refused="my-model"),
+    _anyway("otlp_traces_endpoint", None, why="observers tell", otherwise="write an observer plugin, and name it: observers", refused="http://x"),
+)
+
+TABLE: dict[str, Argument] = {row.name: row for row in _ROWS}

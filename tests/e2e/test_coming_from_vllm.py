@@ -1,0 +1,399 @@
+"""Programs written for vLLM or nano-vllm run: each row of the tables in docs/coming-from-vllm.md is a test here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tools import docs_hooks
+
+from dovetail import LLM, AsyncLLMEngine, EngineArgs, EngineConfig, LLMEngine, SamplingParams
+from dovetail.errors import ConfigError, RequestError
+from dovetail.front import vllm_args
+from dovetail.front.async_engine import _in_our_order
+from dovetail.front.vllm_args import TABLE, Argument, translated
+from tests.docs.pages import DOCS
+
+torch.set_num_threads(1)
+
+PAGE = DOCS / "coming-from-vllm.md"
+SETTINGS: dict[str, Any] = {"model": "demo", "max_model_len": 64, "max_num_seqs": 8, "tensor_parallel_size": 1, "enforce_eager": True}
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_args, "_told", set())
+
+
+# Arguments
+
+KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a name here: values and what they become
+    "device": [("auto", {}), ("cpu", {"executor.device": "cpu"})],
+    "kv_cache_memory_bytes": [(4096, {"kv_cache_memory": 4096}), (None, {})],
+    "num_gpu_blocks_override": [(512, {"executor.num_blocks": 512}), (None, {})],
+    "num_kvcache_blocks": [(512, {"executor.num_blocks": 512}), (-1, {}), (None, {})],
+    "kvcache_block_size": [(256, {"block_size": 256})],
+    "max_num_seqs": [(8, {"max_num_seqs": 8}), (None, {})],
+    "max_num_batched_tokens": [(64, {"max_num_batched_tokens": 64}), (None, {})],
+    "max_model_len": [(64, {"max_model_len": 64}), (-1, {}), (None, {"max_model_len": None})],
+    "block_size": [(32, {"block_size": 32}), (None, {}), ("auto", {"block_size": "auto"})],
+    "kv_cache_dtype": [("auto", {"kv_cache_dtype": "auto"})],
+    "enable_prefix_caching": [(True, {"kv_cache.reuse": True}), (False, {"kv_cache.reuse": False}), (None, {})],
+    "prefix_caching_hash_algo": [("sha256", {"kv_cache.hash": "sha256"}), ("xxhash", {"kv_cache.hash": "xxh3"})],
+    "max_logprobs": [(20, {"limits.max_logprobs": 20}), (None, {})],
+    "enforce_eager": [(True, {"cuda_graphs": False}), (False, {"cuda_graphs": True})],
+    "async_scheduling": [(True, {"overlap": True}), (False, {"overlap": False}), (None, {})],
+    "scheduling_policy": [("fcfs", {"scheduler": "fcfs"}), ("priority", {"scheduler": "priority"})],
+    "attention_backend": [("TRITON_ATTN", {"attention": "triton"}), ("FLASH_ATTN", {"attention": "flash_attn"}), (None, {})],
+    "dtype": [("half", {"dtype": "float16"}), (torch.bfloat16, {"dtype": "bfloat16"}), ("auto", {"dtype": "auto"})],
+    "seed": [(7, {"seed": 7}), (None, {})],
+    "generation_config": [("vllm", {"generation_config": "none"}), ("auto", {"generation_config": "auto"})],
+    "disable_log_stats": [(True, {}), (False, {"observers": ["log"]})],
+}
+
+
+def test_every_renamed_argument_is_in_the_tests() -> None:
+    assert set(KEYS) == {row.name for row in TABLE.values() if row.key}
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
+def test_an_argument_becomes_what_its_row_says(row: Argument) -> None:
+    for value, here in KEYS.get(row.name, [(value, {}) for value in row.taken]):
+        assert translated({row.name: value}) == here
+        config = EngineConfig.load("demo", **translated({row.name: value}))
+        if not here:
+            assert config == EngineConfig.load("demo"), "what is left out changes nothing"
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE.values() if row.refused], ids=lambda row: row.name)
+def test_an_argument_that_cannot_be_honoured_is_refused_with_what_would_be_right(row: Argument) -> None:
+    for value in row.refused:
+        with pytest.raises(ConfigError, match=f"^{row.name}") as caught:
+            LLM("demo", **{row.name: value})
+        assert row.otherwise in str(caught.value)
+        with pytest.raises(ConfigError, match=f"^{row.name}"):
+            EngineArgs("demo", **{row.name: value})
+
+
+def test_refusals_name_sections_of_the_roadmap_and_keys_that_there_are() -> None:
+    sections = re.findall(r"^## (.+)$", (DOCS / "roadmap.md").read_text(), re.MULTILINE)
+    for row in TABLE.values():
+        assert set(re.findall(r'see "([^"]+)"', row.otherwise)) <= set(sections), row.name
+        assert row.key is None or row.key.partition(".")[0] in EngineConfig.model_fields
+
+
+@pytest.mark.parametrize("value", [True, 1.5, "1", [1]], ids=str)
+def test_a_value_of_another_type_is_not_taken_for_what_is_so_anyway(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size"):
+        translated({"tensor_parallel_size": value})
+
+
+def test_each_translation_is_told_in_one_line_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        translated({"enforce_eager": True, "swap_space": 4, "max_model_len": 64, "seed": 0, "seed_typo": 1})
+    assert [(record.levelno, record.name, record.message) for record in caplog.records] == [
+        (logging.WARNING, "dovetail", "enforce_eager=True: here cuda_graphs=False"),
+        (logging.WARNING, "dovetail", "swap_space=4: left out, a request that is preempted is computed again, nothing is swapped"),
+    ]
+
+
+def test_a_token_for_the_hub_is_shown_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError) as caught:
+        translated({"hf_token": "hf_secret"})
+    translated({"hf_token": None})
+    assert "secret" not in str(caught.value) + caplog.text
+
+
+@pytest.mark.parametrize(
+    "both",
+    [
+        {"enforce_eager": True, "cuda_graphs": True},
+        {"cuda_graphs": True, "enforce_eager": True},
+        {"enable_prefix_caching": True, "kv_cache": {"name": "prefix", "reuse": False}},
+        {"num_gpu_blocks_override": 64, "num_kvcache_blocks": 64},
+    ],
+    ids=str,
+)
+def test_two_arguments_for_one_key_are_refused(both: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="which is given as well: leave one of them out"):
+        translated(both)
+
+
+def test_what_nobody_knows_is_the_configs_to_refuse() -> None:
+    with pytest.raises(ConfigError, match="max_num_seq: unknown key, did you mean max_num_seqs"):
+        LLM("demo", max_num_seq=8)
+
+
+def test_engine_args_are_a_config() -> None:
+    args = EngineArgs(model=Path("demo"), enforce_eager=True, scheduling_policy="priority")  # type: ignore[arg-type]
+    assert args.create_engine_config() == EngineConfig.load("demo", cuda_graphs=False, scheduler="priority")
+    assert "cuda_graphs=False" in repr(args)
+    with pytest.raises(ConfigError, match=r"engine_args must be dovetail.EngineArgs or an EngineConfig, got \{'model': 'demo'\}"):
+        LLMEngine.from_engine_args({"model": "demo"})  # type: ignore[arg-type]
+
+
+def test_every_argument_is_on_the_page() -> None:
+    page = docs_hooks.fill_in(PAGE.read_text())
+    for row in TABLE.values():
+        [line] = [line for line in page.splitlines() if line.startswith(f"| `{row.name}` |")]
+        assert row.says in line
+        assert row.otherwise in line
+        assert line.count("|") == 5
+
+
+# Methods
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(**SETTINGS) as llm:
+        yield llm
+
+
+def drained(engine: LLMEngine) -> list[Any]:
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs
+
+
+def subscript(llm: LLM) -> None:
+    [output] = llm.generate(["ROMEO:"], SamplingParams(n=2, seed=1, max_tokens=4), use_tqdm=False)
+    for holder in (output, output.outputs[0]):
+        assert holder["text"] == output.outputs[0].text
+        assert holder["token_ids"] == list(output.outputs[0].token_ids)
+        assert isinstance(holder["token_ids"], list)
+        for key in ("logprobs", 0):
+            with pytest.raises(KeyError, match="answers to 'text' and 'token_ids'"):
+                holder[key]  # type: ignore[index]
+
+
+def takes_and_steps(llm: LLM) -> None:
+    engine = llm.llm_engine
+    engine.add_request("a", "ROMEO:", GREEDY)
+    engine.add_request("b", "ROMEO:", GREEDY)
+    engine.add_request("c", "ROMEO:", GREEDY)
+    assert engine.get_num_unfinished_requests() == 3
+    engine.abort_request(["b", "c"])
+    assert {output.request_id for output in drained(engine)} == {"a"}
+    assert not engine.has_unfinished_requests()
+
+
+def metrics(llm: LLM) -> None:
+    before = {metric.name: metric.value for metric in llm.get_metrics()}
+    llm.generate("ROMEO:", GREEDY, use_tqdm=False)
+    after = {metric.name: metric.value for metric in llm.get_metrics()}
+    assert after["generation_tokens"] - before["generation_tokens"] == 4
+    assert after["requests_finished"] - before["requests_finished"] == 1
+    assert after["num_requests_running"] == after["kv_cache_usage"] == 0
+
+
+def defaults(llm: LLM) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams(**llm.engine._assembly.defaults.sampling())
+    llm.generate("ROMEO:", llm.get_default_sampling_params(), use_tqdm=False)
+
+
+def configs(llm: LLM) -> None:
+    engine = llm.engine
+    model, scheduler, cache, parallel = (
+        engine.get_model_config(),
+        engine.get_scheduler_config(),
+        engine.get_cache_config(),
+        engine.get_parallel_config(),
+    )
+    assert (model.model, model.tokenizer, model.max_model_len, model.get_vocab_size()) == ("demo", "demo", 64, 1024)
+    assert (model.dtype, model.architecture) == ("float32", engine.capacity.details["model"])
+    assert (scheduler.policy, scheduler.max_num_seqs, scheduler.max_model_len) == ("fcfs", 8, 64)
+    assert (cache.block_size, cache.num_gpu_blocks, cache.enable_prefix_caching) == (16, engine.capacity.num_blocks, True)
+    assert (parallel.tensor_parallel_size, parallel.world_size) == (1, 1)
+
+
+def tokenizers(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "Speak!"}]
+    assert llm.get_tokenizer() is llm.engine.get_tokenizer()
+    text = llm.get_tokenizer().apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    assert "Speak!" in text
+    assert llm.get_tokenizer().encode("ROMEO:") == llm.engine.tokenizer.encode("ROMEO:")
+
+
+def logs(llm: LLM) -> None:
+    records: list[logging.LogRecord] = []
+    logger, handler = logging.getLogger("dovetail"), logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        llm.engine.do_log_stats()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert re.fullmatch(
+        r"0 running, 0 waiting, \d+ finished; .* tokens prefilled, .* generated; 0 preemptions; K and V in use: 0%", records[0].message
+    )
+
+
+def from_args(llm: LLM) -> None:
+    with LLMEngine.from_engine_args(EngineArgs(**SETTINGS)) as engine:
+        engine.add_request("a", "ROMEO:", GREEDY)
+        [*_, output] = drained(engine)
+    assert output["token_ids"] == llm.generate("ROMEO:", GREEDY, use_tqdm=False)[0]["token_ids"]
+    assert engine.config.cuda_graphs is False
+
+
+def ids(llm: LLM) -> None:
+    same = llm.generate([{"prompt_token_ids": [1, 2]}, [1, 2]], GREEDY, use_tqdm=False)
+    assert same[0]["token_ids"] == same[1]["token_ids"]
+
+
+def generates(llm: LLM) -> None:
+    positional = llm.generate(["ROMEO:", "JULIET:"], [GREEDY, GREEDY], False)
+    assert [output.prompt for output in positional] == ["ROMEO:", "JULIET:"]
+    assert [output["text"] for output in llm.generate(prompts=["ROMEO:", "JULIET:"], sampling_params=GREEDY)] == [o["text"] for o in positional]
+
+
+def streams(llm: LLM) -> None:
+    texts = ["", ""]
+    for output in llm.stream(["ROMEO:", "JULIET:"], GREEDY):
+        texts[output.prompt_index] += output["text"]
+    assert texts == [output["text"] for output in llm.generate(["ROMEO:", "JULIET:"], GREEDY, use_tqdm=False)]
+
+
+def chats(llm: LLM) -> None:
+    [answer] = llm.chat([{"role": "user", "content": "Speak!"}], GREEDY, use_tqdm=False)
+    assert len(answer["token_ids"]) == 4
+
+
+def same_engine(llm: LLM) -> None:
+    assert llm.llm_engine is llm.engine
+
+
+def asynchronous(check: Callable[[AsyncLLMEngine], Coroutine[Any, Any, None]]) -> Callable[[LLM], None]:
+    async def main() -> None:
+        async with asyncio.timeout(60), AsyncLLMEngine.from_engine_args(EngineArgs(**SETTINGS)) as engine:
+            await check(engine)
+
+    def run(llm: LLM) -> None:
+        asyncio.run(main())
+
+    run.__name__ = check.__name__
+    return run
+
+
+@asynchronous
+async def answers(engine: AsyncLLMEngine) -> None:
+    outputs = [output async for output in engine.generate("ROMEO:", GREEDY, "a")]
+    assert (outputs[-1].request_id, outputs[-1].prompt, len(outputs[-1]["token_ids"])) == ("a", "ROMEO:", 4)
+    named = [output async for output in engine.generate(prompt="ROMEO:", sampling_params=GREEDY, request_id="a", priority=0)]
+    assert named[-1]["token_ids"] == outputs[-1]["token_ids"]
+
+
+@asynchronous
+async def aborts(engine: AsyncLLMEngine) -> None:
+    await engine.abort("nobody")
+    await engine.abort(["nobody", "none"])
+
+
+@asynchronous
+async def tells(engine: AsyncLLMEngine) -> None:
+    await engine.do_log_stats()
+    await engine.check_health()
+    assert (await engine.get_model_config()).max_model_len == 64
+    assert (await engine.get_tokenizer()).encode("ROMEO:")
+
+
+METHODS: dict[str, Callable[[LLM], None]] = {
+    "llm.generate(prompts, sampling_params, use_tqdm)": generates,
+    'llm.generate([{"prompt_token_ids": [1, 2]}])': ids,
+    "llm.chat(messages, sampling_params)": chats,
+    "llm.get_tokenizer()": tokenizers,
+    "llm.get_default_sampling_params()": defaults,
+    "llm.get_metrics()": metrics,
+    "llm.llm_engine": same_engine,
+    'output["text"]': subscript,
+    "an iterator of tokens": streams,
+    "LLMEngine.from_engine_args(EngineArgs(model=...))": from_args,
+    "engine.add_request(request_id, prompt, params)": takes_and_steps,
+    "engine.step()": takes_and_steps,
+    "engine.has_unfinished_requests()": takes_and_steps,
+    "engine.get_num_unfinished_requests()": takes_and_steps,
+    "engine.abort_request(request_ids)": takes_and_steps,
+    "engine.get_model_config()": configs,
+    "engine.get_scheduler_config()": configs,
+    "engine.get_cache_config()": configs,
+    "engine.get_parallel_config()": configs,
+    "engine.get_tokenizer()": tokenizers,
+    "engine.do_log_stats()": logs,
+    "AsyncLLMEngine.from_engine_args(EngineArgs(model=...))": answers,
+    "engine.generate(prompt, sampling_params, request_id)": answers,
+    "await engine.abort(request_id)": aborts,
+    "await engine.get_tokenizer()": tells,
+    "await engine.get_model_config()": tells,
+    "await engine.do_log_stats()": tells,
+    "await engine.check_health()": tells,
+}
+
+
+def test_every_method_on_the_page_is_tested() -> None:
+    section = PAGE.read_text().partition("## Methods")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")][2:]
+    assert [method for method, row in zip(METHODS, rows, strict=True) if method not in row] == []
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(METHODS.values()), ids=lambda check: check.__name__)
+def test_a_method_does_what_its_row_says(llm: LLM, check: Callable[[LLM], None]) -> None:
+    check(llm)
+    assert not llm.engine.has_unfinished_requests()
+
+
+# The order of `AsyncLLMEngine.generate`
+
+ORDERS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    (("id", "text", GREEDY), {}),
+    (("id", "text"), {"params": GREEDY}),
+    (("id", "text"), {"sampling_params": GREEDY}),
+    (("id",), {"prompt": "text", "params": GREEDY}),
+    (("id",), {"prompt": "text", "sampling_params": GREEDY}),
+    (("text", GREEDY, "id"), {}),
+    (("text", GREEDY), {"request_id": "id"}),
+    (("text",), {"sampling_params": GREEDY, "request_id": "id"}),
+    (("text",), {"params": GREEDY, "request_id": "id"}),
+    ((), {"request_id": "id", "prompt": "text", "params": GREEDY}),
+    ((), {"prompt": "text", "sampling_params": GREEDY, "request_id": "id"}),
+]
+
+
+@pytest.mark.parametrize(("args", "named"), ORDERS)
+def test_every_order_of_generate_is_understood(args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    assert _in_our_order(args, {**named, "priority": 1}) == ("id", "text", GREEDY, {"priority": 1})
+    if "params" not in named and "sampling_params" not in named:
+        return
+    without = {key: value for key, value in named.items() if key not in ("params", "sampling_params")}
+    assert _in_our_order(args, without) == ("id", "text", None, {})
+
+
+UNCLEAR: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+    (("a", "b", "c"), {}, "can't tell the id from the prompt"),
+    (("a", None, "b"), {}, "can't tell the id from the prompt"),
+    (("a", None), {}, "can't tell the id from the prompt"),
+    (("a",), {}, "lacks prompt"),
+    ((), {"prompt": "a"}, "lacks request_id"),
+    (("a", GREEDY), {}, "lacks request_id"),
+    (("a", "b", GREEDY), {"params": GREEDY}, "was given 3 arguments by position"),
+    (("a", GREEDY, "b"), {"sampling_params": GREEDY}, "was given 3 arguments by position"),
+    (("a", "b", GREEDY, 0.0), {}, "was given 4 arguments by position"),
+    (("a", "b"), {"params": GREEDY, "sampling_params": GREEDY}, "params and sampling_params are the same"),
+]
+
+
+@pytest.mark.parametrize(("args", "named", "said"), UNCLEAR)
+def test_an_order_that_cannot_be_told_is_refused_at_once(args: tuple[Any, ...], named: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        _in_our_order(args, dict(named))

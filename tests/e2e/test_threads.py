@@ -1,0 +1,441 @@
+"""Several threads on one engine: each gets its own, in turn, and none can harm another."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail import LLM, LLMEngine, RequestOutput, SamplingParams
+from dovetail.errors import DovetailError, EngineDeadError, RequestError
+from dovetail.front import turns as turns_module
+from dovetail.front.turns import Turns
+
+torch.set_num_threads(1)
+
+PATIENCE_S = 60  # a hang fails the test; nothing here takes nearly as long
+SETTINGS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8}
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+LONG = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+PROMPTS = ["ROMEO:", "JULIET:\nO", "KING HENRY:", "A"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def fresh() -> Iterator[LLM]:
+    """For those who break it."""
+    with LLM("demo", **SETTINGS) as llm:
+        yield llm
+
+
+def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Begin it; what is returned waits for its result, and raises its error."""
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def result() -> Any:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "it hangs"
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    return result
+
+
+def ids_of(output: RequestOutput) -> list[int]:
+    return list(output.outputs[0].token_ids)
+
+
+def generate(llm: LLM, prompts: Any, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [ids_of(output) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def drained(engine: LLMEngine) -> list[RequestOutput]:
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs
+
+
+def nothing_is_left(llm: LLM) -> bool:
+    return not llm.engine.has_unfinished_requests() and llm.engine.stats().blocks.held == 0 and not llm.engine._takers
+
+
+# `LLM`
+
+
+def test_threads_that_share_an_llm_get_the_tokens_of_one_that_is_alone(llm: LLM) -> None:
+    alone = [generate(llm, prompt) for prompt in PROMPTS]
+    threads = [in_thread(lambda i=i: [generate(llm, PROMPTS[(i + k) % 4]) for k in range(2)]) for i in range(8)]  # type: ignore[misc]
+    for i, result in enumerate(threads):
+        assert result() == [alone[(i + k) % 4] for k in range(2)]
+    assert nothing_is_left(llm)
+
+
+def test_a_stream_a_list_and_somebody_elses_requests_are_served_side_by_side(llm: LLM) -> None:
+    [[expected]] = [generate(llm, "ROMEO:", LONG)]
+    llm.engine.add_request("theirs", "ROMEO:", LONG)
+
+    def streamed() -> list[int]:
+        return [token for output in llm.stream("ROMEO:", LONG) for token in ids_of(output)]
+
+    def stepped() -> list[int]:
+        outputs = drained(llm.engine)
+        assert {output.request_id for output in outputs} == {"theirs"}
+        return ids_of(outputs[-1])
+
+    threads = [in_thread(streamed), in_thread(stepped), in_thread(lambda: generate(llm, "ROMEO:", LONG)[0]), in_thread(streamed)]
+    assert [result() for result in threads] == [expected] * 4
+    assert nothing_is_left(llm)
+
+
+@pytest.mark.parametrize("kind", ["delta", "cumulative", "final"])
+def test_what_a_list_brings_of_others_waits_for_their_next_step(llm: LLM, kind: Any) -> None:
+    for request_id in ("a", "b"):
+        llm.engine.add_request(request_id, "ROMEO:", SamplingParams(temperature=0, max_tokens=5, output_kind=kind))
+    [expected] = generate(llm, "ROMEO:", LONG)
+    assert llm.engine.has_unfinished_requests()
+    assert llm.engine.get_num_unfinished_requests() == 0
+    llm.engine.abort_request("b")
+    outputs = llm.engine.step()
+    assert [output.request_id for output in outputs] == ["a"] * len(outputs)
+    assert len(outputs) == (5 if kind == "delta" else 1), "a text so far is kept once"
+    assert [token for output in outputs for token in ids_of(output)] == expected[:5]
+    assert outputs[-1].finished
+    assert nothing_is_left(llm)
+
+
+def test_closing_ends_what_other_threads_wait_for(fresh: LLM) -> None:
+    begun = threading.Event()
+    compute = fresh.engine.core.step
+
+    def step() -> Any:
+        begun.set()
+        return compute()
+
+    fresh.engine.core.step = step  # type: ignore[method-assign]
+    waiting = in_thread(lambda: fresh.generate([[1]] * 200, LONG, use_tqdm=False))
+    assert begun.wait(PATIENCE_S)
+    fresh.close()
+    with pytest.raises(EngineDeadError, match="the engine was closed"):
+        waiting()
+
+
+def test_the_engines_death_reaches_every_thread(fresh: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, steps, all_in = fresh.engine.core.executor, [], threading.Barrier(3)
+    submit = executor.submit
+
+    def dies(batch: Any) -> Any:
+        steps.append(batch)
+        if len(steps) == 20:
+            raise DovetailError("the device is gone")
+        return submit(batch)
+
+    monkeypatch.setattr(executor, "submit", dies)
+
+    def work() -> None:
+        all_in.wait(PATIENCE_S)
+        generate(fresh, PROMPTS, LONG)
+
+    threads = [in_thread(work) for _ in range(3)]
+    for result in threads:
+        with pytest.raises(EngineDeadError, match="the device is gone"):
+            result()
+
+
+def test_a_request_that_somebody_aborts_is_told_to_whoever_waits_for_it(llm: LLM) -> None:
+    def theirs() -> str:
+        return next(request_id for request_id in llm.engine._groups if request_id != "other")
+
+    llm.engine.add_request("other", [1], LONG)
+    stream = llm.stream(["ROMEO:", "JULIET:"], LONG)
+    next(stream)
+    llm.engine.abort_request(theirs())
+    with pytest.raises(RequestError, match="aborted by somebody else"):
+        list(stream)
+    assert list(llm.engine._groups) == ["other"], "the stream's other request ended with it"
+    llm.engine.abort_request("other")
+
+
+# Ids
+
+
+def test_a_list_never_takes_an_id_that_a_user_would_think_of(llm: LLM) -> None:
+    seen = [output.request_id for output in llm.generate(["A", "B"], GREEDY, use_tqdm=False)]
+    taken = [f"{word}-{i}" for word in ("generate", "stream") for i in range(20)] + seen
+    for request_id in taken:
+        llm.engine.add_request(request_id, [1], SamplingParams(max_tokens=1, detokenize=False))
+    assert len(generate(llm, PROMPTS)) == 4
+    assert sorted(output.request_id for output in drained(llm.engine)) == sorted(taken)
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_a_list_that_is_refused_aborts_its_own_requests_alone(llm: LLM, call: str) -> None:
+    llm.engine.add_request("generate-1", "ROMEO:", GREEDY)
+    steps = llm.engine.stats().steps
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        getattr(llm, call)(["A", "B", [], "C"], GREEDY)
+    assert list(llm.engine._groups) == ["generate-1"]
+    assert llm.engine.stats().steps == steps, "nothing was computed"
+    [*_, output] = drained(llm.engine)
+    assert (output.request_id, ids_of(output)) == ("generate-1", generate(llm, "ROMEO:")[0])
+    assert nothing_is_left(llm)
+
+
+# Streams
+
+
+def test_deltas_add_up_to_the_list(llm: LLM) -> None:
+    params = [SamplingParams(seed=i, max_tokens=4 + i, n=1 + i % 2) for i in range(4)]
+    expected = llm.generate(PROMPTS, params, use_tqdm=False)
+    texts: dict[tuple[int, int], str] = {}
+    for output in llm.stream(PROMPTS, params):
+        assert output.prompt == PROMPTS[output.prompt_index]
+        for sample in output.outputs:
+            place = (output.prompt_index, sample.index)
+            texts[place] = texts.get(place, "") + sample.text
+    assert texts == {(i, sample.index): sample.text for i, output in enumerate(expected) for sample in output.outputs}
+    assert list(llm.stream([])) == []
+
+
+@pytest.mark.parametrize("how", ["close", "with", "forgotten", "collected"])
+def test_a_stream_that_is_left_aborts_its_requests(llm: LLM, how: str) -> None:
+    llm.engine.add_request("theirs", "ROMEO:", GREEDY)
+    stream = llm.stream(PROMPTS, LONG)
+    next(stream)
+    if how == "with":
+        with stream:
+            next(stream)
+    elif how == "close":
+        stream.close()
+        stream.close()
+    elif how == "collected":
+        stream.itself = stream  # type: ignore[attr-defined]
+    if how in ("with", "close"):
+        assert list(stream) == []
+    del stream
+    gc.collect()
+    assert llm.engine.get_num_unfinished_requests() == 1
+    [*_, output] = drained(llm.engine)
+    assert output.request_id == "theirs"
+    assert nothing_is_left(llm)
+
+
+def test_a_stream_that_is_collected_amidst_a_step_waits_for_the_next(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector runs whenever it likes: an abort then would change the books under the loop."""
+    held = [llm.stream("ROMEO:", LONG)]
+    submit = llm.engine.core.executor.submit
+
+    def collected(batch: Any) -> Any:
+        if held:
+            held.clear()
+            assert len(llm.engine._groups) == 2
+        return submit(batch)
+
+    monkeypatch.setattr(llm.engine.core.executor, "submit", collected)
+    expected = generate(llm, "ROMEO:", LONG)
+    assert len(expected[0]) == 30
+    assert nothing_is_left(llm)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_an_interrupted_stream_leaves_an_engine_that_can_be_used(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    [expected] = generate(llm, "ROMEO:")
+    submit, calls = llm.engine.core.executor.submit, []
+
+    def interrupted(batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return submit(batch)
+
+    monkeypatch.setattr(llm.engine.core.executor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(llm.stream(PROMPTS, LONG))
+    assert nothing_is_left(llm)
+    assert generate(llm, "ROMEO:") == [expected]
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_an_interrupt_harms_no_other_thread(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = llm.engine.core.executor.submit
+
+    def interrupted(batch: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            os.kill(os.getpid(), signal.SIGINT)
+        return submit(batch)
+
+    [expected] = generate(llm, "ROMEO:", LONG)
+    others = [in_thread(lambda: generate(llm, "ROMEO:", LONG)) for _ in range(3)]
+    monkeypatch.setattr(llm.engine.core.executor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, ["JULIET:"] * 8, LONG)
+    assert [result() for result in others] == [[expected]] * 3
+    assert nothing_is_left(llm)
+
+
+# `LLMEngine`
+
+
+def test_a_step_that_waits_for_the_future_lets_others_in(llm: LLM) -> None:
+    engine, asleep = llm.engine, threading.Event()
+    sleep = engine.turns.sleep
+
+    def tell(seconds: float) -> None:
+        asleep.set()
+        sleep(seconds)
+
+    engine.turns.sleep = tell  # type: ignore[method-assign]
+    try:
+        engine.add_request("future", [1], GREEDY, arrival_time=1e12)
+        stepping = in_thread(engine.step)
+        assert asleep.wait(PATIENCE_S)
+        assert engine.get_num_unfinished_requests() == 1
+        assert stepping() == []
+        asleep.clear()
+        stepping = in_thread(engine.step)
+        assert asleep.wait(PATIENCE_S)
+        assert len(generate(llm, "ROMEO:")[0]) == 6
+        assert stepping() == []
+    finally:
+        engine.turns.sleep = sleep  # type: ignore[method-assign]
+        engine.abort_request("future")
+
+
+@pytest.mark.parametrize("wrong", [None, 5, {}, {"a": 1}, b"a", [1], ["a", None], [["a"]], object(), range(3)], ids=str)
+def test_what_is_no_id_cannot_be_aborted(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(RequestError, match="a request id must be a string, and several a list of strings"):
+        llm.engine.abort_request(wrong)
+
+
+def test_a_repr_tells_what_it_is_and_how_it_fares(fresh: LLM) -> None:
+    fresh.engine.add_request("a", [1], GREEDY)
+    text = repr(fresh)
+    for part in ("LLM(LLMEngine(model='demo'", "scheduler='fcfs'", "max_model_len=128", "device='cpu", "dtype='float32'", "unfinished=1, running"):
+        assert part in text
+    fresh.close()
+    assert repr(fresh).endswith("unfinished=0, closed))")
+
+
+# `Turns`
+
+
+def test_whoever_waits_goes_before_the_one_who_comes_back() -> None:
+    turns, order = Turns(), list[str]()
+    waiting = []
+
+    def first() -> None:
+        order.append("first")
+        waiting.append(in_thread(lambda: turns.take(order.append, "waited")))
+        while not turns._door.locked():
+            pass
+
+    for _ in range(50):
+        order.clear()
+        turns.take(first)
+        turns.take(order.append, "came back")
+        waiting.pop()()
+        assert order == ["first", "waited", "came back"]
+
+
+def test_a_turn_within_a_turn_waits_for_nobody() -> None:
+    turns = Turns()
+    others = []
+
+    def outer() -> int:
+        others.append(in_thread(lambda: turns.take(int)))
+        while not turns._door.locked():
+            pass
+        return turns.take(turns.take, lambda: 7)
+
+    assert turns.take(outer) == 7
+    assert others[0]() == 0
+    with pytest.raises(ZeroDivisionError):
+        turns.take(lambda: 1 // 0)
+    assert in_thread(lambda: turns.take(lambda: 1))() == 1
+
+
+def test_an_interrupt_at_any_point_leaves_turns_to_others() -> None:
+    """Python looks for signals when a function begins and after each call of one that is written in C: there one is raised."""
+    point = 0
+    while interrupted(turns := Turns(), point):
+        assert in_thread(lambda turns=turns: turns.take(lambda: 7))() == 7, f"point {point}"  # type: ignore[misc]
+        point += 1
+    assert point >= 4
+
+
+def interrupted(turns: Turns, point: int) -> bool:
+    """Take a turn, with an interrupt at this point; False if it is over before."""
+    seen = 0
+
+    def interrupt(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal seen
+        if frame.f_code.co_filename == turns_module.__file__ and event in ("call", "c_return"):
+            seen += 1
+            if seen == point + 1:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        turns.take(int)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_an_interrupt_while_waiting_for_a_turn_gives_it_up() -> None:
+    turns, inside, raised = Turns(), threading.Event(), threading.Event()
+
+    def once(*_: Any) -> None:
+        if not raised.is_set():
+            raised.set()
+            raise KeyboardInterrupt
+
+    def holds() -> None:
+        inside.set()
+        while not turns._door.locked():
+            pass
+        while not raised.is_set():  # one that came right before it began to wait would be noticed after the wait
+            os.kill(os.getpid(), signal.SIGINT)
+
+    signal.signal(signal.SIGINT, once)
+    holding = in_thread(lambda: turns.take(holds))
+    assert inside.wait(PATIENCE_S)
+    with pytest.raises(KeyboardInterrupt):
+        turns.take(int)
+    holding()
+    assert turns.take(lambda: 7) == in_thread(lambda: turns.take(lambda: 7))() == 7
