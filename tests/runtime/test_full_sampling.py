@@ -75,6 +75,7 @@ class Story:
     bench: Bench
     tokens: dict[int, list[int]] = field(default_factory=dict)  # row -> prompt and output
     asked: dict[int, tuple[int, RowSampling]] = field(default_factory=dict)  # row -> tokens of the prompt, and the rest
+    gone: list[int] = field(default_factory=list)  # rows given up since the last step
     told: list[float] = field(default_factory=list)  # tokens, and log-probabilities that were asked for
 
     def play(self, step: Step) -> None:
@@ -84,12 +85,12 @@ class Story:
         if step.joins is not None and len(self.tokens) < ROWS:
             prompt, sampling = step.joins
             new.append(self.begin(list(prompt), (len(prompt), sampling)))
+        self.gone += gone
         if self.tokens:
             added = [self.bench.new(row, self.tokens[row], self.asked[row][1], self.asked[row][0]) for row in new]
             work = {row: len(known) if row in new else 1 for row, known in self.tokens.items()}
-            self.take(list(work), self.bench.run(work, added, list(gone)))
-        else:
-            self.bench.run({}, [], list(gone))
+            self.take(list(work), self.bench.run(work, added, self.gone))
+            self.gone = []
 
     def begin(self, tokens: list[int], asked: tuple[int, RowSampling]) -> int:
         """In the last row that is free."""
@@ -132,9 +133,8 @@ def replaying(patch: pytest.MonkeyPatch) -> tuple[Bench, GraphsOnCpu]:
     return bench, graphs
 
 
-@pytest.mark.slow
 @interpreted
-@examples(quick=1, full=20)
+@examples(quick=5, full=100)
 @given(story=st.lists(steps, min_size=4, max_size=8))
 def test_whoever_joins_leaves_and_comes_back_is_told_what_plain_sampling_says(story: list[Step]) -> None:
     plain = Story(bench_with_the_default_sampler())
