@@ -219,7 +219,7 @@ def _leaves(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
 
 
 PIECES: dict[str, Callable[[], str]] = {
-    "drawing of the loop": partial(drawing, "loop"),
+    **{f"drawing of the {name}": partial(drawing, name) for name in ("loop", "house", "request", "processes")},
     "config keys": config_keys,
     "plugins keys": plugins_keys,
     "limits keys": limits_keys,
