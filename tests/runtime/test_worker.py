@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,11 @@ import torch
 
 from dovetail.api.executor import Capacity
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
+from dovetail.runtime import worker as worker_module
+from dovetail.runtime.attention_choice import ChosenAttention, choose_attention
+from dovetail.runtime.loading import LoadedModel, load_model
 from dovetail.runtime.parallel import SINGLE, SingleGroup
+from dovetail.runtime.runner import Runner
 from dovetail.runtime.worker import Worker
 from tests.runtime.demo import BLOCK_BYTES, DEMO, context, decode, prefill
 
@@ -41,6 +47,73 @@ def test_it_tells_how_many_blocks_fit_and_makes_as_many_as_were_agreed(monkeypat
     monkeypatch.setattr(rank.runner.backend, "allocate", lambda num_blocks: made.append(num_blocks) or allocate(num_blocks))
     rank.allocate(8)
     assert made == [8]
+    rank.stop()
+
+
+@pytest.fixture
+def start_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a worker does in turn on a GPU: one that is there in name, while all is made on the CPU."""
+    steps: list[str] = []
+
+    class Graphs:
+        def __init__(self, runner: Any, *_: Any) -> None: ...
+
+        def compile_ahead(self, prepare: Callable[[], None], progress: Any) -> None:
+            steps.append("compile")
+            prepare()
+
+        def capture(self, progress: Any) -> None:
+            steps.append("record")
+
+        def __str__(self) -> str:
+            return "decode, mixed"
+
+    def choose(candidates: Any, specs: Any, device: str, *rest: Any) -> ChosenAttention:
+        chosen = choose_attention(candidates, specs, "cpu", *rest)
+        chosen.backend.capabilities = replace(chosen.backend.capabilities, cuda_graph="decode")
+        allocate = chosen.backend.allocate
+        monkeypatch.setattr(chosen.backend, "allocate", lambda count: steps.append(f"pool of {count}") or allocate(count))
+        return chosen
+
+    def make_runner(rank: Worker, model: LoadedModel, backend: Any, layout: Any, device: torch.device) -> Runner:
+        steps.append("load")
+        runner = on_the_cpu(rank, model, backend, layout, CPU)
+        runner.device = device
+        return runner
+
+    on_the_cpu = Worker._make_runner
+    monkeypatch.setattr(Worker, "_make_runner", make_runner)
+    monkeypatch.setattr(worker_module, "StepGraphs", Graphs)
+    monkeypatch.setattr(worker_module, "choose_attention", choose)
+    monkeypatch.setattr(worker_module, "resolve_dtype", lambda *_: torch.float32)
+    monkeypatch.setattr(worker_module, "load_model", lambda *asked: load_model(*asked[:-2], CPU, None))
+    monkeypatch.setattr(worker_module, "peak_bytes", lambda runner, max_tokens: steps.append(f"profile {max_tokens} tokens") or 20 * BLOCK_BYTES)
+    monkeypatch.setattr(gc, "freeze", lambda: steps.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: steps.append("unfreeze"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100 * BLOCK_BYTES))
+    return steps
+
+
+def test_on_a_gpu_the_biggest_step_is_measured_once_kernels_are_compiled_and_graphs_are_recorded_in_the_real_pool(start_up: list[str]) -> None:
+    rank = worker(gpu_memory_utilization=0.5)
+    capacity = rank.load(torch.device("cuda", 0))
+    assert start_up == ["load", "freeze", "compile", "pool of 1", "pool of 1", "profile 128 tokens"]
+    assert (capacity.num_blocks, capacity.max_in_flight) == (30, 2)
+    assert (capacity.details["device"], capacity.details["cuda_graphs"]) == ("cuda:0 (Imaginary)", "decode, mixed")
+    start_up.clear()
+    rank.allocate(8)
+    assert start_up == ["pool of 8", "record", "freeze"]
+    rank.stop()
+    assert start_up[3:] == ["unfreeze"]
+
+
+def test_where_no_graphs_are_wanted_none_are_made(start_up: list[str]) -> None:
+    rank = worker(cuda_graphs=False)
+    assert rank.load(torch.device("cuda", 0), 30).details["cuda_graphs"] == "none"
+    rank.allocate(30)
+    assert start_up == ["load", "freeze", "pool of 30", "freeze"]
     rank.stop()
 
 
