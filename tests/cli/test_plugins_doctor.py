@@ -10,6 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from dovetail.cli.app import app as dovetail_app
 from dovetail.cli.plugins_doctor import doctor
 from dovetail.errors import DISTRIBUTION, PluginError
 from dovetail.registry.doctor.examine import examine
@@ -224,6 +225,12 @@ def test_what_is_denied_is_not_imported(site: Site, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("DOVETAIL_PLUGINS", "deny=dovetail-broken")
     diagnosis = examine("dovetail-broken")
     assert ([origin.id for origin in diagnosis.denied], diagnosis.findings) == (["dovetail-broken/main"], ())
+
+
+def test_the_command_knows_the_names_of_all_core_commands(site: Site) -> None:
+    site.install("dovetail-taken", modules={"taken": COMMAND.format("generate", "taken:run") + "def run(): pass\n"})
+    done = CliRunner().invoke(dovetail_app, ["plugins", "doctor", "dovetail-taken", "--json"])
+    assert [finding["what"] for finding in json.loads(done.stdout)["findings"]] == ["command 'generate' is one of Dovetail's own"]
 
 
 def test_the_command_exits_with_1_if_there_are_errors_and_prints_json(site: Site) -> None:

@@ -76,7 +76,7 @@ def test_decodes_with_penalties_and_logprobs_are_replayed() -> None:
     with checkpoint(SMALL) as (directory, _):
         settings = settings_for("triton", max_model_len=256)
         with LLMEngine.from_config(settings, model=str(directory), dtype="bfloat16", generation_config="none") as engine:
-            runner = engine.core.executor._runner  # type: ignore[attr-defined]
+            runner = engine.core.executor.worker.runner  # type: ignore[attr-defined]
             runner.sampler.sample = lambda *arguments: pytest.fail("sampled as it is")
             for index, way in enumerate(WAYS):
                 engine.add_request(str(index), [1, 2, 3], SamplingParams(**way, max_tokens=10))
