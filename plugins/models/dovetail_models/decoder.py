@@ -18,7 +18,7 @@ from dovetail.nn.layer import Layer
 from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from dovetail.nn.norm import QKNorm, RMSNorm
 from dovetail.nn.parameter import kv_share, share
-from dovetail.nn.qkv import turn_and_write
+from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
 
@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
     def add_to(self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None) -> None:
         qkv = self.qkv_proj(residual, norm).view(len(residual), -1, self.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
-        q = turn_and_write(qkv, self.qk_norm, rotation, self.attn)
+        q = rope_and_store_kv(qkv, self.qk_norm, rotation, self.attn)
         out = self.attn.attend(q).flatten(1)
         if wanted is not None:
             residual.keep(wanted)

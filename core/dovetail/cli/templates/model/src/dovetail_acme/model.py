@@ -14,7 +14,7 @@ from dovetail.nn.layer import Layer
 from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import kv_share, share
-from dovetail.nn.qkv import turn_and_write
+from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.rotary import RotaryEmbedding, Rotation, rope_from_config, rope_reasons_against
 from torch import nn
 
@@ -66,7 +66,7 @@ class Attention(Layer):
 
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
-        q = turn_and_write(qkv, None, rotation, self.attn)
+        q = rope_and_store_kv(qkv, None, rotation, self.attn)
         return self.o_proj(self.attn.attend(q).flatten(1))
 
 
