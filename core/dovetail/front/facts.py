@@ -44,7 +44,7 @@ class CacheConfig:
     block_size: int  # tokens
     num_gpu_blocks: int  # wherever they are
     gpu_memory_utilization: float
-    cache_dtype: str
+    cache_dtype: str  # of K and V
     enable_prefix_caching: bool
 
 
@@ -90,7 +90,7 @@ def cache_config(engine: LLMEngine) -> CacheConfig:
         block_size=engine.capacity.layout.block_size,
         num_gpu_blocks=engine.capacity.num_blocks,
         gpu_memory_utilization=engine.config.gpu_memory_utilization,
-        cache_dtype=engine.config.kv_cache_dtype,
+        cache_dtype=engine.capacity.layout.dtype,
         enable_prefix_caching=engine.core.kv.capabilities.reuse,
     )
 
