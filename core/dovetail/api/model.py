@@ -64,7 +64,7 @@ class BuildContext:
 
 
 class CausalLM(Protocol):
-    """What `build` returns: a `torch.nn.Module` whose parameters all carry `load(source, shard_id)`: see `dovetail.nn.parameter`."""
+    """What `build` returns: a `torch.nn.Module` whose parameters all carry `load(source, shard_id, transform)`: see `dovetail.nn.parameter`."""
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None = None, *, wanted: torch.Tensor | None = None
@@ -84,8 +84,10 @@ class CausalLM(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """The checkpoint's tensor `source` is loaded by `parameter.load(source_slice, shard_id)`: `shard_id` names the part of a fused
-    parameter ("q", "k", "v"; "gate", "up"), None: the whole.
+    """The checkpoint's tensor `source` is loaded by `parameter.load(source_slice, shard_id, transform)`: `shard_id` names the part of a fused
+    parameter ("q", "k", "v"; "gate", "up"), None: the whole. `transform` makes of the tensor, where a checkpoint
+    keeps it in another form, what the layer computes with: `lambda w: 1 + w` for norms that multiply by 1 + w. It gets this rank's part in float32
+    and returns a tensor of the same shape, each number of which is made of one alone.
 
     Two rules may name the same part (tied weights): the checkpoint may hold either tensor, or both if they are equal."""
 
@@ -93,6 +95,7 @@ class WeightRule:
     parameter: Any  # torch.nn.Parameter with .load
     shard_id: str | None = None
     optional: bool = False  # may be missing from the checkpoint (a tied head, say)
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class ModelArch(ABC):

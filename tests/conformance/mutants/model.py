@@ -219,7 +219,7 @@ class ReadsANormWithoutUsingIt(Altered):
 class Elsewhere:
     """Takes what is loaded, and keeps it from the model."""
 
-    def load(self, source: Any, shard_id: str | None = None) -> None:
+    def load(self, source: Any, shard_id: str | None = None, transform: Any = None) -> None:
         pass
 
 
@@ -236,7 +236,7 @@ class LoadsTensorsAlone(Altered):
     def rules(self, model: Any, rules: list[WeightRule]) -> list[WeightRule]:
         for parameter in {id(rule.parameter): rule.parameter for rule in rules}.values():
             load = type(parameter).load
-            parameter.load = lambda source, shard_id=None, load=load, parameter=parameter: load(parameter, source.clone(), shard_id)
+            parameter.load = lambda source, shard_id=None, transform=None, load=load, own=parameter: load(own, source.clone(), shard_id, transform)
         return rules
 
 

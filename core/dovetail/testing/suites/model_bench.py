@@ -93,7 +93,7 @@ class Bench:
         """By the model's own rules, without files."""
         for rule in self.model.weights():
             if rule.source in tensors and rule.parameter is not None:
-                rule.parameter.load(tensors[rule.source], rule.shard_id)
+                rule.parameter.load(tensors[rule.source], rule.shard_id, rule.transform)
 
     @torch.no_grad()
     def step(self, *parts: Part, wanted: torch.Tensor | None = None) -> torch.Tensor:
