@@ -197,7 +197,7 @@ class TestDummyWeights:
 
     def test_differ_from_layer_to_layer(self) -> None:
         weights = self.parameters(0)
-        first, second = (weights[f"registered_blocks.{i}.mlp.down_proj.weight"] for i in (0, 1))
+        first, second = (weights[f"blocks.{i}.mlp.down_proj.weight"] for i in (0, 1))
         assert not torch.equal(first, second)
 
     def test_need_no_files(self, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
-from dovetail.nn.layer import Layer
+from dovetail.nn.layer import Layer, LayerList
 from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from dovetail.nn.norm import QKNorm, RMSNorm
 from dovetail.nn.parameter import kv_share, share
@@ -132,8 +132,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = VocabParallelEmbedding(shape.vocab_size, shape.hidden_size, context)
         self.rotary = RotaryEmbedding(shape.rope, context.max_len or shape.max_len, device=context.device)
-        self.blocks = [Block(index, shape, context) for index in range(shape.num_layers)]
-        self.registered_blocks = nn.ModuleList(self.blocks)  # torch looks for modules here, people above: that list has types
+        self.blocks = LayerList(Block(index, shape, context) for index in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
         self.head = LMHead(shape.vocab_size, shape.hidden_size, context, tied=self.embedding if shape.tied else None)
 

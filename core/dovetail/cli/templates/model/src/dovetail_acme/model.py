@@ -10,7 +10,7 @@ import torch
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ModelArch, ParallelGroup, WeightRule
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
-from dovetail.nn.layer import Layer
+from dovetail.nn.layer import Layer, LayerList
 from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import kv_share, share
@@ -123,8 +123,7 @@ class Granite(nn.Module):
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
         rope = rope_from_config(config.rope_parameters, head_size(config))
         self.rotary = RotaryEmbedding(rope, context.max_len or config.max_position_embeddings, device=context.device)
-        self.blocks = [Block(index, config, context) for index in range(config.num_hidden_layers)]
-        self.registered_blocks = nn.ModuleList(self.blocks)  # where torch looks for modules
+        self.blocks = LayerList(Block(index, config, context) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
         tied = self.embedding if config.tie_word_embeddings else None
         self.head = LMHead(config.vocab_size, config.hidden_size, context, tied=tied)
