@@ -136,7 +136,7 @@ class LocalExecutor(Executor):
         rows = RowState(self.context.config.max_num_seqs, model.max_model_len, layout.block_size, device)
         sampler = self.context.sampler.make(SamplerContext(str(device), model.vocab_size, rows.history))
         sampler.prepare(rows.max_rows)
-        return Runner(model.module, backend, sampler, rows, self.context.clock, model.vocab_size, model.narrows)
+        return Runner(model.module, backend, sampler, rows, self.context.clock, model.vocab_size)
 
     def _make_pool(self, backend: AttentionBackend, num_blocks: int, max_model_len: int) -> None:
         config = self.context.config

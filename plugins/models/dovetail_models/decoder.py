@@ -136,7 +136,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
         self.head = LMHead(shape.vocab_size, shape.hidden_size, context, tied=self.embedding if shape.tied else None)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, *, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         residual, rotation = Residual(self.embedding(token_ids)), self.rotary(positions)
         *earlier, last = self.blocks
         for block in earlier:

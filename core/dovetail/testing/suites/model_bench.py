@@ -100,8 +100,7 @@ class Bench:
         """Hidden states [tokens, hidden] of a step that computes these parts; of those `wanted` alone [n, hidden]."""
         self.sequences.step = [(part.sequence, len(part.token_ids)) for part in parts]
         positions = torch.cat([torch.arange(part.start, part.start + len(part.token_ids)) for part in parts])
-        narrowed = {} if wanted is None else {"wanted": wanted}
-        hidden: torch.Tensor = self.model(torch.cat([part.token_ids for part in parts]), positions, **narrowed)
+        hidden: torch.Tensor = self.model(torch.cat([part.token_ids for part in parts]), positions, wanted)
         return hidden
 
     def run(self, token_ids: torch.Tensor, chunks: Sequence[int] = (), sequence: str = "a", start: int = 0) -> torch.Tensor:

@@ -128,12 +128,13 @@ class Granite(nn.Module):
         tied = self.embedding if config.tie_word_embeddings else None
         self.head = LMHead(config.vocab_size, config.hidden_size, context, tied=tied)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embedding(token_ids) * self.embedding_multiplier  # [tokens, hidden]
         rotation = self.rotary(positions)
         for block in self.blocks:
             x = block(x, rotation)
-        return self.norm(x)
+        hidden = self.norm(x)
+        return hidden if wanted is None else hidden[wanted]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden) / self.logits_scaling
