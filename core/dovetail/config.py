@@ -126,9 +126,6 @@ class EngineConfig(BaseModel):
     block_size: Annotated[Literal["auto"] | int, BeforeValidator(_as_block_size)] = "auto"
     """Tokens in a block of K and V. auto: the smallest of 16 or more that the attention backend supports."""
 
-    kv_cache_dtype: Literal["auto"] = "auto"
-    """Of K and V. auto: as the activations; nothing else is supported yet."""
-
     generation_config: Literal["auto", "none"] = "auto"
     """auto: EOS ids and default sampling come from the model's generation_config.json, if it has one. none: it isn't read."""
 

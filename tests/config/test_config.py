@@ -28,7 +28,6 @@ max_num_batched_tokens: 8192
 gpu_memory_utilization: 0.9
 kv_cache_memory: null
 block_size: auto
-kv_cache_dtype: auto
 generation_config: auto
 overlap: true
 cuda_graphs: true

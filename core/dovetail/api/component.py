@@ -20,7 +20,15 @@ ENTRY_POINT_GROUP = "dovetail.plugins"
 Kind = Literal["scheduler", "kv_cache", "attention", "model", "sampler", "executor", "observer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-API_VERSIONS: dict[Kind, str] = dict.fromkeys(KINDS, "0.1")  # what this Dovetail offers, a kind
+API_VERSIONS: dict[Kind, str] = {  # the version of each kind's interface that this Dovetail offers
+    "scheduler": "0.1",
+    "kv_cache": "0.1",
+    "attention": "0.1",
+    "model": "0.2",
+    "sampler": "0.1",
+    "executor": "0.2",
+    "observer": "0.1",
+}
 
 hookimpl = pluggy.HookimplMarker("dovetail")
 
@@ -45,7 +53,7 @@ class ComponentSpec:
     kind: Kind
     name: str  # lower case letters, digits, "-" and "_"
     target: str  # "package.module:Class", made as Class(options, context)
-    api: str = "0.1"  # of the kind, "major.minor"
+    api: str = "0.1"  # the version of the kind's interface that it was written for, "major.minor"
     options: str | None = None  # "package.module:Model", a pydantic model; None: no options
     summary: str = ""  # one line for `dovetail plugins list`
     requires: tuple[str, ...] = ()

@@ -45,7 +45,7 @@ class CacheConfig:
     block_size: int  # tokens
     num_gpu_blocks: int  # wherever they are
     gpu_memory_utilization: float
-    cache_dtype: str
+    cache_dtype: str  # of K and V
     enable_prefix_caching: bool
 
 
@@ -90,7 +90,7 @@ def cache_config(config: EngineConfig, capacity: Capacity, *, enable_prefix_cach
         block_size=capacity.layout.block_size,
         num_gpu_blocks=capacity.num_blocks,
         gpu_memory_utilization=config.gpu_memory_utilization,
-        cache_dtype=config.kv_cache_dtype,
+        cache_dtype=capacity.layout.dtype,
         enable_prefix_caching=enable_prefix_caching,
     )
 

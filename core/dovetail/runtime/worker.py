@@ -145,7 +145,7 @@ class Worker:
         rows = RowState(self.context.config.max_num_seqs, model.max_model_len, layout.block_size, device)
         sampler = self.context.sampler.make(SamplerContext(str(device), model.vocab_size, rows.history))
         sampler.prepare(rows.max_rows)
-        return Runner(model.module, backend, sampler, rows, self.context.clock, model.vocab_size, model.narrows)
+        return Runner(model.module, backend, sampler, rows, self.context.clock, model.vocab_size)
 
     def _make_pool(self, num_blocks: int) -> None:
         config, runner = self.context.config, self._running()

@@ -156,17 +156,17 @@ class ModelSuite(Suite):
             expected = [alone.run(tokens[name], sequence=name)[start:] for name, start in (("c", 13), ("b", 0), ("a", 12))]
             assert_close(bench.logits(hidden), torch.cat(expected), f"logits of {_told(config)} in a shared step differ from those alone")
 
-    @check("model.narrowed", since="0.1", capability="narrows")
-    def test_narrowed(self) -> None:
+    @check("model.wanted", since="0.2")
+    def test_wanted(self) -> None:
         """With `wanted`, `forward` doesn't return the states of those tokens, in that order, as it computes them without; or a later step misses K
-        and V of the others: all are written, in every layer."""
+        and V of the others: all are written, in every layer. The plainest way to be right: `return hidden if wanted is None else hidden[wanted]`."""
         for config, reference, bench in self.pairs():
             tokens, others = some_tokens(config, 30), some_tokens(config, 9, seed=1)
             steps = (Part("a", tokens[:20], 0), Part("b", others, 0)), (Part("a", tokens[20:], 20), Part("b", others[:1], 9))
             whole = Bench(self.arch, config, reference.tensors())
             for parts, places in zip(steps, ([28, 3, 19], [10]), strict=True):
-                narrowed, expected = bench.step(*parts, wanted=torch.tensor(places)), whole.step(*parts)[places]
-                assert_close(narrowed, expected, f"states of {_told(config)} at places {places} of a step differ where these alone are wanted")
+                alone, expected = bench.step(*parts, wanted=torch.tensor(places)), whole.step(*parts)[places]
+                assert_close(alone, expected, f"states of {_told(config)} at places {places} of a step differ where these alone are wanted")
 
     @check("model.side_by_side", since="0.1")
     def test_side_by_side(self) -> None:
