@@ -133,6 +133,6 @@ class Sampler(ABC):
     def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
         """Like `sample_captured`, for graphs of their own that take longer: penalties, say, and log-probabilities. These come with as many columns as
         the sampler likes; of a row as many count as its own `RowSampling.logprobs` asks for, the rest is undefined. Raises `UnsupportedError` unless
-        `capabilities.cuda_graph_full`.
+        `capabilities.cuda_graph_full`, and where the device lacks something that it takes: then such rows are sampled by `sample`.
         """
         raise UnsupportedError(f"sampler {type(self).__name__} can't be captured in full in a CUDA graph")

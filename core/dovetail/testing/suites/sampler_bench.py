@@ -71,10 +71,18 @@ class Bench:
 
     def captured(self, rows: Sequence[int] | None = None) -> list[int]:
         """What `sample_captured` gives; `rows` may name `max_rows`, padding."""
+        tokens: list[int] = self.sampler.sample_captured(*self._asked(rows)).tolist()
+        return tokens
+
+    def fully_captured(self, rows: Sequence[int] | None = None) -> SampledTokens:
+        """The same of `sample_fully_captured`."""
+        return self.sampler.sample_fully_captured(*self._asked(rows))
+
+    def _asked(self, rows: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [n, vocab] and rows [n], padding with the first one's logits."""
         wanted = self.places if rows is None else list(rows)
         where = [self.places.index(row) if row in self.places else 0 for row in wanted]
-        tokens: list[int] = self.sampler.sample_captured(self.logits[where].clone(), torch.tensor(wanted, device=self.logits.device)).tolist()
-        return tokens
+        return self.logits[where].clone(), torch.tensor(wanted, device=self.logits.device)
 
 
 def draws(make: MakeSampler, logits: Sequence[float], sampling: RowSampling, count: int, *, seeds: int = 500, device: str) -> NDArray[np.int64]:
