@@ -39,7 +39,7 @@ def test_show_prints_what_would_run_and_is_a_config_itself(engine_yaml: Path) ->
     text = dovetail("show", "engine.yaml", "--set", "max_num_seqs=7", "--set", "kv_cache={name: prefix, reuse: false}").stdout
     assert "scheduler: {name: 'dovetail-fair:fair', aging_s: 2.0}  # dovetail-fair 1.5" in text
     shown = yaml.safe_load(text)
-    assert shown["kv_cache"] == {"name": "dovetail:prefix", "reuse": False}
+    assert shown["kv_cache"] == {"name": "dovetail:prefix", "reuse": False, "hash": "xxh3"}
     assert list(shown) == list(EngineConfig.model_fields)
     again = engine_yaml.with_name("again.yaml")
     again.write_text(text)

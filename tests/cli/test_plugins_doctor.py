@@ -15,6 +15,7 @@ from dovetail.cli.plugins_doctor import doctor
 from dovetail.errors import DISTRIBUTION, PluginError
 from dovetail.registry.doctor.examine import examine
 from dovetail.registry.doctor.findings import PROBLEMS, Diagnosis, Finding
+from dovetail.registry.doctor.metadata import metadata_findings
 from tests.registry.fakes import HOOK, SCHEDULER, Site, components, scheduler
 
 GOOD = components(scheduler(package="good"))
@@ -142,6 +143,21 @@ def test_a_good_plugin_has_nothing_said_of_it(diagnosis: Diagnosis) -> None:
     assert not of(diagnosis, "good")
     assert not of(diagnosis, DISTRIBUTION)
     assert "good/main" in {origin.id for origin in diagnosis.examined}
+
+
+def test_an_editable_installation_is_one_though_its_build_left_metadata_in_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, source = Site(tmp_path / "site"), Site(tmp_path / "project" / "src")
+    for one in (site, source):
+        one.path.mkdir(parents=True)
+        one.install("dovetail-edited", modules={"edited": GOOD})
+    left = source.path / "dovetail_edited.egg-info"
+    (source.path / "dovetail_edited-1.0.dist-info").rename(left)
+    (left / "METADATA").rename(left / "PKG-INFO")
+    (site.path / "dovetail_edited-1.0.dist-info" / "direct_url.json").write_text(json.dumps(editable(tmp_path / "project")))
+    for path in ([site.path, source.path], [source.path, site.path]):  # as pip makes it, and as it is in the source's folder
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "path", [*map(str, path), *sys.path])
+            assert metadata_findings("dovetail-edited") == []
 
 
 SAYS = {  # distribution -> in what it says, in what is to do
