@@ -167,7 +167,7 @@ class Block(Layer):
 
 
 class Olmo2Model(nn.Module):
-    """The whole model, a `dovetail.api.model.CausalLM`. All but its last block compute all tokens; the last needs the others' K and V alone."""
+    """The whole model, a `dovetail.api.model.CausalLM`. Its last block computes only the `wanted` tokens to the end, and of the others K and V."""
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         super().__init__()
