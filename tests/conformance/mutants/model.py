@@ -247,6 +247,15 @@ class LoadsTensorsAlone(Altered):
         return rules
 
 
+@mutant(caught_by="model.checkpoint")
+class RefusesWhatEveryConfigFileHas(Qwen3):
+    """Fields of a config that are only there when it was read from a file."""
+
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        made = vars(type(config)())
+        return [f"{name} is not implemented" for name in vars(config) if name == "model_type" and name not in made]
+
+
 @mutant(caught_by="model.tied")
 class NeverTied(Qwen3):
     def shape(self, config: Any) -> DecoderShape:

@@ -27,7 +27,8 @@ class AcmeModelArch(ModelArch):
     def reasons_against(self, config: Any) -> list[str]:
         if config.model_type != "granite":
             return [f"model_type = {config.model_type!r}, expected 'granite'"]
-        fields, known = vars(config), {*vars(type(config)()), "head_dim"}  # what transformers puts into each config of this type
+        fields = vars(config)
+        known = {*vars(type(config)()), "model_type", "head_dim"}  # what transformers puts into each config of this type, and what files have
         reasons = [f"{name} = {fields[name]!r} is not implemented" for name, right in PLAIN.items() if fields.get(name, right) != right]
         reasons += [
             f"{name} = {value!r}: nobody knows this field of a Granite, and it may change the numbers"
