@@ -348,7 +348,7 @@ def test_other_threads_may_ask_the_engine_itself(shared: AsyncLLMEngine) -> None
             assert await asyncio.to_thread(lambda: shared.engine.stats().running) <= 4
             await asyncio.to_thread(shared.engine.reset_prefix_cache)
         assert [len(stream.result()) for stream in streams] == [95] * 4
-        waiting = asyncio.create_task(anext(shared.generate("future", [1], params(), arrival_time=1e12)))
+        waiting = asyncio.create_task(anext(shared.generate("future", [1], params(), arrival_time=1e9)))
         assert len(await tokens_of(shared.generate("present", [1], params()))) == 20  # now it sleeps
         assert await asyncio.to_thread(shared.engine.get_num_unfinished_requests) == 1
         waiting.cancel()

@@ -214,7 +214,6 @@ class LLMEngine:
                 if self.core.dead is None:  # or its other samples are still to be delivered, as failed
                     self._forget(group)
 
-    @in_turn
     def step(self) -> list[RequestOutput]:
         """Compute for a while, and return what is new; perhaps nothing. Waits for the device, or for the next arrival time. What steps of an `LLM`
         brought of this engine's other requests is returned first.
@@ -222,11 +221,7 @@ class LLMEngine:
         When a component fails, every unfinished request is returned once, finished with "error" and the reason; after that each call raises
         `EngineDeadError`. An interrupt (Ctrl-C) amidst a step is such a failure too, since nobody knows what was computed.
         """
-        if self._kept:
-            outputs = [output for kept in self._kept.values() for output in kept]
-            self._kept.clear()
-            return outputs
-        return self._compute(keep=False)
+        return self.turns.take(LLMEngine._step, self)  # as `in_turn`, without its objects: see `Turns.take`
 
     @in_turn
     def divert(self, request_id: str, taker: Taker) -> None:
@@ -321,6 +316,13 @@ class LLMEngine:
         logger.info("%s", facts.line(self.stats()))
 
     # Steps
+
+    def _step(self) -> list[RequestOutput]:
+        if self._kept:
+            outputs = [output for kept in self._kept.values() for output in kept]
+            self._kept.clear()
+            return outputs
+        return self._compute(keep=False)
 
     def _compute(self, *, keep: bool) -> list[RequestOutput]:
         """A step. What it brings of requests that nobody has diverted is returned or, to `keep`, put aside."""
