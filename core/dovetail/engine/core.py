@@ -399,7 +399,7 @@ class EngineCore:
         for request, finish in delivery.finished.items():
             if finish.reason == "error" and request.blocks:
                 self.kv.uncommit(request, 0)
-            self._finish(request, finish)
+            self._finish(request, finish, settling=True)
         core_s = flight.core_s + time.perf_counter() - begun
         stats.core_s += core_s
         if self.observers:
@@ -427,8 +427,9 @@ class EngineCore:
 
     # Ends
 
-    def _finish(self, request: LiveRequest, finish: Finish, *, deliver: bool = False) -> None:
-        """It is over: out of the books; the policy and the observers hear of it if they heard of its arrival."""
+    def _finish(self, request: LiveRequest, finish: Finish, *, deliver: bool = False, settling: bool = False) -> None:
+        """It is over: out of the books; the policy and the observers hear of it if they heard of its arrival. `settling`: by the results of a step
+        of which the observers haven't heard."""
         arrived = request.status is not Status.NEW
         if request.blocks and finish.reason != "error":
             self.books.commit(request)  # what it generated may be the next turn's prompt
@@ -443,7 +444,8 @@ class EngineCore:
             return
         self.stats.finished += 1
         if self.observers:
-            self.observers.tell("on_finished", RequestFinished(self.clock.now(), request, finish.reason, finish.stop_reason))
+            more_steps = settling or bool(self._flights)
+            self.observers.tell("on_finished", RequestFinished(self.clock.now(), request, finish.reason, finish.stop_reason, more_steps))
         self._ask("on_finished", request)
 
     def _die(self, error: Exception, *, log: bool = True) -> None:
