@@ -181,8 +181,9 @@ def test_a_reader_who_comes_late_gets_all_of_it_as_one_output(shared: AsyncLLMEn
 
 def test_fields_of_the_request_are_passed_on(shared: AsyncLLMEngine) -> None:
     async def main() -> None:
-        async for output in shared.generate("a", [1], params(), arrival_time=0.0, priority=3, client="me", deadline=1.0, cache_salt="s"):
-            assert output.metrics.arrival_time == 0.0
+        arrival = shared.engine.now()
+        async for output in shared.generate("a", [1], params(), arrival_time=arrival, priority=3, client="me", deadline=1.0, cache_salt="s"):
+            assert output.metrics.arrival_time == arrival
 
     run(main())
 

@@ -82,6 +82,7 @@ class EngineCore:
         self._requests: dict[str, LiveRequest] = {}  # unfinished, by id
         self._arrivals: list[tuple[float, int, LiveRequest]] = []  # a heap
         self._dead_arrivals = 0  # of these: aborted before their time
+        self._arrived_until = -math.inf  # the latest arrival time of those that policies have seen
         self._added = 0
         self._flights: list[Flight] = []
         self._index = 0
@@ -92,6 +93,10 @@ class EngineCore:
         self._storm = StormWatch(settings.scheduler_name)
 
     # For the front end
+
+    def earliest_arrival(self, arrival_time: float) -> float:
+        """`arrival_time`, or that of the last request that policies have seen, if it is later."""
+        return max(arrival_time, self._arrived_until)
 
     def add(self, request: LiveRequest) -> None:
         """Take a request, whose fields were checked. It stays invisible until its `arrival_time`. Raises `RequestError` if its id is taken."""
@@ -255,7 +260,7 @@ class EngineCore:
 
     def _admit_arrivals(self, now: float) -> None:
         while self._next_arrival() <= now:
-            request = heapq.heappop(self._arrivals)[2]
+            self._arrived_until, _, request = heapq.heappop(self._arrivals)
             self._drop_dead_arrivals()
             self.stats.arrived += 1
             if self.observers:
