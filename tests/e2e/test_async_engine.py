@@ -314,7 +314,7 @@ def test_a_loop_that_ends_without_a_word_harms_nobody(shared: AsyncLLMEngine) ->
         ([97], {}, RequestError),
         ("text", {}, ModelLoadError),
         ([1], {"priority": "high"}, RequestError),
-        ([1], {"no_such_field": 1}, TypeError),
+        ([1], {"no_such_field": 1}, RequestError),
         ([1], {"params": {"n": 1}}, RequestError),
     ],
     ids=str,

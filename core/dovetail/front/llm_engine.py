@@ -125,6 +125,7 @@ class LLMEngine:
     @in_turn
     def add_request(
         self,
+        /,
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -135,6 +136,7 @@ class LLMEngine:
         cache_salt: str | None = None,
         extra: Mapping[str, Any] | None = None,
         predicted_tokens: int | None = None,
+        **others: Any,
     ) -> None:
         """Take a request. Raises, having changed nothing, `RequestError` if something is wrong with it, `ModelLoadError` if it needs a
         tokenizer that the model doesn't have, `EngineDeadError` if the engine has failed or was closed.
@@ -145,6 +147,10 @@ class LLMEngine:
         with requests of the same salt. `extra`: per distribution, what its components want to know of the request. `predicted_tokens`: a guess of
         how many it will generate, for policies that use one.
         """
+        if others:
+            from dovetail.front.vllm_args import check_call
+
+            check_call("add_request", others)
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
