@@ -58,6 +58,7 @@ async def tokens_of(stream: AsyncIterator[RequestOutput]) -> list[int]:
 
 async def is_idle(engine: AsyncLLMEngine) -> bool:
     """Whether nobody else's request is in the engine, once it has done all that was asked of it before."""
+    await asyncio.sleep(0)  # whoever was cancelled says so first
     await tokens_of(engine.generate("last", [1], params(max_tokens=1)))
     return engine.engine.get_num_unfinished_requests() == 0 and engine.engine.stats().blocks.held == 0 and not engine._readers
 
