@@ -27,6 +27,14 @@ def is_integer(value: Any) -> bool:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
+def plain_integer(value: Any) -> int | None:
+    """An int of exactly that type, to be compared and kept, since a class of somebody else's may compare as it likes; None for what `is_integer`
+    says is none."""
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else int.__index__(value)
+    return int(value) if is_integer(value) else None
+
+
 def as_number(value: Any) -> float | None:
     """A finite int or float, or a numpy one, as a float; None for anything else, a bool too."""
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -36,6 +44,11 @@ def as_number(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def plain_text(value: Any) -> str | None:
+    """A string as one of exactly that type, since a class of somebody else's may raise when it is hashed or compared; None for anything else."""
+    return str.__str__(value) if isinstance(value, str) else None
 
 
 def unicode_error(text: str) -> UnicodeEncodeError | None:

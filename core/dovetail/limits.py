@@ -15,6 +15,10 @@ class Limits(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
+    max_waiting: Count | None = 65536
+    """The most unfinished requests that were given one by one (`LLMEngine.add_request`, `AsyncLLMEngine.generate`); samples of `n` > 1 count once.
+    Those of a list (`LLM.generate`) don't count, since its caller holds all of its prompts anyway. `null`: as many as memory holds."""
+
     max_n: Count = 1024
     """The most samples of one request (`n`)."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal, TypeVar
 
-from dovetail.checks import BINARY, INT64, as_number, did_you_mean, is_integer, shown, unicode_error
+from dovetail.checks import BINARY, INT64, as_number, did_you_mean, plain_integer, plain_text, shown, unicode_error
 from dovetail.errors import RequestError
 from dovetail.frozen import FrozenDict, frozen
 from dovetail.roadmap import not_yet
@@ -168,9 +168,10 @@ def changed_unchecked(params: SamplingParams, **changes: Any) -> SamplingParams:
 def _integer(name: str, value: Any, low: int, high: int, *, optional: bool = False) -> int | None:
     if value is None and optional:
         return None
-    if not is_integer(value) or not low <= value <= high:
+    number = plain_integer(value)
+    if number is None or not low <= number <= high:
         raise RequestError(f"{name} must be an integer >= {low} and <= {high}{' or None' if optional else ''}, got {shown(value)}")
-    return int(value)
+    return number
 
 
 def _number(name: str, value: Any, low: float, high: float, *, optional: bool = False, open_low: bool = False) -> float | None:
@@ -185,17 +186,23 @@ def _number(name: str, value: Any, low: float, high: float, *, optional: bool = 
 
 
 def _texts(name: str, values: Any) -> tuple[str, ...]:
+    texts = []
     for value in _items(name, values, "non-empty strings"):
-        if not isinstance(value, str) or not value or unicode_error(value):
+        text = plain_text(value)
+        if not text or unicode_error(text):
             raise RequestError(f"{name} must be a list of non-empty strings, got {shown(value)} in it")
-    return tuple(values or ())
+        texts.append(text)
+    return tuple(texts)
 
 
 def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    token_ids = []
     for value in _items(name, values, "token ids >= 0"):
-        if not is_integer(value) or value < 0:
+        token = plain_integer(value)
+        if token is None or token < 0:
             raise RequestError(f"{name} must be a list of token ids >= 0, got {shown(value)} in it")
-    return tuple(map(int, values or ()))
+        token_ids.append(token)
+    return tuple(token_ids)
 
 
 def _items(name: str, values: Any, what: str) -> Collection[Any]:
@@ -225,13 +232,14 @@ def _logit_bias(bias: Any) -> Mapping[int, float] | None:
     if not isinstance(bias, Mapping):
         raise RequestError(f"logit_bias must map token ids to numbers, got {shown(bias)}")
     checked: dict[int, float] = {}
-    for token, value in bias.items():
-        if not is_integer(token) or token < 0:
-            raise RequestError(f"logit_bias: token id must be an integer >= 0, got {shown(token)}")
+    for key, value in bias.items():
+        token = plain_integer(key)
+        if token is None or token < 0:
+            raise RequestError(f"logit_bias: token id must be an integer >= 0, got {shown(key)}")
         number = as_number(value)
         if number is None or not -100 <= number <= 100:
             raise RequestError(f"logit_bias[{shown(token)}] must be a finite number >= -100 and <= 100, got {shown(value)}")
-        checked[int(token)] = number
+        checked[token] = number
     return FrozenDict(checked)
 
 

@@ -58,6 +58,7 @@ async def tokens_of(stream: AsyncIterator[RequestOutput]) -> list[int]:
 
 async def is_idle(engine: AsyncLLMEngine) -> bool:
     """Whether nobody else's request is in the engine, once it has done all that was asked of it before."""
+    await asyncio.sleep(0)  # whoever was cancelled says so first
     await tokens_of(engine.generate("last", [1], params(max_tokens=1)))
     return engine.engine.get_num_unfinished_requests() == 0 and engine.engine.stats().blocks.held == 0 and not engine._readers
 
@@ -148,19 +149,42 @@ def test_concurrent_streams_have_the_tokens_of_requests_that_run_alone(shared: A
     assert run(main()) == expected
 
 
-def test_a_stream_gives_every_step_and_ends_with_the_finished_one(shared: AsyncLLMEngine) -> None:
+def test_a_stream_gives_every_token_once_and_ends_with_the_finished_output(shared: AsyncLLMEngine) -> None:
     async def main() -> list[RequestOutput]:
         return [output async for output in shared.generate("a", [1, 2], params(max_tokens=7))]
 
     outputs = run(main())
-    assert [output.finished for output in outputs] == [False] * 6 + [True]
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [1] * 7
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) == 7
+
+
+@pytest.mark.parametrize("kind", ["cumulative", "delta"])
+def test_a_reader_who_comes_late_gets_all_of_it_as_one_output(shared: AsyncLLMEngine, kind: str) -> None:
+    asked = params(n=2, logprobs=2, max_tokens=40, output_kind=kind)
+
+    async def main() -> list[RequestOutput]:
+        stream = shared.generate("late", [1], asked)
+        first = await anext(stream)
+        while shared.engine.get_num_unfinished_requests():
+            pass  # the event loop stands still
+        return [first, *[output async for output in stream]]
+
+    outputs = run(main())
+    assert len(outputs) <= 3, "the first, all others, and perhaps the last by itself"
+    with LLM(**model()) as llm:
+        [expected] = llm.generate([[1]], asked, use_tqdm=False)
+    for index, sample in enumerate(expected.outputs):
+        parts = [one for output in (outputs if kind == "delta" else outputs[-1:]) for one in output.outputs if one.index == index]
+        assert [token for part in parts for token in part.token_ids] == list(sample.token_ids)
+        assert [list(one) for part in parts for one in part.logprobs or ()] == [list(one) for one in sample.logprobs or ()]
+        assert parts[-1].finish_reason == sample.finish_reason
 
 
 def test_fields_of_the_request_are_passed_on(shared: AsyncLLMEngine) -> None:
     async def main() -> None:
-        async for output in shared.generate("a", [1], params(), arrival_time=0.0, priority=3, client="me", deadline=1.0, cache_salt="s"):
-            assert output.metrics.arrival_time == 0.0
+        arrival = shared.engine.now()
+        async for output in shared.generate("a", [1], params(), arrival_time=arrival, priority=3, client="me", deadline=1.0, cache_salt="s"):
+            assert output.metrics.arrival_time == arrival
 
     run(main())
 
@@ -245,11 +269,10 @@ def test_abort_ends_the_iterator_without_an_error_and_frees_the_id(shared: Async
 def test_several_requests_are_aborted_at_once(shared: AsyncLLMEngine, kind: Any) -> None:
     async def main() -> None:
         streams = [shared.generate(name, [1], ENDLESS) for name in "abc"]
-        for stream in streams:
-            await anext(stream)
+        began = [list((await anext(stream)).outputs[0].token_ids) for stream in streams]
         await shared.abort(kind(["a", "nobody", "c"]))
-        lengths = await asyncio.gather(*(tokens_of(stream) for stream in streams))
-        assert [len(tokens) == 94 for tokens in lengths] == [False, True, False]
+        rest = await asyncio.gather(*(tokens_of(stream) for stream in streams))
+        assert [len(first + more) == 95 for first, more in zip(began, rest, strict=True)] == [False, True, False]
         assert await is_idle(shared)
 
     run(main())
@@ -292,7 +315,7 @@ def test_a_loop_that_ends_without_a_word_harms_nobody(shared: AsyncLLMEngine) ->
         ([97], {}, RequestError),
         ("text", {}, ModelLoadError),
         ([1], {"priority": "high"}, RequestError),
-        ([1], {"no_such_field": 1}, TypeError),
+        ([1], {"no_such_field": 1}, RequestError),
         ([1], {"params": {"n": 1}}, RequestError),
     ],
     ids=str,
@@ -348,7 +371,7 @@ def test_other_threads_may_ask_the_engine_itself(shared: AsyncLLMEngine) -> None
             assert await asyncio.to_thread(lambda: shared.engine.stats().running) <= 4
             await asyncio.to_thread(shared.engine.reset_prefix_cache)
         assert [len(stream.result()) for stream in streams] == [95] * 4
-        waiting = asyncio.create_task(anext(shared.generate("future", [1], params(), arrival_time=1e12)))
+        waiting = asyncio.create_task(anext(shared.generate("future", [1], params(), arrival_time=1e9)))
         assert len(await tokens_of(shared.generate("present", [1], params()))) == 20  # now it sleeps
         assert await asyncio.to_thread(shared.engine.get_num_unfinished_requests) == 1
         waiting.cancel()

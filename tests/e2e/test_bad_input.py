@@ -402,7 +402,85 @@ def test_every_policy_counts_with_the_most_extreme_fields(name: str) -> None:
     assert finished == set(map(str, range(len(EXTREME_FIELDS) * 2)))
 
 
+class Hostile(str):
+    """Text that nobody can hash, compare, measure or print."""
+
+    def _raise(self, *args: Any) -> Any:
+        raise ZeroDivisionError
+
+    __hash__ = __eq__ = __len__ = __str__ = __repr__ = _raise
+
+
+class Liar(int):
+    """An integer that is within any range."""
+
+    def _true(self, other: Any) -> bool:
+        return True
+
+    __lt__ = __le__ = __gt__ = __ge__ = _true
+
+
+@pytest.mark.parametrize("scheduler", ["fcfs", "vtc", "lcf", "rpm", "priority", "lightllm"])
+def test_text_of_a_class_of_its_own_is_taken_as_text_and_harms_nobody(scheduler: str) -> None:
+    config = {"max_model_len": 64, "scheduler": scheduler, "executor": {"name": "simulated", "num_blocks": 20}}
+    params = SamplingParams(max_tokens=2, detokenize=False, stop_token_ids=[Liar(3)])
+    with LLMEngine.from_config(config) as engine:
+        engine.add_request(Hostile("a"), [5], params, client=Hostile("me"), cache_salt=Hostile("salt"), priority=Liar(3), deadline=np.float32(1))
+        [live] = engine.core._requests.values()
+        assert (live.id, live.client, live.cache_keys, live.priority) == ("a", "me", ("salt:salt",), 3)
+        assert {type(value) for value in (live.id, live.client, live.priority, live.deadline)} == {str, int, float}
+        assert drain(engine)["a"].finished
+        engine.add_request("b", [5], params)
+        engine.abort_request(Hostile("b"))
+        assert not engine.has_unfinished_requests()
+
+
+def test_a_number_that_lies_of_its_size_is_refused(engine: LLMEngine, alone: Any) -> None:
+    for fields in ({"priority": Liar(10**400)}, {"predicted_tokens": Liar(-1)}):
+        with in_company(engine, alone), pytest.raises(RequestError, match="must be an integer from"):
+            engine.add_request("bad", "a", **fields)
+    for wrong in ({"top_k": Liar(-5)}, {"stop_token_ids": [Liar(-5)]}, {"logit_bias": {Liar(-5): 1}}):
+        with pytest.raises(RequestError, match=r"integer >=|token ids >="):
+            SamplingParams(**wrong)
+
+
+def test_whoever_dates_a_request_back_comes_after_those_who_were_seen() -> None:
+    config = {"max_model_len": 64, "max_num_seqs": 1, "executor": {"name": "simulated", "num_blocks": 20}}
+    params = SamplingParams(max_tokens=2, detokenize=False)
+    with LLMEngine.from_config(config, clock=VirtualClock()) as engine:
+        for index in range(3):
+            engine.add_request(f"r{index}", [5] * 10, params)
+        engine.step()
+        assert engine.stats().arrived == 3
+        engine.add_request("dated back", [5] * 10, params, arrival_time=-1e9)
+        assert list(drain(engine)) == ["r0", "r1", "r2", "dated back"]
+
+
 # Limits
+
+
+def test_no_more_requests_wait_than_the_limit_says() -> None:
+    """A list is taken whatever it holds, and leaves what others may add as it was."""
+    config = {"model": "demo", "max_model_len": 64, "limits": {"max_waiting": 3}}
+    with LLM(**config) as llm:
+        params = SamplingParams(max_tokens=2, n=2)
+        for index in range(3):
+            llm.engine.add_request(str(index), [5], SamplingParams(max_tokens=50, ignore_eos=True))
+        assert len(llm.generate([[5]] * 5, params, use_tqdm=False)) == 5
+        with llm.stream([[5]] * 5, params):
+            llm.engine.abort_request("1")
+            llm.engine.add_request("again", [5], params)
+            with pytest.raises(RequestError, match=r"^unfinished requests must be at most 3 \(limits.max_waiting\), got 4$"):
+                llm.engine.add_request("more", [5], params)
+        drain(llm.engine)
+        llm.engine.add_request("more", [5], params)
+
+
+def test_a_limit_of_none_takes_any_number() -> None:
+    config = {"max_model_len": 64, "limits": {"max_waiting": None}, "executor": {"name": "simulated", "num_blocks": 20}}
+    with LLMEngine.from_config(config) as engine:
+        engine.add_request("a", [5], SamplingParams(detokenize=False))
+
 
 ROOM = {
     "max_n": 2,
@@ -469,7 +547,8 @@ def test_what_goes_up_to_the_limits_is_taken(narrow: LLMEngine) -> None:
 
 
 def test_every_limit_has_a_request_that_goes_too_far() -> None:
-    assert set(ROOM) == set(Limits.model_fields) == {limit for limit, _, _ in TOO_FAR}
+    of_chats = {"max_chat_chars", "max_template_chars", "max_template_s", "max_template_bytes"}  # see test_chat_limits
+    assert set(ROOM) == set(Limits.model_fields) - of_chats - {"max_waiting"} == {limit for limit, _, _ in TOO_FAR}
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(engine: LLMEngine, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:

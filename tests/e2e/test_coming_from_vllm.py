@@ -150,6 +150,26 @@ def test_every_argument_is_on_the_page() -> None:
 # Methods
 
 
+@pytest.mark.parametrize("name", vllm_args.CALL_TABLE)
+def test_an_argument_of_a_method_that_cannot_be_honoured_is_refused_with_what_would_be_right(llm: LLM, name: str) -> None:
+    with pytest.raises(RequestError, match=rf"^generate\(\): {name}=\[1\]: ") as refused:
+        llm.generate("a", GREEDY, False, **{name: [1]})
+    assert vllm_args.CALL_TABLE[name] in str(refused.value)
+    with pytest.raises(RequestError, match=rf"^chat\(\): {name}"):
+        llm.chat([{"role": "user", "content": "a"}], **{name: [1]})
+    if name != "priority":
+        with pytest.raises(RequestError, match=rf"^add_request\(\): {name}"):
+            llm.engine.add_request("a", "a", **{name: [1]})
+    assert llm.generate("a", GREEDY, False, **{name: None})
+
+
+def test_an_argument_that_no_method_has_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"^generate\(\): temperature: it is a field of SamplingParams"):
+        llm.generate("a", temperature=0.5)
+    with pytest.raises(RequestError, match=r"^add_request\(\): nonsense: there is no such argument"):
+        llm.engine.add_request("a", "a", nonsense=1)
+
+
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM(**SETTINGS) as llm:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail import LLMEngine
+from dovetail.api.clock import VirtualClock
 from dovetail.api.observer import Decision, ObserverContext
 from dovetail.errors import ConfigError
 from dovetail.request import Request
@@ -183,6 +184,29 @@ def test_it_logs_a_real_engine_too(tmp_path: Path) -> None:
             engine.step()
     events = json.loads(path.read_text())
     assert [event["name"] for event in events if event["ph"] == "X" and event["pid"] == REQUESTS][-2:] == ["prefill", "decode"]
+
+
+def test_who_ends_while_nothing_runs_is_drawn_at_once(tmp_path: Path) -> None:
+    """Of a thousand requests the policy lets one in, and nothing runs any more: the others take neither memory nor a lane each."""
+    path = tmp_path / "decisions.json"
+    config = {
+        "scheduler": {"name": "rpm", "limit": 1, "window_s": 1e6},
+        "executor": {"name": "simulated", "num_blocks": 20},
+        "observers": [{"name": "decision_log", "path": str(path)}],
+    }
+    reasons = []
+    with LLMEngine.from_config({"max_model_len": 64, **config}, clock=VirtualClock()) as engine:
+        [(_, log)] = engine.core.observers._observers
+        assert isinstance(log, DecisionLog)
+        for index in range(1_000):
+            engine.add_request(f"r{index}", [5] * 10, SamplingParams(max_tokens=2, detokenize=False))
+            while engine.has_unfinished_requests():
+                reasons += [output.outputs[0].finish_reason for output in engine.step() if output.finished]
+            assert not log._over, f"after request {index}"
+    assert reasons == ["length"] + ["rejected"] * 999
+    lives = Logged(None, path).lives()  # type: ignore[arg-type]
+    assert len(lives) == 1_000
+    assert {life["tid"] for life, _ in lives.values()} == {1}
 
 
 @pytest.mark.parametrize("path", ["nowhere/decisions.json", ".", "x" * 5000])

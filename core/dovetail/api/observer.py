@@ -54,6 +54,7 @@ class RequestFinished:
     request: Request
     finish_reason: FinishReason
     stop_reason: int | str | None
+    more_steps: bool = False  # a `StepFinished` is still to come of a step that was planned before it ended
 
 
 @dataclass(frozen=True, slots=True)

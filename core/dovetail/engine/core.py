@@ -82,6 +82,7 @@ class EngineCore:
         self._requests: dict[str, LiveRequest] = {}  # unfinished, by id
         self._arrivals: list[tuple[float, int, LiveRequest]] = []  # a heap
         self._dead_arrivals = 0  # of these: aborted before their time
+        self._arrived_until = -math.inf  # the latest arrival time of those that policies have seen
         self._added = 0
         self._flights: list[Flight] = []
         self._index = 0
@@ -92,6 +93,10 @@ class EngineCore:
         self._storm = StormWatch(settings.scheduler_name)
 
     # For the front end
+
+    def earliest_arrival(self, arrival_time: float) -> float:
+        """`arrival_time`, or that of the last request that policies have seen, if it is later."""
+        return max(arrival_time, self._arrived_until)
 
     def add(self, request: LiveRequest) -> None:
         """Take a request, whose fields were checked. It stays invisible until its `arrival_time`. Raises `RequestError` if its id is taken."""
@@ -255,7 +260,7 @@ class EngineCore:
 
     def _admit_arrivals(self, now: float) -> None:
         while self._next_arrival() <= now:
-            request = heapq.heappop(self._arrivals)[2]
+            self._arrived_until, _, request = heapq.heappop(self._arrivals)
             self._drop_dead_arrivals()
             self.stats.arrived += 1
             if self.observers:
@@ -399,7 +404,7 @@ class EngineCore:
         for request, finish in delivery.finished.items():
             if finish.reason == "error" and request.blocks:
                 self.kv.uncommit(request, 0)
-            self._finish(request, finish)
+            self._finish(request, finish, settling=True)
         core_s = flight.core_s + time.perf_counter() - begun
         stats.core_s += core_s
         if self.observers:
@@ -427,8 +432,9 @@ class EngineCore:
 
     # Ends
 
-    def _finish(self, request: LiveRequest, finish: Finish, *, deliver: bool = False) -> None:
-        """It is over: out of the books; the policy and the observers hear of it if they heard of its arrival."""
+    def _finish(self, request: LiveRequest, finish: Finish, *, deliver: bool = False, settling: bool = False) -> None:
+        """It is over: out of the books; the policy and the observers hear of it if they heard of its arrival. `settling`: by the results of a step
+        of which the observers haven't heard."""
         arrived = request.status is not Status.NEW
         if request.blocks and finish.reason != "error":
             self.books.commit(request)  # what it generated may be the next turn's prompt
@@ -443,7 +449,8 @@ class EngineCore:
             return
         self.stats.finished += 1
         if self.observers:
-            self.observers.tell("on_finished", RequestFinished(self.clock.now(), request, finish.reason, finish.stop_reason))
+            more_steps = settling or bool(self._flights)
+            self.observers.tell("on_finished", RequestFinished(self.clock.now(), request, finish.reason, finish.stop_reason, more_steps))
         self._ask("on_finished", request)
 
     def _die(self, error: Exception, *, log: bool = True) -> None:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, overload
 from dovetail.api.clock import VirtualClock
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front.llm_engine import LLMEngine, Prompt, is_text, request_ids
+from dovetail.front.unread import Unread
 from dovetail.request import RequestOutput
-from dovetail.sampling_params import SamplingParams
+from dovetail.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
@@ -26,17 +27,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dovetail")
 
-Item = RequestOutput | BaseException | None  # None: it was aborted, and nothing more comes
+
+class _Aborted(Exception):
+    """Somebody aborted the request: its iterator just ends."""
 
 
 class _Reader:
     """Who awaits the outputs of one request, and where."""
 
-    __slots__ = ("aborted", "items", "loop")
+    __slots__ = ("aborted", "loop", "news", "takes_deltas", "unread")
 
     def __init__(self) -> None:
-        self.loop, self.items = asyncio.get_running_loop(), asyncio.Queue[Item]()
+        self.loop, self.news = asyncio.get_running_loop(), asyncio.Event()
+        self.unread = Unread()
+        self.takes_deltas = False
         self.aborted = False  # while its text was tokenized
+
+    async def next(self) -> tuple[RequestOutput | None, BaseException | None]:
+        """What has come since the last call, as one output, and the end, if it has come; waits for either. Rarely neither."""
+        await self.news.wait()
+        self.news.clear()
+        return self.unread.take()
 
 
 class AsyncLLMEngine:
@@ -57,7 +68,7 @@ class AsyncLLMEngine:
         self._tokenizer = ThreadPoolExecutor(1, "dovetail-tokenizer")  # one thread: texts stay in order
         self._tokenizing: dict[_Reader, str] = {}  # request ids; changed behind the door
         self._readers: dict[str, _Reader] = {}  # by request id
-        self._given: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, Item]]] = {}  # since the last call of `_hand_over`
+        self._to_wake: dict[asyncio.AbstractEventLoop, list[_Reader]] = {}  # since the last call of `_wake_readers`
         self._stopping = False
         self._door = threading.Lock()  # calls come in while there is no failure; none is left behind when it closes
         self._failure: BaseException | None = None
@@ -93,6 +104,9 @@ class AsyncLLMEngine:
         request_id)`, told apart by where the `SamplingParams` are; all can be given by keyword. Other `fields` are as for
         `LLMEngine.add_request`, which is called, and whose errors are raised, when the first output is asked for.
 
+        Who reads more slowly than the engine computes gets what has come meanwhile as one output: of deltas all, of cumulative outputs the newest. So
+        what waits for him takes as much memory as the answer.
+
         Closing the iterator, or cancelling the task that reads it, aborts the request. Raises `RequestError` at once for arguments whose order
         can't be told, and `EngineDeadError` when the engine fails or is closed before the request has finished.
         """
@@ -109,12 +123,12 @@ class AsyncLLMEngine:
         done = not self._call(lambda: self._add(request_id, reader, prompt, params, fields), reader)
         try:
             while not done:
-                item = await reader.items.get()
-                done = not isinstance(item, RequestOutput) or item.finished
-                if isinstance(item, BaseException):
-                    raise item
-                if item is not None:
-                    yield item
+                output, end = await reader.next()
+                done = end is not None or (output is not None and output.finished)
+                if output is not None:
+                    yield output
+                if end is not None and not isinstance(end, _Aborted):
+                    raise end
         finally:
             if not done:
                 with suppress(EngineDeadError):  # then there is nothing to abort
@@ -213,7 +227,7 @@ class AsyncLLMEngine:
                 if self.engine.has_unfinished_requests():
                     for output in self.engine.step():
                         self._send(output)
-                    self._hand_over()
+                    self._wake_readers()
                     self.engine.core.check_alive()
                 else:
                     self._wake.wait()
@@ -225,9 +239,9 @@ class AsyncLLMEngine:
             self._failure = failure
         self._take_calls()  # the last that came in
         for reader in self._readers.values():
-            self._give(reader, self._dead())
+            self._end(reader, self._dead())
         self._readers.clear()
-        self._hand_over()
+        self._wake_readers()
 
     def _take_calls(self) -> None:
         """Those that are there: who calls without end must not keep the engine from its steps, nor from its end."""
@@ -236,7 +250,7 @@ class AsyncLLMEngine:
             if self._stopping and self._failure is None:
                 return
             self._calls.get()()
-        self._hand_over()
+        self._wake_readers()
 
     def _wait_until(self, instant: float) -> None:
         """The engine's idle wait: until `instant`, or somebody calls."""
@@ -246,13 +260,14 @@ class AsyncLLMEngine:
 
     def _add(self, request_id: str, reader: _Reader, prompt: Prompt, params: SamplingParams | None, fields: Mapping[str, Any]) -> None:
         if self._failure is not None:  # it came as the engine ended
-            self._give(reader, self._dead())
+            self._end(reader, self._dead())
             return
         try:
             self.engine.add_request(request_id, prompt, params, **fields)
         except BaseException as error:  # whatever it is, it is this caller's alone
-            self._give(reader, error)
+            self._end(reader, error)
         else:
+            reader.takes_deltas = params is not None and params.output_kind is OutputKind.DELTA
             self._readers[request_id] = reader
 
     def _send(self, output: RequestOutput) -> None:
@@ -263,7 +278,8 @@ class AsyncLLMEngine:
             return
         if output.finished:
             del self._readers[output.request_id]
-        self._give(reader, output)
+        if reader.unread.put(output, is_delta=reader.takes_deltas):
+            self._to_wake.setdefault(reader.loop, []).append(reader)
 
     def _drop(self, request_id: str, reader: _Reader) -> None:
         """Its reader has gone; unless the id is another's by now."""
@@ -275,22 +291,23 @@ class AsyncLLMEngine:
         self.engine.abort_request(ids)
         for request_id in ids:
             if (reader := self._readers.pop(request_id, None)) is not None:
-                self._give(reader, None)
+                self._end(reader, _Aborted())
 
-    def _give(self, reader: _Reader, item: Item) -> None:
-        self._given.setdefault(reader.loop, []).append((reader, item))
+    def _end(self, reader: _Reader, end: BaseException) -> None:
+        if reader.unread.end(end):
+            self._to_wake.setdefault(reader.loop, []).append(reader)
 
-    def _hand_over(self) -> None:
-        """Wake each event loop once for all that its readers were given: a call for each would take longer than planning the step."""
-        given, self._given = self._given, {}
-        for loop, items in given.items():
+    def _wake_readers(self) -> None:
+        """Call each event loop once for all of its readers who were given something: a call for each would take longer than planning the step."""
+        to_wake, self._to_wake = self._to_wake, {}
+        for loop, readers in to_wake.items():
             with suppress(RuntimeError):  # the loop was closed: nobody listens
-                loop.call_soon_threadsafe(_put, items)
+                loop.call_soon_threadsafe(_wake, readers)
 
 
-def _put(items: list[tuple[_Reader, Item]]) -> None:
-    for reader, item in items:
-        reader.items.put_nowait(item)
+def _wake(readers: list[_Reader]) -> None:
+    for reader in readers:
+        reader.news.set()
 
 
 def _in_our_order(args: tuple[Any, ...], fields: dict[str, Any]) -> tuple[str, Prompt, SamplingParams | None, dict[str, Any]]:

@@ -41,5 +41,5 @@ def check_size(name: str, value: Any, limits: Limits) -> None:
 def at_most(what: str, value: int, limits: Limits, limit: str) -> None:
     """Raises `RequestError` if `value` is more than that limit."""
     most = getattr(limits, limit)
-    if value > most:
+    if most is not None and value > most:
         raise RequestError(f"{what} must be at most {most} (limits.{limit}), got {value}")

@@ -22,7 +22,7 @@ from dovetail.front.chat import ChatFrontEnd, ChatOptions
 from dovetail.front.chat_messages import Message
 from dovetail.front.llm_engine import LLMEngine, Prompt
 from dovetail.front.own_requests import OwnRequests
-from dovetail.front.vllm_args import translated
+from dovetail.front.vllm_args import check_call, translated
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
 
@@ -48,6 +48,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete prompts: one or a list, each text or token ids; with one `SamplingParams`, or one each.
 
@@ -56,6 +57,7 @@ class LLM:
         done: nothing stays behind, and the engine can be used again; a second one takes effect at once, and may be the engine's end.
         Until the first step runs, Python's garbage collector is held back.
         """
+        check_call("generate", others)
         prompts = _as_list(prompts)
         params = [_with_kind(one, OutputKind.FINAL) for one in _one_each(sampling_params, len(prompts))]
         with _CollectorHeld() as collector, OwnRequests(self.engine, "generate") as requests:  # interrupted or not, nothing stays behind
@@ -89,9 +91,11 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, with the model's chat template or the one that is given; `dovetail.front.chat.ChatOptions` says
         what the other options do. Raises `RequestError` if the model has no template, it refuses a conversation, or an option is wrong."""
+        check_call("chat", others)
         options = ChatOptions(
             tools=tools,
             chat_template=chat_template,

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dovetail.api.clock import Clock, WallClock
-from dovetail.checks import BINARY, INT64, MAX_TIME_S, as_number, is_integer, shown
+from dovetail.checks import BINARY, INT64, MAX_TIME_S, as_number, is_integer, plain_integer, plain_text, shown
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.siblings import make_siblings
 from dovetail.engine.stats import EngineStats
@@ -69,6 +69,7 @@ class LLMEngine:
         self._random = random.Random(assembly.config.seed)
         self._builder = OutputBuilder(None)
         self._closed = False
+        self._taking_list = False  # within `add_list`
         self.turns = Turns()  # of the threads that call
         self._takers: dict[str, Taker] = {}  # by request id: who gets its outputs instead of the caller of `step`
         self._kept: dict[str, list[RequestOutput]] = {}  # by request id: for the next `step`
@@ -117,9 +118,14 @@ class LLMEngine:
         self._builder.tokenizer = tokenizer
         return tokenizer
 
+    def add_list(self, add: Callable[[], None]) -> None:
+        """Call `add`, in which `add_request` takes as many requests as it is given: `limits.max_waiting` doesn't count them. Raises what it does."""
+        self.turns.take(self._add_list, add)
+
     @in_turn
     def add_request(
         self,
+        /,
         request_id: str,
         prompt: Prompt,
         params: SamplingParams | None = None,
@@ -130,24 +136,36 @@ class LLMEngine:
         cache_salt: str | None = None,
         extra: Mapping[str, Any] | None = None,
         predicted_tokens: int | None = None,
+        **others: Any,
     ) -> None:
         """Take a request. Raises, having changed nothing, `RequestError` if something is wrong with it, `ModelLoadError` if it needs a
         tokenizer that the model doesn't have, `EngineDeadError` if the engine has failed or was closed.
 
         `arrival_time` and `deadline` are seconds on the engine's clock (`engine.now()`), from -1e9 to 1e9: until its time no policy sees the
-        request. `client` is whom policies charge. `cache_salt`: share cached K and V only with requests of the same salt. `extra`: per distribution,
-        what its components want to know of the request. `predicted_tokens`: a guess of how many it will generate, for policies that use one.
+        request. One that is earlier than that of a request which policies have seen is lifted to it for them, since they see requests in order of
+        time: nobody comes before those who are waiting by dating back. `client` is whom policies charge. `cache_salt`: share cached K and V only
+        with requests of the same salt. `extra`: per distribution, what its components want to know of the request. `predicted_tokens`: a guess of
+        how many it will generate, for policies that use one.
         """
+        if others:
+            from dovetail.front.vllm_args import check_call
+
+            check_call("add_request", others)
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
         self._check_open()
+        if not self._taking_list:
+            self._check_waiting()
+        request_id, client, cache_salt, priority, predicted_tokens = map(_plain, (request_id, client, cache_salt, priority, predicted_tokens))
+        arrival_time, deadline = map(_seconds, (arrival_time, deadline))
         self._check_fields(request_id, arrival_time, priority, client, deadline, cache_salt, predicted_tokens)
         text, token_ids, prompt_array = self._read_prompt(prompt, params)
         self._check_params(params)
         bounds.check_size("extra", extra, self.config.limits)
         extras = self._assembly.check_extra(extra)
-        arrival = self.now() if arrival_time is None else float(arrival_time)
+        came = self.now() if arrival_time is None else arrival_time
+        arrival = self.core.earliest_arrival(came)
         room = self.capacity.max_model_len - len(token_ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > limit:  # more than there is room for: all that there is room for
@@ -167,9 +185,9 @@ class LLMEngine:
                 stopper=sample_text.append_and_check if sample_text is not None and params.stop else None,
                 arrival_time=arrival,
                 client=client,
-                priority=int(priority),
-                deadline=None if deadline is None else float(deadline),
-                predicted_tokens=None if predicted_tokens is None else int(predicted_tokens),
+                priority=priority,
+                deadline=deadline,
+                predicted_tokens=predicted_tokens,
                 parent=None if params.n == 1 else request_id,
                 cache_keys=() if cache_salt is None else (f"salt:{cache_salt}",),
                 extra=extras,
@@ -178,6 +196,7 @@ class LLMEngine:
         if params.n > 1:
             make_siblings(samples)
         self._groups[request_id] = group = RequestGroup(request_id, text, token_ids, params, samples)
+        group.metrics.arrival_time = came
         self._builder.expect(group, texts)
         try:
             for request in samples:
@@ -214,7 +233,6 @@ class LLMEngine:
                 if self.core.dead is None:  # or its other samples are still to be delivered, as failed
                     self._forget(group)
 
-    @in_turn
     def step(self) -> list[RequestOutput]:
         """Compute for a while, and return what is new; perhaps nothing. Waits for the device, or for the next arrival time. What steps of an `LLM`
         brought of this engine's other requests is returned first.
@@ -222,11 +240,7 @@ class LLMEngine:
         When a component fails, every unfinished request is returned once, finished with "error" and the reason; after that each call raises
         `EngineDeadError`. An interrupt (Ctrl-C) amidst a step is such a failure too, since nobody knows what was computed.
         """
-        if self._kept:
-            outputs = [output for kept in self._kept.values() for output in kept]
-            self._kept.clear()
-            return outputs
-        return self._compute(keep=False)
+        return self.turns.take(LLMEngine._step, self)  # as `in_turn`, without its objects: see `Turns.take`
 
     @in_turn
     def divert(self, request_id: str, taker: Taker) -> None:
@@ -322,6 +336,13 @@ class LLMEngine:
 
     # Steps
 
+    def _step(self) -> list[RequestOutput]:
+        if self._kept:
+            outputs = [output for kept in self._kept.values() for output in kept]
+            self._kept.clear()
+            return outputs
+        return self._compute(keep=False)
+
     def _compute(self, *, keep: bool) -> list[RequestOutput]:
         """A step. What it brings of requests that nobody has diverted is returned or, to `keep`, put aside."""
         if self._closed:
@@ -370,6 +391,16 @@ class LLMEngine:
             self.turns.sleep(remaining)
 
     # Checks
+
+    def _add_list(self, add: Callable[[], None]) -> None:
+        self._taking_list = True
+        try:
+            add()
+        finally:
+            self._taking_list = False
+
+    def _check_waiting(self) -> None:
+        bounds.at_most("unfinished requests", len(self._groups) - len(self._takers) + 1, self.config.limits, "max_waiting")
 
     def _check_open(self) -> None:
         self.core.check_alive()
@@ -471,13 +502,26 @@ def _sampling_of_sample(sampling: RowSampling, seed: int, index: int) -> RowSamp
     return dataclasses.replace(sampling, seed=(seed + index * _GOLDEN) % 2**_SEED_BITS, prompt_logprobs=None)
 
 
+def _plain(value: Any) -> Any:
+    """Text and integers of exactly the types `str` and `int`, so that what was checked is what policies count with; anything else as it is, for the
+    checks to refuse."""
+    plain = plain_text(value) if isinstance(value, str) else plain_integer(value)
+    return value if plain is None else plain
+
+
+def _seconds(value: Any) -> Any:
+    """As `_plain`, for floats."""
+    number = as_number(value)
+    return value if number is None else number
+
+
 def request_ids(value: Any) -> list[str]:
     """An id, or several, as a list. Raises `RequestError` for anything else."""
-    if isinstance(value, str):
-        return [value]
+    if (text := plain_text(value)) is not None:
+        return [text]
     if not isinstance(value, Sequence | Set) or isinstance(value, bytes | bytearray | memoryview) or not all(isinstance(one, str) for one in value):
         raise RequestError(f"a request id must be a string, and several a list of strings, got {shown(value)}")
-    return list(value)
+    return [str.__str__(one) for one in value]
 
 
 def is_text(prompt: Any) -> bool:

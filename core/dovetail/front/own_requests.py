@@ -34,7 +34,7 @@ class OwnRequests:
 
     def add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
         """All of them, or none: before any is computed. Raises as `LLMEngine.add_request` does."""
-        self._engine.turns.take(self._add, prompts, params)
+        self._engine.add_list(lambda: self._add(prompts, params))
 
     def step(self) -> list[RequestOutput]:
         """What has come of them; if that is nothing, after a step. Raises `EngineDeadError` if the engine has failed or was closed, and

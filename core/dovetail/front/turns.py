@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from threading import get_ident
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, TypeVarTuple
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 
 class Turns:
@@ -26,16 +27,23 @@ class Turns:
         self._asleep = False
         self.wake = threading.Event()  # ends a `sleep`
 
-    def take(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call it when it is this thread's turn, at once within another call of the same thread."""
+    def take(self, function: Callable[[*Ts], R], *args: *Ts) -> R:
+        """Call it when it is this thread's turn, at once within another call of the same thread.
+
+        It makes no object that Python's garbage collector counts, since it is around each step: a few more, and there may be a collection each step.
+        """
         if self._inside == get_ident():
-            return function(*args, **kwargs)
+            return function(*args)
         try:
             with self._door:
                 if self._asleep:
                     self.wake.set()
                 self._room.acquire()
-            return self._call(function, *args, **kwargs)
+            self._inside = get_ident()
+            try:
+                return function(*args)
+            finally:
+                self._inside = None
         finally:
             try:  # noqa: SIM105 - `suppress` is Python code, before which an interrupt may come
                 self._room.release()
@@ -52,13 +60,6 @@ class Turns:
             self._asleep = False
             self.wake.clear()
 
-    def _call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        self._inside = get_ident()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self._inside = None
-
 
 class _TakesTurns(Protocol):
     turns: Turns
@@ -72,6 +73,6 @@ def in_turn(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
 
     @wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.turns.take(method, self, *args, **kwargs)
+        return self.turns.take(partial(method, self, *args, **kwargs))
 
     return call

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dovetail.checks import as_number, shown
 from dovetail.config import EngineConfig
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, RequestError
+from dovetail.sampling_params import SamplingParams
 
 logger = logging.getLogger("dovetail")
 
@@ -83,6 +84,17 @@ def _is_given(key: str, overrides: Mapping[str, Any]) -> bool:
     return key in overrides or (bool(option) and isinstance(overrides.get(outer), Mapping) and option in overrides[outer])
 
 
+def check_call(method: str, others: Mapping[str, Any]) -> None:
+    """Arguments of vLLM's methods that ours haven't: None asks for nothing. Raises `RequestError` for any other value and any other name."""
+    for name, value in others.items():
+        if name not in CALL_TABLE:
+            hint = f"it is a field of SamplingParams: sampling_params=SamplingParams({name}=…)" if name in _SAMPLING else "there is no such argument"
+            raise RequestError(f"{method}(): {name[:80]}: {hint}")
+        if value is not None:
+            raise RequestError(f"{method}(): {name}={shown(value)}: {CALL_TABLE[name]}")
+
+
+_SAMPLING = {field.name for field in fields(SamplingParams)}
 _told: set[str] = set()  # names of arguments: one line each is enough
 
 
@@ -278,5 +290,17 @@ _ROWS = (
     _anyway("served_model_name", None, why="nothing is served", otherwise=_SERVER, refused="my-model"),
     _anyway("otlp_traces_endpoint", None, why="observers tell", otherwise="write an observer plugin, and name it: observers", refused="http://x"),
 )
+
+CALL_TABLE = {  # an argument of `generate`, `chat` or `add_request` -> what to do instead
+    "lora_request": _LORA,
+    "prompt_adapter_request": _LORA,
+    "priority": "each request has its own: LLMEngine.add_request(…, priority=…)",
+    "guided_options_request": _GRAMMARS,
+    "tokenization_kwargs": "SamplingParams has truncate_prompt_tokens; give token ids for anything else",
+    "chat_template_content_format": "it is found out from the template: leave it out",
+    "mm_processor_kwargs": _TEXT_ONLY,
+    "trace_headers": "observers tell: write an observer plugin, and name it: observers",
+    "data_parallel_rank": _GPUS,
+}
 
 TABLE: dict[str, Argument] = {row.name: row for row in _ROWS}

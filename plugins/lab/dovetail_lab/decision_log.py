@@ -129,7 +129,7 @@ class DecisionLog(Observer):
         self._zero = 0.0
         self._lanes = Lanes()
         self._lives: dict[Request, Life] = {}
-        self._over: list[Life] = []  # finished; their last step isn't in
+        self._over: list[Life] = []  # finished; the results of their last step aren't in
 
     def on_started(self, event: EngineStarted) -> None:
         """Raises `ConfigError` if the file can't be opened."""
@@ -167,6 +167,8 @@ class DecisionLog(Observer):
         self._over.append(life)
         if event.finish_reason in ("rejected", "error", "abort"):
             self._write(_instant(life.result, life.lane, life.end_us))
+        if not event.more_steps:
+            self._bury()
 
     def on_step(self, event: StepFinished) -> None:
         fates = _fates(event.decisions)
