@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dovetail.api.attention import AttentionContext, LayerSpec
 from dovetail.nn.kernels import available, gpu
 from dovetail.nn.kernels.gpu import GPU, gpu_of
+from dovetail_attention.triton_backend import TritonAttention
 
 SERVED = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 CUDA = torch.device("cuda", 0)
@@ -21,6 +23,7 @@ def gpu_with(*capability: int) -> GPU:
 def test_what_torch_says_of_a_device_is_what_is_known_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"name": "NVIDIA T4", "major": 7, "minor": 5, "multi_processor_count": 40}
     shared = {"shared_memory_per_block_optin": 65_536, "shared_memory_per_multiprocessor": 65_536, "shared_memory_per_block": 49_152}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**told, **shared))
     known = gpu._gpu_of.__wrapped__(CUDA)
     assert known == GPU("NVIDIA T4", (7, 5), 65_536, 65_536, 40)
@@ -29,6 +32,12 @@ def test_what_torch_says_of_a_device_is_what_is_known_of_it(monkeypatch: pytest.
 
 def test_a_cpu_is_no_gpu() -> None:
     assert gpu_of(torch.device("cpu")) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_nor_is_a_gpu_that_is_not_there() -> None:
+    assert gpu_of(torch.device("cuda")) is None
+    assert TritonAttention.reasons_against(AttentionContext("cuda", "float16", 16), [LayerSpec(0, 2, 1, 64, 1.0)]) == []
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,13 @@ class GPU:
 
 
 def gpu_of(device: torch.device) -> GPU | None:
-    """The GPU that a device is. None for the CPU."""
+    """The GPU that a device is. None for the CPU, and for a GPU where there is none: what is asked of declarations may be asked anywhere."""
     return _gpu_of(device)
 
 
 @cache
 def _gpu_of(device: torch.device) -> GPU | None:
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return None
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack some
     return GPU(
