@@ -59,7 +59,7 @@ def test_a_share_of_the_memory_that_leaves_no_room_says_what_to_raise() -> None:
     with checkpoint(CONFIG) as (directory, _):
         settings = settings_for("triton", model=str(directory), dtype="float32", generation_config="none", gpu_memory_utilization=1e-6)
         del settings["kv_cache_memory"]
-        with pytest.raises(ConfigError, match=r"gpu_memory_utilization: .*gives 0\. .*raise gpu_memory_utilization"):
+        with pytest.raises(ConfigError, match=r"gpu_memory_utilization: .*gives 0\. .*Raise gpu_memory_utilization"):
             LLMEngine.from_config(settings)
 
 
