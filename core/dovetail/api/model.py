@@ -1,7 +1,7 @@
-"""What a model architecture is: it serves Hugging Face `architectures` names and builds a torch module that computes hidden states and logits.
+"""The model architecture: it serves Hugging Face `architectures` names and builds a torch module that computes hidden states and logits.
 
-Layers to build one from are in `dovetail.nn`. Attention layers are bound while the model is built: there is no global context. Every linear
-layer is parallel from the first day, with a group of one.
+`dovetail.nn` has the layers to build one from. Attention layers are bound while the model is built: there is no global context. Every linear
+layer is a parallel one, today with a group of one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ParallelGroup(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place; returns x."""
+        """Sum x over the ranks, in place, and return it."""
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenate the ranks' tensors along `dim`, in the order of ranks."""
@@ -37,8 +37,8 @@ class ParallelGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelCapabilities:
-    """`tensor_parallel`: can be split over ranks. `quantizations`: names of weight formats it can load besides plain ones. `narrows`: the module's
-    `forward` takes `wanted`."""
+    """The features that a model declares. `tensor_parallel`: it can be split over ranks. `quantizations`: names of weight formats that it can load
+    besides plain ones. `narrows`: the module's `forward` takes `wanted`."""
 
     tensor_parallel: bool = True
     quantizations: tuple[str, ...] = ()
@@ -47,12 +47,12 @@ class ModelCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """Constants that an architecture is made with; empty for now."""
+    """Constants that an architecture receives when it is made; empty for now."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """What `build` may need."""
+    """The settings and the attention backend that `build` needs."""
 
     parallel: ParallelGroup
     dtype: torch.dtype
@@ -64,7 +64,7 @@ class BuildContext:
 
 
 class CausalLM(Protocol):
-    """What `build` returns: a `torch.nn.Module` whose parameters all carry `load(source, shard_id)`: see `dovetail.nn.parameter`."""
+    """The module that `build` returns: a `torch.nn.Module` whose parameters all carry `load(source, shard_id)`: see `dovetail.nn.parameter`."""
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None = None, *, wanted: torch.Tensor | None = None
@@ -79,13 +79,13 @@ class CausalLM(Protocol):
         """hidden [n, hidden_size] of the rows that sample -> logits [n, vocab_size], the same on every rank."""
 
     def weights(self) -> Iterable[WeightRule]:
-        """Where each tensor of a checkpoint goes."""
+        """Return the rules that say which parameter each tensor of a checkpoint goes to."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """The checkpoint's tensor `source` is loaded by `parameter.load(source_slice, shard_id)`: `shard_id` names the part of a fused
-    parameter ("q", "k", "v"; "gate", "up"), None: the whole.
+    """A rule that loads the checkpoint's tensor `source` by `parameter.load(source_slice, shard_id)`. `shard_id` names the part of a fused
+    parameter ("q", "k", "v"; "gate", "up"); None: the whole.
 
     Two rules may name the same part (tied weights): the checkpoint may hold either tensor, or both if they are equal."""
 
@@ -96,7 +96,7 @@ class WeightRule:
 
 
 class ModelArch(ABC):
-    """Serves the architectures that its `ComponentSpec` names."""
+    """A model architecture; it serves the Hugging Face `architectures` that its `ComponentSpec` names."""
 
     capabilities = ModelCapabilities()
     options: BaseModel
@@ -106,13 +106,13 @@ class ModelArch(ABC):
 
     @abstractmethod
     def reasons_against(self, config: Any) -> list[str]:
-        """Why this Hugging Face config can't be served, each naming the field: one that changes the numbers and isn't implemented (a rope
-        type, quantization, softcap) must be here. Empty: it can."""
+        """Return the reasons why this Hugging Face config can't be served, each naming the field; an empty list means that it can. Every field
+        that changes the numbers and isn't implemented (a rope type, quantization, softcap) must be here."""
 
     @abstractmethod
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
-        """The attention layers that `build` will make, as this rank computes them."""
+        """Return the attention layers that `build` will make, with the shapes that this rank computes."""
 
     @abstractmethod
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
-        """A `CausalLM` with uninitialised parameters on `context.device`. `config` is a transformers `PretrainedConfig`."""
+        """Return a `CausalLM` with uninitialised parameters on `context.device`. `config` is a transformers `PretrainedConfig`."""
