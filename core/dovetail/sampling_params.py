@@ -146,7 +146,7 @@ class SamplingParams:
         return cls(**{name: value for name, value in values.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> SamplingParams:
-        """Return itself: as it can't be changed, no copy is needed."""
+        """Return a copy, for programs that expect to change it; here it is frozen, too."""
         return self.__copy__()
 
     def __copy__(self) -> SamplingParams:
