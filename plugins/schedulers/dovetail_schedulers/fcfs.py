@@ -21,7 +21,8 @@ class FCFSOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class FCFS(Scheduler):
-    """All decodes, then prompts that have begun, then new ones. When memory lacks, the youngest make room, never an older one."""
+    """A policy that serves all decodes, then prompts that have begun, then new ones. If memory is short, the youngest requests are preempted; an
+    older one never makes room for a younger."""
 
     claims = Claims(order="arrival", idles=True)
     options: FCFSOptions

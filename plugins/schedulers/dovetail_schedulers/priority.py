@@ -1,4 +1,4 @@
-"""The most important first. Aging is that of operating systems: waiting makes more important (Silberschatz et al., Operating System Concepts)."""
+"""The most important request first, with aging: waiting makes a request more important (Silberschatz et al., Operating System Concepts)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class PriorityOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class Priority(Scheduler):
-    """Smaller `request.priority` first, then by arrival. Requests age alike, so their order never turns: no two evict each other in turns."""
+    """A policy that serves smaller `request.priority` first, then by arrival. Requests age alike, so their order stays: no two evict each other in
+    turns."""
 
     claims = Claims(order="priority", starves=True)
     options: PriorityOptions

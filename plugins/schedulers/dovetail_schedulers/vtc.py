@@ -9,11 +9,11 @@ from dovetail_schedulers.in_order import run_on
 
 
 class VTCOptions(CounterOptions, frozen=True):
-    """Options of the scheduler `vtc`. Requests that name no client count as those of one more."""
+    """Options of the scheduler `vtc`. Requests without a client count as those of one more client."""
 
 
 class VTC(Scheduler):
-    """Admits a request of the client that was served least so far. Those admitted run on; when memory lacks, the youngest make room."""
+    """A policy that admits requests of the client served least so far. Admitted requests run on; if memory is short, the youngest are preempted."""
 
     options: CounterOptions
     lift = True
