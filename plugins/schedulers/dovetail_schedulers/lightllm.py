@@ -28,8 +28,8 @@ class LightLLMOptions(CounterOptions, frozen=True):
 
 class LightLLM(Scheduler):
     """A policy in which decodes run alone for `every` steps; then whole prompts are admitted, as many as fit, and computed alone. A prompt fits if
-    the pool is larger than the batch will ever be; the first always does. Under overlap blocks come free a step later than assumed, so that memory may
-    be short nevertheless; then the youngest are preempted."""
+    the pool is larger than the batch will ever be; the first always does. Under overlap blocks come free a step later than assumed, so that memory
+    may be short nevertheless; then the youngest are preempted."""
 
     claims = _CLAIMS["arrival"]
     options: LightLLMOptions
