@@ -20,7 +20,15 @@ ENTRY_POINT_GROUP = "dovetail.plugins"
 Kind = Literal["scheduler", "kv_cache", "attention", "model", "sampler", "executor", "observer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-API_VERSIONS: dict[Kind, str] = dict.fromkeys(KINDS, "0.1")  # the interface version of each kind that this Dovetail offers
+API_VERSIONS: dict[Kind, str] = {  # the version of each kind's interface that this Dovetail offers
+    "scheduler": "0.2",
+    "kv_cache": "0.1",
+    "attention": "0.1",
+    "model": "0.1",
+    "sampler": "0.1",
+    "executor": "0.1",
+    "observer": "0.1",
+}
 
 hookimpl = pluggy.HookimplMarker("dovetail")
 

@@ -77,7 +77,7 @@ class Claims:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class SchedulerContext:
     """Constants that a policy receives when it is made. As in every value type here, fields are only ever added."""
 
     max_tokens: int  # token budget of a step
@@ -188,7 +188,7 @@ class Scheduler(ABC):
     claims = Claims()
     options: BaseModel  # a subclass narrows it: `options: MyOptions`
 
-    def __init__(self, options: BaseModel, context: Context) -> None:
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
         self.options, self.context = options, context
 
     @abstractmethod

@@ -28,7 +28,13 @@ def dovetail_components() -> Iterable[ComponentSpec]:
 
         @hookimpl
         def dovetail_components():
-            yield ComponentSpec(kind="scheduler", name="fair", target="dovetail_fair.policy:Fair", options="dovetail_fair.policy:FairOptions")
+            yield ComponentSpec(
+                kind="scheduler",
+                name="fair",
+                target="dovetail_fair.policy:Fair",
+                api="0.2",
+                options="dovetail_fair.policy:FairOptions",
+            )
         ```
     """
     raise NotImplementedError

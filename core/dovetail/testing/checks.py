@@ -3,7 +3,7 @@
     class SchedulerSuite(Suite):
         @check("scheduler.budget", since="0.1")
         def test_budget(self) -> None:
-            "A step computed more tokens than `Context.max_tokens`. Grant through the step, and don't touch its fields."
+            "A step computed more tokens than `SchedulerContext.max_tokens`. Grant through the step, and don't touch its fields."
 
 The docstring is what the author of a failing component reads: what went wrong, and how to mend it. Needs neither torch nor pytest.
 """

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from dovetail.api.component import NoOptions
 from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
-from dovetail.api.scheduler import Context, Refusal, Scheduler
+from dovetail.api.scheduler import Refusal, Scheduler, SchedulerContext
 from dovetail.engine.books import Books
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.step import PlannedStep
@@ -109,7 +109,7 @@ def plan(
     layout = KVLayout((KVGroup((0,), None, 1),), block_size, "none")
     kv = FakeKVCache(NoOptions(), KVContext(layout, held + free_blocks), dict(cached or {}))
     if isinstance(policy, type):
-        policy = policy(options or NoOptions(), Context(max_tokens, max_seqs, held + free_blocks, block_size, seed))
+        policy = policy(options or NoOptions(), SchedulerContext(max_tokens, max_seqs, held + free_blocks, block_size, seed))
     books = Books(kv, block_size, None, max(max_seqs, len(running)), type(policy).__name__)
     for order, request in enumerate([*going, *coming]):
         request.order = order

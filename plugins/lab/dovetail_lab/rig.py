@@ -16,7 +16,7 @@ import numpy as np
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.api.executor import Batch, Capacity, Executor, Result
-from dovetail.api.scheduler import Context, Scheduler, Step
+from dovetail.api.scheduler import Scheduler, SchedulerContext, Step
 from dovetail.errors import DovetailError
 from dovetail.sampling_params import OutputKind
 from dovetail_lab.step_time import StepShape
@@ -111,7 +111,7 @@ class Rig:
         """`until`: on the machine's monotonic clock."""
         config, capacity = engine.config, engine.capacity
         self.engine, self._until = engine, until
-        context = Context(config.max_num_batched_tokens, config.max_num_seqs, capacity.num_blocks, capacity.layout.block_size, config.seed)
+        context = SchedulerContext(config.max_num_batched_tokens, config.max_num_seqs, capacity.num_blocks, capacity.layout.block_size, config.seed)
         self._policy = engine.core.scheduler
         self._script = _Script(self._policy.options, context)
         self.probe = Probe(engine.core.executor, config.max_num_seqs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field, PositiveFloat
 
-from dovetail.api.scheduler import Claims, Context, Refusal, Scheduler, Step, StepDone
+from dovetail.api.scheduler import Claims, Refusal, Scheduler, SchedulerContext, Step, StepDone
 from dovetail.request import Request
 from dovetail_schedulers.in_order import run_on
 
@@ -32,7 +32,7 @@ class Andes(Scheduler):
     claims = Claims(starves=True, idles=True)
     options: AndesOptions
 
-    def __init__(self, options: AndesOptions, context: Context) -> None:
+    def __init__(self, options: AndesOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self._read_until: dict[Request, float] = {}
 

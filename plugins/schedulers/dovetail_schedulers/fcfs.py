@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from dovetail.api.scheduler import Claims, Context, Scheduler, Step
+from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
 from dovetail_schedulers.in_order import run_on
 from dovetail_schedulers.stretch import prefill_within
 
@@ -27,7 +27,7 @@ class FCFS(Scheduler):
     claims = Claims(order="arrival", idles=True)
     options: FCFSOptions
 
-    def __init__(self, options: FCFSOptions, context: Context) -> None:
+    def __init__(self, options: FCFSOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         if options.max_stretch is None:
             self.claims = Claims(order="arrival")

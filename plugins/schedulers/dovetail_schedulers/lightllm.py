@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from dovetail.api.scheduler import Claims, Context, Scheduler, Step, StepDone
+from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step, StepDone
 from dovetail.request import Request
 from dovetail_schedulers.counters import CounterOptions, Counters, Turns
 from dovetail_schedulers.in_order import run_on
@@ -34,7 +34,7 @@ class LightLLM(Scheduler):
     claims = _CLAIMS["arrival"]
     options: LightLLMOptions
 
-    def __init__(self, options: LightLLMOptions, context: Context) -> None:
+    def __init__(self, options: LightLLMOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self.claims = _CLAIMS[options.order]
         self.turns = Turns() if options.order == "arrival" else Counters(options, lift=options.order == "vtc")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from dovetail.api.scheduler import Context, Scheduler, Step, StepDone
+from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
 from dovetail.request import Request
 from dovetail_schedulers.in_order import grant_in_order
 
@@ -25,7 +25,7 @@ class MLFQ(Scheduler):
 
     options: MLFQOptions
 
-    def __init__(self, options: MLFQOptions, context: Context) -> None:
+    def __init__(self, options: MLFQOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self._quanta = [options.quantum * options.growth**level for level in range(options.levels)]
         self._level: dict[Request, int] = {}

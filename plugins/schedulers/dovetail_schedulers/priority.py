@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from pydantic import BaseModel, Field
 
-from dovetail.api.scheduler import Claims, Context, Scheduler, Step
+from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
 from dovetail_schedulers.in_order import grant_in_order
 
 
@@ -29,7 +29,7 @@ class Priority(Scheduler):
     claims = Claims(order="priority", starves=True)
     options: PriorityOptions
 
-    def __init__(self, options: PriorityOptions, context: Context) -> None:
+    def __init__(self, options: PriorityOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         if options.aging_s is not None:
             self.claims = Claims()

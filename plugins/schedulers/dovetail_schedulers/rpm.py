@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from dovetail.api.scheduler import Claims, Context, Refusal, Scheduler, Step
+from dovetail.api.scheduler import Claims, Refusal, Scheduler, SchedulerContext, Step
 from dovetail.request import Request
 from dovetail_schedulers.in_order import run_on
 
@@ -34,7 +34,7 @@ class RPM(Scheduler):
     claims = Claims(order="arrival", rejects=True)
     options: RPMOptions
 
-    def __init__(self, options: RPMOptions, context: Context) -> None:
+    def __init__(self, options: RPMOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         if options.over == "defer":
             self.claims = Claims(idles=True, starves=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.api.scheduler import Context, Refusal, Scheduler, Step, StepDone
+from dovetail.api.scheduler import Refusal, Scheduler, SchedulerContext, Step, StepDone
 from dovetail.request import Request
 from dovetail_schedulers.counters import CounterOptions, Counters
 from dovetail_schedulers.in_order import run_on
@@ -18,7 +18,7 @@ class VTC(Scheduler):
     options: CounterOptions
     lift = True
 
-    def __init__(self, options: CounterOptions, context: Context) -> None:
+    def __init__(self, options: CounterOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self.counters = Counters(options, lift=self.lift)
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from dovetail.api.component import NoOptions
 from dovetail.api.observer import EngineStarted, Observer, ObserverCapabilities, ObserverContext
-from dovetail.api.scheduler import Claims, Context, Scheduler, Step
+from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
 from dovetail.engine.observers import ObserverHub
 from dovetail.errors import describe
 from dovetail.testing.checks import check, require
@@ -180,7 +180,7 @@ class _Fails(_Harsh):
 def _play(spy: Spy | None, acts: tuple[Act, ...], *, decisions: bool = False, policy: type[Scheduler] = _Harsh) -> World:
     """From start to stop."""
 
-    def make(context: Context) -> Scheduler:
+    def make(context: SchedulerContext) -> Scheduler:
         return policy(NoOptions(), context)
 
     world = World(make, SHAPE)

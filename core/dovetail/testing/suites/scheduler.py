@@ -16,7 +16,7 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
-from dovetail.api.scheduler import Claims, Context, Refusal
+from dovetail.api.scheduler import Claims, Refusal, SchedulerContext
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import PolicyError, SchedulerStalled
@@ -36,7 +36,7 @@ ORDERS: dict[str, Callable[[Request], tuple[float, float]]] = {  # the claim -> 
     "priority": lambda request: (request.priority, request.arrival_time),
     "deadline": lambda request: (math.inf if request.deadline is None else request.deadline, request.arrival_time),
 }
-_ANY_CONTEXT = Context(max_tokens=64, max_seqs=8, total_blocks=64, block_size=4, seed=0)
+_ANY_CONTEXT = SchedulerContext(max_tokens=64, max_seqs=8, total_blocks=64, block_size=4, seed=0)
 
 
 class SchedulerSuite(Suite):
@@ -71,7 +71,7 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.budget", since="0.1")
     def test_budget(self) -> None:
-        """A step computes more tokens than `Context.max_tokens`. Grant through the step's methods alone, and leave its fields be."""
+        """A step computes more tokens than `SchedulerContext.max_tokens`. Grant through the step's methods alone, and leave its fields be."""
 
         def within(world: World) -> None:
             most, limit = world.watch.most_tokens, world.watch.context.max_tokens
@@ -81,7 +81,7 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.seats", since="0.1")
     def test_seats(self) -> None:
-        """More than `Context.max_seqs` requests run in a step. Grant through the step's methods alone, and leave its fields be."""
+        """More than `SchedulerContext.max_seqs` requests run in a step. Grant through the step's methods alone, and leave its fields be."""
 
         def within(world: World) -> None:
             most, limit = world.watch.most_seqs, world.watch.context.max_seqs

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from dovetail.api.scheduler import Context, Scheduler
+from dovetail.api.scheduler import Scheduler, SchedulerContext
 from dovetail.testing.binding import Binding
 from dovetail.testing.processes import run_python
 from dovetail.testing.suites.scheduler_loads import pressed
@@ -18,7 +18,7 @@ from dovetail.testing.suites.scheduler_world import World
 _ELSEWHERE = "from dovetail.testing.suites.scheduler_replay import _answer; _answer()"
 
 
-def plans(make: Callable[[Context], Scheduler]) -> list[str]:
+def plans(make: Callable[[SchedulerContext], Scheduler]) -> list[str]:
     """Every step's plan, with and without overlap and a prefix cache."""
     scenarios = [pressed(overlap, reuse=reuse) for overlap in (True, False) for reuse in (True, False)]
     return [repr(step) for scenario in scenarios for step in World(make, scenario.shape).play(scenario.acts).watch.planned]

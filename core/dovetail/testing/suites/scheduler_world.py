@@ -20,7 +20,7 @@ from dovetail.api.executor import ExecutorConfig, ExecutorContext
 from dovetail.api.kv_cache import KVCacheManager, KVContext
 from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContext
 from dovetail.api.sampler import RowSampling
-from dovetail.api.scheduler import Context, Scheduler, Step, StepDone
+from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.flight import Finish
 from dovetail.engine.live_request import LiveRequest, Status
@@ -117,7 +117,7 @@ class Shown:
 class Watch(Scheduler):
     """The policy, as the core sees it. `look` is called after each `schedule`, while the step is open."""
 
-    def __init__(self, policy: Scheduler, context: Context, look: Callable[[Shown], None] | None) -> None:
+    def __init__(self, policy: Scheduler, context: SchedulerContext, look: Callable[[Shown], None] | None) -> None:
         super().__init__(NoOptions(), context)
         self.policy, self._look = policy, look
         self.planned: list[Planned] = []
@@ -178,7 +178,7 @@ class World:
 
     def __init__(
         self,
-        make: Callable[[Context], Scheduler],
+        make: Callable[[SchedulerContext], Scheduler],
         shape: Shape,
         *,
         look: Callable[[Shown], None] | None = None,
@@ -190,7 +190,7 @@ class World:
         executor = _executor(shape, self.clock)
         capacity = executor.start()
         self.kv = _kv_cache(shape, KVContext(capacity.layout, capacity.num_blocks))
-        context = Context(shape.max_tokens, shape.max_seqs, capacity.num_blocks, shape.block_size, shape.seed)
+        context = SchedulerContext(shape.max_tokens, shape.max_seqs, capacity.num_blocks, shape.block_size, shape.seed)
         self.watch = Watch(make(context), context, look)
         hub = ObserverHub([("decisions", _WantsDecisions(NoOptions(), ObserverContext(1, 1)))] if decisions else [])
         settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, type(self.watch.policy).__name__)
