@@ -70,7 +70,7 @@ class Bench:
         return tokens
 
     def captured(self, rows: Sequence[int] | None = None) -> list[int]:
-        """What `sample_captured` gives; `rows` may name `max_rows`, padding."""
+        """Return the tokens of `sample_captured`; `rows` may contain `max_rows`, which is padding."""
         wanted = self.places if rows is None else list(rows)
         where = [self.places.index(row) if row in self.places else 0 for row in wanted]
         tokens: list[int] = self.sampler.sample_captured(self.logits[where].clone(), torch.tensor(wanted, device=self.logits.device)).tolist()

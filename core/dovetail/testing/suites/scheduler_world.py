@@ -97,7 +97,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a policy did in one step."""
+    """The decisions of a policy in one step."""
 
     index: int
     now: float
@@ -108,14 +108,14 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a policy was shown in one step, and what it did with it."""
+    """The state that a policy was shown in one step, and the step after its decisions."""
 
     waiting: tuple[LiveRequest, ...]  # before it acted
     step: PlannedStep  # after
 
 
 class Watch(Scheduler):
-    """The policy, as the core sees it. `look` is called after each `schedule`, while the step is open."""
+    """A wrapper of the policy for the core. `look` is called after each `schedule`, while the step is open."""
 
     def __init__(self, policy: Scheduler, context: SchedulerContext, look: Callable[[Shown], None] | None) -> None:
         super().__init__(NoOptions(), context)
@@ -164,7 +164,7 @@ class _WantsDecisions(Observer):
 
 @dataclass(slots=True)
 class _Stop:
-    """Ends a request after so many tokens."""
+    """A stopper that ends a request after a number of tokens."""
 
     left: int
 
@@ -208,7 +208,7 @@ class World:
 
     @property
     def dead(self) -> BaseException | None:
-        """What ended the engine."""
+        """The error that ended the engine, or None."""
         return self.core.dead
 
     def play(self, acts: Iterable[Act]) -> World:
@@ -282,7 +282,7 @@ class World:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """That the engine ended, a check says in better words than the log."""
+    """Silence the log of an engine's end, which a check reports in better words."""
     logger = logging.getLogger("dovetail")
     before, logger.disabled = logger.disabled, True
     try:
