@@ -40,7 +40,7 @@ class Where:
 
     @property
     def origin(self) -> str | None:
-        """Where the key, or else the nearest one around it, was written; None for a setting that was made in Python."""
+        """The origin of the key, or else of the nearest one around it; None for a setting that was made in Python."""
         for length in range(len(self.path), -1, -1):
             if self.path[:length] in self.origins:
                 return self.origins[self.path[:length]]

@@ -21,7 +21,7 @@ Stopper = Callable[[int], str | None]  # called with each token id; returns the 
 
 
 class Status(Enum):
-    """Where a request stands in the engine."""
+    """The state of a request in the engine."""
 
     NEW = "not arrived"  # invisible to the policy
     GATED = "held back"  # arrived, but hidden from the policy: a gate is closed

@@ -60,7 +60,7 @@ class Bench:
         self.history.num_tokens[place], self.history.prompt_lens[place] = len(tokens), len(prompt)
 
     def sample(self, some: Sequence[int] | None = None) -> SampledTokens:
-        """Of all rows, or of some, by their index in the batch, in that order."""
+        """Sample from all rows, or from some, given by their index in the batch, in that order."""
         picked = list(range(len(self.places))) if some is None else list(some)
         index = torch.tensor(picked, dtype=torch.int64, device=self.logits.device)
         return self.sampler.sample(self.logits[index], self.rows[index], self.host_rows[picked])
@@ -78,7 +78,7 @@ class Bench:
 
 
 def draws(make: MakeSampler, logits: Sequence[float], sampling: RowSampling, count: int, *, seeds: int = 500, device: str) -> NDArray[np.int64]:
-    """How often each token comes in `count` draws of one distribution: `seeds` seeds, each at count / seeds output positions. What was generated
+    """Count each token in `count` draws of one distribution: `seeds` seeds, each at count / seeds output positions. What was generated
     before is taken to have been token 0, as the prompt."""
     positions = max(1, count // seeds)
     rows = [Row(logits, replace(sampling, seed=seed), (0,), (0,) * positions) for seed in range(seeds)]

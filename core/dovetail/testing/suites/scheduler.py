@@ -214,7 +214,7 @@ class SchedulerSuite(Suite):
         return World(self.make, shape, **watching)
 
     def _pressed(self, scenario: Scenario) -> EngineStats:
-        """What it came to; it isn't asked further once as much was recomputed as there is to compute."""
+        """Return the counts of a run, which ends early once as many tokens were recomputed as there are to compute."""
         world = self._world(scenario.shape)
         world.perform(scenario.acts)
         tokens = sum(request.prompt_tokens + request.max_tokens for request in world.requests)
