@@ -103,8 +103,8 @@ class LaunchRule:
         return Regime.RECORDED if shape.tokens <= self.recorded_tokens else Regime.LAUNCHED
 
     def occupied_s(self, shape: StepShape, seconds: float, late_s: float, launch_s: float) -> float:
-        """Return how long a step that takes `seconds` to compute occupies the device, if its launching took `launch_s` and ended `late_s` after the device
-        was free for it (negative: before)."""
+        """Return how long a step that takes `seconds` to compute occupies the device, if its launching took `launch_s` and ended `late_s` after the
+        device was free for it (negative: before)."""
         regime = self.regime(shape)
         if regime is Regime.DECODE:
             return max(seconds + max(late_s - self.copying_share * launch_s, 0.0), late_s)
