@@ -27,7 +27,7 @@ from dovetail.api.attention import AttentionBatch, AttentionContext, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.sampler import RowHistory, RowSampling, SamplerContext
 from dovetail.nn import linear
-from dovetail.nn.kernels import embedding, gate, logprobs, qkv, rms_norm
+from dovetail.nn.kernels import embedding, gate, qkv, rms_norm
 from dovetail.runtime import decode_rows_kernels
 from dovetail.runtime.row_state import RowState
 from dovetail_attention.triton_backend import TritonAttention
@@ -43,7 +43,7 @@ SAMPLED = (
     RowSampling(temperature=0.0),
     RowSampling(seed=1),
     RowSampling(top_k=20, top_p=0.9, min_p=0.1),
-    RowSampling(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5),
+    RowSampling(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5, logprobs=5),
     RowSampling(logit_bias=((5, 1.0),), allowed_token_ids=tuple(range(100)), bad_words=((1, 2), (3,)), min_tokens=20, stop_token_ids=(0,)),
 )
 
@@ -158,7 +158,7 @@ def _launch_linear(rows: int, hidden: int, dtype: torch.dtype) -> None:
 
 
 def launch_sampling(dtype: torch.dtype) -> None:
-    """Rows that ask for everything of the sampler `default`, drawn as a step does it and as a CUDA graph does; and their log-probabilities."""
+    """Rows that ask for everything of the sampler `default`, drawn as a step does it and as CUDA graphs do; and the log-probabilities of some."""
     rows = list(SAMPLED)
     history = RowHistory(*(torch.ones(size, dtype=torch.int32) for size in ((len(rows) + 1, 16), (len(rows) + 1,), (len(rows) + 1,))))
     sampler = DefaultSampler(NoOptions(), SamplerContext("cpu", VOCAB, history))
@@ -166,9 +166,10 @@ def launch_sampling(dtype: torch.dtype) -> None:
     sampler.update([], list(enumerate(rows)))
     host_rows = np.arange(len(rows))
     logits = torch.zeros(len(rows), VOCAB, dtype=dtype)
-    sampler.sample_captured(logits, torch.from_numpy(host_rows))
-    sampler.sample(logits, torch.from_numpy(host_rows), host_rows)
-    logprobs.normalizer_and_rank(logits, torch.from_numpy(host_rows))
+    on_device = torch.from_numpy(host_rows)
+    sampler.sample_captured(logits, on_device)
+    sampler.sample_fully_captured(logits, on_device)
+    sampler.sample(logits, on_device, host_rows)
 
 
 def entry_points() -> set[str]:

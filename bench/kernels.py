@@ -32,7 +32,7 @@ from dovetail.api.sampler import RowHistory, RowSampling, SamplerContext
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.norm import QKNorm, rms_norm
-from dovetail.nn.qkv import turn_and_write
+from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.rotary import Rope, RotaryEmbedding
 from dovetail.runtime.parallel import SINGLE
 from dovetail_samplers.default import DefaultSampler
@@ -161,7 +161,7 @@ class TurnAndWrite(Case):
         _ = rotation.cos  # spelled out now: an engine does it once a step, not in each layer
 
         def run() -> torch.Tensor:
-            return turn_and_write(qkv, norm, rotation, layer)
+            return rope_and_store_kv(qkv, norm, rotation, layer)
 
         def exact() -> Tensors:
             qk, v = qkv.double().tensor_split((heads + kv_heads,), dim=1)

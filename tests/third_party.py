@@ -1,6 +1,7 @@
-"""Runs an engine of a config, and sees to it that all of Dovetail comes from a folder: `third_party.py engine.yaml KIND FOLDER`.
+"""Runs an engine of a config, and sees to it that all of Dovetail comes from a folder: `third_party.py engine.yaml KIND NAME FOLDER [MODEL]`.
 
-`third_party.sh` calls it, in a venv of its own; it imports nothing of this repository.
+MODEL is a directory with a config.json and no weights, for components of the kind model. `third_party.sh` calls this in a venv of its own; it imports
+nothing of this repository.
 """
 
 import sys
@@ -10,15 +11,16 @@ from dovetail import LLMEngine, SamplingParams
 from dovetail.config import EngineConfig
 from dovetail.registry.registry import Registry
 
-config_file, kind, folder = sys.argv[1:]
+config_file, kind, name, folder, *model = sys.argv[1:]
 config = EngineConfig.load(config_file)
-choice = getattr(config, kind)
-component = Registry.discover(config.plugins).resolve(kind, choice.name, choice.options)
-assert component.distribution == f"dovetail-{choice.name}", component
+if kind != "model":  # which is chosen by its config.json
+    assert getattr(config, kind).name == name, config
+component = Registry.discover(config.plugins).resolve(kind, name)
+assert component.distribution == f"dovetail-{name}", component
 
 prompts = {"one": [5, 6, 7, 8] * 10, "other": [5, 6, 7, 8] * 9 + [1]}
 finished = {}
-with LLMEngine.from_config(config_file) as engine:
+with LLMEngine.from_config(config_file, **({"model": model[0], "load_format": "dummy"} if model else {})) as engine:
     for id, tokens in prompts.items():
         engine.add_request(id, {"prompt_token_ids": tokens}, SamplingParams(max_tokens=5, temperature=1.0, seed=1, ignore_eos=True, detokenize=False))
     while engine.has_unfinished_requests():

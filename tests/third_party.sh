@@ -30,15 +30,20 @@ with_torch() {
     case $(basename "$entry") in dovetail* | __editable__* | *.pth) ;; *) ln -s "$entry" "$dir/layer" ;; esac
   done
   echo "$dir/layer" > "$("$dir/torch/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/layer.pth"
-  "$dir/torch/bin/pip" install --quiet --no-deps "$dir"/wheels/dovetail_llm-*.whl "$dir"/wheels/dovetail_radix-*.whl "$dir"/wheels/dovetail_gumbel-*.whl
-  use torch kv_cache radix && use torch sampler gumbel
+  "$dir/torch/bin/pip" install --quiet --no-deps "$dir"/wheels/dovetail_llm-*.whl "$dir"/wheels/dovetail_{radix,gumbel,olmo2}-*.whl
+  mkdir "$dir/tiny"
+  cat > "$dir/tiny/config.json" <<< '{"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "vocab_size": 64, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": null, "pad_token_id": null}'
+  use torch kv_cache radix  # a line each: before a && bash would go on after an error
+  use torch sampler gumbel
+  use torch model olmo2 "$dir/tiny"
 }
 
-use() {  # venv, kind, name
+use() {  # venv, kind, name, and for a model a directory with a config.json that it serves
   local bin=$dir/$1/bin
   "$bin/dovetail" plugins list | grep -E "^$2 +$3 +dovetail-$3/$3 "
   "$bin/dovetail" plugins doctor "dovetail-$3"
-  "$bin/python" -P "$dir/third_party.py" "$dir/src/dovetail-$3/engine.yaml" "$2" "$dir"
+  "$bin/python" -P "$dir/third_party.py" "$dir/src/dovetail-$3/engine.yaml" "$2" "$3" "$dir" "${@:4}"
   "$bin/python" -m pytest -q -p no:cacheprovider --rootdir "$dir/empty" "$dir/src/dovetail-$3/tests/test_$3.py"
   "$bin/dovetail" plugins test "$2" "$3"
 }

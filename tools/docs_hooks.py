@@ -1,10 +1,12 @@
 """Fills in what the documentation site takes from the code: `mkdocs.yml` names this file as a hook, and `tests/docs/` calls it too.
 
-A page asks for a piece with a comment on a line of its own, `<!-- generated: NAME -->`; `PIECES` lists the names.
+A page asks for a piece with a comment on a line of its own, `<!-- generated: NAME -->`; `PIECES` lists the names. With
+`<!-- generated: code FILE NAME -->` it shows a definition of a Python file of the repository, and without NAME the whole file.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
@@ -28,7 +30,8 @@ from dovetail.registry.selection import PluginSelection
 
 MARKER = re.compile(r"^<!-- generated: (?P<name>[^>]+?) -->$", re.MULTILINE)
 HELP_WIDTH = "100"
-ASSETS = Path(__file__).parents[1] / "docs/assets"
+ROOT = Path(__file__).parents[1]
+ASSETS = ROOT / "docs/assets"
 
 KIND_TITLES: dict[Kind, str] = {
     "scheduler": "Schedulers",
@@ -48,7 +51,27 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def fill_in(markdown: str) -> str:
     """The text with each marker replaced by its piece. Raises `KeyError` for a name that there is not."""
-    return MARKER.sub(lambda marker: PIECES[marker["name"]](), markdown)
+
+    def piece(marker: re.Match[str]) -> str:
+        kind, *words = marker["name"].split()
+        return code(*words) if kind == "code" else PIECES[marker["name"]]()
+
+    return MARKER.sub(piece, markdown)
+
+
+def code(path: str, name: str | None = None) -> str:
+    """A Python file of the repository, or what it defines under this name at its top level. Raises `KeyError` if it doesn't."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    shown = text if name is None else definitions(text)[name]
+    return f'```python title="{path.rpartition("/")[2]}"\n{shown.strip()}\n```'
+
+
+def definitions(text: str) -> dict[str, str]:
+    """The classes and functions of a Python file, in its order, each with its source."""
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    lines = text.splitlines()
+    starts = {node.name: min([node.lineno, *(one.lineno for one in node.decorator_list)]) for node in nodes}
+    return {node.name: "\n".join(lines[starts[node.name] - 1 : node.end_lineno]) for node in nodes}
 
 
 def drawing(name: str) -> str:
@@ -219,7 +242,7 @@ def _leaves(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
 
 
 PIECES: dict[str, Callable[[], str]] = {
-    "drawing of the loop": partial(drawing, "loop"),
+    **{f"drawing of the {name}": partial(drawing, name) for name in ("loop", "house", "request", "processes")},
     "config keys": config_keys,
     "plugins keys": plugins_keys,
     "limits keys": limits_keys,

@@ -17,7 +17,7 @@ from dovetail.registry.auto_attention import attention_candidates
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
-from dovetail.where import KeyPath, Where, explain
+from dovetail.where import KeyPath, Where, explain, unknown_key
 from dovetail.yaml_source import MAX_CHARACTERS, parse_value, parse_yaml
 
 if TYPE_CHECKING:
@@ -125,9 +125,6 @@ class EngineConfig(BaseModel):
 
     block_size: Annotated[Literal["auto"] | int, BeforeValidator(_as_block_size)] = "auto"
     """Tokens in a block of K and V. auto: the smallest size from 16 on that the attention backend supports."""
-
-    kv_cache_dtype: Literal["auto"] = "auto"
-    """Type of K and V. auto: that of the activations; nothing else is supported yet."""
 
     generation_config: Literal["auto", "none"] = "auto"
     """Use of the model's generation_config.json. auto: EOS ids and default sampling come from it, if there is one. none: it isn't read."""
@@ -284,8 +281,11 @@ def _descend(values: dict[str, Any], path: KeyPath, where: Where) -> Any:
     holder: Any = values
     for part in path[:-1]:
         holder = holder[part]
-    if path[-1] not in values and len(path) == 1 and path[0] in EngineConfig.model_fields:
-        values[str(path[0])] = EngineConfig.model_fields[str(path[0])].default
+    if len(path) == 1 and path[0] not in values:
+        key = str(path[0])
+        if key not in EngineConfig.model_fields:
+            raise ConfigError(where.says(unknown_key(key, list(EngineConfig.model_fields), "key")))
+        values[key] = EngineConfig.model_fields[key].default
     opened = _open(holder.get(path[-1]) if isinstance(holder, dict) else holder[path[-1]], where)
     holder[path[-1]] = opened
     return opened

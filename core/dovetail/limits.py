@@ -62,8 +62,8 @@ class Limits(BaseModel):
     max_template_chars: Count = 100_000
     """The most characters of a chat template."""
 
-    max_template_s: Annotated[float, Field(gt=0)] = 2.0
+    max_template_s: Annotated[float, Field(gt=0, le=86_400)] = 2.0
     """The longest that a chat template may take to render a conversation, in seconds."""
 
-    max_template_bytes: Annotated[int, Field(ge=2**27)] = 2**30
+    max_template_bytes: Annotated[int, Field(ge=2**27, lt=2**63)] = 2**30
     """The most memory that a process which renders chat templates may take, in bytes."""

@@ -189,7 +189,7 @@ class CompletionOutput:
     text: str
     token_ids: Sequence[int]
     cumulative_logprob: float | None = None
-    logprobs: list[TokenLogprobMap] | None = None  # one map for each of `token_ids`
+    logprobs: Sequence[TokenLogprobMap] | None = None  # one map for each of `token_ids`, made when it is read
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string that matched (None: EOS), "kv_capacity", or the reason of a rejection or failure
 

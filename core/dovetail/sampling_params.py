@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 from dovetail.checks import BINARY, INT64, as_number, did_you_mean, is_integer, shown, unicode_error
 from dovetail.errors import RequestError
 from dovetail.frozen import FrozenDict, frozen
+from dovetail.roadmap import not_yet
 
 REPETITION_PENALTIES = (0.01, 100.0)  # the allowed range: beyond it, logits in 16 or 32 bits become 0 or infinite
 NAMES_ELSEWHERE = {  # name in transformers or other engines -> name here
@@ -59,6 +60,8 @@ def _refuses_unknown_fields(cls: type[T]) -> type[T]:
 def _unknown_field(name: str, valid: Sequence[str]) -> str:
     if name in NAMES_ELSEWHERE:
         return f"{name}: the name for this is {NAMES_ELSEWHERE[name]}"
+    if planned := not_yet(name):
+        return f"{name}: unknown sampling parameter: {planned}"
     return f"{name[:80]}: unknown sampling parameter" + (did_you_mean(name, valid) or f"; valid are {', '.join(valid)}")
 
 

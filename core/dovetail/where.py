@@ -87,6 +87,8 @@ def _message(path: KeyPath, details: Sequence[ErrorDetails], model: type[BaseMod
         return f"this {noun} is required"
     if kind == "extra_forbidden":
         return unknown_key(str(path[-1]), _fields_at(model, path[:-1]), noun)
+    if kind in ("model_type", "dict_type"):
+        return f"expected {noun}s and values below it, got {shown(details[0]['input'])}"  # pydantic would name Python's types
     right = [detail["msg"].removeprefix("Input should be ").removeprefix("Value error, ") for detail in details]
     if kind in ("value_error", "assertion_error"):
         return "; ".join(right)

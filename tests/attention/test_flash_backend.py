@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from dovetail.api.attention import AttentionContext, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError, UnsupportedError
+from dovetail.runtime.attention_choice import choose_attention
 from dovetail_attention import flash
 from dovetail_attention.flash import FlashAttention
 from dovetail_attention.flash_library import FlashAttention2, FlashAttention3, find_library, reason_against
-from dovetail_executors.local import choose_attention
 from tests.attention import fake_flash
 from tests.attention.cases import Bench, Case, assert_close, cases
-from tests.executors.helpers import context
+from tests.runtime.demo import context
 from tests.support import examples
 
 PACKAGES = {"flash_attn": fake_flash.flash_attn_2, "flash_attn_interface": fake_flash.flash_attn_3}

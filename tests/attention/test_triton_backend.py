@@ -231,7 +231,7 @@ def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(
     bench.write((0,) * len(history), case.history)
     bench.backend.shared_blocks = shared  # type: ignore[attr-defined]
     bench.write(case.history, case.lens, case.padding)
-    [whole_rows] = [schedule for likeness, schedule in bench.backend.step.schedules.items() if likeness.window is None]  # type: ignore[attr-defined]
+    [whole_rows] = [schedule for shape, schedule in bench.backend.step.schedules.items() if shape.window is None]  # type: ignore[attr-defined]
     long_enough = shared * 16 - (min(own) == 0) >= whole_rows.decode_tiling.keys  # for a program to take one step over it
     assert (whole_rows.prefix.parts > 0) == long_enough
     assert_close(bench.attend(case.padding), bench.expected())

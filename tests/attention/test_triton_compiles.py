@@ -31,7 +31,7 @@ CHAINED = "griddepcontrol.wait"
 @pytest.fixture(autouse=True)
 def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is computed here that could be looked at."""
-    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda likeness, limits: True)
+    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda shape, limits: True)
 
 
 def attend(dtype: str, head_size: int, block_size: int, window: int | None, mixed_graph: bool, heads: int = 16) -> TritonAttention:
@@ -92,7 +92,7 @@ def test_trying_the_kernel_for_prefills_compiles_none_that_layers_would_not_need
         backend = attend("bfloat16", head_size, 16, None, True)
         [schedule] = backend.planned.schedules.values()
         with pytest.raises(DovetailError, match="something else"):
-            triton_prefill_hopper.check(schedule.likeness, schedule.limits, schedule.prefill_tiling)
+            triton_prefill_hopper.check(schedule.shape, schedule.limits, schedule.prefill_tiling)
     assert [kernel.name for kernel in kernels].count("prefill_hopper") == 1
 
 
@@ -201,19 +201,19 @@ def prefill_loads_apart(backend: TritonAttention) -> bool:
 
 @pytest.mark.parametrize("computes", [True, False])
 def test_a_triton_in_which_the_kernel_for_prefills_fails_goes_without(computes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda likeness, limits: computes)
+    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda shape, limits: computes)
     backend = backend_of(HOPPER)
     assert prefill_loads_apart(backend) == computes
     assert (backend.tilings, backend.planned.limits.tilings) == ((HOPPER,) * 2 if computes else (CUDA,) * 2)
 
 
 def test_other_tilings_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda likeness, limits: pytest.fail("nobody asked"))
+    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda shape, limits: pytest.fail("nobody asked"))
     assert prefill_loads_apart(backend_of(replace(HOPPER, scatter=(8, 1024))))
     assert not prefill_loads_apart(backend_of(CUDA))
 
 
 def test_while_kernels_are_compiled_ahead_it_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda likeness, limits: pytest.fail("nothing is launched"))
+    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda shape, limits: pytest.fail("nothing is launched"))
     with compiling_ahead(torch.device("cpu"), 1):
         assert prefill_loads_apart(backend_of(HOPPER))

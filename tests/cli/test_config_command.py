@@ -39,7 +39,7 @@ def test_show_prints_what_would_run_and_is_a_config_itself(engine_yaml: Path) ->
     text = dovetail("show", "engine.yaml", "--set", "max_num_seqs=7", "--set", "kv_cache={name: prefix, reuse: false}").stdout
     assert "scheduler: {name: 'dovetail-fair:fair', aging_s: 2.0}  # dovetail-fair 1.5" in text
     shown = yaml.safe_load(text)
-    assert shown["kv_cache"] == {"name": "dovetail:prefix", "reuse": False}
+    assert shown["kv_cache"] == {"name": "dovetail:prefix", "reuse": False, "hash": "xxh3"}
     assert list(shown) == list(EngineConfig.model_fields)
     again = engine_yaml.with_name("again.yaml")
     again.write_text(text)
@@ -104,7 +104,7 @@ def test_nothing_is_imported_if_the_plugins_that_may_be_are_not_known(engine_yam
     assert dovetail("check", "engine.yaml").stderr == "error: engine.yaml:1: plugins.denny: unknown key, did you mean deny?\n"
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel_size", "quantization", "speculative_config", "enable_lora"])
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "quantization", "kv_cache_dtype", "speculative_config", "enable_lora"])
 def test_keys_of_things_to_come_point_to_the_roadmap(name: str) -> None:
     done = dovetail("show", "--set", f"{name}=2")
     assert f"--set: {name}: unknown key: not there yet; " in done.stderr

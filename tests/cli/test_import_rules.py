@@ -1,11 +1,15 @@
-"""What may not be imported: torch and transformers by the core's front rooms, anything heavy by `dovetail --help`."""
+"""What may not be imported: torch and transformers by the core's front rooms, anything heavy by `dovetail --help`; and no
+module of the core by one that it imports itself."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
+
+import grimp
 
 BLOCKED = """
 import importlib, pkgutil, sys
@@ -51,3 +55,10 @@ def test_help_and_list_import_nothing_heavy() -> None:
     for args in (["--help"], ["plugins", "list"]):
         done = run(QUICK.format(args=args))
         assert done.returncode == 0, done.stderr
+
+
+def test_the_core_has_no_import_circle_not_even_for_types_or_inside_a_function() -> None:
+    graph = grimp.build_graph("dovetail", exclude_type_checking_imports=False)
+    imported_by = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert "dovetail.cli.plugins" in imported_by["dovetail.cli.app"]
+    TopologicalSorter(imported_by).prepare()  # raises CycleError, which names the modules of a circle

@@ -10,10 +10,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from dovetail.cli.app import app as dovetail_app
 from dovetail.cli.plugins_doctor import doctor
 from dovetail.errors import DISTRIBUTION, PluginError
 from dovetail.registry.doctor.examine import examine
 from dovetail.registry.doctor.findings import PROBLEMS, Diagnosis, Finding
+from dovetail.registry.doctor.metadata import metadata_findings
 from tests.registry.fakes import HOOK, SCHEDULER, Site, components, scheduler
 
 GOOD = components(scheduler(package="good"))
@@ -145,6 +147,21 @@ def test_a_good_plugin_has_nothing_said_of_it(diagnosis: Diagnosis) -> None:
     assert "good/main" in {origin.id for origin in diagnosis.examined}
 
 
+def test_an_editable_installation_is_one_though_its_build_left_metadata_in_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, source = Site(tmp_path / "site"), Site(tmp_path / "project" / "src")
+    for one in (site, source):
+        one.path.mkdir(parents=True)
+        one.install("dovetail-edited", modules={"edited": GOOD})
+    left = source.path / "dovetail_edited.egg-info"
+    (source.path / "dovetail_edited-1.0.dist-info").rename(left)
+    (left / "METADATA").rename(left / "PKG-INFO")
+    (site.path / "dovetail_edited-1.0.dist-info" / "direct_url.json").write_text(json.dumps(editable(tmp_path / "project")))
+    for path in ([site.path, source.path], [source.path, site.path]):  # as pip makes it, and as it is in the source's folder
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "path", [*map(str, path), *sys.path])
+            assert metadata_findings("dovetail-edited") == []
+
+
 SAYS = {  # distribution -> in what it says, in what is to do
     "dovetail-import-fails": ("there_is_no_such_module", "install there_is_no_such_module"),
     "dovetail-exits-at-once": ("declaring ended the process with exit code 3; its last words: good bye", "neither importing nor declaring"),
@@ -226,6 +243,12 @@ def test_what_is_denied_is_not_imported(site: Site, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("DOVETAIL_PLUGINS", "deny=dovetail-broken")
     diagnosis = examine("dovetail-broken")
     assert ([origin.id for origin in diagnosis.denied], diagnosis.findings) == (["dovetail-broken/main"], ())
+
+
+def test_the_command_knows_the_names_of_all_core_commands(site: Site) -> None:
+    site.install("dovetail-taken", modules={"taken": COMMAND.format("generate", "taken:run") + "def run(): pass\n"})
+    done = CliRunner().invoke(dovetail_app, ["plugins", "doctor", "dovetail-taken", "--json"])
+    assert [finding["what"] for finding in json.loads(done.stdout)["findings"]] == ["command 'generate' is one of Dovetail's own"]
 
 
 def test_the_command_exits_with_1_if_there_are_errors_and_prints_json(site: Site) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ max_num_batched_tokens: 8192
 gpu_memory_utilization: 0.9
 kv_cache_memory: null
 block_size: auto
-kv_cache_dtype: auto
 generation_config: auto
 overlap: true
 cuda_graphs: true
@@ -178,7 +178,10 @@ def test_overrides(write: Any, overrides: dict[str, Any], key: str, expected: An
         ({"model.x": 1}, "override: model: 'demo' has nothing below it"),
         ({"observers.0.x": 1}, "override: observers.0: there is no such item; the list has 0"),
         ({"observers.x": 1}, "override: observers.x: there is no such item; the list has 0"),
-        ({"nothing.x": 1}, "override: nothing: there is nothing below this key"),
+        ({"nothing.x": 1}, "override: nothing: unknown key; valid are model, "),
+        ({"limit.max_n": 1}, "override: limit: unknown key, did you mean limits?"),
+        ({"lora.max_rank": 1}, 'override: lora: unknown key: not there yet; "LoRA adapters" is on the roadmap'),
+        ({"max_model_len.x": 1}, "override: max_model_len: there is nothing below this key"),
         ({"": 1}, "override: unknown key"),
     ],
 )
@@ -256,3 +259,21 @@ def test_component_keys_are_those_of_the_config() -> None:
 def test_a_limit_can_be_set_by_a_dotted_key() -> None:
     assert EngineConfig.load("demo", **{"limits.max_n": 4}).limits.max_n == 4
     assert EngineConfig.load({"limits": {"max_n": 4}}, **{"limits.max_stop_strings": 0}).limits == Limits(max_n=4, max_stop_strings=0)
+
+
+@pytest.mark.parametrize("key", ["limits", "plugins"])
+@pytest.mark.parametrize("value", ["", " 3", " [a]"])
+def test_a_section_without_keys_is_told_in_words_of_yaml(write: Any, key: str, value: str) -> None:
+    [error] = errors_of(write(f"{key}:{value}  # a: 1"))
+    assert "expected keys and values below it, got " in error
+    assert "dictionary" not in error
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "too_much"),
+    [("max_template_s", 86_400, (86_401, 1e300, math.inf)), ("max_template_bytes", 2**63 - 1, (2**63, 10**30))],
+)
+def test_a_limit_that_the_system_could_not_hold_to_is_refused(limit: str, most: float, too_much: tuple[float, ...]) -> None:
+    assert getattr(EngineConfig.load("demo", **{f"limits.{limit}": most}).limits, limit) == most
+    for value in too_much:
+        assert errors_of("demo", **{f"limits.{limit}": value})[0].startswith(f"override: limits.{limit}: expected less than ")

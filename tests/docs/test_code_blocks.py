@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import tomllib
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from importlib.metadata import metadata
 from pathlib import Path
@@ -21,10 +22,13 @@ from dovetail.config import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import DISTRIBUTION, ConfigError, DovetailError
 from dovetail.registry.registry import Registry
 from tests.docs.pages import ROOT, Block, blocks_of, commands_of, pages
+from tests.registry.fakes import Site, modules_forgotten
 
 OWN_TEST = {"docs/write-a-scheduler.md"}  # test_write_a_scheduler.py installs what it describes
 NOT_RUN: set[str] = set()  # "page:line" of every block that is marked not to run: none so far
 NOT_INSTALLED = {"dovetail-fair", "dovetail-experimental"}  # distributions that pages make up
+
+ABOUT = {"docs/plugins/port-a-model.md": "dovetail-olmo2"}  # packages of examples/plugins that a page is about: there they are installed
 
 LANGUAGES = {"python", "yaml", "console", "text", "toml", "json"}
 
@@ -41,6 +45,23 @@ def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, obje
     return vars(module)
 
 
+@pytest.fixture
+def installed(page: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The example that the page is about is installed, as `pip install -e` leaves it."""
+    if page not in ABOUT:
+        yield
+        return
+    source = ROOT / "examples/plugins" / ABOUT[page]
+    entry_points = tomllib.loads((source / "pyproject.toml").read_text())["project"]["entry-points"]["dovetail.plugins"]
+    site = Site(tmp_path_factory.mktemp("site"))
+    monkeypatch.syspath_prepend(source / "src")
+    monkeypatch.syspath_prepend(site.path)
+    site.install(ABOUT[page], modules={}, entry_points=entry_points)
+    with modules_forgotten(source):
+        yield
+
+
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("page", [page for page in pages() if blocks_of(page) and page not in OWN_TEST])
 def test_blocks_of_the_page_run(page: str, namespace: dict[str, object]) -> None:
     printed = ""

@@ -607,7 +607,7 @@ def test_a_package_that_a_library_lacks_is_told_as_such_and_not_as_a_lack_of_mem
     def load_model(*arguments: object) -> None:
         raise ModuleNotFoundError("No module named 'httpx2'")
 
-    monkeypatch.setattr("dovetail_executors.local.load_model", load_model)
+    monkeypatch.setattr("dovetail.runtime.worker.load_model", load_model)
     with pytest.raises(UnsupportedError, match=r"executor dovetail:local can't start: ModuleNotFoundError: No module named 'httpx2'$"):
         LLMEngine.from_config({"model": "demo"})
 
@@ -737,7 +737,7 @@ def llm(engine: LLMEngine) -> LLM:
         (["a", 5], None, "got 5"),
         (b"a", None, "got b'a'"),
         (bytearray(b"a"), None, r"got bytearray\(b'a'\)"),
-        (memoryview(b"a"), None, "got <memory at"),
+        pytest.param(memoryview(b"a"), None, "got <memory at", id="memoryview"),
         ([[1], bytearray(b"a")], None, r"got bytearray\(b'a'\)"),
         (["a", "b"], [SamplingParams()], "got 1 for 2 prompts"),
         (["a", "b"], [SamplingParams()] * 3, "got 3 for 2 prompts"),
@@ -805,7 +805,7 @@ def test_a_policy_that_raises_fails_every_request_and_ends_the_engine(site: Site
 
 def test_generate_says_why_the_engine_died(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(model_dir()) as llm:
-        monkeypatch.setattr(llm.engine.core.executor._runner.model, "logits", _boom)  # type: ignore[attr-defined]
+        monkeypatch.setattr(llm.engine.core.executor.worker.runner.model, "logits", _boom)  # type: ignore[attr-defined]
         said = r"step 0 failed: RuntimeError: boom; requests in it: generate-(\w+)-0, generate-\1-1$"
         with pytest.raises(EngineDeadError, match=said):
             llm.generate([[1], [2]], SamplingParams(detokenize=False), use_tqdm=False)

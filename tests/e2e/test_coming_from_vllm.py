@@ -44,7 +44,6 @@ KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a na
     "max_num_batched_tokens": [(64, {"max_num_batched_tokens": 64}), (None, {})],
     "max_model_len": [(64, {"max_model_len": 64}), (-1, {}), (None, {"max_model_len": None})],
     "block_size": [(32, {"block_size": 32}), (None, {}), ("auto", {"block_size": "auto"})],
-    "kv_cache_dtype": [("auto", {"kv_cache_dtype": "auto"})],
     "enable_prefix_caching": [(True, {"kv_cache.reuse": True}), (False, {"kv_cache.reuse": False}), (None, {})],
     "prefix_caching_hash_algo": [("sha256", {"kv_cache.hash": "sha256"}), ("xxhash", {"kv_cache.hash": "xxh3"})],
     "max_logprobs": [(20, {"limits.max_logprobs": 20}), (None, {})],
@@ -212,6 +211,7 @@ def configs(llm: LLM) -> None:
     assert (model.dtype, model.architecture) == ("float32", engine.capacity.details["model"])
     assert (scheduler.policy, scheduler.max_num_seqs, scheduler.max_model_len) == ("fcfs", 8, 64)
     assert (cache.block_size, cache.num_gpu_blocks, cache.enable_prefix_caching) == (16, engine.capacity.num_blocks, True)
+    assert cache.cache_dtype == "float32", "as the activations"
     assert (parallel.tensor_parallel_size, parallel.world_size) == (1, 1)
 
 

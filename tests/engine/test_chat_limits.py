@@ -256,7 +256,8 @@ def test_a_process_that_does_not_start_is_said_to(monkeypatch: pytest.MonkeyPatc
             TemplateRenderer(LIMITS).render(HELLO, {})
 
 
-def test_the_least_memory_that_may_be_set_is_enough() -> None:
-    renderer = TemplateRenderer(Limits(max_template_bytes=2**27))
+@pytest.mark.parametrize("limits", [Limits(max_template_bytes=2**27), Limits(max_template_s=86_400, max_template_bytes=2**63 - 1)])
+def test_the_least_memory_that_may_be_set_is_enough_and_the_most_is_possible(limits: Limits) -> None:
+    renderer = TemplateRenderer(limits)
     assert renderer.render(HELLO, {"name": "x" * 10**6}) == f"Hello {'x' * 10**6}!"
     renderer.close()

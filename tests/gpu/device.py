@@ -81,7 +81,7 @@ def settings_for(attention: str, **config: Any) -> dict[str, Any]:
 def skip_unless_usable(attention: str, dtype: str, head_size: int) -> None:
     """Skip with the backend's own reasons."""
     from dovetail.api.attention import AttentionContext, LayerSpec
-    from tests.executors.helpers import context
+    from tests.runtime.demo import context
 
     backend = next(target for target in context().attention if target.name == f"dovetail:{attention}").load()
     asked = AttentionContext("cuda:0", dtype, backend.capabilities.default_block_size())

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend
 from tests.attention.cases import Bench, Case
-from tests.executors.helpers import context
 from tests.gpu.device import on_a_gpu, skip_unless_usable
+from tests.runtime.demo import context
 
 pytestmark = on_a_gpu
 

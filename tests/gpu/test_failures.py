@@ -31,7 +31,7 @@ with LLMEngine.from_config(json.loads(sys.argv[1])) as engine:
         engine.step()
     def break_the_device(*args):
         torch.zeros(1, device="cuda")[torch.tensor([5], device="cuda")]  # an assertion on the device, which nobody waits for
-    engine.core.executor._runner.model.register_forward_pre_hook(break_the_device)
+    engine.core.executor.worker.runner.model.register_forward_pre_hook(break_the_device)
     ends = {}
     while engine.has_unfinished_requests():
         ends |= {o.request_id: [o.outputs[0].finish_reason, o.outputs[0].stop_reason] for o in engine.step() if o.finished}

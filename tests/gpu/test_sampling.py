@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,15 +31,19 @@ WAYS: list[dict[str, Any]] = [
 def generated(settings: dict[str, Any], directory: Any, dtype: str, extra: dict[str, Any]) -> list[Any]:
     """Of each request the tokens and log-probabilities of each sample."""
     prompts = random_prompts([30, 5, 200, 17, 64, 9, 1], 997, 0)
-    done: dict[str, RequestOutput] = {}
     with LLMEngine.from_config(settings, model=str(directory), dtype=dtype, generation_config="none") as engine:
         for index, (prompt, way) in enumerate(zip(prompts, WAYS, strict=True)):
             wanted = {"temperature": 0.8, "seed": index, "max_tokens": 40, "detokenize": False, "output_kind": "final", "ignore_eos": True}
             engine.add_request(str(index), prompt, SamplingParams(**{**wanted, **way, **extra}))
-        while engine.has_unfinished_requests():
-            done.update((output.request_id, output) for output in engine.step() if output.finished)
+        done = {output.request_id: output for output in steps(engine) if output.finished}
     assert all(sample.finish_reason != "error" for output in done.values() for sample in output.outputs)
     return [[(tuple(sample.token_ids), sample.logprobs) for sample in done[str(index)].outputs] for index in range(len(WAYS))]
+
+
+def steps(engine: LLMEngine) -> Iterator[RequestOutput]:
+    """To the end, what each tells."""
+    while engine.has_unfinished_requests():
+        yield from engine.step()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -76,10 +81,9 @@ def test_decodes_with_penalties_and_logprobs_are_replayed() -> None:
     with checkpoint(SMALL) as (directory, _):
         settings = settings_for("triton", max_model_len=256)
         with LLMEngine.from_config(settings, model=str(directory), dtype="bfloat16", generation_config="none") as engine:
-            runner = engine.core.executor._runner  # type: ignore[attr-defined]
+            runner = engine.core.executor.worker.runner  # type: ignore[attr-defined]
             runner.sampler.sample = lambda *arguments: pytest.fail("sampled as it is")
             for index, way in enumerate(WAYS):
-                engine.add_request(str(index), [1, 2, 3], SamplingParams(**way, max_tokens=10))
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    assert output.outputs[0].finish_reason != "error", output.outputs[0].stop_reason
+                engine.add_request(str(index), [1, 2, 3], SamplingParams(**way, max_tokens=10, detokenize=False))
+            samples = [sample for output in steps(engine) for sample in output.outputs]
+    assert {sample.finish_reason for sample in samples} <= {None, "length", "stop"}, [sample.stop_reason for sample in samples]

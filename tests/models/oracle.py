@@ -77,7 +77,7 @@ def fill(model: Any, tensors: dict[str, torch.Tensor]) -> None:
     """Load by the model's own rules, without files."""
     for rule in model.weights():
         if rule.source in tensors:
-            rule.parameter.load(tensors[rule.source], rule.shard_id)
+            rule.parameter.load(tensors[rule.source], rule.shard_id, rule.transform)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,46 @@ def test_a_rank_reads_only_its_part(tmp_path: Path) -> None:
         assert torch.equal(part.place(rule.parameter), expected), rule.source
 
 
+def one_more(weights: torch.Tensor) -> torch.Tensor:
+    return 1 + weights
+
+
+def with_one_more(module: Any, *names: str) -> Any:
+    """The model, whose rules for tensors with such names add one."""
+    rules = [replace(rule, transform=one_more) if any(name in rule.source for name in names) else rule for rule in module.weights()]
+    module.weights = lambda: rules
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rule_can_transform_what_the_checkpoint_holds(tmp_path: Path, rank: int, dtype: torch.dtype) -> None:
+    """In float32, whatever the checkpoint holds: 1 + w in bfloat16 would lose what is small."""
+    saved(tmp_path, dtype=dtype, num_key_value_heads=2)
+    config, group = small(num_key_value_heads=2), FakeGroup(rank, 2)
+    plain, transformed = build(config, parallel=group), with_one_more(build(config, parallel=group), "norm", "q_proj", "down_proj")
+    for module in (plain, transformed):
+        load_weights(module, tmp_path)
+    for theirs, ours in zip(plain.weights(), transformed.weights(), strict=True):
+        before, after = (rule.parameter.parts[rule.shard_id].place(rule.parameter) for rule in (theirs, ours))
+        assert torch.equal(after, before if ours.transform is None else 1 + before), ours.source
+
+
+def test_tied_tensors_are_compared_as_they_are_loaded(tmp_path: Path) -> None:
+    saved(tmp_path, tie_word_embeddings=True)
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    load_weights(with_one_more(build(small(tie_word_embeddings=True)), "embed_tokens", "lm_head"), tmp_path)
+    with pytest.raises(ModelLoadError, match="differs from the tensor that the config says it is tied to"):
+        load_weights(with_one_more(build(small(tie_word_embeddings=True)), "lm_head"), tmp_path)
+
+
+def test_random_weights_are_what_the_layers_compute_with() -> None:
+    plain, transformed = build(small()), with_one_more(build(small()), "norm", "proj")
+    for module in (plain, transformed):
+        dummy_weights(module, seed=0)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), transformed.parameters(), strict=True))
+
+
 def test_tensors_that_are_computed_are_passed_over(tmp_path: Path) -> None:
     saved(tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.update({f"{LAYER}self_attn.rotary_emb.inv_freq": torch.ones(2)}))
@@ -156,7 +197,7 @@ class TestDummyWeights:
 
     def test_differ_from_layer_to_layer(self) -> None:
         weights = self.parameters(0)
-        first, second = (weights[f"registered_blocks.{i}.mlp.down_proj.weight"] for i in (0, 1))
+        first, second = (weights[f"blocks.{i}.mlp.down_proj.weight"] for i in (0, 1))
         assert not torch.equal(first, second)
 
     def test_need_no_files(self, tmp_path: Path) -> None:

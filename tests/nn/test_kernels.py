@@ -25,7 +25,7 @@ from dovetail.nn.kernels import rms_norm as norm_kernel
 from dovetail.nn.kernels.gpu import GPU
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.nn.norm import QKNorm
-from dovetail.nn.qkv import turn_and_write
+from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
 from dovetail.runtime.weights import dummy_weights
 from tests.kernels import (
@@ -435,7 +435,7 @@ def test_q_and_k_are_normed_and_turned_and_written(case: Case) -> None:
     qkv, head_norm, rotation = case.make()
     expected = exact(qkv, case, head_norm, rotation)
     layer = case.layer(torch.zeros(case.tokens, dtype=torch.int64, device=DEVICE), fused=False)
-    q = turn_and_write(qkv.clone(), head_norm, rotation, layer)
+    q = rope_and_store_kv(qkv.clone(), head_norm, rotation, layer)
     for ours, theirs in zip((q, *layer.written[0]), expected, strict=True):
         assert_close(ours, theirs)
 
@@ -451,7 +451,7 @@ def test_a_cache_that_is_laid_open_gets_k_and_v_at_its_slots_and_nothing_elsewhe
     slots = [slot if data.draw(st.booleans()) else -1 for slot in chosen]
     layer = case.layer(torch.tensor([*slots, SLOTS - 1, SLOTS - 1], dtype=torch.int64, device=DEVICE), fused=True)
     layer.cache = layer.cache.to(case.dtype)
-    assert_close(turn_and_write(qkv, head_norm, rotation, layer), expected[0])
+    assert_close(rope_and_store_kv(qkv, head_norm, rotation, layer), expected[0])
     assert not layer.written
     for cache, values in zip(layer.cache, expected[1:], strict=True):
         flat = cache.transpose(1, 2).reshape(SLOTS, case.kv_heads, case.size)

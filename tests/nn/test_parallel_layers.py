@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.activations import ACT2FN
 
 from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.nn.activation import ACTIVATIONS
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.linear import ColumnParallelLinear, GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from dovetail.nn.residual import Residual
@@ -46,11 +48,18 @@ def test_row_shares_add_up_with_the_bias_once(size: int) -> None:
     assert all(len(layer.group.sums) == 1 for layer in layers)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("size", SIZES)
-def test_gate_and_up_of_a_rank_belong_together(size: int) -> None:
+def test_gate_and_up_of_a_rank_belong_together(size: int, activation: str) -> None:
     x, gate, up = torch.randn(3, 5), torch.randn(8, 5), torch.randn(8, 5)
-    shares = [load(GateUpParallelLinear(5, 8, own, bias=False), {"gate": gate, "up": up})(x) for own in ranks(size)]
-    torch.testing.assert_close(torch.cat(shares, dim=1), F.silu(F.linear(x, gate)) * F.linear(x, up))
+    layers = [load(GateUpParallelLinear(5, 8, own, bias=False, activation=activation), {"gate": gate, "up": up}) for own in ranks(size)]
+    expected = ACT2FN[activation](F.linear(x, gate)) * F.linear(x, up)  # what transformers calls so
+    torch.testing.assert_close(torch.cat([layer(x) for layer in layers], dim=1), expected)
+
+
+def test_an_activation_that_is_not_implemented_is_refused_with_those_that_are() -> None:
+    with pytest.raises(UnsupportedError, match=r"^hidden_act = 'relu' is not implemented \(implemented: silu, gelu, gelu_pytorch_tanh\)$"):
+        GateUpParallelLinear(5, 8, context(), bias=False, activation="relu")
 
 
 @pytest.mark.parametrize("bias", [False, True])

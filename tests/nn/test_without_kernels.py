@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.model import BuildContext
-from dovetail.api.sampler import RowHistory
+from dovetail.api.sampler import RowHistory, RowSampling
+from dovetail.errors import UnsupportedError
 from dovetail.nn.kernels import available, launch
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.logprobs import top_logprobs
@@ -26,6 +27,7 @@ from dovetail.runtime.weights import dummy_weights
 from dovetail_samplers.device_rows import DeviceRows
 from tests.kernels import INTERPRETED
 from tests.models.oracle import CPU, arch_of
+from tests.samplers.helpers import Row, ready, sample
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels can always be had")
 
@@ -121,4 +123,28 @@ def test_rows_are_drawn_and_grow_without_kernels(request: pytest.FixtureRequest)
     asked = request.getfixturevalue("asked")
     for ours, plain in zip(computed(), expected, strict=True):
         assert torch.equal(ours, plain)
-    assert asked >= {"fused._survey", "decode_rows_kernels._last_tokens", "decode_rows_kernels._append", "logprobs._normalizer_and_rank"}
+    assert asked >= {"fused._survey", "decode_rows_kernels._last_tokens", "decode_rows_kernels._append", "logprobs._survey"}
+
+
+def test_rows_that_ask_for_more_than_a_draw_are_sampled_without_kernels(request: pytest.FixtureRequest) -> None:
+    ways: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logprobs": 3},
+        {"logit_bias": ((3, 2.0),), "bad_words": ((4,), (1, 2))},
+        {"allowed_token_ids": (5, 6, 7), "min_tokens": 9, "stop_token_ids": (5,), "logprobs": 0},
+        {},
+    ]
+    rows = [Row(torch.linspace(0, 3, 20).tolist(), RowSampling(seed=5, **way), (1, 19), (18, 18, 1)) for way in ways]
+
+    def computed() -> list[torch.Tensor]:
+        sampled = sample(rows)
+        assert sampled.logprobs is not None
+        return [sampled.token_ids, sampled.logprobs.token_ids, sampled.logprobs.logprobs, sampled.logprobs.ranks]
+
+    expected = computed()
+    asked = request.getfixturevalue("asked")
+    for ours, plain in zip(computed(), expected, strict=True):
+        assert torch.equal(ours, plain)
+    assert asked == {"changes_kernels._widen", "logprobs._survey"}
+    r = ready(rows)
+    with pytest.raises(UnsupportedError, match="can't be had"):  # the runtime then records no such steps
+        r.sampler.sample_fully_captured(r.logits, r.rows)

@@ -93,6 +93,7 @@ def test_a_key_that_is_there_twice_imports_nothing(two: Site, monkeypatch: pytes
     [
         ("alow=a", "DOVETAIL_PLUGINS: can't read 'alow=a', did you mean allow?"),
         ("dovetail-a", "DOVETAIL_PLUGINS: can't read 'dovetail-a', expected something like"),
+        ("deny", "DOVETAIL_PLUGINS: can't read 'deny', expected something like"),
         ("deny=dovetail", "DOVETAIL_PLUGINS: deny.0: the built-ins (dovetail) can't be denied"),
         ("deny=Dovetail_LLM", "DOVETAIL_PLUGINS: deny.0: the built-ins (dovetail-llm) can't be denied"),
         ("require=dovetail>=0.1", "DOVETAIL_PLUGINS: require.0: expected a requirement of dovetail-llm, as Dovetail's distribution is called"),

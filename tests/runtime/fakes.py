@@ -46,7 +46,7 @@ class TinyModel(nn.Module):
             kv_width = KV_HEADS * SIZE
             self.layers.append((layer, weights(HIDDEN, HEADS * SIZE), weights(HIDDEN, kv_width), weights(HIDDEN, kv_width)))
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, *, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embed[token_ids] + self.places[positions]
         for layer, q, k, v in self.layers:
             layer.write((x @ k).view(-1, KV_HEADS, SIZE), (x @ v).view(-1, KV_HEADS, SIZE))
@@ -87,7 +87,6 @@ class Bench:
     max_len: int = 64
     block_size: int = 4
     num_blocks: int = 40
-    narrows: bool = True
     step: int = 0
     free_blocks: list[int] = field(default_factory=list)
     blocks: dict[int, list[int]] = field(default_factory=dict)  # row -> blocks
@@ -101,7 +100,7 @@ class Bench:
         self.rows = RowState(self.max_rows, self.max_len, self.block_size, device)
         self.sampler: Greedy = Greedy(NoOptions(), SamplerContext("cpu", VOCAB, self.rows.history))
         self.sampler.prepare(self.max_rows)
-        self.runner = Runner(self.model, self.backend, self.sampler, self.rows, WallClock(), VOCAB, self.narrows)
+        self.runner = Runner(self.model, self.backend, self.sampler, self.rows, WallClock(), VOCAB)
         self.free_blocks = np.random.default_rng(1).permutation(self.num_blocks).tolist()
 
     def new(self, row: int, tokens: Sequence[int], sampling: RowSampling | None = None, prompt_len: int | None = None, computed: int = 0) -> NewRow:
@@ -156,7 +155,7 @@ def generate(prompt: Sequence[int], count: int) -> list[int]:
     """What the tiny model says after a prompt, run whole and alone, each token from scratch: the oracle of the runner's tests."""
     tokens = list(prompt)
     for _ in range(count):
-        bench = Bench(max_rows=1, block_size=64, num_blocks=1, narrows=False)
+        bench = Bench(max_rows=1, block_size=64, num_blocks=1)
         result = bench.run({0: len(tokens)}, [bench.new(0, tokens)])
         tokens.append(int(result.token_ids[0]))
     return tokens[len(prompt) :]

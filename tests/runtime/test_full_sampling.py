@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import Result
-from dovetail.api.sampler import RowSampling, SamplerContext
+from dovetail.api.sampler import RowSampling, SamplerCapabilities, SamplerContext
 from dovetail.nn import logprobs
 from dovetail.runtime.decode_graphs import Kind
 from dovetail.runtime.sampling_graphs import SamplingGraphs
@@ -20,9 +22,10 @@ from dovetail.runtime.token_sizes import half_of, row_sizes
 from dovetail_samplers import default, device_rows
 from dovetail_samplers.default import DefaultSampler
 from tests.kernels import INTERPRETED, assert_holds_when_interpreted, starts_the_interpreter, take_kernels
-from tests.runtime.fakes import HIDDEN, NAN_TOKEN, VOCAB, Bench
+from tests.runtime.fakes import HIDDEN, NAN_TOKEN, VOCAB, Bench, generate
 from tests.runtime.recorded import keep_launches, play_graphs_on_the_cpu
 from tests.runtime.test_decode_graphs import GraphsOnCpu, SharingAttention
+from tests.runtime.test_sampling_graphs import GreedyWithoutLogprobs, with_sampling_graphs
 from tests.support import examples
 
 pytest.importorskip("triton")
@@ -159,6 +162,32 @@ def test_each_step_replays_the_plainest_graph_that_serves_it(monkeypatch: pytest
     shared = replace(bench.batch({0: 1, 1: 1}, [], [], []), shared_prefix_blocks=1)
     bench.runner.collect(bench.runner.submit(shared))
     assert len(graphs.replayed) == 3, "a prefix is read once by the graphs of other steps; only sampling was replayed in full"
+
+
+class AsksForWhatTheDeviceLacks(GreedyWithoutLogprobs):
+    """Its `sample_fully_captured` raises."""
+
+    capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True)
+
+    def fully_capturable(self, host_rows: NDArray[np.int64]) -> bool:
+        return True
+
+
+def test_what_the_device_cannot_sample_in_a_graph_is_sampled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_graphs_on_the_cpu(monkeypatch)
+    bench = Bench(max_rows=ROWS)
+    sampler = with_sampling_graphs(bench, AsksForWhatTheDeviceLacks)
+    bench.runner.graphs = graphs = GraphsOnCpu(bench.model, bench.backend, sampler, bench.rows, 256)
+    graphs.capture()
+    results = [bench.run({0: 3, 1: 1}, [bench.new(0, [3, 1, 4]), bench.new(1, [5], RowSampling(logprobs=2))])]
+    results += [bench.run(dict.fromkeys(rows, 1)) for rows in ([0, 1], [1], [0])]
+    told = [
+        [int(result.token_ids[place]) for result, place in zip(results, places, strict=False) if place is not None]
+        for places in ((0, 0, None, 0), (1, 1, 0))
+    ]
+    assert told == [generate([3, 1, 4], 3), generate([5], 3)]
+    assert [result.logprobs is not None for result in results] == [True, True, True, False]
+    assert (sampler.launched, graphs.replayed) == (5, [(Kind.PLAIN, 1)])
 
 
 @given(st.integers(1, 3000))

@@ -97,16 +97,17 @@ class PoolWideLayer(AttentionLayer):
         return torch.einsum("hts,shd->thd", weights, v)
 
 
-def bench_with_graphs(backend: type[AttentionBackend], sizes: list[int], monkeypatch: pytest.MonkeyPatch, narrows: bool = False) -> Bench:
+def bench_with_graphs(backend: type[AttentionBackend], sizes: list[int], monkeypatch: pytest.MonkeyPatch, max_rows: int = 4) -> Bench:
+    """With 4 rows recordings of 8 tokens or more compute the states of 4 wanted tokens alone."""
     monkeypatch.setattr("tests.runtime.fakes.TorchAttention", backend)
     monkeypatch.setattr(mixed_graphs, "padded_sizes", lambda most: tuple(sizes[::-1]))
     play_graphs_on_the_cpu(monkeypatch)
-    bench, cuts = Bench(narrows=narrows), Cuts()
+    bench, cuts = Bench(max_rows), Cuts()
     whole: Any = SimpleNamespace(make_layer=cuts.wrap(bench.backend.make_layer))
     bench.model = bench.runner.model = TinyModel(whole)
     bench.backend.allocate(bench.num_blocks)
     bench.backend.prepare(bench.max_rows, 256, bench.max_len)
-    graphs = MixedGraphs(bench.model, cuts, bench.backend, bench.rows, 256, narrows)
+    graphs = MixedGraphs(bench.model, cuts, bench.backend, bench.rows, 256)
     graphs.capture()
     bench.runner.mixed_graphs = graphs
     return bench
@@ -131,13 +132,13 @@ def generate_in_chunks(bench: Bench, chunk: int, outputs: int) -> list[list[int]
 
 @pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
 @examples(quick=8, full=100)
-@given(chunk=st.integers(1, 13), sizes=st.sampled_from([[40], [16, 8, 4], [8]]), narrows=st.booleans())
+@given(chunk=st.integers(1, 13), sizes=st.sampled_from([[40], [16, 8, 4], [8]]), max_rows=st.sampled_from([4, 21]))
 def test_the_tokens_are_those_of_the_model_however_prompts_are_cut_and_steps_padded(
-    backend: type[AttentionBackend], chunk: int, sizes: list[int], narrows: bool
+    backend: type[AttentionBackend], chunk: int, sizes: list[int], max_rows: int
 ) -> None:
-    """With sizes that no step exceeds, that some do, and that most do."""
+    """With sizes that no step exceeds, that some do, and that most do; with recordings that compute all states, and wanted ones alone."""
     with pytest.MonkeyPatch.context() as patch:
-        bench = bench_with_graphs(backend, sizes, patch, narrows)
+        bench = bench_with_graphs(backend, sizes, patch, max_rows)
         assert generate_in_chunks(bench, chunk, 4) == [generate(prompt, 4) for prompt in PROMPTS]
 
 
@@ -155,19 +156,19 @@ def test_a_recording_is_cut_at_each_layers_attention_unless_that_can_be_recorded
 
 
 def test_recordings_twice_as_large_as_there_are_rows_compute_the_states_of_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = graphs_of(bench_with_graphs(PoolWideAttention, [16, 8, 7, 4], monkeypatch, narrows=True))
+    graphs = graphs_of(bench_with_graphs(PoolWideAttention, [16, 8, 7, 4], monkeypatch))
     recordings = [graphs.recording_for(size, 0) for size in (16, 8, 7, 4)]
     assert [len(recording.hidden) for recording in recordings if recording] == [4, 4, 7, 4]
-    assert [recording is not None and recording.narrowed for recording in recordings] == [True, True, False, False]
+    assert [recording is not None and recording.all_states for recording in recordings] == [False, False, True, True]
 
 
-def test_a_step_that_needs_all_states_is_not_replayed_in_a_narrowed_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = bench_with_graphs(PoolWideAttention, [16, 4], monkeypatch, narrows=True)
+def test_a_step_that_needs_all_states_is_not_replayed_in_a_recording_of_wanted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = bench_with_graphs(PoolWideAttention, [16, 4], monkeypatch)
     backend: Any = bench.backend
     prompt = [3, 1, 4, 1, 5, 9, 2]
     result = bench.run({0: len(prompt)}, [bench.new(0, prompt, RowSampling(prompt_logprobs=2))])
     assert not backend.planned[-1].mixed_graph
-    alone = Bench(narrows=False)
+    alone = Bench()
     expected = alone.run({0: len(prompt)}, [alone.new(0, prompt, RowSampling(prompt_logprobs=2))])
     assert np.allclose(result.prompt_logprobs[0].logprobs, expected.prompt_logprobs[0].logprobs, atol=1e-5)
     bench.run({0: 1, 1: 5}, [bench.new(1, prompt[:5])])

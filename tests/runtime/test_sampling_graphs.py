@@ -31,8 +31,8 @@ class GreedyWithoutLogprobs(CapturableGreedy):
         return super().sample(logits, rows, host_rows)
 
 
-def with_sampling_graphs(bench: Bench) -> GreedyWithoutLogprobs:
-    bench.sampler.__class__ = GreedyWithoutLogprobs
+def with_sampling_graphs(bench: Bench, of: type[GreedyWithoutLogprobs] = GreedyWithoutLogprobs) -> GreedyWithoutLogprobs:
+    bench.sampler.__class__ = of
     graphs = SamplingGraphs(bench.model, bench.sampler, bench.rows, bench.max_rows)
     graphs.capture(torch.zeros(1, HIDDEN), None)
     bench.runner.sampling_graphs = graphs

@@ -72,7 +72,7 @@ class Noting(launch.Compiler):
 def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> StepGraphs:
     """Of a small model with the layers of a large one, which takes the kernels of a Hopper for its own."""
     monkeypatch.setattr(gpu, "_gpu_of", lambda device: GPUS[90])
-    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda likeness, limits: True)
+    monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda shape, limits: True)
     write_checkpoint(replace(SHAPES[request.param], layers=1, vocab=4096, intermediate=1024, max_len=2048), tmp_path)
     config = EngineConfig.load({"model": str(tmp_path), "load_format": "dummy", "dtype": "bfloat16"})
     parts, backend = find_parts(config, Registry.discover()), TritonAttention(NoOptions(), AttentionContext("cpu", "bfloat16", BLOCK_SIZE))
@@ -82,7 +82,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.Fixt
     model = load_model(tmp_path, config.executor_config(tmp_path), targets, cuts.wrap(backend.make_layer), SINGLE, device, None)
     rows = RowState(MAX_ROWS, model.max_model_len, BLOCK_SIZE, device)
     sampler = parts.sampler.target().make(SamplerContext("cpu", model.vocab_size, rows.history))
-    runner = Runner(model.module, backend, sampler, rows, WallClock(), model.vocab_size, model.narrows)
+    runner = Runner(model.module, backend, sampler, rows, WallClock(), model.vocab_size)
     for module in list(sys.modules.values()):  # but not where they come from: what is imported meanwhile would keep them
         for name in ("use_kernels", "has_many_rows"):
             if module.__name__.startswith("dovetail") and module is not available and hasattr(module, name):

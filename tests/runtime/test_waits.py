@@ -30,7 +30,7 @@ class Zeros(nn.Module):
         super().__init__()
         self.layers = [backend.make_layer(LayerSpec(i, HEADS, KV_HEADS, SIZE, 0.5, window)) for i, window in enumerate((None, 9))]
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, *, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         return torch.zeros(len(token_ids if wanted is None else wanted), HIDDEN)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

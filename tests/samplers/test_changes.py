@@ -4,6 +4,7 @@ their twins do, to the bit."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from dovetail.api.sampler import RowSampling, SampledTokens
 from dovetail.errors import UnsupportedError
 from dovetail.nn import logprobs
+from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail_samplers import default, device_changes, device_rows
 from dovetail_samplers.default import CAPTURED_LOGPROBS
 from tests.kernels import DEVICE, DTYPES, ON_GPU, assert_holds_when_interpreted, runs_kernels, starts_the_interpreter, take_kernels
@@ -136,6 +138,24 @@ def test_how_many_rows_there_is_room_for_changes_nothing(rows: list[Row], most: 
     assert narrow.sampler._changes is not None
     assert narrow.sampler._changes.most == min(most, len(rows))
     assert_same(r, narrow.sampler.sample_fully_captured(r.logits, r.rows), expected)
+
+
+@runs_kernels
+def test_log_probabilities_are_captured_without_their_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*asked: object) -> NoReturn:
+        raise KernelUnavailable("it can't be had")
+
+    ways: list[dict[str, Any]] = [{"logprobs": 3, "presence_penalty": 1.0}, {"logprobs": 0}, {}, {"logprobs": 20, "temperature": 0.0}]
+    r = ready([Row(np.linspace(0, 3, 30).tolist(), RowSampling(seed=seed, **way), (3,), (29,)) for seed, way in enumerate(ways)], device=str(DEVICE))
+    expected = r.sample()
+    monkeypatch.setattr("dovetail.nn.kernels.logprobs.top_logprobs", fail)
+    captured = r.sampler.sample_fully_captured(r.logits, r.rows)
+    assert captured.logprobs is not None
+    assert expected.logprobs is not None
+    assert captured.token_ids.tolist() == expected.token_ids.tolist()
+    assert captured.logprobs.token_ids.tolist() == expected.logprobs.token_ids.tolist()
+    assert captured.logprobs.ranks.tolist() == expected.logprobs.ranks.tolist()
+    torch.testing.assert_close(captured.logprobs.logprobs, expected.logprobs.logprobs)
 
 
 @runs_kernels

@@ -24,9 +24,9 @@ API_VERSIONS: dict[Kind, str] = {  # the version of each kind's interface that t
     "scheduler": "0.2",
     "kv_cache": "0.1",
     "attention": "0.1",
-    "model": "0.1",
+    "model": "0.2",
     "sampler": "0.1",
-    "executor": "0.1",
+    "executor": "0.2",
     "observer": "0.1",
 }
 
@@ -54,7 +54,7 @@ class ComponentSpec:
     kind: Kind
     name: str  # lower case letters, digits, "-" and "_"
     target: str  # "package.module:Class", made as Class(options, context)
-    api: str = "0.1"  # version of the kind's interface, "major.minor"
+    api: str = "0.1"  # the version of the kind's interface that it was written for, "major.minor"
     options: str | None = None  # "package.module:Model", a pydantic model; None: no options
     summary: str = ""  # one line for `dovetail plugins list`
     requires: tuple[str, ...] = ()

@@ -133,7 +133,6 @@ class Batch:
     num_tokens: Int32  # [b] >= 1
     samples: NDArray[np.bool_]  # [b]
     shared_prefix_blocks: int = 0  # leading blocks that all rows have in common
-    drafts: None = None  # reserved for speculative decoding
 
 
 @dataclass(frozen=True, slots=True)

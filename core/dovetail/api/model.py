@@ -37,12 +37,9 @@ class ParallelGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelCapabilities:
-    """The features that a model declares. `tensor_parallel`: it can be split over ranks. `quantizations`: names of weight formats that it can load
-    besides plain ones. `narrows`: the module's `forward` takes `wanted`."""
+    """The features that a model declares. `tensor_parallel`: it can be split over ranks."""
 
     tensor_parallel: bool = True
-    quantizations: tuple[str, ...] = ()
-    narrows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +55,21 @@ class BuildContext:
     dtype: torch.dtype
     device: torch.device
     make_attention: Callable[[LayerSpec], AttentionLayer]
-    quant: str | None = None
-    layers: range | None = None  # the layers that this rank computes; None: all
     max_len: int | None = None  # tokens of the longest sequence that will run; None: the model's own
 
 
 class CausalLM(Protocol):
-    """The module that `build` returns: a `torch.nn.Module` whose parameters all carry `load(source, shard_id)`: see `dovetail.nn.parameter`."""
+    """The module that `build` makes: a `torch.nn.Module` whose parameters carry `load(source, shard_id, transform)`: see `dovetail.nn.parameter`."""
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor | None = None, *, wanted: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """token_ids [tokens] int64 and positions [tokens] int64 of a ragged batch -> hidden states [tokens, hidden_size], after the last
-        norm. `hidden`: the output of the layers before, where `BuildContext.layers` doesn't start at 0.
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the hidden states [tokens, hidden_size], after the last norm, for token_ids and positions [tokens] int64 of a ragged batch.
 
-        `wanted` [n] int64, given only where `ModelCapabilities.narrows`: places of tokens -> the states of these, [n, hidden_size]. All K and V must
-        be written; what else nobody reads needn't be computed: after the last attention, nearly all of a prompt."""
+        `wanted` [n] int64, n at least 1: indices of the tokens whose states are read; then only these are returned, in this order, [n, hidden_size].
+        None: all. A simple model computes all states and ends with `return hidden if wanted is None else hidden[wanted]`. One that leaves the others
+        out after the last attention spares nearly all of a prompt's last feed-forward. The K and V of all tokens must be written in every layer."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden_size] of the rows that sample -> logits [n, vocab_size], the same on every rank."""
+        """Return logits [n, vocab_size], the same on every rank, for hidden [n, hidden_size] of the rows that sample."""
 
     def weights(self) -> Iterable[WeightRule]:
         """Return the rules that say which parameter each tensor of a checkpoint goes to."""
@@ -84,8 +77,10 @@ class CausalLM(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """A rule that loads the checkpoint's tensor `source` by `parameter.load(source_slice, shard_id)`. `shard_id` names the part of a fused
-    parameter ("q", "k", "v"; "gate", "up"); None: the whole.
+    """A rule that loads the checkpoint's tensor `source` by `parameter.load(source_slice, shard_id, transform)`. `shard_id` names the part of a
+    fused parameter ("q", "k", "v"; "gate", "up"); None: the whole. `transform` turns a tensor that the checkpoint keeps in another form into the
+    layer's own: `lambda w: 1 + w` for norms that multiply by 1 + w. It gets this rank's part in float32 and returns a tensor of the same shape;
+    each number of the result depends on one number alone.
 
     Two rules may name the same part (tied weights): the checkpoint may hold either tensor, or both if they are equal."""
 
@@ -93,6 +88,7 @@ class WeightRule:
     parameter: Any  # torch.nn.Parameter with .load
     shard_id: str | None = None
     optional: bool = False  # may be missing from the checkpoint (a tied head, say)
+    transform: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class ModelArch(ABC):

@@ -133,6 +133,6 @@ class Sampler(ABC):
     def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
         """Do as `sample_captured` does, in separate, slower graphs, also with penalties and log-probabilities, say. The latter may have any number
         of columns; a row's columns beyond its own `RowSampling.logprobs` are undefined. Raises `UnsupportedError` unless
-        `capabilities.cuda_graph_full`.
+        `capabilities.cuda_graph_full`, and if the device lacks something that it needs: then `sample` samples such rows.
         """
         raise UnsupportedError(f"sampler {type(self).__name__} can't be captured in full in a CUDA graph")

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def doctor(
+    ctx: typer.Context,
     distribution: Annotated[str | None, typer.Argument(metavar="[DISTRIBUTION]", help="Look at this one only.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     time_limit: Annotated[float, typer.Option("--time-limit", min=0.1, max=86_400, help="Seconds for each plugin, in a process of its own.")] = 60.0,
 ) -> None:
     """Find problems of installed plugins, and say what to do about them. The exit code is 1 if there are errors."""
-    from dovetail.cli.app import app
     from dovetail.registry.doctor.examine import examine
 
-    core_commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    core_commands = getattr(ctx.find_root().command, "commands", {})
     diagnosis = examine(distribution, time_limit_s=time_limit, core_commands=core_commands)
     if as_json:
         typer.echo(json.dumps(_as_json(diagnosis), indent=2))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from dovetail.engine.stats import EngineStats
 
 if TYPE_CHECKING:
-    from dovetail.front.llm_engine import LLMEngine
+    from dovetail.api.executor import Capacity
+    from dovetail.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class CacheConfig:
     block_size: int  # tokens
     num_gpu_blocks: int  # wherever they are
     gpu_memory_utilization: float
-    cache_dtype: str
+    cache_dtype: str  # of K and V
     enable_prefix_caching: bool
 
 
@@ -67,31 +68,30 @@ class Metric:
     value: float
 
 
-def model_config(engine: LLMEngine) -> ModelConfig:
-    config, details = engine.config, engine.capacity.details
+def model_config(config: EngineConfig, capacity: Capacity) -> ModelConfig:
+    details = capacity.details
     return ModelConfig(
         model=config.model,
         tokenizer=config.tokenizer or config.model,
         architecture=details.get("model"),
         dtype=details.get("dtype"),
-        max_model_len=engine.capacity.max_model_len,
-        vocab_size=engine.capacity.vocab_size,
+        max_model_len=capacity.max_model_len,
+        vocab_size=capacity.vocab_size,
         seed=config.seed,
     )
 
 
-def scheduler_config(engine: LLMEngine) -> SchedulerConfig:
-    config = engine.config
-    return SchedulerConfig(config.scheduler.name, config.max_num_seqs, config.max_num_batched_tokens, engine.capacity.max_model_len)
+def scheduler_config(config: EngineConfig, capacity: Capacity) -> SchedulerConfig:
+    return SchedulerConfig(config.scheduler.name, config.max_num_seqs, config.max_num_batched_tokens, capacity.max_model_len)
 
 
-def cache_config(engine: LLMEngine) -> CacheConfig:
+def cache_config(config: EngineConfig, capacity: Capacity, *, enable_prefix_caching: bool) -> CacheConfig:
     return CacheConfig(
-        block_size=engine.capacity.layout.block_size,
-        num_gpu_blocks=engine.capacity.num_blocks,
-        gpu_memory_utilization=engine.config.gpu_memory_utilization,
-        cache_dtype=engine.config.kv_cache_dtype,
-        enable_prefix_caching=engine.core.kv.capabilities.reuse,
+        block_size=capacity.layout.block_size,
+        num_gpu_blocks=capacity.num_blocks,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        cache_dtype=capacity.layout.dtype,
+        enable_prefix_caching=enable_prefix_caching,
     )
 
 

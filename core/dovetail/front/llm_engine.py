@@ -297,17 +297,17 @@ class LLMEngine:
     def get_model_config(self) -> ModelConfig:
         from dovetail.front import facts
 
-        return facts.model_config(self)
+        return facts.model_config(self.config, self.capacity)
 
     def get_scheduler_config(self) -> SchedulerConfig:
         from dovetail.front import facts
 
-        return facts.scheduler_config(self)
+        return facts.scheduler_config(self.config, self.capacity)
 
     def get_cache_config(self) -> CacheConfig:
         from dovetail.front import facts
 
-        return facts.cache_config(self)
+        return facts.cache_config(self.config, self.capacity, enable_prefix_caching=self.core.kv.capabilities.reuse)
 
     def get_parallel_config(self) -> ParallelConfig:
         from dovetail.front import facts

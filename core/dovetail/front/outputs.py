@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from dovetail.engine.flight import Delivery, Finish
 from dovetail.engine.live_request import LiveRequest
-from dovetail.request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobMap
+from dovetail.front.logprobs import LogprobLog, TokenLogprobs, TokenTexts
+from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobMap
 from dovetail.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -50,70 +51,46 @@ class RequestGroup:
 class SampleOutput:
     """One sample's text and log-probabilities so far."""
 
-    __slots__ = ("cumulative", "finish", "group", "index", "logprobs", "plain", "request", "sent_logprobs", "sent_tokens", "text")
+    __slots__ = ("finish", "group", "index", "logprobs", "plain", "request", "sent_tokens", "text")
 
-    def __init__(self, group: RequestGroup, index: int, text: IncrementalText | None) -> None:
+    def __init__(self, group: RequestGroup, index: int, text: IncrementalText | None, texts: TokenTexts) -> None:
         params = group.params
         self.group = group
         self.index = index
         self.request = group.samples[index]
         self.text = text
         self.finish: Finish | None = None
-        self.logprobs: list[TokenLogprobMap] | None = None if params.logprobs is None else []
-        self.cumulative: float | None = None if params.logprobs is None else 0.0
+        self.logprobs = None if params.logprobs is None else LogprobLog(params.logprobs, texts)
         self.sent_tokens = 0  # of its tokens, already part of a delta
-        self.sent_logprobs = 0
         # Nothing but tokens to report, one by one or at the end: the quick way.
         self.plain = params.n == 1 and params.logprobs is None and params.prompt_logprobs is None and group.kind is not OutputKind.CUMULATIVE
 
     def take(self, kind: OutputKind) -> CompletionOutput:
         """What is new (delta), or all there is."""
-        finish, tokens = self.finish, self.request.output_token_ids
-        text: str = ""
+        finish, tokens, text, log = self.finish, self.request.output_token_ids, "", self.logprobs
+        logprobs: Sequence[TokenLogprobMap] | None = None
         if kind is OutputKind.DELTA:
             new_tokens: Sequence[int] = tokens[self.sent_tokens :].tolist()
-            logprobs = None if self.logprobs is None else self.logprobs[self.sent_logprobs :]
             self.sent_tokens = len(tokens)
-            self.sent_logprobs = 0 if self.logprobs is None else len(self.logprobs)
-            text = self.text.take_delta() if self.text is not None else ""
+            if log is not None:
+                logprobs = log.drain()
+            if self.text is not None:
+                text = self.text.take_delta()
         else:
             new_tokens = tuple(tokens)
-            logprobs = None if self.logprobs is None else list(self.logprobs)
-            text = self.text.text if self.text is not None else ""
+            if log is not None:
+                logprobs = log.read()
+            if self.text is not None:
+                text = self.text.text
         return CompletionOutput(
             self.index,
             text,
             new_tokens,
-            self.cumulative,
+            None if log is None else log.cumulative,
             logprobs,
             finish.reason if finish else None,
             finish.stop_reason if finish else None,
         )
-
-
-class LogprobLists:
-    """What the host got of a step's log-probabilities, as Python's numbers: made of all rows at once, which is quicker than row by row."""
-
-    __slots__ = ("hosts", "logprobs", "ranks", "token_ids")
-
-    def __init__(self, hosts: HostLogprobs) -> None:
-        self.hosts = hosts
-        self.token_ids: list[list[int]] = hosts.token_ids.tolist()
-        self.logprobs: list[list[float]] = hosts.logprobs.tolist()
-        self.ranks: list[int] = hosts.ranks.tolist()
-
-
-class TokenTexts(dict[int, str | None]):
-    """Token id -> its text by itself, in which half a character is U+FFFD; None for all without a tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self.tokenizer = tokenizer
-
-    def __missing__(self, token: int) -> str | None:
-        if self.tokenizer is None:
-            return None
-        text = self[token] = self.tokenizer.decode([token])
-        return text
 
 
 class OutputBuilder:
@@ -122,7 +99,6 @@ class OutputBuilder:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._samples: dict[LiveRequest, SampleOutput] = {}
         self._texts = {True: TokenTexts(tokenizer), False: TokenTexts(None)}  # for log-probabilities; whether a request wants text
-        self._step: LogprobLists | None = None  # the latest
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -135,7 +111,7 @@ class OutputBuilder:
     def expect(self, group: RequestGroup, texts: Sequence[IncrementalText | None]) -> None:
         """Take note of a request that was given to the core; `texts` has one for each sample."""
         for index, (request, text) in enumerate(zip(group.samples, texts, strict=True)):
-            self._samples[request] = SampleOutput(group, index, text)
+            self._samples[request] = SampleOutput(group, index, text, self._texts[group.params.detokenize])
 
     def forget(self, group: RequestGroup) -> None:
         """Nothing more will be delivered of it."""
@@ -162,8 +138,8 @@ class OutputBuilder:
                     outputs.append(self._plain_delta(sample, token))
                 continue
             self._feed(sample, token, finished.get(request))
-            if request in delivery.logprobs:
-                self._add_logprobs(sample, *delivery.logprobs[request])
+            if sample.logprobs is not None and request in delivery.logprobs:
+                sample.logprobs.add(*delivery.logprobs[request])
             changed.setdefault(sample.group, []).append(sample)
         for request, finish in finished.items():
             sample = samples[request]
@@ -222,33 +198,14 @@ class OutputBuilder:
             sample.text.flush(stopped=isinstance(finish.stop_reason, str) and finish.reason == "stop")
         sample.group.metrics.finished_time = now
 
-    def _add_logprobs(self, sample: SampleOutput, hosts: HostLogprobs, position: int) -> None:
-        asked = sample.group.params.logprobs or 0
-        if self._step is None or self._step.hosts is not hosts:
-            self._step = LogprobLists(hosts)
-        if sample.logprobs is not None and sample.cumulative is not None:
-            sample.logprobs.append(self._map(self._step, position, asked, sample.group.params.detokenize))
-            sample.cumulative += self._step.logprobs[position][0]
-
     def _add_prompt_logprobs(self, group: RequestGroup, hosts: HostLogprobs) -> None:
         known, params = group.prompt_logprobs, group.params
-        if known is None or len(known) >= len(group.prompt_token_ids):
-            return  # a re-prefill after a preemption: they are there already
-        lists = LogprobLists(hosts)
-        for position in range(len(lists.ranks)):
-            if len(known) < len(group.prompt_token_ids):
-                known.append(self._map(lists, position, params.prompt_logprobs or 0, params.detokenize))
-
-    def _map(self, lists: LogprobLists, position: int, asked: int, detokenize: bool) -> TokenLogprobMap:
-        """The token itself, whose rank may be anything, then the `asked` likeliest, best first."""
-        ids, values = lists.token_ids[position], lists.logprobs[position]
-        own, texts = ids[0], self._texts[detokenize]
-        entries: TokenLogprobMap = {own: Logprob(values[0], lists.ranks[position], texts[own])}
-        for rank in range(1, min(asked + 1, len(ids))):
-            token = ids[rank]
-            if token != own:
-                entries[token] = Logprob(values[rank], rank, texts[token])
-        return entries
+        if known is None:
+            return
+        left = len(group.prompt_token_ids) - len(known)  # 0 in a re-prefill after a preemption: they are there already
+        steps = [(hosts, position) for position in range(min(left, len(hosts.ranks)))]
+        if steps:
+            known.extend(TokenLogprobs.of_steps(steps, params.prompt_logprobs or 0, self._texts[params.detokenize]))
 
 
 def _earliest(times: Iterable[float | None]) -> float | None:

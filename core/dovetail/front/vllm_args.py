@@ -200,7 +200,7 @@ _ROWS = (
     _same_key("max_num_batched_tokens", {None: None}, 2048, "`None` leaves it to the engine"),
     _same_key("max_model_len", {-1: None}, 512, "`-1` is the model's own length, as `None`"),
     _same_key("block_size", {None: None}, 16, "`None` is `auto`"),
-    _same_key("kv_cache_dtype", {}, "auto", "as the activations", ("fp8", "fp8_e4m3", "fp8_e5m2"), _FP8),
+    _anyway("kv_cache_dtype", "auto", why="K and V have the dtype of the activations", otherwise=_FP8, refused="fp8"),
     # The prefix cache
     _renamed("enable_prefix_caching", "kv_cache.reuse", {None: None, True: True, False: False}, "kv_cache.reuse is true or false", "lru"),
     _renamed("prefix_caching_hash_algo", "kv_cache.hash", {"sha256": "sha256", "xxhash": "xxh3"}, "kv_cache.hash is xxh3 or sha256", "builtin"),

@@ -1,8 +1,11 @@
-"""Activations of feed-forward layers."""
+"""Activations of gated feed-forward layers: activation(gate) * up."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -10,13 +13,22 @@ import torch.nn.functional as F
 from dovetail.nn.kernels.available import use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(  # by what `hidden_act` of a Hugging Face config calls them
+    {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}
+)
+
+
+def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) * up of gate_up [tokens, 2 * size], whose first half is the gate -> [tokens, size]. `activation` is one of `ACTIVATIONS`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate).mul_(up)
+
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of gate_up [tokens, 2 * size], whose first half is the gate -> [tokens, size] (SwiGLU, arXiv:2002.05202)."""
+    """`act_mul` for silu, with a kernel (SwiGLU, arXiv:2002.05202)."""
     if use_kernels(gate_up):
         from dovetail.nn.kernels import gate as kernels
 
         with suppress(KernelUnavailable):
             return kernels.silu_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return act_mul(gate_up, "silu")

@@ -1,13 +1,17 @@
-"""The base of all layers: a torch module that returns one tensor, as far as type checkers know."""
+"""What torch's modules don't tell type checkers: that layers return one tensor, and what a list of modules holds."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import nn
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     import torch
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Layer(nn.Module):
@@ -16,3 +20,13 @@ class Layer(nn.Module):
     if TYPE_CHECKING:
 
         def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor: ...
+
+
+class LayerList(nn.ModuleList, Generic[M]):
+    """A `torch.nn.ModuleList` of modules of one type."""
+
+    if TYPE_CHECKING:
+
+        def __init__(self, modules: Iterable[M]) -> None: ...
+
+        def __iter__(self) -> Iterator[M]: ...

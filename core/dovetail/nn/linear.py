@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from dovetail.api.model import BuildContext
-from dovetail.nn.activation import silu_mul
+from dovetail.errors import UnsupportedError
+from dovetail.nn.activation import ACTIVATIONS, act_mul, silu_mul
 from dovetail.nn.kernels.available import has_many_rows, use_kernels
 from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import KernelUnavailable
@@ -131,15 +132,22 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
-    """x [tokens, hidden], normed first if there is a norm -> silu(gate(x)) * up(x) [tokens, intermediate / size]. Shard ids: "gate", "up"."""
+    """x [tokens, hidden], normed first if there is a norm -> activation(gate(x)) * up(x) [tokens, intermediate / size]. Shard ids: "gate", "up"."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, context: BuildContext, *, bias: bool) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, context: BuildContext, *, bias: bool, activation: str = "silu") -> None:
+        """`activation`: one of `dovetail.nn.activation.ACTIVATIONS`, named as `hidden_act` of a Hugging Face config; silu alone is computed by the
+        kernels of the product itself. Raises `UnsupportedError` for another."""
+        if activation not in ACTIVATIONS:
+            raise UnsupportedError(f"hidden_act = {activation!r} is not implemented (implemented: {', '.join(ACTIVATIONS)})")
         size = share(intermediate_size, context.parallel, "intermediate_size")
         part = Columns(intermediate_size, context.parallel.rank * size, size)
         super().__init__(hidden_size, {"gate": part, "up": part}, context, bias=bias)
+        self.activation = activation
 
     def forward(self, x: torch.Tensor | Residual, norm: RMSNorm | None = None) -> torch.Tensor:
-        return linear(x, self.weight, self.bias, norm, gated=True)
+        if self.activation == "silu":
+            return linear(x, self.weight, self.bias, norm, gated=True)
+        return act_mul(linear(x, self.weight, self.bias, norm), self.activation)
 
 
 class RowParallelLinear(Layer):

@@ -14,15 +14,20 @@ FEW = 32  # of the likeliest, that a kernel takes one by one
 AT_ONCE = 1 << 24  # logits that are worked on without a kernel: each takes some 30 bytes meanwhile
 
 
-def top_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> TopLogprobs:
+def top_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, k: int, rows: torch.Tensor | None = None, asked: torch.Tensor | None = None
+) -> TopLogprobs:
     """Of logits [n, vocab], any float dtype: the log-probabilities of `token_ids` [n] int64, then of the k likeliest of each row (all of
-    them if k > vocab), best first, of equals the lowest id. Computed in float32. A token's rank is 1 + how many are strictly likelier."""
+    them if k > vocab), best first, of equals the lowest id. Computed in float32. A token's rank is 1 + how many are strictly likelier.
+
+    With `rows` [n] int64, no more than the first asked[rows[i]] ([any] int32, at most k) of the likeliest are defined for the i-th; nothing at all if
+    that is negative. Device work that a CUDA graph can record."""
     k = min(k, logits.shape[1])
-    if k <= FEW and use_kernels(logits, token_ids):
+    if k <= FEW and logits.stride(1) == 1 and use_kernels(token_ids):
         from dovetail.nn.kernels import logprobs as kernels
 
         with suppress(KernelUnavailable):
-            return TopLogprobs(*kernels.top_logprobs(logits, token_ids, k))
+            return TopLogprobs(*kernels.top_logprobs(logits, token_ids, k, rows, asked))
     most = max(1, AT_ONCE // logits.shape[1])
     parts = [_top_logprobs(part, own, k) for part, own in zip(torch.split(logits, most), torch.split(token_ids, most), strict=True)]
     return TopLogprobs(*(torch.cat(columns) for columns in zip(*parts, strict=True)))

@@ -5,7 +5,7 @@ A fused parameter (q, k and v; gate and up) has one `Part` for each tensor that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import nn
 
 from dovetail.api.model import BuildContext, ParallelGroup
 from dovetail.errors import ModelLoadError, UnsupportedError
+
+Transform = Callable[[torch.Tensor], torch.Tensor]  # see `WeightRule.transform`
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +30,17 @@ class Part:
     at: int = 0
     copies: int = 1
 
-    def read(self, source: Any) -> torch.Tensor:
-        """This part of `source`, with its copies: a safetensors slice (only this part is read) or a tensor. Raises `ModelLoadError` when it has
-        another shape, or numbers that mean nothing without a scale."""
+    def read(self, source: Any, transform: Transform | None = None) -> torch.Tensor:
+        """This part of `source`, with its copies: a safetensors slice (only this part is read) or a tensor; `transform` gets its numbers in float32.
+        Raises `ModelLoadError` when `source` has another shape, or numbers that mean nothing without a scale."""
         shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
         if shape != self.source_shape:
             raise ModelLoadError(f"expected shape {list(self.source_shape)}, found {list(shape)}")
         values: torch.Tensor = source[(slice(None),) * self.dim + (slice(self.start, self.start + self.size),)]
         if not values.is_floating_point() or values.element_size() < 2:
             raise ModelLoadError(f"expected float16, bfloat16, float32 or float64, found {str(values.dtype).removeprefix('torch.')}")
+        if transform is not None:
+            values = transform(values.float())
         return values if self.copies == 1 else torch.cat([values] * self.copies, dim=self.dim)
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -71,11 +75,11 @@ class Weight(nn.Parameter):
         super().__init__()
 
     @torch.no_grad()
-    def load(self, source: Any, shard_id: str | None = None) -> None:
-        """Copy this rank's part of `source` (a whole tensor of the checkpoint, or its safetensors slice) to its place, converted to the
-        parameter's dtype and device. Raises `ModelLoadError` when its shape or dtype is wrong."""
+    def load(self, source: Any, shard_id: str | None = None, transform: Transform | None = None) -> None:
+        """Copy this rank's part of `source` (a whole tensor of the checkpoint, or its safetensors slice) to its place, transformed as
+        `WeightRule.transform` says and converted to the parameter's dtype and device. Raises `ModelLoadError` when its shape or dtype is wrong."""
         part = self.parts[shard_id]
-        part.place(self.data).copy_(part.read(source))
+        part.place(self.data).copy_(part.read(source, transform))
 
 
 def whole(shape: tuple[int, ...], context: BuildContext, *, scale: bool = False) -> Weight:

@@ -1,4 +1,4 @@
-"""What happens to q, k and v between their projection and attention: the norm of heads, the rotation, the writing of K and V."""
+"""All between the projection of q, k and v and attention: the norm of heads, rotary positions, storing K and V in the cache."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dovetail.nn.norm import QKNorm
 from dovetail.nn.rotary import Rotation, apply_rotary
 
 
-def turn_and_write(qkv: torch.Tensor, norm: QKNorm | None, rotation: Rotation, layer: AttentionLayer) -> torch.Tensor:
-    """Of qkv [tokens, heads + 2 * kv_heads, head_size]: q and k are normed (if there is a norm) and turned, k and v written to the layer's cache.
-    Returns q [tokens, heads, head_size]. May overwrite qkv."""
+def rope_and_store_kv(qkv: torch.Tensor, norm: QKNorm | None, rotation: Rotation, layer: AttentionLayer) -> torch.Tensor:
+    """Norm q and k of qkv [tokens, heads + 2 * kv_heads, head_size] (if there is a norm), apply rotary positions to them, and store k and v in the
+    layer's cache. Returns q [tokens, heads, head_size]. May overwrite qkv."""
     heads, kv_heads = layer.spec.heads, layer.spec.kv_heads
     if use_kernels(qkv):
         from dovetail.nn.kernels.qkv import norm_turn_write

@@ -59,7 +59,9 @@ def locate_model(name: str, registry: Registry, key: str = "model") -> ModelPlac
     if directory is not None and directory.suffix == ".gguf":
         raise ConfigError(f"{key}: {shown(name)} is a GGUF file; {_from_gguf(directory.name)}")
     if directory is not None and directory.exists():
-        raise ConfigError(f"{key}: {shown(name)} is a file; a model is a directory with config.json and safetensors files")
+        raise ConfigError(
+            f"{key}: {shown(name)} is a file; a model is a directory with config.json and safetensors files, a config ends in .yaml or .yml"
+        )
     if not _HUB_ID.fullmatch(name) or len(name) > MAX_HUB_ID:
         raise ConfigError(f"{key}: {shown(name)} is not a directory, nor can it be a hub id; {_what_is_bundled(name, registry)}")
     return ModelPlace("hub", name)

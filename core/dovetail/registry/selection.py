@@ -74,7 +74,8 @@ class PluginSelection(BaseModel):
         for part in filter(None, map(str.strip, text.split(";"))):
             key, equals, names = (piece.strip() for piece in part.partition("="))
             if not equals or key not in PluginSelection.model_fields:
-                hint = did_you_mean(key, PluginSelection.model_fields) or ', expected something like "allow=a,b;deny=c"'
+                near = did_you_mean(key, PluginSelection.model_fields) if equals else ""
+                hint = near or ', expected something like "allow=a,b;deny=c"'
                 raise ConfigError(where.says(f"can't read {shown(part)}{hint}"))
             if key in given:
                 raise ConfigError(where.says(f"{key} is there twice: write one list, like {key}=a,b"))

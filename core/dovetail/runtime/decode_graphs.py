@@ -9,6 +9,7 @@ There are several kinds of recordings, so that no step pays for what it doesn't 
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +22,15 @@ from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch
 from dovetail.api.sampler import Sampler
+from dovetail.errors import UnsupportedError
 from dovetail.runtime.decode_rows import append, last_tokens
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampled import Sampled
 from dovetail.runtime.step_inputs import TABLE_ENTRIES
 from dovetail.runtime.token_sizes import half_of, row_sizes, typical
 from dovetail.runtime.transfer import Mirror
+
+log = logging.getLogger(__name__)
 
 Int64 = NDArray[np.int64]
 
@@ -144,7 +148,14 @@ class DecodeGraphs:
         """Record every size. The KV pool must be there."""
         wanted = [(kind, size) for kind, sizes in self._sizes.items() for size in reversed(sizes)]
         for done, (kind, size) in enumerate(wanted):
-            captured = self._capture(kind, size, self.pool, WARM_UPS if done == 0 else 1)
+            try:
+                captured = self._capture(kind, size, self.pool, WARM_UPS if done == 0 else 1)
+            except UnsupportedError as error:
+                if kind is not Kind.FULL:
+                    raise
+                log.info("decodes that ask for more than a token to be drawn aren't recorded: %s", error)
+                del self._sizes[kind]  # the last that is wanted
+                break
             self.pool = self.pool or captured.graph.pool()
             self._graphs[kind, size] = captured
             if progress is not None:

@@ -23,7 +23,6 @@ class LoadedModel(NamedTuple):
     dtype: torch.dtype
     max_model_len: int  # tokens
     vocab_size: int
-    narrows: bool  # `ModelCapabilities.narrows`
 
 
 def load_model(
@@ -48,4 +47,4 @@ def load_model(
     else:
         load_weights(module, model_dir, progress)
     module.eval()
-    return LoadedModel(module, hf_config, dtype, max_model_len, int(hf_config.vocab_size), arch.capabilities.narrows)
+    return LoadedModel(module, hf_config, dtype, max_model_len, int(hf_config.vocab_size))

@@ -39,7 +39,7 @@ class Recording:
     """One size. `hidden` is overwritten by the next run of any size."""
 
     inputs: FixedInputs
-    hidden: torch.Tensor  # [size, hidden]; if it is narrowed [most_wanted, hidden]
+    hidden: torch.Tensor  # [size, hidden]; without all states [most_wanted, hidden]
     pieces: tuple[Piece, ...]
 
     @property
@@ -48,9 +48,9 @@ class Recording:
         return self.inputs.size
 
     @property
-    def narrowed(self) -> bool:
-        """Only the states of wanted tokens are computed to the end."""
-        return len(self.inputs.wanted) > 0
+    def all_states(self) -> bool:
+        """True if the states of all tokens are computed to the end; False if those of wanted tokens alone."""
+        return len(self.inputs.wanted) == 0
 
     @property
     def whole(self) -> bool:
@@ -125,13 +125,13 @@ def sharing_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 class MixedGraphs:
     """All sizes of one model. A backend that can read a shared prefix once inside a graph gets recordings of their own for that."""
 
-    def __init__(self, model: Any, cuts: Cuts, backend: AttentionBackend, rows: RowState, most_tokens: int, narrows: bool = False) -> None:
-        """For steps of up to `most_tokens`. `narrows`: the model can leave out states that aren't wanted."""
+    def __init__(self, model: Any, cuts: Cuts, backend: AttentionBackend, rows: RowState, most_tokens: int) -> None:
+        """For steps of up to `most_tokens`."""
         self._model, self._cuts, self._backend, self._rows, self._device = model, cuts, backend, rows, rows.device
         self._whole = backend.capabilities.cuda_graph == "mixed"
         sizes = padded_sizes(most_tokens)
         self._sizes = {False: sizes, True: sharing_sizes(sizes) if self._whole and backend.capabilities.shared_prefix else ()}  # shares a prefix
-        self._least_narrowed = 2 * rows.max_rows if narrows else None  # size of a recording that leaves states out: most of them
+        self._all_states_below = 2 * rows.max_rows  # tokens; larger recordings compute wanted states alone, of at most half of the tokens
         self._recordings: dict[tuple[bool, int], Recording] = {}
         self._buffers: Buffers = {}
 
@@ -148,12 +148,12 @@ class MixedGraphs:
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        wanted = [(shares, size) for shares, sizes in self._sizes.items() for size in reversed(sizes)]
+        todo = [(shares, size) for shares, sizes in self._sizes.items() for size in reversed(sizes)]
         with torch.cuda.stream(stream):
-            for done, (shares, size) in enumerate(wanted):
+            for done, (shares, size) in enumerate(todo):
                 self._recordings[shares, size] = self._record(shares, size, pool)
                 if progress is not None:
-                    progress("capturing CUDA graphs of mixed steps", done + 1, len(wanted))
+                    progress("capturing CUDA graphs of mixed steps", done + 1, len(todo))
         torch.cuda.current_stream().wait_stream(stream)
 
     @property
@@ -161,17 +161,14 @@ class MixedGraphs:
         """What a run of the largest size returned last."""
         return self._recordings[False, self._sizes[False][-1]].hidden
 
-    def recording_for(self, num_tokens: int, shared_prefix_blocks: int, *, may_narrow: bool = True) -> Recording | None:
-        """The smallest that holds such a step; None if there are too many tokens, or if all states are needed and it hasn't all."""
+    def recording_for(self, num_tokens: int, shared_prefix_blocks: int, *, all_states: bool = False) -> Recording | None:
+        """The smallest that holds such a step; None if there are too many tokens, or if `all_states` are needed and it hasn't all."""
         shares = self._whole and shared_prefix_blocks > 0
         sizes = self._sizes[shares]
         place = bisect_left(sizes, num_tokens)
-        if place == len(sizes) or (self._narrows(sizes[place]) and not may_narrow):
+        if place == len(sizes) or (all_states and sizes[place] >= self._all_states_below):
             return None
         return self._recordings[shares, sizes[place]]
-
-    def _narrows(self, size: int) -> bool:
-        return self._least_narrowed is not None and size >= self._least_narrowed
 
     def run(self, recording: Recording) -> torch.Tensor:
         """The hidden states, [size, hidden] or of wanted tokens, of the step that the recording's inputs hold and the backend has planned, with the
@@ -185,14 +182,13 @@ class MixedGraphs:
     def _padding_inputs(self, shares: bool, size: int) -> FixedInputs:
         """Of a step of padding alone, which the backend is told of."""
         max_rows = self._rows.max_rows
-        inputs = FixedInputs(size, max_rows, max_rows if self._narrows(size) else 0, self._device)
+        inputs = FixedInputs(size, max_rows, max_rows if size >= self._all_states_below else 0, self._device)
         self._backend.plan(self._padding(inputs, int(shares)))
         return inputs
 
     def _run(self, inputs: FixedInputs) -> torch.Tensor:
         token_ids = self._rows.token_ids.view(-1).index_select(0, inputs.places).long()
-        wanted = {"wanted": inputs.wanted} if len(inputs.wanted) else {}
-        hidden: torch.Tensor = self._model(token_ids, inputs.positions, **wanted)
+        hidden: torch.Tensor = self._model(token_ids, inputs.positions, inputs.wanted if len(inputs.wanted) else None)
         return hidden
 
     def _record(self, shares: bool, size: int, pool: Any) -> Recording:

@@ -105,19 +105,10 @@ class PendingStep:
 class Runner:
     """Model, attention, sampler and rows of one device. Everything it is made with is ready to run; it allocates nothing lasting itself."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        backend: AttentionBackend,
-        sampler: Sampler,
-        rows: RowState,
-        clock: Clock,
-        vocab_size: int,
-        narrows: bool = False,  # `ModelCapabilities.narrows`
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, backend: AttentionBackend, sampler: Sampler, rows: RowState, clock: Clock, vocab_size: int) -> None:
         self.model: Any = model  # a CausalLM
         self.backend, self.sampler, self.rows, self.clock = backend, sampler, rows, clock
-        self.device, self.narrows = rows.device, narrows
+        self.device = rows.device
         self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions whose logits are made at once
         self._pending: deque[PendingStep] = deque()
         self.graphs: DecodeGraphs | None = None  # put there once captured, as are the next two
@@ -181,27 +172,30 @@ class Runner:
         return ended - pending.span.seconds, ended
 
     def _run_model(self, batch: Batch, pending: PendingStep) -> tuple[torch.Tensor, NDArray[np.int64]]:
-        """Of any step: if it is large, launched kernel by kernel. Returns hidden states [any, hidden], and where in them the last tokens of the rows
-        that sample are."""
+        """Run the model for any step. Large steps are launched kernel by kernel. Returns hidden states [any, hidden], and where in them those of the
+        last tokens of the rows that sample are."""
         graphs, shared_blocks, host = self.mixed_graphs, self._worth_sharing(batch), HostInputs.of(batch, self.rows)
         asks = np.flatnonzero(self._asks_prompt_logprobs(batch))
-        narrows = self.narrows and not len(asks)
-        recording = None if graphs is None else graphs.recording_for(host.num_tokens, shared_blocks, may_narrow=narrows)
+        all_states = len(asks) > 0
+        recording = None if graphs is None else graphs.recording_for(host.num_tokens, shared_blocks, all_states=all_states)
         places = host.ends[batch.samples].astype(np.int64) - 1  # in the step
         inputs = host.to_device(self.device) if recording is None else recording.inputs.fill(host, places)
         self.backend.plan(self._attention_batch(batch, host, inputs, shared_blocks, recording))
         if graphs is not None and recording is not None:
-            narrows = recording.narrowed
-            hidden = graphs.run(recording)
+            hidden, all_states = graphs.run(recording), recording.all_states
         else:
-            token_ids = self.rows.token_ids.view(-1).index_select(0, inputs.places).long()
-            if narrows := narrows and len(places) < host.num_tokens:
-                wanted = places if len(places) else np.array([host.num_tokens - 1])
-                hidden = self.model(token_ids, inputs.positions, wanted=to_device(wanted, self.device))
-            else:
-                hidden = self.model(token_ids, inputs.positions)
+            all_states = all_states or len(places) == host.num_tokens
+            hidden = self._launch_model(inputs, None if all_states else places)
         self._ask_prompt_logprobs(asks, batch, host, hidden, pending)
-        return hidden, np.arange(len(places)) if narrows else places
+        return hidden, places if all_states else np.arange(len(places))
+
+    def _launch_model(self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None) -> torch.Tensor:
+        """Hidden states [tokens, hidden]; of the tokens at `wanted` places alone, if it is given [n, hidden], n at least 1."""
+        token_ids = self.rows.token_ids.view(-1).index_select(0, inputs.places).long()
+        if wanted is not None and not len(wanted):
+            wanted = np.array([len(token_ids) - 1])  # no row samples; models are promised a token
+        hidden: torch.Tensor = self.model(token_ids, inputs.positions, None if wanted is None else to_device(wanted, self.device))
+        return hidden
 
     def _is_plain_decode(self, batch: Batch) -> bool:
         """Whether each row computes one token and samples: then a graph can replay the step, if one serves what they ask of the sampler."""

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from dovetail.api.sampler import Sampler
+from dovetail.errors import UnsupportedError
 from dovetail.runtime.decode_graphs import record, sample
 from dovetail.runtime.decode_rows import last_tokens
 from dovetail.runtime.row_state import RowState
@@ -52,7 +53,13 @@ class SamplingGraphs:
         size and dtype."""
         wanted = [(full, size) for full, sizes in self._sizes.items() for size in reversed(sizes)]
         for done, (full, size) in enumerate(wanted):
-            self._graphs[full, size] = self._capture(full, size, like, pool)
+            try:
+                self._graphs[full, size] = self._capture(full, size, like, pool)
+            except UnsupportedError:
+                if not full:
+                    raise
+                del self._sizes[full]  # the last that are wanted; `DecodeGraphs` has told of it
+                break
             if progress is not None:
                 progress("capturing CUDA graphs of sampling", done + 1, len(wanted))
 

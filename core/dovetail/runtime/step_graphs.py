@@ -29,7 +29,7 @@ class StepGraphs:
         """Of steps of up to `max_tokens`, with a model of so many `parameters`. Attention can be recorded, at least beside the model."""
         rows, model, backend = runner.rows, runner.model, runner.backend
         self._runner = runner
-        self.mixed = MixedGraphs(model, cuts, backend, rows, most_recorded(max_tokens, parameters), runner.narrows)
+        self.mixed = MixedGraphs(model, cuts, backend, rows, most_recorded(max_tokens, parameters))
         self.decode: DecodeGraphs | None = None
         self.sampling: SamplingGraphs | None = None
         if runner.sampler.capabilities.cuda_graph:

@@ -58,12 +58,12 @@ def _is_bare(files: Mapping[str, Path], rules: Mapping[str, WeightRule]) -> bool
 def _load_one(rule: WeightRule, source: Any, loaded: set[tuple[int, str | None]]) -> None:
     place = (id(rule.parameter), rule.shard_id)
     if place not in loaded:
-        rule.parameter.load(source, rule.shard_id)
+        rule.parameter.load(source, rule.shard_id, rule.transform)
         loaded.add(place)
         return
     part = rule.parameter.parts[rule.shard_id]
     there = part.place(rule.parameter.data)
-    if not torch.equal(part.read(source).to(there), there):
+    if not torch.equal(part.read(source, rule.transform).to(there), there):
         raise ModelLoadError("differs from the tensor that the config says it is tied to; set tie_word_embeddings to false in config.json")
 
 

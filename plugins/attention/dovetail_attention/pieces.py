@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,24 +27,13 @@ from numpy.typing import NDArray
 from dovetail.api.attention import AttentionBatch, LayerSpec
 from dovetail.runtime.transfer import to_device
 from dovetail_attention.bags import Bags, bags_work, make_bags
+from dovetail_attention.layer_shape import LayerShape
 
 MAX_PIECE_BYTES = 2 << 20  # of gathered K, if more than one row
 MAX_FILL_BYTES = 128 << 10  # of K that is only filling
 STRETCH = 256  # queries
 
 Where = slice | torch.Tensor  # consecutive places, or an index [n] int64
-
-
-class LayerShape(NamedTuple):
-    """What the plan of a layer depends on."""
-
-    window: int | None
-    heads: int
-    kv_heads: int
-
-    @classmethod
-    def of(cls, spec: LayerSpec) -> LayerShape:
-        return cls(spec.window, spec.heads, spec.kv_heads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from pydantic import BaseModel
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, LayerSpec
 from dovetail.errors import DovetailError
 from dovetail_attention.bags import Bags
-from dovetail_attention.pieces import LayerShape, Piece, Planner
+from dovetail_attention.layer_shape import LayerShape
+from dovetail_attention.pieces import Piece, Planner
 
 
 class TorchAttention(AttentionBackend):

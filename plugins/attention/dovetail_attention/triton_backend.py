@@ -29,9 +29,10 @@ from dovetail.nn.kernels.chain import chained
 from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import is_compiling_ahead, launch
 from dovetail_attention import triton_cache, triton_decode, triton_prefill, triton_trial
+from dovetail_attention.layer_shape import LayerShape
 from dovetail_attention.triton_schedule import TILE_NUMBERS
-from dovetail_attention.triton_step import LEAST_TOGETHER, PREFIX_PARTS, Likeness, Limits, Schedule, StepBuffers
-from dovetail_attention.triton_tuning import CUDA, HOPPER, INTERPRETED, PrefillTiling, Tilings, tilings_for
+from dovetail_attention.triton_step import LEAST_TOGETHER, PREFIX_PARTS, Limits, Schedule, StepBuffers
+from dovetail_attention.triton_tuning import CUDA, HOPPER, INTERPRETED, PrefillTiling, Shape, Tilings, tilings_for
 
 LOG2_E = math.log2(math.e)
 COPY_WIDTH = 2048
@@ -91,11 +92,11 @@ class TritonAttention(AttentionBackend):
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
         size = self.context.block_size
         limits = Limits(max_rows, max_tokens, -(-max_len // size), size, self.dtype, self.device, self.processors, self.tilings)
-        likenesses = {Likeness.of(layer.spec) for layer in self._layers}
-        if self.tilings == HOPPER and not is_compiling_ahead() and not all(_loads_apart_well(likeness, limits) for likeness in likenesses):
+        shapes = {LayerShape.of(layer.spec) for layer in self._layers}
+        if self.tilings == HOPPER and not is_compiling_ahead() and not all(_loads_apart_well(shape, limits) for shape in shapes):
             self.tilings = CUDA
             limits = replace(limits, tilings=CUDA)
-        self.step = StepBuffers(limits, likenesses)
+        self.step = StepBuffers(limits, shapes)
 
     def plan(self, batch: AttentionBatch) -> None:
         self.planned.fill(batch)
@@ -116,7 +117,7 @@ class TritonLayer(AttentionLayer):
 
     def __init__(self, spec: LayerSpec, backend: TritonAttention) -> None:
         self.spec, self._backend = spec, backend
-        self._likeness = Likeness.of(spec)
+        self._shape = LayerShape.of(spec)
         self._k = self._v = torch.empty(0)
         self._described: list[Any] | None = None  # K and V, for the tensor memory accelerator
 
@@ -159,7 +160,7 @@ class TritonLayer(AttentionLayer):
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         step = self._backend.planned
-        schedule = step.schedules[self._likeness]
+        schedule = step.schedules[self._shape]
         q = _heads_together(q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if schedule.zero_from is not None:
@@ -180,9 +181,9 @@ class TritonLayer(AttentionLayer):
             "Q_TOKEN_STRIDE": q.stride(0),
             "Q_HEAD_STRIDE": self.spec.head_size,
             "HEADS": self.spec.heads,
-            "GROUP": self._likeness.group,
+            "GROUP": self._shape.group,
             "D": self.spec.head_size,
-            "D_PADDED": self._likeness.padded_size,
+            "D_PADDED": self._shape.padded_size,
             "PRECISION": "ieee",
             **self._paging,
         }
@@ -204,11 +205,11 @@ class TritonLayer(AttentionLayer):
         captured = schedule.mixed_graph or (q.is_cuda and torch.cuda.is_current_stream_capturing())
         prefixed = schedule.prefix.parts > 0 or (schedule.may_share and captured)
         if prefixed:
-            tiles = -(-schedule.decodes * self._likeness.group // schedule.prefix_queries)
+            tiles = -(-schedule.decodes * self._shape.group // schedule.prefix_queries)
             launch(triton_decode.attend_prefix, (self.spec.kv_heads, tiles, PREFIX_PARTS))(
                 q, self._k, self._v, step.table, M=schedule.prefix_queries, num_warps=4, num_stages=tiling.stages, **known
             )
-        merged = max(1, MERGE_NUMBERS // (self._likeness.padded_group * self._likeness.padded_size))
+        merged = max(1, MERGE_NUMBERS // (self._shape.padded_group * self._shape.padded_size))
         launch(triton_decode.decode_shares, (self.spec.kv_heads, tables.shares))(
             q,
             out,
@@ -219,7 +220,7 @@ class TritonLayer(AttentionLayer):
             segments=schedule.segments,
             arrived=schedule.arrived,
             TABLE_STRIDE=step.limits.blocks,
-            M=max(LEAST_M if step.limits.on_matrix_units else 1, self._likeness.padded_group),
+            M=max(LEAST_M if step.limits.on_matrix_units else 1, self._shape.padded_group),
             PREFIXED=prefixed,
             MERGED=merged,
             TOGETHER=max(LEAST_TOGETHER, 2 * merged),
@@ -280,16 +281,16 @@ def _can_load_apart() -> bool:
 
 
 @cache
-def _loads_apart_well(likeness: Likeness, limits: Limits) -> bool:
+def _loads_apart_well(shape: LayerShape, limits: Limits) -> bool:
     """Whether it computes what it should for such layers, if it would be used for them."""
-    tiling = limits.tilings.prefill(likeness.shape(limits.dtype, limits.block_size))
+    tiling = limits.tilings.prefill(Shape.of(shape, limits.dtype, limits.block_size))
     if not tiling.loads_apart:
         return True
 
     def check() -> None:
         from dovetail_attention import triton_prefill_hopper
 
-        triton_prefill_hopper.check(likeness, limits, tiling)
+        triton_prefill_hopper.check(shape, limits, tiling)
 
     return works(LOADS_APART, check)
 

@@ -26,8 +26,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.described import in_tiles
 from dovetail.nn.kernels.launch import launch
+from dovetail_attention.layer_shape import LayerShape
 from dovetail_attention.triton_schedule import TILE_NUMBERS, Split, StepRows, prefill_tiles
-from dovetail_attention.triton_step import Likeness, Limits, TileParts
+from dovetail_attention.triton_step import Limits, TileParts
 from dovetail_attention.triton_tuning import PrefillTiling
 
 CLOSE = 2e-2  # of numbers of about 1/5
@@ -373,28 +374,28 @@ def attend(
     )
 
 
-def check(likeness: Likeness, limits: Limits, tiling: PrefillTiling) -> None:
+def check(shape: LayerShape, limits: Limits, tiling: PrefillTiling) -> None:
     """Raises unless it computes what it should here: what it is written in may change from one Triton to the next. Launches it as layers of that kind
     will, so that it isn't compiled for this alone."""
-    block_size, device, size, heads, kv_heads = limits.block_size, limits.device, likeness.head_size, likeness.heads, likeness.kv_heads
+    block_size, device, size, heads, kv_heads = limits.block_size, limits.device, shape.head_size, shape.heads, shape.kv_heads
     kv_len = min(1250, limits.blocks * block_size - 1)
     queries, blocks = min(70, kv_len), kv_len // block_size + 1
     generator = torch.Generator().manual_seed(0)
     shapes = (queries, heads + 2 * kv_heads, size), (blocks, kv_heads, block_size, size), (blocks, kv_heads, block_size, size)
-    qkv, k, v = (torch.randn(shape, generator=generator).to(device, limits.dtype) for shape in shapes)
+    qkv, k, v = (torch.randn(sizes, generator=generator).to(device, limits.dtype) for sizes in shapes)
     q, table = qkv[:, :heads], torch.zeros((1, limits.blocks), dtype=torch.int32, device=device)
     used = table[0, :blocks] = torch.randperm(blocks, generator=generator).to(table)
     for cache_of in (k, v):
         cache_of[used[-1], :, kv_len % block_size :] = float("nan")  # what nobody has written
     rows, split = StepRows.of(np.array([queries], np.int32), np.array([kv_len], np.int32)), Split(tiling.keys, most=5)
-    tiles = prefill_tiles(rows, likeness.group, tiling.queries, split)
+    tiles = prefill_tiles(rows, shape.group, tiling.queries, split)
     parts = TileParts.room(split.most, kv_heads, tiling.queries, size, device)
     out, scale, described = torch.empty(q.shape, dtype=q.dtype, device=device), size**-0.5, [describe(cache_of, tiling.keys) for cache_of in (k, v)]
     on_device, log2_scale = torch.from_numpy(tiles).to(device), scale * math.log2(math.e)
     attend(q, out, described, table, on_device, len(tiles), parts, log2_scale, kv_heads=kv_heads, block_size=block_size, tiling=tiling)
     wide_k, wide_v = (cache_of[used].transpose(1, 2).flatten(0, 1)[:kv_len].float() for cache_of in (k, v))  # [keys, kv_heads, size]
     seen = torch.ones(queries, kv_len, dtype=torch.bool, device=device).tril(kv_len - queries)
-    scores = torch.einsum("qhgd,khd->hgqk", q.float().view(queries, kv_heads, likeness.group, size), wide_k) * scale
+    scores = torch.einsum("qhgd,khd->hgqk", q.float().view(queries, kv_heads, shape.group, size), wide_k) * scale
     expected = torch.einsum("hgqk,khd->qhgd", scores.masked_fill(~seen, float("-inf")).softmax(-1), wide_v).flatten(1, 2)
     if not torch.allclose(out.float(), expected, atol=CLOSE):
         raise DovetailError("it computes something else")

@@ -9,46 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
 
-from dovetail.api.attention import AttentionBatch, LayerSpec
+from dovetail.api.attention import AttentionBatch
 from dovetail.errors import DovetailError
 from dovetail.runtime.transfer import Mirror
+from dovetail_attention.layer_shape import LayerShape
 from dovetail_attention.triton_schedule import TILE_NUMBERS, DecodeTables, Int32, Prefix, Split, StepRows, most_prefill_tiles, prefill_tiles
 from dovetail_attention.triton_tuning import Shape, Tilings
 
 PREFIX_PARTS = 8  # of a shared prefix, at most
 LEAST_TOGETHER = 16  # parts of a row that one program puts together
 LEVELS = 3  # groups of parts, groups of these, …: no row is cut into more than 16**3 parts
-
-
-@dataclass(frozen=True, slots=True)
-class Likeness:
-    """Layers that are alike in this share one schedule and its buffers."""
-
-    heads: int
-    kv_heads: int
-    head_size: int
-    window: int | None
-
-    @classmethod
-    def of(cls, spec: LayerSpec) -> Likeness:
-        return cls(spec.heads, spec.kv_heads, spec.head_size, spec.window)
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    @property
-    def padded_size(self) -> int:
-        return max(16, int(triton.next_power_of_2(self.head_size)))
-
-    @property
-    def padded_group(self) -> int:
-        return int(triton.next_power_of_2(self.group))
-
-    def shape(self, dtype: torch.dtype, block_size: int) -> Shape:
-        return Shape(self.group, self.padded_size, dtype.itemsize, block_size, self.window is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +44,11 @@ class Limits:
 class StepBuffers:
     """A step's inputs, and a schedule for each kind of layer."""
 
-    def __init__(self, limits: Limits, likenesses: set[Likeness]) -> None:
+    def __init__(self, limits: Limits, shapes: set[LayerShape]) -> None:
         self.limits = limits
         self.table = torch.zeros((limits.rows, limits.blocks), dtype=torch.int32, device=limits.device)
         self.slots = torch.full((limits.tokens,), -1, dtype=torch.int64, device=limits.device)
-        self.schedules = {likeness: Schedule(limits, likeness) for likeness in likenesses}
+        self.schedules = {shape: Schedule(limits, shape) for shape in shapes}
 
     def fill(self, batch: AttentionBatch) -> None:
         limits, rows, tokens = self.limits, len(batch.kv_lens), len(batch.slots)
@@ -110,15 +81,15 @@ class TileParts:
 
 
 class Schedule:
-    """Who computes what in the layers that are alike, on the device; and how many programs that takes, on the host."""
+    """Who computes what in the layers of one shape, on the device; and how many programs that takes, on the host."""
 
-    def __init__(self, limits: Limits, likeness: Likeness) -> None:
-        self.limits, self.likeness = limits, likeness
-        shape = likeness.shape(limits.dtype, limits.block_size)
-        self.decode_tiling, self.prefill_tiling = limits.tilings.decode(shape), limits.tilings.prefill(shape)
-        self.tables = DecodeTables(max(1, limits.processors * self.decode_tiling.programs // likeness.kv_heads), limits.rows)
+    def __init__(self, limits: Limits, shape: LayerShape) -> None:
+        self.limits, self.shape = limits, shape
+        tuned = Shape.of(shape, limits.dtype, limits.block_size)
+        self.decode_tiling, self.prefill_tiling = limits.tilings.decode(tuned), limits.tilings.prefill(tuned)
+        self.tables = DecodeTables(max(1, limits.processors * self.decode_tiling.programs // shape.kv_heads), limits.rows)
         slots = self.tables.slots + PREFIX_PARTS * limits.rows
-        tiling, most_parts = self.prefill_tiling, max(1, limits.processors // likeness.kv_heads)
+        tiling, most_parts = self.prefill_tiling, max(1, limits.processors // shape.kv_heads)
         self._split = Split(tiling.keys, most_parts) if tiling.loads_apart else None
         tiles = self._most_tiles(limits.rows, limits.tokens)
         device = limits.device
@@ -127,10 +98,10 @@ class Schedule:
         self.bounds = self.decode[self.tables.bounds_at :]
         self.rows = self.decode[self.tables.rows_at :]
         self.segments = self.decode[self.tables.segments_at :]
-        self.tile_parts = TileParts.room(most_parts if self._split else 0, likeness.kv_heads, tiling.queries, likeness.head_size, device)
-        self.partial = torch.empty((slots, likeness.heads, likeness.head_size), dtype=torch.float32, device=device)
-        self.partial_lse = torch.empty((slots, likeness.heads), dtype=torch.float32, device=device)
-        self.arrived = torch.zeros((LEVELS, self.tables.slots, likeness.kv_heads), dtype=torch.int32, device=device)
+        self.tile_parts = TileParts.room(most_parts if self._split else 0, shape.kv_heads, tiling.queries, shape.head_size, device)
+        self.partial = torch.empty((slots, shape.heads, shape.head_size), dtype=torch.float32, device=device)
+        self.partial_lse = torch.empty((slots, shape.heads), dtype=torch.float32, device=device)
+        self.arrived = torch.zeros((LEVELS, self.tables.slots, shape.kv_heads), dtype=torch.int32, device=device)
         self.decodes = 0  # rows of one query, padding included
         self.prefix = Prefix()
         self.may_share = False  # the step, or another replay of its graph, attends to a shared prefix
@@ -156,13 +127,13 @@ class Schedule:
             self.decodes = len(decodes.index) + (padding if only_decodes else 0)
         zeroed = padding if only_decodes or self.mixed_graph else 0  # by the kernel of decodes
         self.zero_from = batch.num_tokens if padding > zeroed else None
-        self.may_share = batch.shared_prefix_blocks > 0 and self.likeness.window is None
+        self.may_share = batch.shared_prefix_blocks > 0 and self.shape.window is None
         self.prefix = self._prefix(decodes, batch)
         of_decodes, of_tiles = self._mirror.arrays
         used = 0
         if self.decodes:
             step = self.decode_tiling.keys
-            filled = self.tables.fill(decodes, self.likeness.window, step, self.prefix, zeroed, batch.num_tokens)
+            filled = self.tables.fill(decodes, self.shape.window, step, self.prefix, zeroed, batch.num_tokens)
             used = len(filled)
             of_decodes[:used] = filled
         self.num_tiles = 0 if only_decodes and not self.mixed_graph else self._fill_tiles(of_tiles, rows.where(~single), tokens)
@@ -173,14 +144,14 @@ class Schedule:
 
     def _fill_tiles(self, records: Int32, prefills: StepRows, tokens: int) -> int:
         """On the host. In a mixed graph with as many empty ones as any step of so many tokens may have: a prefill has two queries at least."""
-        tiles = prefill_tiles(prefills, self.likeness.group, self.prefill_tiling.queries, self._split)
+        tiles = prefill_tiles(prefills, self.shape.group, self.prefill_tiling.queries, self._split)
         count = self._most_tiles(min(self.limits.rows, tokens // 2), tokens) if self.mixed_graph else len(tiles)
         records[: tiles.size] = tiles.reshape(-1)
         records[tiles.size : count * TILE_NUMBERS] = 0
         return count
 
     def _most_tiles(self, rows: int, tokens: int) -> int:
-        return most_prefill_tiles(rows, tokens, self.likeness.group, self.prefill_tiling.queries, self._split)
+        return most_prefill_tiles(rows, tokens, self.shape.group, self.prefill_tiling.queries, self._split)
 
     def _prefix(self, decodes: StepRows, batch: AttentionBatch) -> Prefix:
         """The blocks that all rows share; of each row something is left to read by itself."""
@@ -191,7 +162,7 @@ class Schedule:
         tokens = min(batch.shared_prefix_blocks * self.limits.block_size, int(decodes.lens.min()) - 1) // step * step
         if not tokens:
             return Prefix()
-        tiles = self.likeness.kv_heads * -(-rows * self.likeness.group // self.prefix_queries)
+        tiles = self.shape.kv_heads * -(-rows * self.shape.group // self.prefix_queries)
         parts = max(1, min(PREFIX_PARTS, self.limits.processors * 2 // tiles, tokens // step))
         steps = -(-tokens // step // parts)
         return Prefix(tokens, -(-(tokens // step) // steps))  # so that no part is empty

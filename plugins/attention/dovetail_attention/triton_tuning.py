@@ -9,8 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from dovetail.nn.kernels.gpu import GPU
+from dovetail_attention.layer_shape import LayerShape
+
+if TYPE_CHECKING:
+    import torch
 
 REGISTERS = 65_536  # of a multiprocessor
 RESERVED_BYTES = 1024  # of shared memory, that CUDA takes for itself, a program
@@ -27,6 +32,10 @@ class Shape:
     itemsize: int  # bytes
     block_size: int  # tokens
     windowed: bool = False
+
+    @classmethod
+    def of(cls, layer: LayerShape, dtype: torch.dtype, block_size: int) -> Shape:
+        return cls(layer.group, layer.padded_size, dtype.itemsize, block_size, layer.window is not None)
 
     @property
     def bytes_per_key(self) -> int:

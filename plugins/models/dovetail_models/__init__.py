@@ -8,7 +8,15 @@ _NEEDS = ("torch>=2.11", "transformers>=5")
 
 
 def _model(name: str, target: str, architecture: str, summary: str) -> ComponentSpec:
-    return ComponentSpec("model", name, f"dovetail_models.{name}:{target}", summary=summary, requires=_NEEDS, architectures=(architecture,))
+    return ComponentSpec(
+        kind="model",
+        name=name,
+        target=f"dovetail_models.{name}:{target}",
+        api="0.2",
+        summary=summary,
+        requires=_NEEDS,
+        architectures=(architecture,),
+    )
 
 
 @hookimpl

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from dovetail.api.attention import LayerSpec
-from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ParallelGroup
-from dovetail.errors import UnsupportedError
+from dovetail.api.model import BuildContext, ModelArch, ParallelGroup
 from dovetail.nn.rotary import rope_from_config, rope_reasons_against
 from dovetail.runtime.model_files import model_length
 from dovetail_models.decoder import Decoder, DecoderShape
@@ -88,7 +87,6 @@ class DecoderArch(ModelArch):
     would pass over, and is refused by name: whoever knows better can take it out of config.json.
     """
 
-    capabilities = ModelCapabilities(narrows=True)
     model_type: str  # of transformers' config
     handled: frozenset[str] = frozenset()
 
@@ -118,10 +116,6 @@ class DecoderArch(ModelArch):
         return [shape.layer_spec(index, parallel) for index in range(shape.num_layers)]
 
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
-        if context.layers is not None:
-            raise UnsupportedError("a decoder's layers can't be spread over ranks yet (pipeline parallelism)")
-        if context.quant is not None:
-            raise UnsupportedError(f"quantization {context.quant!r} is not implemented")
         return Decoder(self.shape(config), context)
 
 

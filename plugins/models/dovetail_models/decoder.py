@@ -14,11 +14,11 @@ from torch import nn
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ParallelGroup, WeightRule
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
-from dovetail.nn.layer import Layer
+from dovetail.nn.layer import Layer, LayerList
 from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from dovetail.nn.norm import QKNorm, RMSNorm
 from dovetail.nn.parameter import kv_share, share
-from dovetail.nn.qkv import turn_and_write
+from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.residual import Residual
 from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
 
@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
     def add_to(self, residual: Residual, norm: RMSNorm, rotation: Rotation, wanted: torch.Tensor | None) -> None:
         qkv = self.qkv_proj(residual, norm).view(len(residual), -1, self.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
-        q = turn_and_write(qkv, self.qk_norm, rotation, self.attn)
+        q = rope_and_store_kv(qkv, self.qk_norm, rotation, self.attn)
         out = self.attn.attend(q).flatten(1)
         if wanted is not None:
             residual.keep(wanted)
@@ -132,12 +132,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = VocabParallelEmbedding(shape.vocab_size, shape.hidden_size, context)
         self.rotary = RotaryEmbedding(shape.rope, context.max_len or shape.max_len, device=context.device)
-        self.blocks = [Block(index, shape, context) for index in range(shape.num_layers)]
-        self.registered_blocks = nn.ModuleList(self.blocks)  # torch looks for modules here, people above: that list has types
+        self.blocks = LayerList(Block(index, shape, context) for index in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, context)
         self.head = LMHead(shape.vocab_size, shape.hidden_size, context, tied=self.embedding if shape.tied else None)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, *, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         residual, rotation = Residual(self.embedding(token_ids)), self.rotary(positions)
         *earlier, last = self.blocks
         for block in earlier:

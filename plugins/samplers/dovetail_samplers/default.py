@@ -11,13 +11,15 @@ changed by `changes_kernels` and drawn by `fused` at once; the other steps below
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerCapabilities, TopLogprobs
+from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerCapabilities
 from dovetail.nn.kernels.available import has_triton, use_kernels
+from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.runtime.transfer import to_device
 from dovetail_samplers import penalties, rules
@@ -73,12 +75,10 @@ class DefaultSampler(Sampler):
 
     @torch.inference_mode()
     def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
-        from dovetail.nn.kernels import logprobs as kernels
-
         if self._changes is None:
             return super().sample_fully_captured(logits, rows)
-        token_ids, most = self._draw_changed(self._changes, logits, rows), min(CAPTURED_LOGPROBS, logits.shape[1])
-        return SampledTokens(token_ids, TopLogprobs(*kernels.top_logprobs(logits, token_ids, most, rows, self._changes.asked_logprobs)))
+        token_ids = self._draw_changed(self._changes, logits, rows)
+        return SampledTokens(token_ids, top_logprobs(logits, token_ids, CAPTURED_LOGPROBS, rows, self._changes.asked_logprobs))
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: Rows) -> SampledTokens:
@@ -86,10 +86,7 @@ class DefaultSampler(Sampler):
         needs = self._table.needs[host_rows]
         union = Needs(int(np.bitwise_or.reduce(needs))) if len(needs) else Needs(0)
         raw = logits
-        if self._changes is not None:
-            changed = union & Needs.CHANGED_LOGITS
-            token_ids = self._draw_changed(self._changes, logits, rows) if changed else self.sample_captured(logits, rows)
-        else:
+        if (token_ids := self._drawn_by_kernels(logits, rows, union)) is None:
             if union & Needs.CHANGED_LOGITS:
                 logits = logits.to(torch.float32, copy=bool(union & Needs.LOGPROBS))
                 self._change_logits(logits, rows, host_rows, needs)
@@ -99,8 +96,18 @@ class DefaultSampler(Sampler):
         k = min(int(self._table.logprobs[host_rows].max()), logits.shape[1])
         return SampledTokens(token_ids, top_logprobs(raw, token_ids, k))
 
+    def _drawn_by_kernels(self, logits: torch.Tensor, rows: torch.Tensor, union: Needs) -> torch.Tensor | None:
+        """token ids [n] int64. None where there are no kernels that change logits, or, if logits are to be changed, they can't be had."""
+        if self._changes is None:
+            return None
+        if not union & Needs.CHANGED_LOGITS:
+            return self.sample_captured(logits, rows)
+        with suppress(KernelUnavailable):
+            return self._draw_changed(self._changes, logits, rows)
+        return None
+
     def _draw_changed(self, changes: DeviceChanges, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """logits [n, vocab], left as they are, and rows [n] int64, `max_rows` for padding -> token ids [n] int64."""
+        """logits [n, vocab], left as they are, and rows [n] int64, `max_rows` for padding -> token ids [n] int64. May raise `KernelUnavailable`."""
         parts = zip(torch.split(logits, changes.most), torch.split(rows, changes.most), strict=True)
         drawn = [self._device_rows.draw(changes.change(part, own), own, self.context.history) for part, own in parts]
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)

@@ -21,7 +21,7 @@ class Altered(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         forward, weights = model.forward, model.weights
-        model.forward = lambda token_ids, positions, **narrowed: forward(token_ids, self.positions(model, positions), **narrowed)
+        model.forward = lambda token_ids, positions, wanted=None: forward(token_ids, self.positions(model, positions), wanted)
         model.weights = lambda: self.rules(model, list(weights()))
         return model  # type: ignore[no-any-return]
 
@@ -137,7 +137,16 @@ class TakesAStepForOneSequence(Altered):
         return (torch.arange(len(positions)) + positions[0]) % 64
 
 
-@mutant(caught_by="model.narrowed")
+@mutant(caught_by="model.wanted")
+class ReturnsAllStates(Qwen3):
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        forward = model.forward
+        model.forward = lambda token_ids, positions, wanted=None: forward(token_ids, positions)
+        return model  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.wanted")
 class ReturnsTheFirstStates(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
@@ -146,35 +155,33 @@ class ReturnsTheFirstStates(Qwen3):
         return model  # type: ignore[no-any-return]
 
 
-@mutant(caught_by="model.narrowed")
+@mutant(caught_by="model.wanted")
 class SortsWhatIsWanted(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         forward = model.forward
-        model.forward = lambda token_ids, positions, wanted=None: forward(
-            token_ids, positions, wanted=None if wanted is None else wanted.sort().values
-        )
+        model.forward = lambda token_ids, positions, wanted=None: forward(token_ids, positions, None if wanted is None else wanted.sort().values)
         return model  # type: ignore[no-any-return]
 
 
-@mutant(caught_by="model.narrowed")
+@mutant(caught_by="model.wanted")
 class WritesOfTheLastLayerWhatIsWanted(Qwen3):
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
         model: Any = super().build(config, context)
         forward, layer = model.forward, model.blocks[-1].attention.attn
         write = layer.write
 
-        def narrow(token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        def write_wanted(token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
             if wanted is None:
                 return forward(token_ids, positions)  # type: ignore[no-any-return]
             kept = torch.zeros(len(token_ids), 1, 1).index_fill_(0, wanted, 1.0)
             layer.write = lambda k, v: write(k * kept, v * kept)
             try:
-                return forward(token_ids, positions, wanted=wanted)  # type: ignore[no-any-return]
+                return forward(token_ids, positions, wanted)  # type: ignore[no-any-return]
             finally:
                 layer.write = write
 
-        model.forward = narrow
+        model.forward = write_wanted
         return model  # type: ignore[no-any-return]
 
 
@@ -219,7 +226,7 @@ class ReadsANormWithoutUsingIt(Altered):
 class Elsewhere:
     """Takes what is loaded, and keeps it from the model."""
 
-    def load(self, source: Any, shard_id: str | None = None) -> None:
+    def load(self, source: Any, shard_id: str | None = None, transform: Any = None) -> None:
         pass
 
 
@@ -236,8 +243,17 @@ class LoadsTensorsAlone(Altered):
     def rules(self, model: Any, rules: list[WeightRule]) -> list[WeightRule]:
         for parameter in {id(rule.parameter): rule.parameter for rule in rules}.values():
             load = type(parameter).load
-            parameter.load = lambda source, shard_id=None, load=load, parameter=parameter: load(parameter, source.clone(), shard_id)
+            parameter.load = lambda source, shard_id=None, transform=None, load=load, own=parameter: load(own, source.clone(), shard_id, transform)
         return rules
+
+
+@mutant(caught_by="model.checkpoint")
+class RefusesWhatEveryConfigFileHas(Qwen3):
+    """Fields of a config that are only there when it was read from a file."""
+
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        made = vars(type(config)())
+        return [f"{name} is not implemented" for name in vars(config) if name == "model_type" and name not in made]
 
 
 @mutant(caught_by="model.tied")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from dovetail.api.sampler import RowHistory, RowSampling, SampledTokens, SamplerCapabilities, TopLogprobs
 from dovetail.nn.logprobs import top_logprobs
 from dovetail.testing.checks import Untried
-from dovetail_samplers.default import DefaultSampler
+from dovetail_samplers.default import CAPTURED_LOGPROBS, DefaultSampler
 from dovetail_samplers.device_rows import draw_plain
 from tests.conformance.mutants import mutant
 
@@ -550,3 +552,59 @@ class CapturesItsParameters(Capturing):
         rows_of = self._device_rows
         self.first = getattr(self, "first", None) or rows_of.parameters(rows)
         return draw_plain(logits, rows, self.first, self.context.history, rows_of.hashes)
+
+
+class CapturingInFull(DefaultSampler):
+    """As `sample` does it, also where there are no kernels for it: what isn't recorded may ask the host."""
+
+    capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True)
+
+    def fully_capturable(self, host_rows: np.ndarray) -> bool:
+        return int(self._table.logprobs[host_rows].max()) <= CAPTURED_LOGPROBS
+
+    def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
+        own = rows < len(self.context.history.num_tokens)
+        sampled, padding = self.sample(logits[own], rows[own], rows[own].cpu().numpy()), (0, int((~own).sum()))
+        token_ids = pad(sampled.token_ids, padding)
+        if sampled.logprobs is None:
+            return SampledTokens(token_ids)
+        of = sampled.logprobs
+        return SampledTokens(token_ids, TopLogprobs(pad(of.token_ids, (0, 0, *padding)), pad(of.logprobs, (0, 0, *padding)), pad(of.ranks, padding)))
+
+
+@mutant(caught_by="sampler.fully_captured")
+class CapturesNoPenalties(CapturingInFull):
+    def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
+        return replace(super().sample_fully_captured(logits, rows), token_ids=self.sample_captured(logits, rows))
+
+
+@mutant(caught_by="sampler.fully_captured")
+class CapturesWhoeverAsksForManyLogprobs(CapturingInFull):
+    """Graphs have room for some alone."""
+
+    def fully_capturable(self, host_rows: np.ndarray) -> bool:
+        return True
+
+    def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
+        sampled = super().sample_fully_captured(logits, rows)
+        if sampled.logprobs is None:
+            return sampled
+        ids, logprobs = (columns[:, : 1 + CAPTURED_LOGPROBS] for columns in (sampled.logprobs.token_ids, sampled.logprobs.logprobs))
+        return replace(sampled, logprobs=TopLogprobs(ids, logprobs, sampled.logprobs.ranks))
+
+
+@mutant(caught_by="sampler.full_graph", error=AssertionError if torch.cuda.is_available() else Untried)
+class CapturesItsPenalties(DefaultSampler):
+    """The rules and penalties of the rows that were captured are used for all that come after."""
+
+    capabilities = SamplerCapabilities(cuda_graph=True, cuda_graph_full=True)
+
+    def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
+        if not hasattr(self, "first"):
+            self.first = copy(self._changes)
+            self.first._records = self._changes._records.clone()
+        now, self._changes = self._changes, self.first
+        try:
+            return super().sample_fully_captured(logits, rows)
+        finally:
+            self._changes = now

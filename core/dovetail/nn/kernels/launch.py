@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from dovetail.errors import DovetailError
+from dovetail.errors import UnsupportedError
 
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 16  # of addresses in bytes, and of numbers: kernels read so much at once, and Triton compiles anew for what is no multiple
 
 
-class KernelUnavailable(DovetailError):
+class KernelUnavailable(UnsupportedError):
     """A kernel can't be compiled or loaded here: nothing was launched, and its twin can compute instead."""
 
 

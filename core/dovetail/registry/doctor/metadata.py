@@ -123,8 +123,19 @@ def _installed(only: str | None) -> dict[str, list[metadata.Distribution]]:
             continue
         if name == only or (only is None and (name == NAMESPACE or "dovetail" in text)):
             found.setdefault(name, {}).setdefault(_home(distribution), distribution)
-    relevant = {name: list(copies.values()) for name, copies in found.items()}
+    relevant = {name: _without_leftovers_of_builds(list(copies.values())) for name, copies in found.items()}
     return {name: copies for name, copies in relevant.items() if only is not None or name == NAMESPACE or _have_plugins(copies)}
+
+
+def _without_leftovers_of_builds(copies: list[metadata.Distribution]) -> list[metadata.Distribution]:
+    """`pip install -e` builds in the source's folder, and leaves an egg-info there. That folder is on the path from then on, so the same installation
+    is seen twice."""
+    sources = [source.resolve() for copy in copies if (source := _editable_source(copy)) is not None]
+
+    def is_leftover(home: Path) -> bool:
+        return home.suffix == ".egg-info" and any(home.is_relative_to(source) for source in sources)
+
+    return [copy for copy in copies if not is_leftover(Path(_home(copy)))]
 
 
 def _have_plugins(copies: Iterable[metadata.Distribution]) -> bool:

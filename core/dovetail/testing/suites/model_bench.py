@@ -93,15 +93,14 @@ class Bench:
         """By the model's own rules, without files."""
         for rule in self.model.weights():
             if rule.source in tensors and rule.parameter is not None:
-                rule.parameter.load(tensors[rule.source], rule.shard_id)
+                rule.parameter.load(tensors[rule.source], rule.shard_id, rule.transform)
 
     @torch.no_grad()
     def step(self, *parts: Part, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states [tokens, hidden] of a step that computes these parts; of those `wanted` alone [n, hidden]."""
         self.sequences.step = [(part.sequence, len(part.token_ids)) for part in parts]
         positions = torch.cat([torch.arange(part.start, part.start + len(part.token_ids)) for part in parts])
-        narrowed = {} if wanted is None else {"wanted": wanted}
-        hidden: torch.Tensor = self.model(torch.cat([part.token_ids for part in parts]), positions, **narrowed)
+        hidden: torch.Tensor = self.model(torch.cat([part.token_ids for part in parts]), positions, wanted)
         return hidden
 
     def run(self, token_ids: torch.Tensor, chunks: Sequence[int] = (), sequence: str = "a", start: int = 0) -> torch.Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.sampler import RowSampling
+from dovetail.api.sampler import RowSampling, SampledTokens
 from dovetail.testing.checks import Untried, check, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.sampler_bench import Bench, Row, draws
@@ -475,6 +475,67 @@ class SamplerSuite(Suite):
         logits.copy_(bench.logits)
         graph.replay()
         require(out.tolist() == bench.tokens(), f"replayed for other seeds: {out.tolist()}, sample() gives {bench.tokens()}")
+
+    @check("sampler.fully_captured", since="0.1", capability="cuda_graph_full")
+    def test_fully_captured(self) -> None:
+        """Where `fully_capturable` says yes, `sample_fully_captured` gives all that `sample` does: the tokens, and the log-probabilities of each row
+        that asks for some, at least as many columns as it asks for. Rows that are padding (`max_rows`) get some id of the vocabulary and change
+        nothing."""
+        bench, rows = self.fully_capturable([row for asked in (None, 0, 3, 50) for row in _asking(mixed_rows(), asked)])
+        expected, captured = bench.sample(), bench.fully_captured()
+        _require_same(rows, captured, expected)
+        padded = bench.fully_captured([*bench.places, bench.max_rows, bench.max_rows])
+        _require_same(rows, padded, expected, "with padding behind them, ")
+        ids = padded.token_ids[len(rows) :].tolist()
+        require(all(0 <= token < VOCAB for token in ids), f"padding rows got {ids}, which isn't in the vocabulary")
+
+    @check("sampler.full_graph", since="0.1", capability="cuda_graph_full")
+    def test_full_graph(self) -> None:
+        """A graph of `sample_fully_captured` replays for other requests too: rules, penalties, and how many log-probabilities they ask for, are read
+        where `update` put them, at the same addresses."""
+        if not self.place.startswith("cuda"):
+            raise Untried("cuda_graph_full", f"the suite runs on {self.place}")
+        bench, rows = self.fully_capturable(_asking(mixed_rows(), 2))
+        bench.fully_captured()
+        torch.cuda.synchronize()
+        graph, logits = torch.cuda.CUDAGraph(), bench.logits.clone()
+        with torch.cuda.graph(graph):
+            out = bench.sampler.sample_fully_captured(logits, bench.rows)
+        others = [replace(row, sampling=replace(row.sampling, seed=9, logit_bias=((4, 30.0),), logprobs=index % 3)) for index, row in enumerate(rows)]
+        bench.sampler.update(bench.places, [(place, row.sampling) for place, row in zip(bench.places, others, strict=True)])
+        logits.copy_(bench.logits)
+        graph.replay()
+        _require_same(others, out, bench.sample(), "replayed for other requests, ")
+
+    def fully_capturable(self, rows: Sequence[Row]) -> tuple[Bench, list[Row]]:
+        """Those of `rows` that may be captured in full, and a bench of them."""
+        bench = self.bench(rows)
+        some = [row for place, row in zip(bench.places, rows, strict=True) if bench.sampler.fully_capturable(np.array([place]))]
+        if not some:
+            raise Untried("cuda_graph_full", f"fully_capturable() says no to every row on {self.place}")
+        return self.bench(some), some
+
+
+def _asking(rows: Sequence[Row], logprobs: int | None) -> list[Row]:
+    return [replace(row, sampling=replace(row.sampling, logprobs=logprobs)) for row in rows]
+
+
+def _require_same(rows: Sequence[Row], captured: SampledTokens, sampled: SampledTokens, when: str = "") -> None:
+    """Of each row its token, and as many log-probabilities as it asks for."""
+    tokens, expected = captured.token_ids[: len(rows)].tolist(), sampled.token_ids.tolist()
+    require(tokens == expected, f"{when}sample() gave {expected}, sample_fully_captured() {tokens}")
+    for place, row in enumerate(rows):
+        if row.sampling.logprobs is None:
+            continue
+        ours, theirs = captured.logprobs, sampled.logprobs
+        require(ours is not None and theirs is not None, f"{when}{_said(row.sampling)}: no log-probabilities came")
+        columns = slice(1 + min(row.sampling.logprobs, VOCAB))
+        same = (
+            ours.token_ids[place, columns].tolist() == theirs.token_ids[place, columns].tolist()  # type: ignore[union-attr]
+            and ours.ranks[place] == theirs.ranks[place]  # type: ignore[union-attr]
+            and _near(ours.logprobs[place, columns].cpu(), theirs.logprobs[place, columns].double().cpu())  # type: ignore[union-attr]
+        )
+        require(same, f"{when}{_said(row.sampling)}: the log-probabilities of sample_fully_captured() aren't those of sample()")
 
 
 def _near(values: torch.Tensor, exact: torch.Tensor) -> bool:

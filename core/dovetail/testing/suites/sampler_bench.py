@@ -71,10 +71,18 @@ class Bench:
 
     def captured(self, rows: Sequence[int] | None = None) -> list[int]:
         """Return the tokens of `sample_captured`; `rows` may contain `max_rows`, which is padding."""
+        tokens: list[int] = self.sampler.sample_captured(*self._asked(rows)).tolist()
+        return tokens
+
+    def fully_captured(self, rows: Sequence[int] | None = None) -> SampledTokens:
+        """Return the result of `sample_fully_captured` for such rows."""
+        return self.sampler.sample_fully_captured(*self._asked(rows))
+
+    def _asked(self, rows: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits [n, vocab] and rows [n], with the first row's logits for padding."""
         wanted = self.places if rows is None else list(rows)
         where = [self.places.index(row) if row in self.places else 0 for row in wanted]
-        tokens: list[int] = self.sampler.sample_captured(self.logits[where].clone(), torch.tensor(wanted, device=self.logits.device)).tolist()
-        return tokens
+        return self.logits[where].clone(), torch.tensor(wanted, device=self.logits.device)
 
 
 def draws(make: MakeSampler, logits: Sequence[float], sampling: RowSampling, count: int, *, seeds: int = 500, device: str) -> NDArray[np.int64]:

@@ -10,11 +10,11 @@ import torch
 from dovetail.api.attention import LayerSpec
 from dovetail.api.model import BuildContext, ModelArch, ParallelGroup, WeightRule
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
-from dovetail.nn.layer import Layer
+from dovetail.nn.layer import Layer, LayerList
 from dovetail.nn.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import kv_share, share
-from dovetail.nn.qkv import turn_and_write
+from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.rotary import RotaryEmbedding, Rotation, rope_from_config, rope_reasons_against
 from torch import nn
 
@@ -27,7 +27,8 @@ class AcmeModelArch(ModelArch):
     def reasons_against(self, config: Any) -> list[str]:
         if config.model_type != "granite":
             return [f"model_type = {config.model_type!r}, expected 'granite'"]
-        fields, known = vars(config), {*vars(type(config)()), "head_dim"}  # the fields that transformers puts into each config of this type
+        fields = vars(config)
+        known = {*vars(type(config)()), "model_type", "head_dim"}  # the fields of each such config in transformers, and in files
         reasons = [f"{name} = {fields[name]!r} is not implemented" for name, right in PLAIN.items() if fields.get(name, right) != right]
         reasons += [
             f"{name} = {value!r}: nobody knows this field of a Granite, and it may change the numbers"
@@ -66,7 +67,7 @@ class Attention(Layer):
 
     def forward(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_size)  # [tokens, heads + 2 * kv_heads, head_size]
-        q = turn_and_write(qkv, None, rotation, self.attn)
+        q = rope_and_store_kv(qkv, None, rotation, self.attn)
         return self.o_proj(self.attn.attend(q).flatten(1))
 
 
@@ -123,18 +124,18 @@ class Granite(nn.Module):
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
         rope = rope_from_config(config.rope_parameters, head_size(config))
         self.rotary = RotaryEmbedding(rope, context.max_len or config.max_position_embeddings, device=context.device)
-        self.blocks = [Block(index, config, context) for index in range(config.num_hidden_layers)]
-        self.registered_blocks = nn.ModuleList(self.blocks)  # so that torch finds the modules
+        self.blocks = LayerList(Block(index, config, context) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
         tied = self.embedding if config.tie_word_embeddings else None
         self.head = LMHead(config.vocab_size, config.hidden_size, context, tied=tied)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embedding(token_ids) * self.embedding_multiplier  # [tokens, hidden]
         rotation = self.rotary(positions)
         for block in self.blocks:
             x = block(x, rotation)
-        return self.norm(x)
+        hidden = self.norm(x)
+        return hidden if wanted is None else hidden[wanted]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden) / self.logits_scaling

@@ -1,8 +1,8 @@
-"""A `local` executor of the bundled demo model, and a small core to drive it."""
+"""What a worker or an executor of the bundled demo model is made with, and steps to drive it by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from dovetail.api.clock import WallClock
 from dovetail.api.component import ComponentSpec
 from dovetail.api.executor import Batch, Capacity, ExecutorConfig, ExecutorContext, NewRow, Target
 from dovetail.api.sampler import RowSampling
-from dovetail_executors.local import LocalExecutor, empty_batch
-from dovetail_executors.options import LocalOptions
+from dovetail.runtime.profiling import empty_batch
 
 DEMO = str(Path(dovetail_models.__file__).parent / "demo")
+BLOCK_BYTES = 6 * 2 * 16 * 4 * 32 * 4  # of 16 tokens in float32: 6 layers' K and V of 4 heads of 32
 
 CONFIG = ExecutorConfig(
     model=DEMO,
@@ -52,10 +52,6 @@ def context(**changes: Any) -> ExecutorContext:
         sampler=targets(dovetail_samplers.dovetail_components())[0],
     )
     return replace(plain, **{name: value for name, value in changes.items() if name not in of_config})
-
-
-def executor(options: Mapping[str, Any] | None = None, **changes: Any) -> LocalExecutor:
-    return LocalExecutor(LocalOptions(**{"device": "cpu", **(options or {})}), context(**changes))
 
 
 def prefill(capacity: Capacity, prompts: list[list[int]], step: int = 0, **sampling: Any) -> Batch:

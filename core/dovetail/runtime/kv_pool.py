@@ -1,4 +1,4 @@
-"""How many blocks the KV pool gets."""
+"""How K and V of a model are laid out in blocks, and how many blocks the pool gets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARE_OF_LENGTH = 4  # … and no more than every row needs at one part in so ma
 
 
 def kv_layout(backend: AttentionBackend, specs: Sequence[LayerSpec], block_size: int, dtype: str) -> KVLayout:
-    """The layers, grouped by how far back they look."""
+    """Group the layers by how far back they look. `block_size` is in tokens, `dtype` a name ("bfloat16")."""
     windows = dict.fromkeys(spec.window for spec in specs)
     groups = []
     for window in windows:
@@ -30,8 +30,9 @@ def kv_layout(backend: AttentionBackend, specs: Sequence[LayerSpec], block_size:
 def pool_blocks(
     config: ExecutorConfig, layout: KVLayout, max_model_len: int, num_blocks: int | None, device: torch.device, profile: Callable[[], int]
 ) -> int:
-    """Blocks of the pool. `num_blocks` and then `kv_cache_memory` decide if given. Else, on a GPU: what is left of `gpu_memory_utilization` when
-    `profile` (which runs the biggest step and tells its peak, in bytes) is through. On a CPU: see the shares above.
+    """Return the number of blocks in the pool on `device`. `num_blocks` (an executor's option of this name) and then `kv_cache_memory` decide if
+    given. Else, on a GPU: what is left of `gpu_memory_utilization` when `profile` (which runs the biggest step and tells its peak, in bytes) is
+    through. On a CPU: see the shares above.
 
     Raises `ConfigError` if the pool can't hold one sequence of `max_model_len` tokens, telling what was asked, what there is and what to change.
     """

@@ -1,0 +1,133 @@
+"""Log-probabilities on their way to the user: `LogprobLog` collects a sample's, `TokenLogprobs` is what an output holds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.api.executor import HostLogprobs
+from dovetail.request import Logprob, TokenLogprobMap
+
+if TYPE_CHECKING:
+    from dovetail.front.tokenizer import Tokenizer
+
+MOST_STEPS = 64  # whose results a log keeps as they came, other requests' rows and all
+
+
+class TokenTexts(dict[int, str | None]):
+    """Token id -> its text by itself, in which half a character is U+FFFD; None for all without a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str | None:
+        if self.tokenizer is None:
+            return None
+        text = self[token] = self.tokenizer.decode([token])
+        return text
+
+
+class TokenLogprobs(Sequence[TokenLogprobMap]):
+    """A map of token ids to `Logprob`s for each of consecutive tokens: the token itself first, whose rank may be anything, then the likeliest,
+    best first.
+
+    Reads like a list, equals one with the same maps, and is pickled as one. A map is made whenever it is read: made in the engine, those of 256
+    requests with five alternatives each would take the host longer than a step takes the GPU.
+    """
+
+    __slots__ = ("_logprobs", "_ranks", "_texts", "_token_ids")
+
+    def __init__(self, token_ids: NDArray[Any], logprobs: NDArray[Any], ranks: NDArray[Any], texts: TokenTexts) -> None:
+        """`token_ids` [n, 1 + k], `logprobs` [n, 1 + k], `ranks` [n] of the tokens themselves."""
+        self._token_ids, self._logprobs, self._ranks, self._texts = token_ids, logprobs, ranks, texts
+
+    @classmethod
+    def of_steps(cls, steps: Sequence[tuple[HostLogprobs, int]], asked: int, texts: TokenTexts) -> TokenLogprobs:
+        """Each token's are at a position of its step's; of the alternatives there the first `asked` are taken. Keeps nothing of the steps."""
+        token_ids = np.array([hosts.token_ids[position, : 1 + asked] for hosts, position in steps])
+        logprobs = np.array([hosts.logprobs[position, : 1 + asked] for hosts, position in steps])
+        return cls(token_ids, logprobs, np.array([hosts.ranks[position] for hosts, position in steps]), texts)
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenLogprobs]) -> TokenLogprobs:
+        """One or more, one after the other."""
+        token_ids, logprobs, ranks = zip(*((part._token_ids, part._logprobs, part._ranks) for part in parts), strict=True)
+        return cls(np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks), parts[0]._texts)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobMap: ...
+    @overload
+    def __getitem__(self, index: slice) -> TokenLogprobs: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobMap | TokenLogprobs:
+        if isinstance(index, slice):
+            return TokenLogprobs(self._token_ids[index], self._logprobs[index], self._ranks[index], self._texts)
+        return self._map(self._token_ids[index].tolist(), self._logprobs[index].tolist(), int(self._ranks[index]))
+
+    def __iter__(self) -> Iterator[TokenLogprobMap]:
+        return map(self._map, self._token_ids.tolist(), self._logprobs.tolist(), self._ranks.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenLogprobs | list | tuple):
+            return NotImplemented
+        return list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    def _map(self, ids: list[int], values: list[float], rank: int) -> TokenLogprobMap:
+        own, texts = ids[0], self._texts
+        entries: TokenLogprobMap = {own: Logprob(values[0], rank, texts[own])}
+        for place in range(1, len(ids)):
+            token = ids[place]
+            if token != own:
+                entries[token] = Logprob(values[place], place, texts[token])
+        return entries
+
+
+class LogprobLog:
+    """The log-probabilities of one sample's tokens, as they come."""
+
+    __slots__ = ("_asked", "_parts", "_steps", "_texts", "cumulative")
+
+    def __init__(self, asked: int, texts: TokenTexts) -> None:
+        """`asked`: alternatives a token."""
+        self._asked, self._texts = asked, texts
+        self._steps: list[tuple[HostLogprobs, int]] = []
+        self._parts: list[TokenLogprobs] = []
+        self.cumulative = 0.0  # the sum of the tokens' own
+
+    def add(self, hosts: HostLogprobs, position: int) -> None:
+        """Another token's, which are at a position of its step's."""
+        self.cumulative += float(hosts.logprobs[position, 0])
+        self._steps.append((hosts, position))
+        if len(self._steps) >= MOST_STEPS:
+            self._pack()
+
+    def read(self) -> Sequence[TokenLogprobMap]:
+        """All, or all since `drain`."""
+        self._pack()
+        if len(self._parts) > 1:
+            self._parts = [TokenLogprobs.joined(self._parts)]
+        return self._parts[0] if self._parts else []
+
+    def drain(self) -> Sequence[TokenLogprobMap]:
+        """As `read`; they are forgotten."""
+        new = self.read()
+        self._parts = []
+        return new
+
+    def _pack(self) -> None:
+        if self._steps:
+            self._parts.append(TokenLogprobs.of_steps(self._steps, self._asked, self._texts))
+            self._steps = []

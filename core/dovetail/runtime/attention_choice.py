@@ -1,0 +1,40 @@
+"""Choosing the attention backend that serves a model: a worker does so once, before it reads any weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dovetail.api.attention import AttentionBackend, AttentionContext, LayerSpec
+from dovetail.api.executor import Target
+from dovetail.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenAttention:
+    """A backend that can serve the model, and its qualified name."""
+
+    name: str
+    backend: AttentionBackend
+
+
+def choose_attention(candidates: tuple[Target, ...], specs: list[LayerSpec], device: str, dtype: str, block_size: int | None) -> ChosenAttention:
+    """Make the first of `candidates` with no reason against serving these layers on `device` ("cpu", "cuda:0") in `dtype` ("bfloat16"). A backend
+    may try out its kernels for that.
+
+    `block_size` None: as each candidate likes it. Raises `UnsupportedError` with every reason of each if none will do.
+    """
+    refused = []
+    for target in candidates:
+        try:
+            backend: type[AttentionBackend] = target.load()
+        except ImportError as error:
+            refused.append(f"{target.name}: it can't be imported: {error}")
+            continue
+        context = AttentionContext(device, dtype, block_size or backend.capabilities.default_block_size())
+        reasons = backend.reasons_against(context, specs)
+        if not reasons:
+            return ChosenAttention(target.name, target.make(context))
+        refused += [f"{target.name}: {reason}" for reason in reasons]
+    asked = f"on {device} in {dtype}" + ("" if block_size is None else f" with block_size: {block_size}")
+    listed = "".join(f"\n  - {reason}" for reason in refused) or " none was offered"
+    raise UnsupportedError(f"no attention backend can serve this model {asked}:{listed}")

@@ -1,0 +1,39 @@
+"""Choosing the device that an executor's option names, and naming it for people."""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.errors import ConfigError, UnsupportedError
+
+
+def choose_device(name: str, option: str) -> torch.device:
+    """Return the device that `name` means: "auto" (a CUDA device if there is one, else the CPU), "cpu", "cuda" or "cuda:N". A CUDA device has its
+    index, and becomes the current one of this thread.
+
+    `option` is the key of `engine.yaml` that errors name: "executor.device". Raises `ConfigError` if `name` is no device's, `UnsupportedError` if it
+    isn't there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"{option}: {name!r} is no device; expected auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index = device.index or 0
+        if index >= count:
+            raise UnsupportedError(f"{option}: {name} isn't there; torch {torch.__version__} sees {count} CUDA devices")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    elif device.type != "cpu":
+        raise UnsupportedError(f"{option}: {name} is neither the CPU nor a CUDA device")
+    return device
+
+
+def describe_device(device: torch.device) -> str:
+    """Return its name for people: "cpu (8 threads)", "cuda:0 (NVIDIA H200)"."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"cpu ({torch.get_num_threads()} threads)"

@@ -1,0 +1,54 @@
+"""How much GPU memory an engine takes beside its KV pool: found out by running the biggest step there can be."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from dovetail.api.executor import Batch, NewRow
+from dovetail.api.sampler import RowSampling
+from dovetail.runtime.row_state import RowState
+from dovetail.runtime.runner import Runner
+
+
+def peak_bytes(runner: Runner, max_tokens: int) -> int:
+    """Run the biggest step of at most `max_tokens`, and return the GPU memory that all but the KV pool takes at its peak, in bytes.
+
+    The pool is there, and has one block, which every row writes to. The rows are empty, before and after.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    biggest = biggest_batch(runner.rows, max_tokens)
+    runner.collect(runner.submit(biggest))
+    runner.rows.update(empty_batch(removed=biggest.rows))
+    runner.sampler.update(biggest.rows.tolist(), [])
+    free, total = torch.cuda.mem_get_info(runner.device)
+    outside_torch = total - free - torch.cuda.memory_reserved(runner.device)
+    return outside_torch + torch.cuda.max_memory_allocated(runner.device)
+
+
+def biggest_batch(rows: RowState, max_tokens: int) -> Batch:
+    """Return a step of as many rows, and as many tokens, as one may have: all new, all sampling."""
+    num_rows = min(rows.max_rows, max_tokens)
+    count = min(max_tokens // num_rows, rows.max_len)
+    tokens, blocks = np.zeros(count, np.int32), np.zeros(-(-count // rows.block_size), np.int32)
+    added = tuple(NewRow(row, "profile", tokens, count, 0, blocks, RowSampling()) for row in range(num_rows))
+    index = np.arange(num_rows, dtype=np.int32)
+    return empty_batch(added=added, rows=index, num_tokens=np.full(num_rows, count, np.int32), samples=np.ones(num_rows, np.bool_))
+
+
+def empty_batch(**changes: object) -> Batch:
+    """Return a step in which nothing happens but `changes`, which are fields of `Batch`."""
+    nothing = np.zeros(0, np.int32)
+    fields: dict[str, object] = {
+        "step": -1,
+        "removed": nothing,
+        "added": (),
+        "new_block_rows": nothing,
+        "new_blocks": nothing,
+        "copies": (),
+        "rows": nothing,
+        "num_tokens": nothing,
+        "samples": nothing.astype(np.bool_),
+    }
+    return Batch(**{**fields, **changes})  # type: ignore[arg-type]

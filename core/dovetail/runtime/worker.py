@@ -1,0 +1,174 @@
+"""One rank: a model, with its attention, sampler, rows and KV pool, on one device. An executor that computes is made of workers: `local` is one, in
+the engine's own process.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from dovetail.api.attention import AttentionBackend
+from dovetail.api.executor import Batch, Capacity, ExecutorContext, Result
+from dovetail.api.kv_cache import KVLayout
+from dovetail.api.model import ParallelGroup
+from dovetail.api.sampler import SamplerContext
+from dovetail.errors import ConfigError, DovetailError
+from dovetail.runtime.attention_choice import choose_attention
+from dovetail.runtime.device_choice import describe_device
+from dovetail.runtime.kv_pool import kv_layout, pool_blocks
+from dovetail.runtime.loading import LoadedModel, load_model
+from dovetail.runtime.memory import readable_bytes
+from dovetail.runtime.mixed_graphs import Cuts
+from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len
+from dovetail.runtime.profiling import peak_bytes
+from dovetail.runtime.row_state import RowState
+from dovetail.runtime.runner import PendingStep, Runner
+from dovetail.runtime.step_graphs import StepGraphs
+
+
+class Worker:
+    """Computes the steps of one rank: `load`, then `allocate`, then `submit` and `collect` in turn, `stop` at the end. By one thread at a time, which
+    may be another for each call.
+
+    A step that fails ends it: what the device holds can't be trusted any more.
+    """
+
+    def __init__(self, context: ExecutorContext, group: ParallelGroup, executor: str) -> None:
+        """`group` is the ranks that share the model's weights: `dovetail.runtime.parallel.SINGLE` if this one has the whole model. `executor` is the
+        name that errors give the executor. Nothing is loaded yet."""
+        self.context, self.group, self.executor = context, group, executor
+        self.runner: Runner | None = None  # while the model is loaded
+        self._graphs: StepGraphs | None = None
+        self._failure: DovetailError | None = None
+
+    def load(self, device: torch.device, num_blocks: int | None = None) -> Capacity:
+        """Choose dtype and attention, load the model, compile its kernels, and tell what fits on `device` (see `choose_device`): `num_blocks` of the
+        capacity are those that were asked for or, if that is None, as many as the memory allows. Ranks that work together allocate the least of
+        them. `max_in_flight` is what suits the device.
+
+        Raises `ModelLoadError` if the model's files can't be used, `UnsupportedError` if no architecture or attention backend can serve it here, and
+        `ConfigError` if there is no sampler, or if the pool can't hold one sequence of `max_model_len` tokens.
+        """
+        config = self.context.config
+        arch, hf_config = find_architecture(config.model, self.context.models)
+        dtype = str(resolve_dtype(config.dtype, hf_config, device)).removeprefix("torch.")
+        specs = arch.layer_specs(hf_config, self.group)
+        chosen = choose_attention(self.context.attention, specs, str(device), dtype, config.block_size)
+        layout = kv_layout(chosen.backend, specs, chosen.backend.context.block_size, dtype)
+        if device.type == "cpu":  # before the weights are read: what is too big is told at once
+            self._pool_blocks(layout, resolve_max_model_len(config.max_model_len, hf_config), num_blocks, device)
+        cuts = Cuts()
+        make_layer = cuts.wrap(chosen.backend.make_layer)
+        model = load_model(config.model, config, self.context.models, make_layer, self.group, device, self.context.progress)
+        self.runner = self._make_runner(model, chosen.backend, layout, device)
+        if device.type == "cuda":
+            gc.collect()
+            gc.freeze()  # what stands now stays: looking through it again and again would stall steps for some 20 ms
+        self._graphs = self._step_graphs(model, chosen.backend, cuts, device)
+        blocks = self._pool_blocks(layout, model.max_model_len, num_blocks, device)
+        return Capacity(
+            num_blocks=blocks,
+            max_in_flight=2 if device.type == "cuda" else 1,
+            layout=layout,
+            vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
+            shared_prefix=chosen.backend.capabilities.shared_prefix,
+            details={
+                "device": describe_device(device),
+                "dtype": dtype,
+                "attention": chosen.name,
+                "model": str(hf_config.architectures[0]),
+                "parameters": f"{_num_parameters(model) / 1e6:.1f}M",
+                "cuda_graphs": "none" if self._graphs is None else str(self._graphs),
+                "kv_pool": readable_bytes(blocks * layout.bytes_per_block),
+            },
+        )
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the KV pool, of `num_blocks` blocks, and record the CUDA graphs. Raises `DovetailError` if `load` hasn't been called."""
+        runner = self._running()
+        self._make_pool(num_blocks)
+        if self._graphs is not None:
+            self._graphs.capture(self.context.progress)
+        if runner.device.type == "cuda":
+            gc.freeze()  # and what compiling kernels and recording left
+
+    def submit(self, batch: Batch) -> PendingStep:
+        """Enqueue a step and return its handle; on a CPU, compute it. Raises `DovetailError` with the step and its requests if it fails, and for each
+        step after that."""
+        self.check()
+        try:
+            return self._running().submit(batch)
+        except Exception as error:
+            names = self.runner.rows.request_ids if self.runner else []
+            raise self._failed(batch.step, error, batch.rows.tolist(), names) from error
+
+    def collect(self, handle: PendingStep) -> Result:
+        """Wait for the oldest uncollected step, whose handle this is. Raises as `submit` does."""
+        self.check()
+        try:
+            return self._running().collect(handle)
+        except Exception as error:
+            raise self._failed(handle.step, error, handle.rows.tolist(), handle.request_ids) from error
+
+    def check(self) -> None:
+        """Raise `DovetailError` if a step has failed."""
+        if self._failure is not None:
+            raise DovetailError(f"executor {self.executor} stopped computing: {self._failure}") from self._failure
+
+    def stop(self) -> None:
+        """Release everything. Twice is as good as once; also after `load` or `allocate` has failed, and before either."""
+        had_cuda = self.runner is not None and self.runner.device.type == "cuda"
+        self.runner = self._graphs = None
+        if had_cuda:
+            gc.unfreeze()
+        gc.collect()  # module and layers refer to each other
+        if had_cuda:
+            torch.cuda.empty_cache()
+
+    def _running(self) -> Runner:
+        if self.runner is None:
+            raise DovetailError(f"executor {self.executor} isn't running: start() hasn't been called, or stop() has")
+        if self.runner.device.type == "cuda":
+            torch.cuda.set_device(self.runner.device)  # each thread has a current device, and steps may be another's than `load`
+        return self.runner
+
+    def _failed(self, step: int, error: Exception, rows: list[int], names: list[str]) -> DovetailError:
+        requests = ", ".join(names[row] for row in rows if row < len(names))
+        self._failure = DovetailError(f"step {step} failed: {type(error).__name__}: {error}; requests in it: {requests or 'none'}")
+        return self._failure
+
+    def _make_runner(self, model: LoadedModel, backend: AttentionBackend, layout: KVLayout, device: torch.device) -> Runner:
+        if self.context.sampler is None:
+            raise ConfigError(f"executor {self.executor} needs a sampler, and was given none")
+        rows = RowState(self.context.config.max_num_seqs, model.max_model_len, layout.block_size, device)
+        sampler = self.context.sampler.make(SamplerContext(str(device), model.vocab_size, rows.history))
+        sampler.prepare(rows.max_rows)
+        return Runner(model.module, backend, sampler, rows, self.context.clock, model.vocab_size)
+
+    def _make_pool(self, num_blocks: int) -> None:
+        config, runner = self.context.config, self._running()
+        runner.backend.allocate(num_blocks)
+        runner.backend.prepare(config.max_num_seqs, config.max_num_batched_tokens, runner.rows.max_len)
+
+    def _step_graphs(self, model: LoadedModel, backend: AttentionBackend, cuts: Cuts, device: torch.device) -> StepGraphs | None:
+        """Return the graphs that will be recorded, their kernels compiled; None where none can be, or none are wanted."""
+        config = self.context.config
+        if device.type != "cuda" or not config.cuda_graphs or backend.capabilities.cuda_graph == "none":
+            return None
+        graphs = StepGraphs(self._running(), cuts, config.max_num_batched_tokens, _num_parameters(model))
+        graphs.compile_ahead(lambda: self._make_pool(1), self.context.progress)
+        return graphs
+
+    def _pool_blocks(self, layout: KVLayout, max_model_len: int, asked: int | None, device: torch.device) -> int:
+        return pool_blocks(self.context.config, layout, max_model_len, asked, device, self._profile)
+
+    def _profile(self) -> int:
+        """Return what GPU memory all but the KV pool takes at its peak, in bytes. Leaves a pool of one block."""
+        self._make_pool(1)
+        return peak_bytes(self._running(), self.context.config.max_num_batched_tokens)
+
+
+def _num_parameters(model: LoadedModel) -> int:
+    return sum(parameter.numel() for parameter in model.module.parameters())

@@ -1,0 +1,58 @@
+"""Which attention backend serves a model, and what is told if none will do."""
+
+from __future__ import annotations
+
+import pytest
+
+from dovetail.api.attention import AttentionCapabilities, LayerSpec
+from dovetail.api.executor import Target
+from dovetail.errors import UnsupportedError
+from dovetail.runtime.attention_choice import choose_attention
+from dovetail_attention.sdpa import TorchAttention
+
+SPECS = [LayerSpec(0, 8, 4, 32, 0.2), LayerSpec(1, 8, 4, 32, 0.2, window=16)]
+
+
+class WholeBlocks(TorchAttention):
+    """Stands for a backend that can do little."""
+
+    capabilities = AttentionCapabilities(devices=("cuda",), dtypes=("bfloat16",), block_sizes=(64,), head_sizes=(128,), window=False)
+
+
+class BigBlocks(TorchAttention):
+    capabilities = AttentionCapabilities(block_size_multiple=32)
+
+
+def target(backend: type[TorchAttention]) -> Target:
+    return Target("attention", f"test:{backend.__name__}", f"{__name__}:{backend.__name__}")
+
+
+def test_the_first_backend_with_no_reason_against_it_is_taken() -> None:
+    chosen = choose_attention((target(WholeBlocks), target(BigBlocks), target(TorchAttention)), SPECS, "cpu", "float32", None)
+    assert chosen.name == "test:BigBlocks"
+    assert chosen.backend.context.block_size == 32
+
+
+def test_a_block_size_that_was_asked_for_passes_over_backends_that_lack_it() -> None:
+    assert choose_attention((target(BigBlocks), target(TorchAttention)), SPECS, "cpu", "float32", 8).name == "test:TorchAttention"
+
+
+def test_when_no_backend_will_do_every_reason_of_each_is_told() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        choose_attention((target(WholeBlocks), target(BigBlocks)), SPECS, "cpu", "float32", 24)
+    assert str(caught.value).splitlines() == [
+        "no attention backend can serve this model on cpu in float32 with block_size: 24:",
+        "  - test:WholeBlocks: device cpu is not among cuda",
+        "  - test:WholeBlocks: dtype float32 is not among bfloat16",
+        "  - test:WholeBlocks: head size 32 is not among 128",
+        "  - test:WholeBlocks: block size 24 is not among 64",
+        "  - test:WholeBlocks: it has no sliding window",
+        "  - test:BigBlocks: block size 24 is not among multiples of 32",
+    ]
+
+
+def test_a_backend_that_cannot_be_imported_is_a_reason_too() -> None:
+    missing = Target("attention", "test:flash", "no_such_package.flash:Flash")
+    assert choose_attention((missing, target(TorchAttention)), SPECS, "cpu", "float32", None).name == "test:TorchAttention"
+    with pytest.raises(UnsupportedError, match="test:flash: it can't be imported: No module named 'no_such_package'"):
+        choose_attention((missing,), SPECS, "cpu", "float32", None)

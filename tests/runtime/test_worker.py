@@ -1,0 +1,198 @@
+"""One rank: what it loads and refuses, the pool that it is told to make, and what becomes of a step that fails."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail.api.executor import Capacity
+from dovetail.errors import ConfigError, DovetailError, UnsupportedError
+from dovetail.runtime import worker as worker_module
+from dovetail.runtime.attention_choice import ChosenAttention, choose_attention
+from dovetail.runtime.loading import LoadedModel, load_model
+from dovetail.runtime.parallel import SINGLE, SingleGroup
+from dovetail.runtime.runner import Runner
+from dovetail.runtime.worker import Worker
+from tests.runtime.demo import BLOCK_BYTES, DEMO, context, decode, prefill
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 17, 200, 31, 8, 90, 12, 44, 7, 7, 301], [9, 12], [400, 3, 77]]
+
+
+def worker(**changes: Any) -> Worker:
+    return Worker(context(**changes), SINGLE, "ours")
+
+
+def loaded(**changes: Any) -> tuple[Worker, Capacity]:
+    rank = worker(**changes)
+    capacity = rank.load(CPU, 30)
+    rank.allocate(capacity.num_blocks)
+    return rank, capacity
+
+
+def test_it_tells_how_many_blocks_fit_and_makes_as_many_as_were_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, made = worker(kv_cache_memory=20 * BLOCK_BYTES), []
+    assert rank.load(CPU).num_blocks == 20
+    assert rank.runner is not None
+    allocate = rank.runner.backend.allocate
+    monkeypatch.setattr(rank.runner.backend, "allocate", lambda num_blocks: made.append(num_blocks) or allocate(num_blocks))
+    rank.allocate(8)
+    assert made == [8]
+    rank.stop()
+
+
+@pytest.fixture
+def start_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a worker does in turn on a GPU: one that is there in name, while all is made on the CPU."""
+    steps: list[str] = []
+
+    class Graphs:
+        def __init__(self, runner: Any, *_: Any) -> None: ...
+
+        def compile_ahead(self, prepare: Callable[[], None], progress: Any) -> None:
+            steps.append("compile")
+            prepare()
+
+        def capture(self, progress: Any) -> None:
+            steps.append("record")
+
+        def __str__(self) -> str:
+            return "decode, mixed"
+
+    def choose(candidates: Any, specs: Any, device: str, *rest: Any) -> ChosenAttention:
+        chosen = choose_attention(candidates, specs, "cpu", *rest)
+        chosen.backend.capabilities = replace(chosen.backend.capabilities, cuda_graph="decode")
+        allocate = chosen.backend.allocate
+        monkeypatch.setattr(chosen.backend, "allocate", lambda count: steps.append(f"pool of {count}") or allocate(count))
+        return chosen
+
+    def make_runner(rank: Worker, model: LoadedModel, backend: Any, layout: Any, device: torch.device) -> Runner:
+        steps.append("load")
+        runner = on_the_cpu(rank, model, backend, layout, CPU)
+        runner.device = device
+        return runner
+
+    on_the_cpu = Worker._make_runner
+    monkeypatch.setattr(Worker, "_make_runner", make_runner)
+    monkeypatch.setattr(worker_module, "StepGraphs", Graphs)
+    monkeypatch.setattr(worker_module, "choose_attention", choose)
+    monkeypatch.setattr(worker_module, "resolve_dtype", lambda *_: torch.float32)
+    monkeypatch.setattr(worker_module, "load_model", lambda *asked: load_model(*asked[:-2], CPU, None))
+    monkeypatch.setattr(worker_module, "peak_bytes", lambda runner, max_tokens: steps.append(f"profile {max_tokens} tokens") or 20 * BLOCK_BYTES)
+    monkeypatch.setattr(gc, "freeze", lambda: steps.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: steps.append("unfreeze"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100 * BLOCK_BYTES))
+    return steps
+
+
+def test_on_a_gpu_the_biggest_step_is_measured_once_kernels_are_compiled_and_graphs_are_recorded_in_the_real_pool(start_up: list[str]) -> None:
+    rank = worker(gpu_memory_utilization=0.5)
+    capacity = rank.load(torch.device("cuda", 0))
+    assert start_up == ["load", "freeze", "compile", "pool of 1", "pool of 1", "profile 128 tokens"]
+    assert (capacity.num_blocks, capacity.max_in_flight) == (30, 2)
+    assert (capacity.details["device"], capacity.details["cuda_graphs"]) == ("cuda:0 (Imaginary)", "decode, mixed")
+    start_up.clear()
+    rank.allocate(8)
+    assert start_up == ["pool of 8", "record", "freeze"]
+    rank.stop()
+    assert start_up[3:] == ["unfreeze"]
+
+
+def test_where_no_graphs_are_wanted_none_are_made(start_up: list[str]) -> None:
+    rank = worker(cuda_graphs=False)
+    assert rank.load(torch.device("cuda", 0), 30).details["cuda_graphs"] == "none"
+    rank.allocate(30)
+    assert start_up == ["load", "freeze", "pool of 30", "freeze"]
+    rank.stop()
+
+
+def test_a_rank_of_two_has_its_share_of_the_model_and_of_each_block() -> None:
+    whole, half = worker(), Worker(context(), SingleGroup(rank=1, size=2), "ours")
+    assert (whole.load(CPU, 30).layout.bytes_per_block, half.load(CPU, 30).layout.bytes_per_block) == (BLOCK_BYTES, BLOCK_BYTES // 2)
+    assert whole.runner is not None
+    assert half.runner is not None
+    sizes = [sum(weight.numel() for weight in rank.runner.model.parameters()) for rank in (whole, half)]
+    assert sizes[1] < sizes[0]
+
+
+def test_nothing_is_allocated_before_it_is_loaded() -> None:
+    with pytest.raises(DovetailError, match="executor ours isn't running"):
+        worker().allocate(8)
+
+
+def test_what_does_not_fit_on_the_cpu_is_told_before_the_weights_are_read() -> None:
+    read: list[str] = []
+    with pytest.raises(ConfigError, match="num_blocks: 3 gives 3"):
+        worker(progress=lambda what, done, total: read.append(what)).load(CPU, 3)
+    assert not read
+
+
+def test_a_step_that_fails_names_its_requests_and_ends_the_worker() -> None:
+    rank, capacity = loaded()
+    rank.collect(rank.submit(prefill(capacity, PROMPTS)))
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the device caught fire")
+
+    rank.runner.model.forward = broken  # type: ignore[union-attr]
+    with pytest.raises(DovetailError, match="step 7 failed: RuntimeError: the device caught fire; requests in it: request-0, request-1"):
+        rank.submit(decode(2, 7))
+    with pytest.raises(DovetailError, match=r"^executor ours stopped computing: step 7 failed"):
+        rank.check()
+    with pytest.raises(DovetailError, match="stopped computing"):
+        rank.submit(decode(2, 8))
+    rank.stop()
+
+
+def test_an_error_that_shows_late_names_the_requests_of_its_own_step() -> None:
+    """As those of a GPU do: when the step is waited for, and its rows have been given to others."""
+    rank, capacity = loaded()
+    first = rank.submit(prefill(capacity, PROMPTS[:2], step=1))
+    others = prefill(capacity, PROMPTS[1:], step=2)
+    added = tuple(replace(new, request_id=f"other-{new.row}") for new in others.added)
+    rank.submit(replace(others, removed=others.rows, added=added))
+
+    def lost(*_: Any) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    rank.runner._wait = lost  # type: ignore[method-assign, union-attr]
+    with pytest.raises(DovetailError, match=r"step 1 failed: .*device-side assert triggered; requests in it: request-0, request-1$"):
+        rank.collect(first)
+    rank.stop()
+
+
+def test_steps_run_on_the_workers_own_gpu_whichever_thread_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, current = worker(), []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    rank.runner = SimpleNamespace(device=torch.device("cuda", 1), submit=lambda batch: current.append("submitted"))  # type: ignore[assignment]
+    rank.submit(decode(1, 0))
+    assert current == [torch.device("cuda", 1), "submitted"]
+
+
+def test_a_model_length_beyond_the_models_own_is_refused() -> None:
+    with pytest.raises(DovetailError, match="1024"):
+        worker(max_model_len=4096).load(CPU)
+
+
+def test_a_model_that_nobody_serves_is_refused_by_name(tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "architectures": ["NobodyForCausalLM"]}))
+    with pytest.raises(UnsupportedError, match="NobodyForCausalLM"):
+        worker(model=str(tmp_path / "model")).load(CPU)
+
+
+def test_without_a_sampler_it_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"^executor ours needs a sampler"):
+        worker(sampler=None).load(CPU)
