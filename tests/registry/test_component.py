@@ -35,7 +35,7 @@ def test_made_with_its_validated_options(site: Site) -> None:
 
 
 def test_target_survives_pickling_and_makes_the_same(site: Site) -> None:
-    target = pickle.loads(pickle.dumps(fair(site, {"aging_s": 3}).target()))
+    target = pickle.loads(pickle.dumps(fair(site, {"aging_s": 3}).ref()))
     assert (target.kind, target.name) == ("scheduler", "dovetail-fair:fair")
     assert target.make(CONTEXT).options.aging_s == 3.0
 
@@ -62,7 +62,7 @@ def test_wrong_option_is_told_with_file_and_line(site: Site, options: dict[str, 
 
 def test_all_wrong_options_are_told_at_once(site: Site) -> None:
     with pytest.raises(ConfigError) as caught:
-        fair(site, {"aging_s": None, "a": 1, "b": 2}).target()
+        fair(site, {"aging_s": None, "a": 1, "b": 2}).ref()
     assert len(str(caught.value).splitlines()) == 3
 
 

@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ComponentRef:
     """A component that was found and can be imported. Workers get it, so that they needn't search again. Picklable."""
 
     kind: Kind
     name: str  # qualified: "distribution:name"
-    target: str  # "package.module:Class"
+    path: str  # "package.module:Class"
     options: Mapping[str, Any] = field(default_factory=dict)  # validated, as plain values
     options_model: str | None = None  # "package.module:Model"
     architectures: tuple[str, ...] = ()
 
     def load(self) -> Any:
         """Import and return the component's class. Errors of the import pass through."""
-        return _import(self.target)
+        return _import(self.path)
 
     def make(self, context: Any) -> Any:
         """Make the component: `cls(options, context)`."""
@@ -47,8 +47,8 @@ class Target:
         return self.load()(options, context)
 
 
-def _import(target: str) -> Any:
-    module, _, name = target.partition(":")
+def _import(path: str) -> Any:
+    module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
@@ -77,9 +77,9 @@ class ExecutorContext:
 
     config: ExecutorConfig
     clock: Clock
-    models: tuple[Target, ...] = ()
-    attention: tuple[Target, ...] = ()
-    sampler: Target | None = None
+    models: tuple[ComponentRef, ...] = ()
+    attention: tuple[ComponentRef, ...] = ()
+    sampler: ComponentRef | None = None
     progress: Callable[[str, int, int], None] | None = None  # (what, done, total): loading, capturing
 
 

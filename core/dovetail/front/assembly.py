@@ -164,9 +164,9 @@ def _make_executor(config: EngineConfig, parts: Parts, model_dir: Path, clock: C
     context = ExecutorContext(
         config=config.executor_config(model_dir),
         clock=clock,
-        models=tuple(model.target() for model in parts.models),
-        attention=tuple(backend.target() for backend in parts.attention),
-        sampler=parts.sampler.target(),
+        models=tuple(model.ref() for model in parts.models),
+        attention=tuple(backend.ref() for backend in parts.attention),
+        sampler=parts.sampler.ref(),
         progress=progress,
     )
     executor: Executor = parts.executor.make(context)

@@ -18,7 +18,7 @@ from dovetail.registry.requirements import missing_requirements, pip_line
 from dovetail.where import Where, explain
 
 if TYPE_CHECKING:
-    from dovetail.api.executor import Target
+    from dovetail.api.executor import ComponentRef
 
 BASE_CLASSES: dict[Kind, str] = {  # names in dovetail.api
     "scheduler": "Scheduler",
@@ -108,13 +108,13 @@ class ResolvedComponent:
         except ValidationError as error:
             raise explain(error, model, given, self.where if where is None else where, "option") from None
 
-    def target(self, options: Mapping[str, Any] | BaseModel | None = None) -> Target:
+    def ref(self, options: Mapping[str, Any] | BaseModel | None = None) -> ComponentRef:
         """Return the reference that worker processes get. The options are checked; nothing else of the component is imported."""
-        from dovetail.api.executor import Target  # here, since it imports numpy, which `dovetail --help` doesn't need
+        from dovetail.api.executor import ComponentRef  # here, since it imports numpy, which `dovetail --help` doesn't need
 
         valid, given = self.validate_options(options), self.given if options is None else options
         plain = valid.model_dump() if isinstance(given, BaseModel) else dict(given)
-        return Target(self.spec.kind, self.qualified_name, self.spec.target, plain, self.spec.options, self.spec.architectures)
+        return ComponentRef(self.spec.kind, self.qualified_name, self.spec.target, plain, self.spec.options, self.spec.architectures)
 
     def make(self, context: Any, options: Mapping[str, Any] | BaseModel | None = None) -> Any:
         """Make the component, `cls(options, context)`, with `options` or those of the config. An error that isn't a `DovetailError` becomes a

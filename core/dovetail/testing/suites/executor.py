@@ -499,9 +499,9 @@ def _context(model: str, clock: Clock, model_dir: Path | None) -> ExecutorContex
     return ExecutorContext(
         config=config.executor_config(model_dir or resolve_model(model, registry)),
         clock=clock,
-        models=tuple(part.target() for part in parts.models),
-        attention=tuple(part.target() for part in parts.attention),
-        sampler=parts.sampler.target(),
+        models=tuple(part.ref() for part in parts.models),
+        attention=tuple(part.ref() for part in parts.attention),
+        sampler=parts.sampler.ref(),
     )
 
 
