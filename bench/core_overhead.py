@@ -23,7 +23,7 @@ from dovetail.api.clock import WallClock
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import Batch, Capacity, Executor, ExecutorContext, Result
 from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
-from dovetail.api.scheduler import Context
+from dovetail.api.scheduler import SchedulerContext
 from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.front.assembly import Assembly
@@ -71,7 +71,7 @@ def make_engine(num_seqs: int, context: int, hash: str = "xxh3") -> LLMEngine:
     executor = NullExecutor(num_blocks)
     capacity = executor.start()
     kv = registry.resolve("kv_cache", "prefix", {"hash": hash}).make(KVContext(capacity.layout, num_blocks))
-    scheduler = registry.resolve("scheduler", "fcfs").make(Context(65_536, num_seqs, num_blocks, BLOCK_SIZE, 0))
+    scheduler = registry.resolve("scheduler", "fcfs").make(SchedulerContext(65_536, num_seqs, num_blocks, BLOCK_SIZE, 0))
     core = EngineCore(scheduler, kv, executor, capacity, WallClock(), CoreSettings(num_seqs, 65_536, True, "fcfs"))
     model_dir = resolve_model("demo", registry)
     return LLMEngine(Assembly(config, core, capacity, model_dir, GenerationDefaults()))

@@ -1,4 +1,4 @@
-"""Checks that every door shares: what a value from outside is, and what an error says of it. They know nothing of requests or configs."""
+"""Checks of values from outside, and how an error shows such a value, for all who read input. They know nothing of requests or configs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral, Real
 from typing import Any
 
-INT64 = (-(2**63), 2**63 - 1)  # all that policies and numpy's arrays can hold
-MAX_TIME_S = 1e9  # 31 years, either way: exact as JSON's microseconds, and within 64 bits as a trace's nanoseconds
-MAX_NAME = 200  # characters of a name that may be a misspelt one
+INT64 = (-(2**63), 2**63 - 1)  # the range of numpy's integers
+MAX_TIME_S = 1e9  # 31 years in either direction: exact as microseconds in JSON, and within 64 bits as a trace's nanoseconds
+MAX_NAME = 200  # characters of a name that may be misspelt
 BINARY = bytes | bytearray | memoryview  # neither text nor numbers, though Python would read them as a list of small ones
 
 
 def shown(value: Any) -> str:
-    """What an error says of a wrong value: its repr, not all of it if that is long. Numbers have no limit to their length."""
+    """Show a wrong value in an error: its repr, shortened if that is long. Numbers may have any length."""
     try:
         text = repr(value)
     except Exception:  # somebody else's class, or an integer that Python finds too long to print
@@ -23,7 +23,7 @@ def shown(value: Any) -> str:
 
 
 def is_integer(value: Any) -> bool:
-    """An int, or a numpy one; a bool is none."""
+    """Return True for an int, or a numpy one; False for a bool."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
@@ -36,7 +36,7 @@ def plain_integer(value: Any) -> int | None:
 
 
 def as_number(value: Any) -> float | None:
-    """A finite int or float, or a numpy one, as a float; None for anything else, a bool too."""
+    """Return a finite int or float, or a numpy one, as a float; None for anything else, also for a bool."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
@@ -52,7 +52,7 @@ def plain_text(value: Any) -> str | None:
 
 
 def unicode_error(text: str) -> UnicodeEncodeError | None:
-    """What is wrong with it, if anything is: Python allows half a surrogate pair in a string."""
+    """Return the error of a text that isn't valid Unicode, or None: Python allows half a surrogate pair in a string."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -61,17 +61,17 @@ def unicode_error(text: str) -> UnicodeEncodeError | None:
 
 
 def did_you_mean(wrong: str, valid: Iterable[str]) -> str:
-    """`, did you mean x?` for the nearest name, or nothing."""
+    """Return `, did you mean x?` for the nearest name, or an empty string."""
     import difflib
 
     if len(wrong) > MAX_NAME:
-        return ""  # nothing is near, and looking takes time that grows with the length
+        return ""  # no valid name is as long, and comparing takes time that grows with the length
     near = difflib.get_close_matches(wrong, list(valid), n=1, cutoff=0.6)
     return f", did you mean {near[0]}?" if near else ""
 
 
 def is_larger(value: Any, size: int) -> bool:
-    """True if there is more in a value than `size`: items and characters, in all that its containers hold, and 64-bit words of long integers."""
+    """Return True if a value holds more than `size` items, characters and 64-bit words of long integers, all nested containers included."""
     left, counted = [value], 0
     while left and counted <= size:
         one = left.pop()

@@ -1,4 +1,4 @@
-"""`EngineConfig`: everything that `engine.yaml` can say. It names components; `dovetail.registry` finds them when they are used."""
+"""`EngineConfig`: all settings of `engine.yaml`. It names components; `dovetail.registry` finds them when they are used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 YAML_SUFFIXES = (".yaml", ".yml")
 
-MAX_COUNT = 2**31 - 1  # of tokens, rows or blocks: devices count in 32 bits
+MAX_COUNT = 2**31 - 1  # tokens, rows or blocks: devices count in 32 bits
 
 COMPONENT_KEYS: dict[str, Kind] = {  # key of the config -> kind of component
     "scheduler": "scheduler",
@@ -39,19 +39,19 @@ COMPONENT_KEYS: dict[str, Kind] = {  # key of the config -> kind of component
 
 @dataclass(frozen=True, slots=True)
 class ComponentChoice:
-    """A component and its options: `fcfs`, or `{name: vtc, input_weight: 2}`. `where` it was chosen is for errors."""
+    """A component and its options: `fcfs`, or `{name: vtc, input_weight: 2}`. Errors say `where` it was chosen."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     where: Where | None = field(default=None, compare=False, repr=False)
 
     def plain(self) -> str | dict[str, Any]:
-        """As YAML would say it."""
+        """Return the choice as plain values for YAML."""
         return {"name": self.name, **self.options} if self.options else self.name
 
 
 def _as_choice(value: Any) -> Any:
-    """A `ComponentChoice` of a name or a mapping with a name; errors as pydantic wants them."""
+    """Make a `ComponentChoice` from a name, or from a mapping with a name. Raises `ValueError`, as pydantic expects."""
     if isinstance(value, ComponentChoice):
         return value
     if isinstance(value, str):
@@ -64,7 +64,7 @@ def _as_choice(value: Any) -> Any:
 def _as_choices(value: Any) -> Any:
     if not isinstance(value, list | tuple):
         raise ValueError(f"expected a list of components, got {shown(value)}")
-    return tuple(value)  # strict mode wants one
+    return tuple(value)  # strict mode expects one
 
 
 def _as_block_size(value: Any) -> Any:
@@ -90,7 +90,7 @@ Choice = Annotated[InstanceOf[ComponentChoice], BeforeValidator(_as_choice), Pla
 
 
 class EngineConfig(BaseModel):
-    """The settings of one engine. Frozen; unknown keys are errors. Defaults are those of `engine.yaml`."""
+    """The settings of one engine, with the keys and defaults of `engine.yaml`. Frozen; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
@@ -98,82 +98,82 @@ class EngineConfig(BaseModel):
     """A bundled model ("demo"), a local directory, or a Hugging Face hub id. Relative directories start at the working directory."""
 
     tokenizer: Annotated[str, Field(min_length=1)] | None = None
-    """Where to find another tokenizer than the model's own: as `model`."""
+    """Another tokenizer than the model's own; named like `model`."""
 
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Of weights and activations. auto: float32 on a CPU, else the checkpoint's own, if that has 16 bits, else bfloat16."""
+    """Type of weights and activations. auto: float32 on a CPU, else the checkpoint's own, if that has 16 bits, else bfloat16."""
 
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """auto: safetensors. dummy: random weights, for benchmarks."""
+    """Source of the weights. auto: safetensors. dummy: random weights, for benchmarks."""
 
     max_model_len: Annotated[int, Field(gt=0, le=MAX_COUNT)] | None = None
-    """Tokens of the longest sequence, prompt and output. null: the model's own length."""
+    """Most tokens of a sequence, prompt and output together. null: the model's own length."""
 
     max_num_seqs: Annotated[int, Field(gt=0, le=MAX_COUNT)] = 256
-    """The most requests that run in one step."""
+    """Most requests that run in one step."""
 
     max_num_batched_tokens: Annotated[int, Field(gt=0, le=MAX_COUNT)] = 8192
-    """The most tokens that one step computes."""
+    """Most tokens that one step computes."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """The share of a GPU's memory that the engine may use: weights, buffers, and K and V in all that is left."""
+    """Share of a GPU's memory that the engine may use: weights and buffers, with all the rest for K and V."""
 
     kv_cache_memory: Annotated[Annotated[int, Field(gt=0, lt=2**63)] | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)] = (
         None
     )
-    """Memory for K and V, like 4GiB, instead of a share of the GPU's. null: as `gpu_memory_utilization` says."""
+    """Memory for K and V, like 4GiB, instead of a share of the GPU's. null: what `gpu_memory_utilization` leaves."""
 
     block_size: Annotated[Literal["auto"] | int, BeforeValidator(_as_block_size)] = "auto"
-    """Tokens in a block of K and V. auto: the smallest of 16 or more that the attention backend supports."""
+    """Tokens in a block of K and V. auto: the smallest size from 16 on that the attention backend supports."""
 
     generation_config: Literal["auto", "none"] = "auto"
-    """auto: EOS ids and default sampling come from the model's generation_config.json, if it has one. none: it isn't read."""
+    """Use of the model's generation_config.json. auto: EOS ids and default sampling come from it, if there is one. none: it isn't read."""
 
     overlap: bool = True
-    """Plan the next step while the device computes this one. Changes no token."""
+    """Plan the next step while the device computes this one. This changes no token."""
 
     cuda_graphs: bool = True
-    """Capture decoding in CUDA graphs, where the parts can be captured."""
+    """Capture steps in CUDA graphs, where attention and sampler support it."""
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
-    """Where the seeds of unseeded requests, and whatever else is random, come from."""
+    """Seed of everything random, such as the seeds of requests that name none."""
 
     limits: Limits = Limits()
-    """How far one request may go: the keys below are those of `limits`."""
+    """Bounds on what one request may ask for."""
 
     scheduler: Choice = ComponentChoice("fcfs")
-    """The policy: who runs, in each step."""
+    """The policy, which decides which requests run in each step."""
 
     kv_cache: Choice = ComponentChoice("prefix")
-    """Which block of K and V belongs to whom, and which can be shared."""
+    """The KV-cache manager, which gives blocks of K and V to requests and shares them."""
 
     attention: Choice = ComponentChoice("auto")
-    """auto: the first built-in backend with no reason against it: triton on a GPU, else torch."""
+    """The attention backend. auto: the first built-in backend that can serve the model: triton on a GPU, else torch."""
 
     sampler: Choice = ComponentChoice("default")
-    """How tokens are drawn from the logits."""
+    """The sampler, which draws tokens from the logits."""
 
     executor: Choice = ComponentChoice("local")
-    """What computes the steps."""
+    """The executor, which computes the steps."""
 
     observers: Annotated[tuple[Choice, ...], BeforeValidator(_as_choices)] = ()
-    """Who is told what the engine does. Installing an observer doesn't enable it."""
+    """The observers, which are told what the engine does. Installing an observer doesn't enable it."""
 
     plugins: Annotated[PluginSelection, Field(strict=False)] = PluginSelection()
-    """Which distributions' plugins are used; the environment variable DOVETAIL_PLUGINS="allow=a,b;deny=c" overrides it."""
+    """Distributions whose plugins are used; the environment variable DOVETAIL_PLUGINS="allow=a,b;deny=c" overrides it."""
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any] | EngineConfig = "demo", **overrides: Any) -> EngineConfig:
-        """The config that a source gives, with `overrides` on top, whose keys may be dotted (`**{"scheduler.aging_s": 5}`).
+        """Load the config from `source`, with `overrides` on top, whose keys may be dotted (`**{"scheduler.aging_s": 5}`).
 
-        A mapping has the keys of the YAML. A path that ends in .yaml or .yml is read; any other string is the model, as `LLM(model)` takes it.
+        A mapping has the keys of the YAML. A path that ends in .yaml or .yml is read; any other string names the model, as in `LLM(model)`.
         Raises `ConfigError`: one line for each wrong key, with its file and line.
         """
         return cls.load_with(source, overrides)
 
     @classmethod
     def load_with(cls, source: str | Path | Mapping[str, Any] | EngineConfig, overrides: Mapping[str, Any], origin: str = "override") -> EngineConfig:
-        """As `load`; errors in overrides name their `origin` ("--set")."""
+        """Load as `load` does, with errors in overrides naming their `origin` ("--set")."""
         config, wrong = cls.load_what_is_right(source, overrides, origin)
         if wrong is not None:
             raise wrong
@@ -183,8 +183,8 @@ class EngineConfig(BaseModel):
     def load_what_is_right(
         cls, source: str | Path | Mapping[str, Any] | EngineConfig, overrides: Mapping[str, Any], origin: str = "override"
     ) -> tuple[EngineConfig | None, ConfigError | None]:
-        """As `load_with`, but what is wrong is left out and told beside the rest, so that the rest can be checked too. There is no config if
-        `plugins` is wrong: nobody knows then whose code may be imported. Raises `ConfigError` for what can't be read at all."""
+        """Load as `load_with` does, but leave out wrong settings and return their error beside the config, so that the rest can be checked too. The
+        config is None if `plugins` is wrong: then it is unknown whose code may be imported. Raises `ConfigError` if the source can't be read."""
         values, origins = _read(source)
         for key, value in overrides.items():
             _put(values, origins, key, value, origin)
@@ -192,7 +192,7 @@ class EngineConfig(BaseModel):
 
     @staticmethod
     def read_settings(texts: Sequence[str]) -> dict[str, Any]:
-        """What `--set KEY=VALUE`s of a command line say, for `load_with`: each value is YAML. Raises `ConfigError`."""
+        """Return the `--set KEY=VALUE`s of a command line as overrides for `load_with`: each value is YAML. Raises `ConfigError`."""
         values = {}
         for text in texts:
             key, equals, value = text.partition("=")
@@ -214,12 +214,12 @@ class EngineConfig(BaseModel):
         return cls.model_validate({key: value for key, value in given.items() if isinstance(key, str) and key not in wrong}), told
 
     def attention_candidates(self, registry: Registry) -> tuple[ResolvedComponent, ...]:
-        """The backends that the executor should consider, best first: see `dovetail.registry.auto_attention`."""
+        """Return the backends that the executor should consider, best first: see `dovetail.registry.auto_attention`."""
         return attention_candidates(registry, self.attention.name, self.attention.options, self.attention.where)
 
     def executor_config(self, model_dir: Path) -> ExecutorConfig:
-        """The part of it that concerns an executor, for a model that has been found."""
-        from dovetail.api.executor import ExecutorConfig  # numpy: `dovetail config` can do without
+        """Return the settings that concern an executor, for a model whose directory was found."""
+        from dovetail.api.executor import ExecutorConfig  # here, since it imports numpy, which `dovetail config` doesn't need
 
         return ExecutorConfig(
             model=str(model_dir),
@@ -238,7 +238,7 @@ class EngineConfig(BaseModel):
 
 
 def _read(source: Any) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Plain values, which may be changed, and where they were written."""
+    """Return plain values, which may be changed, and where each was written."""
     if isinstance(source, EngineConfig):
         return {key: getattr(source, key) for key in source.model_fields_set}, {}
     if isinstance(source, Mapping):
@@ -254,7 +254,7 @@ def _read(source: Any) -> tuple[dict[str, Any], dict[KeyPath, str]]:
 
 
 def _text_of(path: Path) -> str:
-    """What a file holds, as far as YAML may be long: a file that is longer isn't read to its end."""
+    """Read a file, but no more of it than a YAML document may have."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             return file.read(MAX_CHARACTERS + 1)
@@ -263,7 +263,7 @@ def _text_of(path: Path) -> str:
 
 
 def _put(values: dict[str, Any], origins: dict[KeyPath, str], key: str, value: Any, origin: str) -> None:
-    """Set a dotted key. On its way a component's name becomes a mapping, and a default is filled in."""
+    """Set a dotted key. Above it, a component's name becomes a mapping, and a missing value its default."""
     holder: Any = values
     path: KeyPath = ()
     for part in key.split("."):
@@ -277,7 +277,7 @@ def _put(values: dict[str, Any], origins: dict[KeyPath, str], key: str, value: A
 
 
 def _descend(values: dict[str, Any], path: KeyPath, where: Where) -> Any:
-    """What is at a path, replaced by a copy that keys can be set in."""
+    """Return the value at a path, after replacing it by a copy in which keys can be set."""
     holder: Any = values
     for part in path[:-1]:
         holder = holder[part]
@@ -292,7 +292,7 @@ def _descend(values: dict[str, Any], path: KeyPath, where: Where) -> Any:
 
 
 def _index(part: str, holder: Any, where: Where) -> str | int:
-    """A key of a mapping, or the index of an item that a list has."""
+    """Return the key of a mapping, or the index of an existing item of a list."""
     if isinstance(holder, dict):
         return part
     if not part.isdecimal() or int(part) >= len(holder):
@@ -301,7 +301,7 @@ def _index(part: str, holder: Any, where: Where) -> str | int:
 
 
 def _open(value: Any, where: Where) -> Any:
-    """A copy of a value that keys can be set in."""
+    """Return a copy of a value in which keys can be set."""
     if isinstance(value, ComponentChoice):
         return {"name": value.name, **value.options}
     if isinstance(value, Limits | PluginSelection):
@@ -316,7 +316,7 @@ def _open(value: Any, where: Where) -> Any:
 
 
 def _with_place(value: Any, where: Where) -> Any:
-    """Choices that know where they were made; what is malformed stays, for the model to refuse."""
+    """Return choices that know where they were made; malformed ones stay as they are, for the model to refuse."""
     if where.path == ("observers",):
         if not isinstance(value, list | tuple):
             return value

@@ -15,17 +15,17 @@ from dovetail.registry.resolved import ResolvedComponent
 
 
 class _LenientSchema(GenerateJsonSchema):
-    """A type that JSON can't describe is anything, instead of an error for the whole schema."""
+    """A schema generator in which a type that JSON can't describe accepts anything, instead of failing the whole schema."""
 
     def handle_invalid_for_json_schema(self, schema: core_schema.CoreSchema, error_info: str) -> JsonSchemaValue:
         return {}
 
     def emit_warning(self, kind: JsonSchemaWarningKind, detail: str) -> None:
-        """Nobody reads warnings in a schema."""
+        """Do nothing: a schema has no place for warnings."""
 
 
 def json_schema(registry: Registry) -> dict[str, Any]:
-    """Draft 2020-12. A component whose options can't be imported takes any, and its description says why."""
+    """Return the JSON Schema (draft 2020-12). A component whose options can't be imported accepts any, and its description says why."""
     schema = EngineConfig.model_json_schema(mode="validation", schema_generator=_LenientSchema)
     definitions = schema.setdefault("$defs", {})
     for key, kind in COMPONENT_KEYS.items():
@@ -41,7 +41,7 @@ def json_schema(registry: Registry) -> dict[str, Any]:
 
 
 def _with_options(component: ResolvedComponent, registry: Registry, definitions: dict[str, Any]) -> dict[str, Any]:
-    """`{name: …, option: …}`; the models inside the options go to `definitions`."""
+    """Return the schema of `{name: …, option: …}`; models inside the options go to `definitions`."""
     names = [component.qualified_name] if registry.is_ambiguous(component) else [component.spec.name, component.qualified_name]
     shape: dict[str, Any] = {"type": "object", "description": component.spec.summary, "properties": {"name": {"enum": names}}, "required": ["name"]}
     try:

@@ -1,15 +1,15 @@
-"""Every error that Dovetail raises on purpose: one family, so that a caller can catch `DovetailError` and be done.
+"""The errors that Dovetail raises on purpose: one family, so that a caller need only catch `DovetailError`.
 
-The texts are written for the person who reads them: what was wrong, where, and what would be right.
+The texts tell the reader what was wrong, where, and what would be right.
 """
 
 from __future__ import annotations
 
-DISTRIBUTION = "dovetail-llm"  # what pip calls Dovetail: `dovetail` is somebody else's on the package index
+DISTRIBUTION = "dovetail-llm"  # Dovetail's name for pip; the package index has another `dovetail`
 
 
 class DovetailError(Exception):
-    """Base of all errors raised by Dovetail."""
+    """Base of all errors that Dovetail raises."""
 
 
 class ConfigError(DovetailError, ValueError):
@@ -17,11 +17,11 @@ class ConfigError(DovetailError, ValueError):
 
 
 class PluginError(DovetailError):
-    """A component can't be had: unknown or ambiguous name, a plugin that failed to load, another api version."""
+    """A component isn't available: its name is unknown or ambiguous, its plugin failed to load, or it has another api version."""
 
 
 class UnsupportedError(DovetailError):
-    """The parts that were named don't go together, or can't do what was asked; the text lists each reason."""
+    """The chosen components don't fit together, or can't do what was asked; the text lists each reason."""
 
 
 class ModelLoadError(DovetailError):
@@ -33,7 +33,7 @@ class MissingExtraError(DovetailError, ImportError):
 
     @classmethod
     def naming(cls, extra: str, lack: str) -> MissingExtraError:
-        """The sentence `lack`, and the pip line for the extra of Dovetail's that mends it."""
+        """Make the error from the sentence `lack` and the pip line that installs Dovetail's extra."""
         return cls(f'{lack}; install with: pip install "{DISTRIBUTION}[{extra}]"')
 
 
@@ -46,15 +46,15 @@ class PolicyError(DovetailError):
 
 
 class SchedulerStalled(DovetailError):
-    """Unfinished requests, nothing granted, nothing in flight and no `wake_at`: the policy would wait for ever."""
+    """The policy would wait forever: there are unfinished requests, but it granted nothing, nothing is in flight and it set no `wake_at`."""
 
 
 class EngineDeadError(DovetailError):
-    """The engine stopped after an error (its cause, `__cause__`) and takes no more work."""
+    """The engine stopped after an error (`__cause__`) and takes no more work."""
 
 
 def describe(error: BaseException) -> str:
-    """Its type and its text. Also of an error that somebody else has written, whose `__str__` may raise."""
+    """Return the type and text of an error, also if it comes from a plugin and its `__str__` raises."""
     name = type(error).__name__
     try:
         text = str(error)

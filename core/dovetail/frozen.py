@@ -1,4 +1,4 @@
-"""Values that nobody changes after they were checked: `FrozenDict`, and `frozen`, which makes containers from outside read-only all the way down."""
+"""Values that can't be changed after they were checked: `FrozenDict`, and `frozen`, which makes nested containers from outside read-only."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NoReturn, TypeVar
 K = TypeVar("K")
 V = TypeVar("V")
 
-MAX_DEPTH = 32  # containers within each other: more is no wish of a person, and would take Python's stack
+MAX_DEPTH = 32  # nested containers: nobody needs more, and Python's stack is limited
 
 
 class FrozenDict(dict[K, V]):
-    """A dict that can't be changed. It has a hash, whatever its values are, and can be copied and pickled; equal dicts have equal hashes."""
+    """A dict that can't be changed. It can be hashed, whatever its values are, copied and pickled; equal dicts have equal hashes."""
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError("this mapping was checked and can't be changed any more: make a new one")
@@ -27,9 +27,9 @@ class FrozenDict(dict[K, V]):
 
 
 def frozen(value: Any, levels: int = MAX_DEPTH) -> Any:
-    """Mappings, lists, sets and byte arrays become read-only ones of the same content, and so do those inside; anything else stays as it is.
+    """Return a read-only copy of a mapping, list, set or byte array, and of those nested inside; any other value is returned as it is.
 
-    Raises `ValueError` if there are more than `levels` containers within each other.
+    Raises `ValueError` if containers are nested deeper than `levels`.
     """
     if not isinstance(value, Mapping | list | tuple | set | frozenset | bytearray):
         return value

@@ -1,4 +1,4 @@
-"""Reading the JSON files of a model, which come from anywhere: each is an object of bounded size and depth, or an error that names the file."""
+"""Reading of a model's JSON files, which come from anywhere: each must be an object of bounded size and depth; errors name the file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from dovetail.errors import ModelLoadError
 
 MAX_BYTES = 64 << 20  # the index of a model of 700 billion parameters has 9 MB
-MAX_DEPTH = 50  # lists and objects in one another
+MAX_DEPTH = 50  # nested lists and objects
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object that a file holds. Raises `ModelLoadError`."""
+    """Return the JSON object in a file. Raises `ModelLoadError` otherwise."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_BYTES + 1)
@@ -27,7 +27,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise ModelLoadError(f"{path}: more than {MAX_DEPTH} lists and objects in one another") from None
     except (json.JSONDecodeError, UnicodeError) as error:
         raise ModelLoadError(f"{path}: not valid JSON: {error}") from None
-    except ValueError:  # Python's limit to the digits of an integer
+    except ValueError:  # Python limits the digits of an integer
         raise ModelLoadError(f"{path}: not valid JSON: a number of too many digits") from None
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path}: expected an object, got {type(content).__name__}")

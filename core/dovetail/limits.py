@@ -1,4 +1,5 @@
-"""`Limits`: how far one request may go, so that it can't harm the others: the keys below `limits` in `engine.yaml`, which the front checks."""
+"""`Limits`: bounds on what one request may ask for, so that it can't harm the others. They are keys of `limits` in `engine.yaml`; the front
+checks them."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(gt=0)]
-CountOrZero = Annotated[int, Field(ge=0)]  # 0: nobody may ask for any
+CountOrZero = Annotated[int, Field(ge=0)]  # 0: no request may ask for any
 
 
 class Limits(BaseModel):
-    """Bounds of what one request may ask for. Each refusal names the limit and its value."""
+    """Bounds on what one request may ask for. Each refusal names the limit and its value."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 

@@ -1,4 +1,4 @@
-"""The components that a config names, found and not yet made: for the engine, and for `dovetail config show` and `check`."""
+"""Finding the components that a config names, without making them: for the engine, and for `dovetail config show` and `check`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dovetail.where import LISTED, and_more
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """`attention`: the candidates, best first. `models`: all architectures that are installed and of this api."""
+    """The components of an engine. `attention`: the candidates, best first. `models`: all installed architectures of this api version."""
 
     scheduler: ResolvedComponent
     kv_cache: ResolvedComponent
@@ -34,7 +34,8 @@ class Parts:
 
 
 def find_parts(config: EngineConfig, registry: Registry) -> Parts:
-    """Raises `PluginError` for the first name that can't be had, `ConfigError` for options of `attention: auto`."""
+    """Find the components that `config` names. Raises `PluginError` for the first that isn't available, `ConfigError` for options of
+    `attention: auto`."""
 
     def one(kind: Kind, choice: ComponentChoice) -> ResolvedComponent:
         return registry.resolve(kind, choice.name, choice.options, choice.where)
@@ -58,8 +59,8 @@ def read_parts(
     origin: str = "override",
     imports: Collection[Kind] = (),
 ) -> tuple[EngineConfig, Registry, Parts]:
-    """A config and the parts that it names, whose options are right; those of the kinds `imports` have been imported. Raises the one error that
-    there is, or a `ConfigError` that tells all."""
+    """Load a config, find its components, check their options, and import those of the kinds `imports`. Raises the error, or a `ConfigError` that
+    lists all if there are several."""
     config: EngineConfig | None = None
     problems: list[DovetailError] = []
     with _noting(problems):
@@ -77,8 +78,8 @@ def read_parts(
 def find_problems(
     config: EngineConfig, registry: Registry, *, imports: Collection[Kind] = KINDS, note: Callable[[MissingExtraError], None] | None = None
 ) -> list[DovetailError]:
-    """Everything wrong with the model's name and the components that a config names: names, options, and whether those of the kinds `imports`
-    can be imported. An executor may do without sampler and attention (a simulation does), so `note`, if given, is told what these lack."""
+    """Return all problems with the model's name and with the components: their names, their options, and the import of those of the kinds
+    `imports`. An executor may need neither sampler nor attention (a simulation doesn't): if `note` is given, it is told their problems instead."""
     problems: list[DovetailError] = []
 
     def check(part: ResolvedComponent) -> None:
@@ -111,7 +112,7 @@ def find_problems(
 
 
 def all_of(problems: Sequence[DovetailError]) -> DovetailError:
-    """One error for one or many problems, of which it tells no more than `LISTED`."""
+    """Return one error for one or more problems; it lists at most `LISTED`."""
     if len(problems) == 1:
         return problems[0]
     return ConfigError("\n".join([*map(str, problems[:LISTED]), *and_more(len(problems))]))
@@ -119,7 +120,7 @@ def all_of(problems: Sequence[DovetailError]) -> DovetailError:
 
 @contextmanager
 def _noting(problems: list[DovetailError]) -> Iterator[None]:
-    """Goes on after an error of ours, and keeps it."""
+    """Suppress a `DovetailError` and append it to `problems`."""
     try:
         yield
     except DovetailError as error:

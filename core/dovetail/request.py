@@ -1,4 +1,4 @@
-"""A request and what comes of it: `Request` (what policies see) and `RequestOutput` (what users get).
+"""A request and its results: `Request`, as policies see it, and `RequestOutput`, as users get it.
 
 The engine makes both. Nothing here needs torch.
 """
@@ -21,14 +21,13 @@ FinishReason = Literal["stop", "length", "abort", "rejected", "error"]
 
 
 def token_array(token_ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """`token_ids` as a read-only int64 array; one that is an array already is returned as it is. Raises `OverflowError` if one needs more than
-    64 bits."""
-    import numpy as np  # which a command line that only shows its help can do without
+    """Return `token_ids` as a read-only int64 array; an array is returned as it is. Raises `OverflowError` if an id needs more than 64 bits."""
+    import numpy as np  # here, since a command line that only shows its help doesn't need it
 
     if isinstance(token_ids, np.ndarray):
         return token_ids
     try:
-        packed = struct.pack(f"{len(token_ids)}q", *token_ids)  # five times as quick as numpy by itself
+        packed = struct.pack(f"{len(token_ids)}q", *token_ids)  # five times as fast as numpy alone
     except struct.error:
         raise OverflowError("a token id of more than 64 bits") from None
     return np.frombuffer(packed, np.int64)
@@ -37,8 +36,8 @@ def token_array(token_ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int6
 class Request:
     """A request as schedulers, KV-cache managers and observers see it: read-only for them. All times are seconds on the engine's clock.
 
-    Progress is that of a request that hasn't begun; the engine's `LiveRequest` keeps it up to date. A token is *known* when its id has arrived, *in
-    flight* when its step is planned and its id hasn't arrived yet.
+    Here its progress stays that of a request that hasn't begun; the engine's `LiveRequest` keeps it up to date. A token is *known* once its id has
+    arrived, and *in flight* while its step is planned and its id hasn't arrived yet.
     """
 
     __slots__ = (
@@ -74,74 +73,73 @@ class Request:
         cache_keys: tuple[str, ...] = (),
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """`prompt_token_ids`: an int64 array is kept as it is, and must not change afterwards; of any other sequence an array is made. Raises
-        `OverflowError` if an id needs more than 64 bits."""
+        """Make a request. `prompt_token_ids`: an int64 array is kept as it is, and must not change afterwards; any other sequence is copied into one.
+        Raises `OverflowError` if an id needs more than 64 bits."""
         self.id = id
         self.prompt_array = token_array(prompt_token_ids)
         self._prompt_token_ids: tuple[int, ...] | None = None
-        self.prompt_tokens: int = len(prompt_token_ids)  # how many
+        self.prompt_tokens: int = len(prompt_token_ids)  # their number
         self.params = params
         self.max_tokens = max_tokens  # the most tokens it may generate
         self.arrival_time = arrival_time
         self.client = client
         self.priority = priority  # smaller is more important
         self.deadline = deadline  # absolute, for the last token
-        self.predicted_tokens = predicted_tokens  # a guess of the output's length, if somebody made one
-        self.parent = parent  # id of the request that the user made, for the samples of n > 1
-        self.cache_keys = cache_keys  # salt, adapters: K and V are shared only under equal keys
+        self.predicted_tokens = predicted_tokens  # a predicted length of the output, in tokens, if given
+        self.parent = parent  # for a sample of n > 1, the id of the user's request
+        self.cache_keys = cache_keys  # salt, adapters: requests share K and V only if theirs are equal
         self.extra: Mapping[str, Any] = MappingProxyType(dict(extra or {}))  # distribution -> its own validated model
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """The prompt's ids as ints. The engine itself computes with `prompt_array`, int64 [prompt_tokens]: the tuple is made, and kept, when somebody
-        first asks for it."""
+        """The prompt's ids as ints. The tuple is made on first use and kept; the engine itself uses `prompt_array`, int64 [prompt_tokens]."""
         if self._prompt_token_ids is None:
             self._prompt_token_ids = tuple(self.prompt_array.tolist())
         return self._prompt_token_ids
 
     @property
     def generated(self) -> int:
-        """Tokens generated whose ids have been received."""
+        """Number of generated tokens whose ids have arrived."""
         return len(self.output_token_ids)
 
     @property
     def output_token_ids(self) -> Sequence[int]:
-        """The ids generated and received so far; grows while the request runs, not to be changed."""
+        """The generated ids that have arrived; the sequence grows while the request runs. Don't change it."""
         return ()
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: prompt and generated."""
+        """Number of known tokens: prompt and generated."""
         return self.prompt_tokens + len(self.output_token_ids)
 
     @property
     def prefill_left(self) -> int:
-        """Tokens still to compute before it decodes; what is planned counts as computed. 0 while decoding."""
+        """Number of tokens to compute before it decodes; planned tokens count as computed. 0 while decoding."""
         return self.num_tokens
 
     @property
     def output_left(self) -> int:
-        """Tokens that it may still generate; those in flight count as done."""
+        """Number of tokens that it may still generate; tokens in flight count as generated."""
         return self.max_tokens - len(self.output_token_ids)
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose K and V are there or planned."""
+        """Number of tokens whose K and V are computed or planned."""
         return 0
 
     @property
     def preemptions(self) -> int:
-        """How often it lost its blocks to others."""
+        """Number of times that it was preempted."""
         return 0
 
     @property
     def recomputed_tokens(self) -> int:
-        """Tokens computed again after preemptions; what is planned counts as computed."""
+        """Number of tokens computed again after preemptions; planned tokens count as computed."""
         return 0
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens found in the prefix cache when it was first admitted."""
+        """Number of tokens found in the prefix cache when it was first admitted."""
         return 0
 
     @property
@@ -160,9 +158,9 @@ class Request:
         return f"{type(self).__name__}({self.id!r}, prompt_tokens={self.prompt_tokens}, generated={self.generated})"
 
 
-@dataclass(slots=True, unsafe_hash=True)  # not frozen: there are thousands a step, and that takes four times as long to make
+@dataclass(slots=True, unsafe_hash=True)  # not frozen: a step makes thousands, and frozen ones take four times as long
 class Logprob:
-    """`logprob` is of the raw distribution (before temperature, filters and penalties); `rank` 1 is the likeliest token."""
+    """The log-probability of a token under the raw distribution (before temperature, filters and penalties). `rank` 1 is the likeliest token."""
 
     logprob: float
     rank: int | None = None
@@ -174,7 +172,7 @@ TokenLogprobMap = dict[int, Logprob]  # token id -> its logprob, for one positio
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened, in seconds on the engine's clock; None: not yet."""
+    """Times of a request's events, in seconds on the engine's clock; None: not yet."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -185,22 +183,22 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sample of a request. `text` and `token_ids` hold all or only what is new, as `SamplingParams.output_kind` says."""
+    """One sample of a request. `text` and `token_ids` hold all of the output or only its new part, as `SamplingParams.output_kind` says."""
 
     index: int
     text: str
     token_ids: Sequence[int]
     cumulative_logprob: float | None = None
-    logprobs: Sequence[TokenLogprobMap] | None = None  # one map a token of `token_ids`, made when it is read
+    logprobs: Sequence[TokenLogprobMap] | None = None  # one map for each of `token_ids`, made when it is read
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop token or string that matched (None: EOS), "kv_capacity", or why it was rejected or failed
+    stop_reason: int | str | None = None  # the stop token or string that matched (None: EOS), "kv_capacity", or the reason of a rejection or failure
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
     def __getitem__(self, key: str) -> Any:
-        """`output["text"]` and `output["token_ids"]`, a list, as nano-vllm's results have them. Raises `KeyError` for any other key."""
+        """Return `output["text"]`, or `output["token_ids"]` as a list, as nano-vllm's results do. Raises `KeyError` for any other key."""
         if key == "text":
             return self.text
         if key == "token_ids":
@@ -210,7 +208,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a user gets of one request, after each step that brought something or once at its end (`SamplingParams.output_kind`)."""
+    """The output of one request, given to its user after each step that brought something, or once at its end (`SamplingParams.output_kind`)."""
 
     request_id: str
     prompt: str | None
@@ -218,10 +216,10 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[TokenLogprobMap | None] | None = None  # None for the first token
-    num_cached_tokens: int = 0  # prompt tokens whose K and V were found in the prefix cache (of n > 1: by the first sample)
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache (for n > 1 by the first sample)
     metrics: RequestMetrics | None = None
-    prompt_index: int = 0  # the place of its prompt in the list that `LLM` was given
+    prompt_index: int = 0  # index of its prompt in the list that `LLM` was given
 
     def __getitem__(self, key: str) -> Any:
-        """As of its first sample."""
+        """Return the item of its first sample."""
         return self.outputs[0][key]

@@ -1,4 +1,4 @@
-"""What other engines have and Dovetail hasn't yet, by the names that people try: an error that meets one points to the roadmap."""
+"""Names of features that other engines have and Dovetail doesn't have yet: an error about such a name points to the roadmap."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ HEADINGS: Mapping[str, str] = MappingProxyType({name: heading for heading, names
 
 
 def not_yet(name: str) -> str | None:
-    """A sentence for a name that the roadmap knows, or None."""
+    """Return a sentence for a name that the roadmap knows, or None."""
     heading = HEADINGS.get(name.replace("-", "_"))
     return heading and f'not there yet; "{heading}" is on the roadmap, {PAGE}'

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how to choose the tokens of one request, and when to stop. Front ends make it; it checks itself. Nothing here needs torch."""
+"""`SamplingParams`: how to choose the tokens of one request, and when to stop. It checks its own values. This file doesn't need torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dovetail.errors import RequestError
 from dovetail.frozen import FrozenDict, frozen
 from dovetail.roadmap import not_yet
 
-REPETITION_PENALTIES = (0.01, 100.0)  # allowed: beyond these, logits in 16 or 32 bits become 0 or infinite
-NAMES_ELSEWHERE = {  # in transformers and other engines -> here
+REPETITION_PENALTIES = (0.01, 100.0)  # the allowed range: beyond it, logits in 16 or 32 bits become 0 or infinite
+NAMES_ELSEWHERE = {  # name in transformers or other engines -> name here
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class OutputKind(Enum):
-    """What an output holds: all text so far, only what is new, or one output at the end."""
+    """The content of outputs: all text so far, only the new text, or one output at the end."""
 
     CUMULATIVE = "cumulative"
     DELTA = "delta"
@@ -38,7 +38,7 @@ class OutputKind(Enum):
 
 
 def _refuses_unknown_fields(cls: type[T]) -> type[T]:
-    """Let a dataclass say which field was meant, where Python says that an argument is unexpected."""
+    """Make a dataclass's error for an unknown argument say which field was probably meant."""
     make: Any = cls
     made = make.__init__
     known = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
@@ -68,8 +68,8 @@ def _unknown_field(name: str, valid: Sequence[str]) -> str:
 @_refuses_unknown_fields
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens for one request, and when to stop. Checked when made, and frozen: raises `RequestError` with the name and the allowed
-    range. Equal ones have equal hashes.
+    """The parameters of one request: how to choose its tokens, and when to stop. It is frozen, and checked when made: a wrong value raises
+    `RequestError` with the name and the allowed range. Equal ones have equal hashes.
 
     A field left `None` in `temperature`, `top_k`, `top_p`, `min_p` or `repetition_penalty` takes the model's default (its
     `generation_config.json`, if the engine uses it), else the neutral value.
@@ -81,25 +81,25 @@ class SamplingParams:
     top_p: float | None = None  # keep the smallest set whose probability reaches p, 0 < p <= 1
     min_p: float | None = None  # keep tokens at least min_p times as likely as the likeliest, 0 <= p <= 1
     seed: int | None = None  # same seed, same tokens, whatever else runs
-    max_tokens: int | None = 16  # None: up to the model's length, which also ends it if that is nearer
-    min_tokens: int = 0  # nothing stops it before this many, as far as there is room for them
+    max_tokens: int | None = 16  # None: no limit but the model's length, which always holds
+    min_tokens: int = 0  # nothing but lack of room stops it before this many tokens
     stop: str | Sequence[str] | None = None  # stop strings
-    stop_token_ids: Sequence[int] | None = None  # ends when one of these is generated
+    stop_token_ids: Sequence[int] | None = None  # stop when one of these is generated
     include_stop_str_in_output: bool = False  # keep the stop string, or the stop token's text, at the end of the text
     ignore_eos: bool = False  # go on after the model's EOS, unless it is in stop_token_ids
-    repetition_penalty: float | None = None  # of tokens in prompt and output, 0.01 to 100 (CTRL, arXiv:1909.05858 section 4.1); neutral: 1
+    repetition_penalty: float | None = None  # penalty on tokens in prompt and output, 0.01 to 100 (CTRL, arXiv:1909.05858 section 4.1); neutral: 1
     presence_penalty: float = 0.0  # subtracted once from a generated token's logit, -2 to 2
     frequency_penalty: float = 0.0  # subtracted for each time it was generated, -2 to 2
     logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit, -100 to 100
     allowed_token_ids: Sequence[int] | None = None  # only these can be sampled
-    bad_words: Sequence[str] | None = None  # texts that are never completed
-    logprobs: int | None = None  # log-probabilities of the sampled token and of the k likeliest
+    bad_words: Sequence[str] | None = None  # texts that are never generated in full
+    logprobs: int | None = None  # return log-probabilities of the sampled token and of the k likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
-    skip_special_tokens: bool = True  # leave them out of the text
+    skip_special_tokens: bool = True  # leave special tokens out of the text
     detokenize: bool = True  # False: token ids only, no text
     output_kind: OutputKind | Literal["cumulative", "delta", "final"] = OutputKind.CUMULATIVE  # a string becomes an `OutputKind`
-    extra_args: Mapping[str, Any] = field(default_factory=dict)  # for the sampler; keys that it doesn't name in its capabilities are refused
-    truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens alone; -1: as many as the model's length has room for
+    extra_args: Mapping[str, Any] = field(default_factory=dict)  # for the sampler; keys that its capabilities don't name are refused
+    truncate_prompt_tokens: int | None = None  # keep only the prompt's last k tokens; -1: as many as fit the model's length
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -145,11 +145,11 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:
-        """As `SamplingParams(**values)`, but a field that is None takes its default; except `max_tokens`, of which None says something."""
+        """Make `SamplingParams(**values)`, with the default for each field that is None, except `max_tokens`, where None has a meaning."""
         return cls(**{name: value for name, value in values.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> SamplingParams:
-        """Make a copy. As nobody can change it, one is as good as the other."""
+        """Return a copy, for programs that expect to change it; here it is frozen, too."""
         return self.__copy__()
 
     def __copy__(self) -> SamplingParams:
@@ -157,8 +157,8 @@ class SamplingParams:
 
 
 def changed_unchecked(params: SamplingParams, **changes: Any) -> SamplingParams:
-    """A copy with other values in some fields, which the caller answers for: nothing is checked again. What dataclasses have for frozen ones with
-    slots takes four times as long, checks aside, and calls for many prompts or samples copy one for each."""
+    """Return a copy with other values in some fields, without checking them: the caller must. `dataclasses.replace` takes four times as long, checks
+    aside, and a call with many prompts or samples makes a copy for each."""
     other = object.__new__(type(params))
     for name in params.__match_args__:
         object.__setattr__(other, name, changes[name] if name in changes else getattr(params, name))

@@ -1,4 +1,4 @@
-"""Where a setting was written, and errors that say so: `engine.yaml:7: scheduler.agin_s: unknown option, did you mean aging_s?`."""
+"""The place where a setting was written, and errors that name it: `engine.yaml:7: scheduler.agin_s: unknown option, did you mean aging_s?`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
-from dovetail.checks import did_you_mean as did_you_mean  # for those who tell of settings
+from dovetail.checks import did_you_mean as did_you_mean  # re-exported for errors about settings
 from dovetail.checks import shown
 from dovetail.errors import ConfigError
 from dovetail.roadmap import not_yet
@@ -17,43 +17,42 @@ if TYPE_CHECKING:
 
 KeyPath = tuple[str | int, ...]
 
-LISTED = 10  # problems that one error tells of; the rest are counted
-MAX_KEY = 200  # characters of a key in an error
+LISTED = 10  # problems that one error lists; the rest are counted
+MAX_KEY = 200  # most characters of a key in an error
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A place in a configuration: a key, and the origins of all keys that have one ("engine.yaml:7", "--set")."""
+    """A key in a configuration, with the origins of all keys that have one ("engine.yaml:7", "--set")."""
 
     path: KeyPath = ()
     origins: Mapping[KeyPath, str] = field(default_factory=dict)
 
     def at(self, *keys: str | int) -> Where:
-        """The place of a key below this one."""
+        """Return the place of a key below this one."""
         return Where(self.path + keys, self.origins)
 
     @property
     def key(self) -> str:
-        """Dotted, as overrides write it: "observers.0.level"."""
+        """The key in dotted form, as in overrides: "observers.0.level"."""
         text = ".".join(map(str, self.path))
         return text if len(text) <= MAX_KEY else f"{text[:MAX_KEY]}..."
 
     @property
     def origin(self) -> str | None:
-        """Where it was written, or what is around it; None for a setting that was made in Python."""
+        """The origin of the key, or else of the nearest one around it; None for a setting that was made in Python."""
         for length in range(len(self.path), -1, -1):
             if self.path[:length] in self.origins:
                 return self.origins[self.path[:length]]
         return None
 
     def says(self, message: str) -> str:
-        """The message, after the place."""
+        """Return the message, preceded by the place."""
         return ": ".join(part for part in (self.origin, self.key, message) if part)
 
 
 def explain(error: ValidationError, model: type[BaseModel], given: Any, where: Where, noun: str) -> ConfigError:
-    """A `ConfigError` with a line for each key that `model` refused in `given`, but no more than `LISTED`; `noun` is what a key is called
-    ("option")."""
+    """Make a `ConfigError` with a line for each key that `model` refused in `given`, at most `LISTED`; `noun` is the word for a key ("option")."""
     found: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         found.setdefault(_path_in(given, detail), []).append(detail)
@@ -64,12 +63,12 @@ def explain(error: ValidationError, model: type[BaseModel], given: Any, where: W
 
 
 def and_more(count: int) -> list[str]:
-    """A line that counts the problems beyond those that are listed, if there are any."""
+    """Return a line that counts the problems beyond the listed ones, or no line if there are none."""
     return [f"… and {count - LISTED} more"] if count > LISTED else []
 
 
 def _path_in(given: Any, detail: ErrorDetails) -> KeyPath:
-    """`loc` without what pydantic adds to it for the branches of a union."""
+    """Return `loc` without pydantic's additions for the branches of a union."""
     loc, path = detail["loc"], 0
     if detail["type"] in ("missing", "extra_forbidden"):
         return loc
@@ -97,7 +96,7 @@ def _message(path: KeyPath, details: Sequence[ErrorDetails], model: type[BaseMod
 
 
 def unknown_key(wrong: str, valid: Sequence[str], noun: str) -> str:
-    """What to say of a key that nobody knows."""
+    """Return the message for an unknown key."""
     if planned := not_yet(wrong):
         return f"unknown {noun}: {planned}"
     if not valid:
@@ -106,7 +105,7 @@ def unknown_key(wrong: str, valid: Sequence[str], noun: str) -> str:
 
 
 def _fields_at(model: type[BaseModel], path: KeyPath) -> list[str]:
-    """The keys that are valid at a path into a model."""
+    """Return the keys that are valid at a path into a model."""
     for key in path:
         if isinstance(key, int):
             continue

@@ -1,7 +1,7 @@
-"""YAML with line numbers: what a file says, and on which line it says it. YAML 1.1, but numbers like 1e-3 are numbers.
+"""YAML with line numbers: the values of a file, and the line of each. It is YAML 1.1, except that 1e-3 is a number.
 
-A file may come from anywhere, so its size, its depth and the number of its values are bounded, aliases written out: a few lines of aliases
-to aliases would stand for more values than fit into memory.
+A file may come from anywhere, so its size, its depth and the number of its values are bounded, with aliases expanded: a few lines of aliases
+to aliases can stand for more values than fit into memory.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dovetail.errors import ConfigError
 from dovetail.where import KeyPath
 
 MAX_CHARACTERS = 1 << 20
-MAX_VALUES = 20_000  # mappings, lists, and what is in them; a value counts again wherever an alias repeats it
-MAX_DEPTH = 50  # mappings and lists in one another
-MAX_DIGITS = 100  # characters of a number: long ones take PyYAML and Python time that grows with the square of their length
+MAX_VALUES = 20_000  # mappings, lists and their values; a value counts again wherever an alias repeats it
+MAX_DEPTH = 50  # nested mappings and lists
+MAX_DIGITS = 100  # characters of a number: reading one takes time that grows with the square of its length
 
 _MERGE = "tag:yaml.org,2002:merge"
 _STRING = "tag:yaml.org,2002:str"
@@ -26,14 +26,14 @@ _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class YamlSource(NamedTuple):
-    """A document: its value, and "file:line" for each key and list item."""
+    """A YAML document: its value, and "file:line" for each key and list item."""
 
     value: Any
     origins: dict[KeyPath, str]
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which would take 1e-3 for a string, with our bounds; what its conversions raise becomes a YAML error with a line."""
+    """PyYAML's safe loader, with our bounds, with 1e-3 as a number, and with errors of its conversions as YAML errors with a line."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -70,8 +70,8 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]
 
 
 def parse_yaml(text: str, name: str) -> YamlSource:
-    """Read a document; an empty one is None. Raises `ConfigError` with file and line for bad syntax, a duplicate key, a key that is no string, or
-    more than the bounds above allow."""
+    """Read a document; an empty one is None. Raises `ConfigError` with file and line for bad syntax, a duplicate key, a key that isn't a string, or
+    a document beyond the bounds above."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{name}: more than {MAX_CHARACTERS} characters: that is no config")
     loader = None
@@ -90,18 +90,18 @@ def parse_yaml(text: str, name: str) -> YamlSource:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{name}:{line}: not valid YAML: the character {text[error.position]!a} is not allowed") from None
-    except Exception as error:  # the scanner lets some of Python's through: OverflowError for "\UFFFFFFFF"
+    except Exception as error:  # the scanner doesn't catch some of Python's: OverflowError for "\UFFFFFFFF"
         line = 1 if loader is None else loader.line + 1
         raise ConfigError(f"{name}:{line}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def parse_value(text: str) -> Any:
-    """The YAML of one value, as `--set key=value` gives it. Raises `ConfigError`."""
+    """Read the YAML of one value, as in `--set key=value`. Raises `ConfigError`."""
     return parse_yaml(text, "--set").value
 
 
 class _Checker:
-    """Walks through a document as it is with its aliases written out, before any value of it is made."""
+    """A walk through a document with its aliases expanded, before any value of it is made."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -109,7 +109,7 @@ class _Checker:
         self._left = MAX_VALUES
 
     def origins_of(self, root: yaml.Node) -> dict[KeyPath, str]:
-        """The place of each key and item. Raises `ConfigError` for what YAML allows and a config doesn't."""
+        """Return the place of each key and item. Raises `ConfigError` for YAML that a config may not contain."""
         self._walk(root, (), frozenset())
         return self._origins
 

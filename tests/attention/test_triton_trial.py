@@ -47,7 +47,7 @@ def test_a_backend_that_computes_something_else_fails(spec: LayerSpec, dtype: st
         triton_trial.check(Wrong, context, spec)
 
 
-class Target:
+class FakeRef:
     """A backend among those that `attention: auto` means."""
 
     def __init__(self, kind: Any) -> None:
@@ -75,7 +75,7 @@ def place(monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
 
 def chosen(dtype: str = "float16") -> str:
     layers = [LayerSpec(index, 4, 2, 16, 0.25, window) for index, window in enumerate((None, 40, None, 40))]
-    return choose_attention((Target(TritonAttention), Target(TorchAttention)), layers, "cuda:0", dtype, None).name  # type: ignore[arg-type]
+    return choose_attention((FakeRef(TritonAttention), FakeRef(TorchAttention)), layers, "cuda:0", dtype, None).name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("arch", sorted(GPUS))
@@ -105,7 +105,7 @@ def test_a_named_backend_that_fails_its_trial_is_refused_with_the_reason(tried: 
     place(monkeypatch, 89)
     monkeypatch.setattr(triton_backend, "works", lambda name, check: False)
     with pytest.raises(UnsupportedError, match=r"its kernels don't work on RTX 4090 \(compute capability 8.9\)"):
-        choose_attention((Target(TritonAttention),), [SPEC], "cuda:0", "float16", None)  # type: ignore[arg-type]
+        choose_attention((FakeRef(TritonAttention),), [SPEC], "cuda:0", "float16", None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("arch", [75, 90])

@@ -122,7 +122,8 @@ def test_waivers_reach_the_verdict() -> None:
 
 def test_a_plugin_that_imports_torch_while_declaring_fails(site: Site) -> None:  # noqa: F811
     site.install(
-        "dovetail-heavy", modules={"heavy": "import torch\n" + components('kind="scheduler", name="heavy", target="tests.engine.policies:FCFS"')}
+        "dovetail-heavy",
+        modules={"heavy": "import torch\n" + components('kind="scheduler", api="0.2", name="heavy", target="tests.engine.policies:FCFS"')},
     )
     (site.path / "torch.py").write_text("")  # a light one will do
     from dovetail.testing.checks import CheckFailed

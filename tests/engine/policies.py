@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 import dovetail_schedulers
 from dovetail.api.component import ComponentSpec, NoOptions
-from dovetail.api.scheduler import Claims, Context, Scheduler, Step
+from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
 from dovetail.request import Request
 
 
@@ -33,7 +33,7 @@ class Silly(FCFS):
 
     claims = Claims(idles=True, starves=True, rejects=True)
 
-    def __init__(self, options: BaseModel, context: Context) -> None:
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self.random = random.Random(context.seed)
         self.plans = 0
@@ -115,7 +115,7 @@ class Backwards(Silly):
 class NeverForgets(Silly):
     """Goes by what it heard in callbacks and keeps old lists: of requests that were running in some earlier step."""
 
-    def __init__(self, options: BaseModel, context: Context) -> None:
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self.alive: dict[str, Request] = {}
         self.once_running: tuple[Request, ...] = ()

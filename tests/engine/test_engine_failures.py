@@ -11,7 +11,7 @@ import pytest
 from dovetail.api.component import NoOptions
 from dovetail.api.executor import Batch, ExecutorContext, Result
 from dovetail.api.observer import EngineStopped, Observer, RequestFinished
-from dovetail.api.scheduler import Context, Scheduler, Step
+from dovetail.api.scheduler import Scheduler, SchedulerContext, Step
 from dovetail.engine.flight import Finish
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.observers import MAX_ERRORS
@@ -413,7 +413,7 @@ def test_parts_are_swapped_only_while_nothing_is_unfinished() -> None:
         def on_step(self, done: object) -> None:
             self.steps += 1
 
-    listens = Listens(NoOptions(), Context(64, 8, 64, 4, 0))
+    listens = Listens(NoOptions(), SchedulerContext(64, 8, 64, 4, 0))
     world.core.swap(scheduler=listens)
     world.add(Spec("b", PROMPT, max_tokens=3))
     while world.core.has_unfinished():

@@ -15,7 +15,7 @@ from dovetail.api.executor import Batch, ExecutorConfig, ExecutorContext
 from dovetail.api.kv_cache import KVContext
 from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContext, StepFinished
 from dovetail.api.sampler import RowSampling
-from dovetail.api.scheduler import Context, Scheduler, Step, StepDone
+from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.flight import Delivery, Finish
 from dovetail.engine.live_request import LiveRequest, Status
@@ -116,7 +116,7 @@ def watched(policy: type[Scheduler]) -> type[Scheduler]:
     """The same policy, which checks what it hears."""
 
     class Watched(policy):  # type: ignore[misc, valid-type]
-        def __init__(self, options: BaseModel, context: Context) -> None:
+        def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
             self.heard = Heard()
             super().__init__(options, context)
 
@@ -203,7 +203,7 @@ class World:
         self.executor = executor(fake, ExecutorContext(config, self.clock))
         capacity = self.executor.start()
         self.kv = PrefixCache(PrefixOptions(reuse=shape.reuse, hash=shape.hash), KVContext(capacity.layout, capacity.num_blocks))
-        context = Context(shape.max_tokens, shape.max_seqs, capacity.num_blocks, shape.block_size, shape.seed)
+        context = SchedulerContext(shape.max_tokens, shape.max_seqs, capacity.num_blocks, shape.block_size, shape.seed)
         self.policy = watched(policy)(options or NoOptions(), context)
         self.observer = RecordingObserver()
         hub = ObserverHub([("recorder", self.observer), *observers] if shape.events else list(observers))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.component import NoOptions
-from dovetail.api.executor import ExecutorConfig, Target
+from dovetail.api.executor import ComponentRef, ExecutorConfig
 from dovetail.api.model import BuildContext, ModelArch, ModelContext, ParallelGroup
 from dovetail.runtime.parallel import SINGLE
 from dovetail_models import dovetail_components
@@ -19,7 +19,7 @@ from dovetail_models import dovetail_components
 torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
-MODELS = tuple(Target("model", f"dovetail:{spec.name}", spec.target, architectures=spec.architectures) for spec in dovetail_components())
+MODELS = tuple(ComponentRef("model", f"dovetail:{spec.name}", spec.target, architectures=spec.architectures) for spec in dovetail_components())
 BY_TYPE = {target.name.partition(":")[2]: target for target in MODELS}
 
 

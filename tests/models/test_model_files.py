@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from dovetail.api.executor import Target
+from dovetail.api.executor import ComponentRef
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
 from dovetail.nn.kernels import gpu
 from dovetail.nn.kernels.gpu import GPU
@@ -55,7 +55,7 @@ def test_an_architecture_that_nobody_serves_lists_those_served(tmp_path: Path) -
 
 
 def test_an_architecture_that_two_serve_names_both(tmp_path: Path) -> None:
-    other = Target("model", "mine:llama", "mine:Llama", architectures=("LlamaForCausalLM",))
+    other = ComponentRef("model", "mine:llama", "mine:Llama", architectures=("LlamaForCausalLM",))
     with pytest.raises(UnsupportedError, match="dovetail:llama and mine:llama"):
         find_architecture(write_config(tmp_path), (*MODELS, other))
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from dovetail.api.component import API_VERSIONS
+
 SCHEDULER = """
 from dovetail.api import Scheduler
 from pydantic import BaseModel, ConfigDict, Field
@@ -37,7 +39,7 @@ def components(*specs: str) -> str:
 
 def scheduler(name: str = "fair", package: str = "fair_plugin", **fields: object) -> str:
     """The arguments of a scheduler's spec, whose classes are in `<package>_policy`."""
-    more = "".join(f", {key}={value!r}" for key, value in fields.items() if key != "target")
+    more = "".join(f", {key}={value!r}" for key, value in ({"api": API_VERSIONS["scheduler"]} | fields).items() if key != "target")
     target = fields.get("target", f"{package}_policy:Fair")
     return f'kind="scheduler", name={name!r}, target={target!r}, options="{package}_policy:Options"{more}'
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.api import Scheduler
-from dovetail.api.scheduler import Context
+from dovetail.api.scheduler import SchedulerContext
 from dovetail.errors import ConfigError, MissingExtraError, PluginError
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
@@ -20,7 +20,7 @@ from dovetail.where import KeyPath, Where
 from tests.registry.fakes import SCHEDULER, Site, components, scheduler
 from tests.support import examples
 
-CONTEXT = Context(max_tokens=64, max_seqs=4, total_blocks=8, block_size=16, seed=0)
+CONTEXT = SchedulerContext(max_tokens=64, max_seqs=4, total_blocks=8, block_size=16, seed=0)
 
 
 def fair(site: Site, options: Mapping[str, Any] | None = None, where: Where | None = None, **fields: object) -> ResolvedComponent:
@@ -35,7 +35,7 @@ def test_made_with_its_validated_options(site: Site) -> None:
 
 
 def test_target_survives_pickling_and_makes_the_same(site: Site) -> None:
-    target = pickle.loads(pickle.dumps(fair(site, {"aging_s": 3}).target()))
+    target = pickle.loads(pickle.dumps(fair(site, {"aging_s": 3}).ref()))
     assert (target.kind, target.name) == ("scheduler", "dovetail-fair:fair")
     assert target.make(CONTEXT).options.aging_s == 3.0
 
@@ -62,13 +62,14 @@ def test_wrong_option_is_told_with_file_and_line(site: Site, options: dict[str, 
 
 def test_all_wrong_options_are_told_at_once(site: Site) -> None:
     with pytest.raises(ConfigError) as caught:
-        fair(site, {"aging_s": None, "a": 1, "b": 2}).target()
+        fair(site, {"aging_s": None, "a": 1, "b": 2}).ref()
     assert len(str(caught.value).splitlines()) == 3
 
 
 def test_component_without_options_takes_none(site: Site) -> None:
     site.install(
-        "dovetail-plain", modules={"plain": components('kind="scheduler", name="plain", target="plain_policy:Fair"'), "plain_policy": SCHEDULER}
+        "dovetail-plain",
+        modules={"plain": components('kind="scheduler", api="0.2", name="plain", target="plain_policy:Fair"'), "plain_policy": SCHEDULER},
     )
     part = Registry.discover().resolve("scheduler", "plain", {"x": 1})
     with pytest.raises(ConfigError, match=r"scheduler\.x: unknown option; there are none here"):
@@ -92,7 +93,7 @@ def test_component_without_options_takes_none(site: Site) -> None:
     ],
 )
 def test_target_that_is_no_component_is_told_with_the_plugin(site: Site, source: str, says: str) -> None:
-    spec = 'kind="scheduler", name="odd", target="odd_policy:Fair"'
+    spec = 'kind="scheduler", api="0.2", name="odd", target="odd_policy:Fair"'
     site.install("dovetail-odd", "0.3", modules={"odd": components(spec), "odd_policy": source})
     with pytest.raises(PluginError, match=r"^scheduler: scheduler dovetail-odd:odd 0\.3 \(plugin dovetail-odd/main\): ") as caught:
         Registry.discover().resolve("scheduler", "odd").make(CONTEXT)
@@ -108,7 +109,7 @@ def test_target_that_is_no_component_is_told_with_the_plugin(site: Site, source:
     ],
 )
 def test_options_model_must_be_one_that_refuses_unknown_keys(site: Site, source: str, says: str) -> None:
-    spec = 'kind="scheduler", name="odd", target="odd_policy:Fair", options="odd_policy:Options"'
+    spec = 'kind="scheduler", api="0.2", name="odd", target="odd_policy:Fair", options="odd_policy:Options"'
     site.install("dovetail-odd", modules={"odd": components(spec), "odd_policy": source})
     with pytest.raises(PluginError, match="dovetail-odd:odd") as caught:
         Registry.discover().resolve("scheduler", "odd").validate_options()

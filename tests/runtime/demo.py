@@ -14,7 +14,7 @@ import dovetail_models
 import dovetail_samplers
 from dovetail.api.clock import WallClock
 from dovetail.api.component import ComponentSpec
-from dovetail.api.executor import Batch, Capacity, ExecutorConfig, ExecutorContext, NewRow, Target
+from dovetail.api.executor import Batch, Capacity, ComponentRef, ExecutorConfig, ExecutorContext, NewRow
 from dovetail.api.sampler import RowSampling
 from dovetail.runtime.profiling import empty_batch
 
@@ -37,8 +37,8 @@ CONFIG = ExecutorConfig(
 )
 
 
-def targets(specs: Iterable[ComponentSpec]) -> tuple[Target, ...]:
-    return tuple(Target(spec.kind, f"dovetail:{spec.name}", spec.target, {}, spec.options, spec.architectures) for spec in specs)
+def targets(specs: Iterable[ComponentSpec]) -> tuple[ComponentRef, ...]:
+    return tuple(ComponentRef(spec.kind, f"dovetail:{spec.name}", spec.target, {}, spec.options, spec.architectures) for spec in specs)
 
 
 def context(**changes: Any) -> ExecutorContext:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dovetail.api.attention import AttentionCapabilities, LayerSpec
-from dovetail.api.executor import Target
+from dovetail.api.executor import ComponentRef
 from dovetail.errors import UnsupportedError
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail_attention.sdpa import TorchAttention
@@ -23,8 +23,8 @@ class BigBlocks(TorchAttention):
     capabilities = AttentionCapabilities(block_size_multiple=32)
 
 
-def target(backend: type[TorchAttention]) -> Target:
-    return Target("attention", f"test:{backend.__name__}", f"{__name__}:{backend.__name__}")
+def target(backend: type[TorchAttention]) -> ComponentRef:
+    return ComponentRef("attention", f"test:{backend.__name__}", f"{__name__}:{backend.__name__}")
 
 
 def test_the_first_backend_with_no_reason_against_it_is_taken() -> None:
@@ -52,7 +52,7 @@ def test_when_no_backend_will_do_every_reason_of_each_is_told() -> None:
 
 
 def test_a_backend_that_cannot_be_imported_is_a_reason_too() -> None:
-    missing = Target("attention", "test:flash", "no_such_package.flash:Flash")
+    missing = ComponentRef("attention", "test:flash", "no_such_package.flash:Flash")
     assert choose_attention((missing, target(TorchAttention)), SPECS, "cpu", "float32", None).name == "test:TorchAttention"
     with pytest.raises(UnsupportedError, match="test:flash: it can't be imported: No module named 'no_such_package'"):
         choose_attention((missing,), SPECS, "cpu", "float32", None)

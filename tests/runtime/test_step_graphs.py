@@ -78,10 +78,10 @@ def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.Fixt
     parts, backend = find_parts(config, Registry.discover()), TritonAttention(NoOptions(), AttentionContext("cpu", "bfloat16", BLOCK_SIZE))
     assert (backend.tilings, backend.processors) == (HOPPER, 132)
     cuts, device = Cuts(), torch.device("cpu")
-    targets = tuple(model.target() for model in parts.models)
+    targets = tuple(model.ref() for model in parts.models)
     model = load_model(tmp_path, config.executor_config(tmp_path), targets, cuts.wrap(backend.make_layer), SINGLE, device, None)
     rows = RowState(MAX_ROWS, model.max_model_len, BLOCK_SIZE, device)
-    sampler = parts.sampler.target().make(SamplerContext("cpu", model.vocab_size, rows.history))
+    sampler = parts.sampler.ref().make(SamplerContext("cpu", model.vocab_size, rows.history))
     runner = Runner(model.module, backend, sampler, rows, WallClock(), model.vocab_size)
     for module in list(sys.modules.values()):  # but not where they come from: what is imported meanwhile would keep them
         for name in ("use_kernels", "has_many_rows"):

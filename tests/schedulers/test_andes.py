@@ -6,7 +6,7 @@ import pytest
 from pydantic import BaseModel
 
 from dovetail.api.component import NoOptions
-from dovetail.api.scheduler import Context, Ran, Scheduler, StepDone
+from dovetail.api.scheduler import Ran, Scheduler, SchedulerContext, StepDone
 from dovetail.request import Request
 from dovetail.testing import make_request, plan
 from dovetail_schedulers.andes import Andes, AndesOptions
@@ -28,7 +28,7 @@ def behind(id: str) -> Request:
 
 
 def policy(**options: float) -> Andes:
-    return Andes(OPTIONS.model_copy(update=options), Context(256, 16, 64, 4, 0))
+    return Andes(OPTIONS.model_copy(update=options), SchedulerContext(256, 16, 64, 4, 0))
 
 
 def test_who_is_ahead_of_its_reader_runs_on_while_nobody_waits() -> None:

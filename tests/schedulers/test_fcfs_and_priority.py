@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.api.scheduler import Claims, Context, Refusal
+from dovetail.api.scheduler import Claims, Refusal, SchedulerContext
 from dovetail.testing import make_request, plan
 from dovetail_schedulers.fcfs import FCFS, FCFSOptions
 from dovetail_schedulers.priority import Priority, PriorityOptions
@@ -66,6 +66,6 @@ def test_with_aging_the_old_pass_the_important() -> None:
 
 
 def test_with_aging_neither_the_order_nor_starving_is_claimed() -> None:
-    context = Context(max_tokens=64, max_seqs=8, total_blocks=64, block_size=4, seed=0)
+    context = SchedulerContext(max_tokens=64, max_seqs=8, total_blocks=64, block_size=4, seed=0)
     assert Priority(PriorityOptions(), context).claims == Claims(order="priority", starves=True)
     assert Priority(PriorityOptions(aging_s=1.0), context).claims == Claims()

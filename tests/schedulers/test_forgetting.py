@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from dovetail.api.executor import Batch
-from dovetail.api.scheduler import Context, Ran, Scheduler, Step, StepDone
+from dovetail.api.scheduler import Ran, Scheduler, SchedulerContext, Step, StepDone
 from dovetail.request import Request
 from dovetail.testing import FakeExecutor, make_request, plan
 from dovetail_schedulers import counters, rpm
@@ -48,7 +48,7 @@ class KeepsAll(Counters):
 
 
 class VTCKeepsAll(VTC):
-    def __init__(self, options: VTCOptions, context: Context) -> None:
+    def __init__(self, options: VTCOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self.counters = KeepsAll(options, lift=self.lift)
 
@@ -58,7 +58,7 @@ class LCFKeepsAll(VTCKeepsAll, LCF):
 
 
 class LightLLMKeepsAll(LightLLM):
-    def __init__(self, options: LightLLMOptions, context: Context) -> None:
+    def __init__(self, options: LightLLMOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self.turns = KeepsAll(options, lift=options.order == "vtc")
 
@@ -66,7 +66,7 @@ class LightLLMKeepsAll(LightLLM):
 class RPMKeepsAll(RPM):
     """The oracle: all times when requests of a client were let in, since ever."""
 
-    def __init__(self, options: RPMOptions, context: Context) -> None:
+    def __init__(self, options: RPMOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self.times: dict[str | None, list[float]] = {}
         self.planned = -math.inf
@@ -215,7 +215,7 @@ ARRIVALS = st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 4)), max_size=
 def test_rpm_decides_as_its_twin_however_far_requests_are_dated_back(
     options: RPMOptions, plannings: list[tuple[float, list[tuple[str, float]]]]
 ) -> None:
-    context = Context(64, 8, 64, 4, 0)
+    context = SchedulerContext(64, 8, 64, 4, 0)
     twins = [RPM(options, context), RPMKeepsAll(options, context)]
     now = 0.0
     for planning, (later, requests) in enumerate(plannings):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dovetail.api.observer import StepFinished
-from dovetail.api.scheduler import Claims, Context
+from dovetail.api.scheduler import Claims, SchedulerContext
 from dovetail.sampling_params import OutputKind, SamplingParams
 from dovetail.testing import make_request
 from dovetail_schedulers.fcfs import FCFS, FCFSOptions
@@ -77,6 +77,6 @@ def test_who_wants_the_final_output_alone_does_not_hold_prompts_up() -> None:
 
 
 def test_a_bound_leaves_room_unused_and_says_so() -> None:
-    context = Context(max_tokens=64, max_seqs=8, total_blocks=64, block_size=4, seed=0)
+    context = SchedulerContext(max_tokens=64, max_seqs=8, total_blocks=64, block_size=4, seed=0)
     assert FCFS(FCFSOptions(), context).claims == Claims(order="arrival", idles=True)
     assert FCFS(FCFSOptions(max_stretch=None), context).claims == Claims(order="arrival")

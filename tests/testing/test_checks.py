@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.api.scheduler import Context, Scheduler
+from dovetail.api.scheduler import Scheduler, SchedulerContext
 from dovetail.testing.checks import Absent, Waiver, check, checks_of
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites import scheduler
@@ -17,7 +17,7 @@ from dovetail.testing.suites.scheduler_world import World
 from dovetail_schedulers.fcfs import FCFS
 
 
-def make_fcfs(context: Context) -> Scheduler:
+def make_fcfs(context: SchedulerContext) -> Scheduler:
     policy: Scheduler = type("OfFCFS", (SchedulerSuite,), {"component": FCFS})().make(context)
     return policy
 

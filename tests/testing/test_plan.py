@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from dovetail.api.scheduler import Context, Refusal, Scheduler, Step
+from dovetail.api.scheduler import Refusal, Scheduler, SchedulerContext, Step
 from dovetail.errors import DovetailError, PolicyError
 from dovetail.request import Request
 from dovetail.testing import make_request, plan
@@ -78,7 +78,7 @@ def test_the_clock_stands_where_the_test_says() -> None:
 
 def test_evictions_are_seen_and_told_of() -> None:
     class Newest(Scheduler):
-        def __init__(self, options: BaseModel, context: Context) -> None:
+        def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
             super().__init__(options, context)
             self.heard: list[tuple[str, str]] = []
 

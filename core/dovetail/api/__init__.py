@@ -1,6 +1,6 @@
-"""What plugin authors import: one file a kind of component, and `component.py` for declaring them.
+"""The interfaces that plugin authors import: one file for each kind of component, and `component.py` for declaring them.
 
-These names also come from here, loaded when first used: `from dovetail.api import ComponentSpec, Scheduler, hookimpl`.
+These names can also be imported from here, and are loaded when first used: `from dovetail.api import ComponentSpec, Scheduler, hookimpl`.
 """
 
 from __future__ import annotations

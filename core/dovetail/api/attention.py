@@ -1,4 +1,4 @@
-"""What an attention backend is: it owns the paged K and V cache of each layer, writes to it and attends over it.
+"""The attention backend: it owns the paged K and V cache of each layer, writes to it and attends over it.
 
 The runner calls `plan` once a step; each layer of a model, bound to the backend when the model is built, then calls `write` and `attend`. One
 ragged batch may mix prefills, chunks of prefills and decodes: row i has query tokens [query_starts[i], query_starts[i + 1]).
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCapabilities:
-    """What a backend can do. None means any. What is not declared is refused at start-up with `reasons_against`, never tried.
+    """The features that a backend declares. None means any. The engine refuses at start-up, through `reasons_against`, whatever isn't declared.
 
-    `cuda_graph`: what `attend` launches may be captured in a CUDA graph and replayed after a later `plan`. "decode": of a step whose rows have one
-    query each, for any other of as many padded rows. "mixed": also of a step with `AttentionBatch.mixed_graph`, for any other of these of as many
-    padded tokens. A graph of a step with a shared prefix is replayed for such steps alone, one without for those without.
+    `cuda_graph`: the kernels that `attend` launches may be captured in a CUDA graph and replayed after a later `plan`. "decode": a graph captured for
+    a step with one query a row is replayed for any such step of as many padded rows. "mixed": also a graph captured with
+    `AttentionBatch.mixed_graph`, for any such step of as many padded tokens. Steps with a shared prefix and steps without have separate graphs.
     """
 
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -42,7 +42,7 @@ class AttentionCapabilities:
         return block_size % self.block_size_multiple == 0
 
     def default_block_size(self) -> int:
-        """The smallest >= 16 that is supported, or the largest there is."""
+        """The smallest supported block size of at least 16, or else the largest."""
         if self.block_sizes is not None:
             return min((size for size in self.block_sizes if size >= 16), default=max(self.block_sizes))
         return -(-16 // self.block_size_multiple) * self.block_size_multiple
@@ -50,19 +50,19 @@ class AttentionCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One attention layer, as this rank computes it."""
+    """The shape of one attention layer on this rank."""
 
     index: int
     heads: int
     kv_heads: int
     head_size: int
-    scale: float  # of the scores, before the softmax
+    scale: float  # multiplies the scores before the softmax
     window: int | None = None  # a query sees this many tokens, itself included; None: all before it
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
-    """Constants that a backend is made with."""
+    """Constants that a backend receives when it is made."""
 
     device: str  # "cpu", "cuda:0"
     dtype: str  # of q, k, v and the cache: "float32", …
@@ -71,10 +71,10 @@ class AttentionContext:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """One step, as attention needs it. Tensors lie on the device; the arrays are the host's own copies of the same numbers.
+    """The inputs of attention for one step. Tensors are on the device; the numpy arrays are the host's copies of the same numbers.
 
-    Rows from `num_rows` on, and tokens from `num_tokens` on, are padding: they may be computed, but must not change any block. A padding
-    token's slot is -1.
+    Rows from `num_rows` on, and tokens from `num_tokens` on, are padding: the backend may compute them, but they must not change any block.
+    The slot of a padding token is -1.
     """
 
     num_rows: int
@@ -86,15 +86,15 @@ class AttentionBatch:
     host_query_lens: np.ndarray  # [num_rows] int32
     host_kv_lens: np.ndarray  # [num_rows] int32
     shared_prefix_blocks: int = 0  # leading blocks that all rows have in common
-    mixed_graph: bool = False  # `attend` is captured, or replayed, for whatever rows share the padded tokens: only for a backend that can do so
+    mixed_graph: bool = False  # `attend` is captured or replayed for any rows within the padded tokens; only with cuda_graph="mixed"
 
 
 @dataclass(frozen=True, slots=True)
 class FusedCache:
-    """A layer's cache, laid open for a kernel that computes K and V and writes them itself.
+    """A layer's cache, exposed to a kernel that computes K and V and writes them itself.
 
     Token i's K goes to `k[slots[i] // block_size, slots[i] % block_size]`, its V likewise; at slot -1 nothing is written. The kernel may run later
-    and again (in a CUDA graph): the tensors must stay where they are, with `slots` those of whatever step is planned then.
+    and repeatedly (in a CUDA graph): the tensors must keep their addresses, and `slots` must hold the slots of the step planned last.
     """
 
     k: torch.Tensor  # [num_blocks, block_size, kv_heads, head_size], a view with any strides, the last one 1
@@ -103,7 +103,7 @@ class FusedCache:
 
 
 class AttentionLayer(ABC):
-    """One layer's share of a backend: its cache, and how to write to it and read it. It reads the batch of the backend's last `plan`."""
+    """One layer of a backend: its cache, with methods to write to it and attend over it, for the batch of the backend's last `plan`."""
 
     spec: LayerSpec
 
@@ -112,17 +112,17 @@ class AttentionLayer(ABC):
         """Store k and v [tokens, kv_heads, head_size] at the batch's slots."""
 
     def cache_for_fused_write(self) -> FusedCache | None:
-        """The cache, if what computes K and V may store them by itself instead of calling `write`. The default is None: it may not."""
+        """Return the cache if the kernel that computes K and V may store them itself instead of calling `write`; by default None: it may not."""
         return None
 
     @abstractmethod
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        """Causal attention of q [tokens, heads, head_size] over each row's cached K and V, those of this step included (they are written
-        first, for the whole batch). Returns [tokens, heads, head_size]."""
+        """Compute causal attention of q [tokens, heads, head_size] over each row's cached K and V, including those of this step (they are
+        written first, for the whole batch). Returns [tokens, heads, head_size]."""
 
 
 class AttentionBackend(ABC):
-    """Made once an executor. `make_layer` is called while the model is built, then `allocate`, `prepare`, and each step `plan`."""
+    """An attention backend. Its executor calls `make_layer` while the model is built, then `allocate`, `prepare`, and `plan` in each step."""
 
     capabilities = AttentionCapabilities()
     options: BaseModel
@@ -132,7 +132,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
-        """Why it can't serve such layers, one sentence each; empty: it can. The default asks `capabilities`."""
+        """Return the reasons why it can't serve such layers, one sentence each; none means that it can. The default checks `capabilities`."""
         caps, reasons = cls.capabilities, []
         device = context.device.split(":")[0]
         if device not in caps.devices:
@@ -151,24 +151,24 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def make_layer(self, spec: LayerSpec) -> AttentionLayer:
-        """A layer bound to this backend."""
+        """Return a layer bound to this backend."""
 
     @abstractmethod
     def bytes_per_block(self, spec: LayerSpec) -> int:
-        """Bytes that one block takes in such a layer's cache, K and V together."""
+        """Return the bytes that one block takes in such a layer's cache, K and V together."""
 
     @abstractmethod
     def allocate(self, num_blocks: int) -> None:
-        """Make the caches of all layers, for this many blocks; drops those made before."""
+        """Make the caches of all layers, with `num_blocks` blocks each; earlier caches are dropped."""
 
     @abstractmethod
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
-        """Make all buffers, for steps of at most this many rows and tokens, and sequences of at most `max_len` tokens."""
+        """Make all buffers, for steps of at most `max_rows` rows and `max_tokens` tokens, and sequences of at most `max_len` tokens."""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
-        """Once a step, before the model runs: fill the buffers. On a GPU: no allocation, no synchronisation, the same addresses."""
+        """Fill the buffers; called once a step, before the model runs. On a GPU it must not allocate, synchronise or move a buffer."""
 
     @abstractmethod
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Copy K and V of blocks `src` to blocks `dst` [n] int64 in every layer, as if one after the other."""
+        """Copy K and V of blocks `src` [n] int64 to blocks `dst` [n] int64 in every layer, as if one block after the other."""

@@ -7,22 +7,22 @@ from abc import ABC, abstractmethod
 
 
 class Clock(ABC):
-    """Seconds since an arbitrary start; never goes backwards."""
+    """A clock that counts seconds from an arbitrary start and never goes backwards."""
 
     @abstractmethod
     def now(self) -> float:
-        """The present instant, in seconds."""
+        """Return the current time in seconds."""
 
     @abstractmethod
     def wait_until(self, instant: float) -> None:
-        """Return at `instant` or, on a clock of real time, perhaps a little later; at once if it has passed."""
+        """Wait until `instant`, or a little longer on a clock of real time; return at once if it has passed."""
 
 
-LONGEST_SLEEP_S = 1e6  # at once: the system's own limit is further away, but not by as much as a float can say
+LONGEST_SLEEP_S = 1e6  # of one sleep: the system refuses some of the durations that a float can hold
 
 
 class WallClock(Clock):
-    """Real time."""
+    """A clock of real time."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -33,7 +33,7 @@ class WallClock(Clock):
 
 
 class VirtualClock(Clock):
-    """Time that stands still until somebody moves it: an executor in `collect`, the engine in an idle wait."""
+    """A clock that stands still until it is moved: by an executor in `collect`, or by the engine while it is idle."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

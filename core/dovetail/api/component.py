@@ -1,4 +1,4 @@
-"""How a plugin says what it offers: `ComponentSpec`, `CommandSpec`, `BundledModel`, the `hookimpl` marker and the seven kinds.
+"""The declarations by which a plugin says what it offers: `ComponentSpec`, `CommandSpec`, `BundledModel`, the `hookimpl` marker and the seven kinds.
 
 A plugin is a module named by an entry point in the group `dovetail.plugins`; see `dovetail.registry.hookspecs` for its hooks. Everything
 here is strings and small values, so that declaring a component imports nothing heavy.
@@ -21,7 +21,7 @@ Kind = Literal["scheduler", "kv_cache", "attention", "model", "sampler", "execut
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 API_VERSIONS: dict[Kind, str] = {  # the version of each kind's interface that this Dovetail offers
-    "scheduler": "0.1",
+    "scheduler": "0.2",
     "kv_cache": "0.1",
     "attention": "0.1",
     "model": "0.2",
@@ -37,17 +37,18 @@ _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class NoOptions(BaseModel):
-    """The options of a component that has none: any key is an error."""
+    """The options model of a component without options: any key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass(frozen=True, slots=True)
 class ComponentSpec:
-    """One component that a plugin offers. Raises `PluginError` when a field is malformed.
+    """One component that a plugin offers. Raises `PluginError` if a field is malformed.
 
     `target` and `options` are imported only when the component is used (`options` also to check a config). `requires` are requirement
-    strings (PEP 508) of packages that the target needs beyond its distribution's own dependencies; what is missing is named when used.
+    strings (PEP 508) of packages that the target needs beyond its distribution's own dependencies; if one is missing when the component is
+    used, the error names it.
     """
 
     kind: Kind
@@ -58,7 +59,7 @@ class ComponentSpec:
     summary: str = ""  # one line for `dovetail plugins list`
     requires: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()  # kind model: the Hugging Face `architectures` names that it serves
-    request_extra: str | None = None  # "package.module:Model", checks what a request carries for this distribution in `extra`
+    request_extra: str | None = None  # "package.module:Model", a pydantic model that checks a request's `extra` for this distribution
 
     def __post_init__(self) -> None:
         def wrong(what: str, value: object, right: str) -> PluginError:
@@ -99,10 +100,10 @@ class CommandSpec:
 
 @dataclass(frozen=True, slots=True)
 class BundledModel:
-    """A model directory that a plugin ships: `path` inside `package`, found with importlib.resources when used.
+    """A model directory that a plugin ships at `path` inside `package`; importlib.resources finds it when it is used.
 
-    Only a built-in model is known by its bare name; any other as "distribution:name", so that installing a plugin never
-    changes what a hub id or a directory means.
+    Only built-in models have a short name; any other is called "distribution:name", so that installing a plugin never
+    changes the meaning of a hub id or a directory.
     """
 
     name: str

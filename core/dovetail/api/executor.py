@@ -1,7 +1,7 @@
-"""What an executor is: it computes the steps that the core plans. It owns the model, its K and V memory and the state of each row.
+"""The executor: it computes the steps that the core plans. It owns the model, its K and V memory and the state of each row.
 
-The core sends a `Batch` a step that carries only what changed, as numpy int32 arrays; while a request keeps its row, its token ids stay with
-the executor. Results come in the order of submission. No torch here: an executor may be a simulation.
+For each step the core sends a `Batch` that carries only what changed, as numpy int32 arrays; while a request keeps its row, its token ids stay
+with the executor. Results come in the order of submission. This file doesn't need torch: an executor may be a simulation.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """A component, found and ready to be imported: what workers get, so that they need not search again. Picklable."""
+class ComponentRef:
+    """A component that was found and can be imported. Workers get it, so that they needn't search again. Picklable."""
 
     kind: Kind
     name: str  # qualified: "distribution:name"
-    target: str  # "package.module:Class"
+    path: str  # "package.module:Class"
     options: Mapping[str, Any] = field(default_factory=dict)  # validated, as plain values
     options_model: str | None = None  # "package.module:Model"
     architectures: tuple[str, ...] = ()
 
     def load(self) -> Any:
-        """The component's class, imported. Raises what the import raises."""
-        return _import(self.target)
+        """Import and return the component's class. Errors of the import pass through."""
+        return _import(self.path)
 
     def make(self, context: Any) -> Any:
-        """The component: `cls(options, context)`."""
+        """Make the component: `cls(options, context)`."""
         options = (_import(self.options_model) if self.options_model else NoOptions)(**self.options)
         return self.load()(options, context)
 
 
-def _import(target: str) -> Any:
-    module, _, name = target.partition(":")
+def _import(path: str) -> Any:
+    module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorConfig:
-    """The settings of `engine.yaml` that concern an executor, with the model's place resolved."""
+    """The settings of `engine.yaml` that concern an executor, with the model's directory found."""
 
     model: str  # a local directory
     dtype: str  # "auto" or a name
@@ -64,7 +64,7 @@ class ExecutorConfig:
     max_num_batched_tokens: int
     gpu_memory_utilization: float
     kv_cache_memory: int | None  # bytes
-    block_size: int | None  # None: as the attention backend likes it
+    block_size: int | None  # None: the attention backend's default
     cuda_graphs: bool
     overlap: bool
     seed: int
@@ -72,19 +72,20 @@ class ExecutorConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorContext:
-    """What an executor is made with. `targets`: all models; the attention backends to consider, best first (one, if it was named); the sampler."""
+    """Constants that an executor receives when it is made. Of its components, `models` are all that are installed, `attention` the backends to
+    consider, best first (only one, if the config names it)."""
 
     config: ExecutorConfig
     clock: Clock
-    models: tuple[Target, ...] = ()
-    attention: tuple[Target, ...] = ()
-    sampler: Target | None = None
+    models: tuple[ComponentRef, ...] = ()
+    attention: tuple[ComponentRef, ...] = ()
+    sampler: ComponentRef | None = None
     progress: Callable[[str, int, int], None] | None = None  # (what, done, total): loading, capturing
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorCapabilities:
-    """`virtual_clock`: its `collect` moves a `VirtualClock`. `logprobs`: it can return them."""
+    """The features that an executor declares. `virtual_clock`: its `collect` moves a `VirtualClock`. `logprobs`: it can return them."""
 
     virtual_clock: bool = False
     logprobs: bool = True
@@ -92,39 +93,40 @@ class ExecutorCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an executor can hold, said once it has started."""
+    """The size of a started executor and the model that it runs."""
 
     num_blocks: int
     max_in_flight: int  # steps that may be submitted and not collected, 1 or more
     layout: KVLayout
     vocab_size: int
     max_model_len: int  # tokens of the longest sequence: prompt and output
-    details: Mapping[str, str] = field(default_factory=dict)  # what it chose, for people: device, dtype, attention, why
-    shared_prefix: bool = False  # it can make use of `Batch.shared_prefix_blocks`, which is 0 otherwise
+    details: Mapping[str, str] = field(default_factory=dict)  # its choices in words, for people: device, dtype, attention, why
+    shared_prefix: bool = False  # it can use `Batch.shared_prefix_blocks`, which is 0 otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request takes a row. It may have run before (preempted, or its row was given away): `token_ids` holds all it has."""
+    """A request takes a row. It may have run before (it was preempted, or lost its row to another): `token_ids` holds all its tokens."""
 
     row: int
     request_id: str
-    token_ids: Int32  # [known tokens]: prompt and generated
+    token_ids: Int32  # [known tokens] prompt and generated tokens
     prompt_len: int
     computed: int  # tokens whose K and V are in its blocks already
-    blocks: Int32  # its block table
+    blocks: Int32  # [blocks] its block table
     sampling: RowSampling
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step. In this order: rows in `removed` are given up, `added` begin, `new_blocks` are appended to tables, `copies` run, then each of
-    `rows` computes its next `num_tokens` tokens, and those with `samples` yield one token each, which becomes their row's next known token."""
+    """One step. It is carried out in this order: the rows in `removed` are given up, those in `added` begin, `new_blocks` are appended to the block
+    tables, `copies` run, then each of `rows` computes its next `num_tokens` tokens. A row whose `samples` is True then yields one token, which
+    becomes its next known token."""
 
     step: int
     removed: Int32  # [any] rows
     added: tuple[NewRow, ...]
-    new_block_rows: Int32  # [any] row of each appended block, in order
+    new_block_rows: Int32  # [any] the row that gets each of `new_blocks`, in order
     new_blocks: Int32  # [any] block ids
     copies: tuple[BlockCopy, ...]
     rows: Int32  # [b] distinct rows
@@ -144,20 +146,20 @@ class HostLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a batch. Times are seconds on the engine's clock."""
+    """The results of a batch. Times are seconds on the engine's clock."""
 
     step: int
-    token_ids: NDArray[np.int64]  # [b] the token of each row of the batch, -1 where none was sampled
+    token_ids: NDArray[np.int64]  # [b] the sampled token of each row of the batch; -1: none
     started: float
     ended: float
-    logprobs: HostLogprobs | None = None  # of the rows with `samples`, in order
+    logprobs: HostLogprobs | None = None  # one row for each row of the batch with `samples`, in order
     # index in the batch -> logprobs of the known token *after* each one computed (n = num_tokens, less one where there is none)
     prompt_logprobs: Mapping[int, HostLogprobs] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)  # index in the batch -> why this row alone failed
 
 
 class Executor(ABC):
-    """Computes steps. Called by one thread at a time: `start`, then `submit` and `collect` in turn, `stop` at the end."""
+    """An executor computes steps. One thread at a time calls it: `start`, then `submit` and `collect` in turn, `stop` at the end."""
 
     capabilities = ExecutorCapabilities()
     options: BaseModel
@@ -171,11 +173,11 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, batch: Batch) -> Any:
-        """Enqueue a step and return its handle, as soon as it can. At most `Capacity.max_in_flight` are uncollected at any time."""
+        """Enqueue a step and return its handle as soon as possible. At most `Capacity.max_in_flight` steps are uncollected at any time."""
 
     @abstractmethod
     def collect(self, handle: Any) -> Result:
-        """Wait for the oldest uncollected step, whose handle this is."""
+        """Wait for the results of the oldest uncollected step, whose handle is `handle`."""
 
     @abstractmethod
     def check(self) -> None:
@@ -183,4 +185,4 @@ class Executor(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Release everything. Twice is as good as once; also after a failed start."""
+        """Release everything. It may be called twice, and after a failed start."""

@@ -1,7 +1,7 @@
-"""What a KV-cache manager is: which block of the paged K and V memory belongs to whom, and which can be shared.
+"""The KV-cache manager: it decides which request each block of the paged K and V memory belongs to, and which blocks can be shared.
 
-The engine's step calls it; it never touches K and V themselves. A block id names that block in the cache of every layer, so one block table a
-request serves all layers. Plain Python and numpy: no torch.
+The engine's step calls it; it never touches K and V themselves. A block id names that block in the cache of every layer, so a request has one
+block table for all layers. This file doesn't need torch.
 
       token positions    0 ... 15 | 16 ... 31 | 32 ... 40 |           (block_size 16, 41 tokens)
       block table        [   7    ,     3     ,    12     ]           allocate() only ever appends to it
@@ -21,7 +21,7 @@ from dovetail.request import Request
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers whose K and V live alike. `window`: how far back they look, in tokens; None: all the way."""
+    """Layers that keep K and V for the same tokens. `window`: how far back they look, in tokens; None: all the way."""
 
     layers: tuple[int, ...]
     window: int | None
@@ -42,14 +42,14 @@ class KVLayout:
 
     @property
     def window(self) -> int | None:
-        """The longest look back of any layer; None if one looks all the way, so that nothing can be trimmed."""
+        """The largest window of any layer, in tokens; None if a layer has none, so that no block can be trimmed."""
         windows = [group.window for group in self.groups]
         return None if not windows or None in windows else max(w for w in windows if w is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class KVContext:
-    """Constants that a manager is made with."""
+    """Constants that a manager receives when it is made."""
 
     layout: KVLayout
     num_blocks: int
@@ -58,7 +58,8 @@ class KVContext:
 
 @dataclass(frozen=True, slots=True)
 class KVCapabilities:
-    """`reuse`: lookup may find tokens that another request computed. `fork`: samples share a prompt's blocks. `trim`: frees behind a window."""
+    """The features that a manager declares. `reuse`: `lookup` may find tokens that another request computed. `fork`: samples share a prompt's
+    blocks. `trim`: it frees blocks behind the window."""
 
     reuse: bool = True
     fork: bool = True
@@ -67,10 +68,10 @@ class KVCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What `allocate` did. `blocks` are appended to the request's block table; the first call's begin with the `cached` tokens' blocks."""
+    """The result of `allocate`. `blocks` are appended to the request's block table; in the first call those of the `cached` tokens come first."""
 
     blocks: tuple[int, ...]
-    cached: int = 0  # tokens whose K and V are there already; not 0 only in the call that gives a request its first blocks
+    cached: int = 0  # tokens whose K and V are there already; always 0 but in the call that gives a request its first blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +86,13 @@ class BlockCopy:
 class BlockCounts:
     """Blocks by state; they always add up: free + held + cached = all."""
 
-    free: int  # hold nothing of use
+    free: int  # in no table, without K and V that a lookup may find
     held: int  # in some request's block table
-    cached: int  # hold K and V that a lookup may find, in nobody's table: taken when free ones run out
+    cached: int  # in no table, with K and V that a lookup may find: taken when free ones run out
 
 
 class KVCacheManager(ABC):
-    """Owner of the pool's blocks. Called by one thread at a time. Misuse (an unknown request, tokens that shrink) raises `DovetailError`.
+    """Owner of the pool's blocks. One thread at a time calls it. Misuse (an unknown request, fewer tokens than before) raises `DovetailError`.
 
     The request's tokens are `prompt_token_ids` followed by `output_token_ids`. "Holds blocks" below means: allocated or forked, not yet freed.
     """
@@ -104,32 +105,33 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def lookup(self, request: Request) -> int:
-        """Tokens at the start of `request` whose K and V are in the pool: pure, fewer than its known tokens (one is left to compute), a
-        multiple of the block size; 0 when the request asks for prompt logprobs. Shared only under equal `request.cache_keys`."""
+        """Return how many tokens at the start of `request` have their K and V in the pool: a multiple of the block size, fewer than its known
+        tokens (one is left to compute), and 0 if the request asks for prompt logprobs. Blocks are shared only under equal
+        `request.cache_keys`. Changes nothing."""
 
     @abstractmethod
     def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
-        """Blocks that `allocate(request, num_tokens)` would take from those available (empty ones, and cached ones that nobody holds;
-        a prefix hit on such a one counts), if the requests `without` were freed first: pure."""
+        """Return how many of the available blocks `allocate(request, num_tokens)` would take if the requests `without` were freed first.
+        Available are empty blocks and cached ones that nobody holds; a prefix hit on the latter counts. Changes nothing."""
 
     @abstractmethod
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
-        """Make room for `num_tokens` tokens in all, never fewer than before: exactly as many blocks as they need. The first call for a request
-        also pins its prefix hit, that of `lookup`, in the same act. None, with nothing changed, if the blocks don't suffice."""
+        """Give `request` exactly as many blocks as `num_tokens` tokens in all need; the number never shrinks. The first call for a request also
+        takes hold of the prefix that `lookup` finds. Returns None, with nothing changed, if there are too few blocks."""
 
     @abstractmethod
     def commit(self, request: Request, upto: int) -> None:
-        """The K and V of its first `upto` tokens are written by the steps submitted so far and the one being planned (readers come later in
-        stream order, or in the same batch, which writes before it attends): full blocks of them may be found by `lookup` from now on.
+        """Let `lookup` find the full blocks of its first `upto` tokens from now on. The steps submitted so far and the one being planned write
+        their K and V (readers come later in stream order, or in the same batch, which writes before it attends).
 
         The core calls it when it grants prompt tokens, so that a request planned in the same step can share them; for generated ones when
-        their ids arrive; and at the end of a request. What was committed before may be committed again.
+        their ids arrive; and at the end of a request. The same tokens may be committed again.
         """
 
     @abstractmethod
     def uncommit(self, request: Request, upto: int) -> None:
-        """Take back what was committed of it beyond its first `upto` tokens: its grant was taken back before the step was submitted, or the
-        request failed, so they will not be written after all. What others computed stays."""
+        """Take back the commit of its tokens beyond the first `upto`: its grant was taken back before the step was submitted, or the request
+        failed, so they won't be written after all. Blocks that others computed stay."""
 
     @abstractmethod
     def fork(self, parent: Request, child: Request, num_tokens: int) -> Allocation | None:
@@ -139,42 +141,42 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def take_copies(self) -> Sequence[BlockCopy]:
-        """The copies that forks have asked for since the last call, in order; the next batch carries them and runs them first."""
+        """Return the copies that forks have asked for since the last call, in order; the next batch runs them first."""
 
     @abstractmethod
     def free(self, request: Request) -> None:
-        """It holds no blocks from now on; what it committed stays to be found until the space is needed. The core calls it at a preemption and at
-        every end of a request, whether or not it holds blocks (nothing, if it doesn't): what was kept of it, after a `lookup` say, can go too."""
+        """Release all blocks of `request`; its committed blocks can be found until their space is needed. The core calls it at a preemption and at
+        every end of a request, even if it holds no blocks (then nothing is released): other notes on it, from `lookup` say, can go too."""
 
     @abstractmethod
     def trim(self, request: Request, first_needed_token: int) -> None:
-        """No layer will look at tokens before `first_needed_token` again: let go of the blocks wholly before it. The table keeps its length. Called
-        where the layout has a window, of managers without the capability too, which let go of nothing."""
+        """Release the blocks that lie wholly before `first_needed_token`: no layer will read earlier tokens again. The table keeps its length. Called
+        if the layout has a window, also on managers without the capability `trim`, which release nothing."""
 
     @abstractmethod
     def common_prefix(self, requests: Sequence[Request]) -> int:
-        """Leading blocks that are the same in the tables of all `requests`: attention may read them once."""
+        """Return how many leading blocks the tables of all `requests` have in common: attention may read them once."""
 
     @abstractmethod
     def held_only_by(self, requests: Sequence[Request]) -> int:
-        """Blocks that freeing all of these would make available."""
+        """Return how many blocks freeing all of `requests` would make available."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget all K and V, because the weights have changed: the cached become free, and those held can't be found by `lookup` any more, nor
-        what their holders commit from now on, which builds on them."""
+        """Forget all K and V, because the weights have changed: cached blocks become free, and `lookup` finds neither the blocks held now nor
+        those that their holders commit later, which build on them."""
 
     @property
     @abstractmethod
     def counts(self) -> BlockCounts:
-        """Blocks by state, O(1)."""
+        """The number of blocks in each state; O(1)."""
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Raise `DovetailError`, saying what, if the books contradict themselves. For tests: may be slow."""
+        """Raise `DovetailError`, saying what is wrong, if the manager's books contradict themselves. For tests; it may be slow."""
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that an allocation can take: free and cached."""
+        """The number of blocks that an allocation can take: free and cached."""
         counts = self.counts
         return counts.free + counts.cached

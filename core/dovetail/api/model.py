@@ -1,7 +1,7 @@
-"""What a model architecture is: it serves Hugging Face `architectures` names and builds a torch module that computes hidden states and logits.
+"""The model architecture: it serves Hugging Face `architectures` names and builds a torch module that computes hidden states and logits.
 
-Layers to build one from are in `dovetail.nn`. Attention layers are bound while the model is built: there is no global context. Every linear
-layer is parallel from the first day, with a group of one.
+`dovetail.nn` has the layers to build one from. Attention layers are bound while the model is built: there is no global context. Every linear
+layer is a parallel one, today with a group of one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ParallelGroup(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place; returns x."""
+        """Sum x over the ranks, in place, and return it."""
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenate the ranks' tensors along `dim`, in the order of ranks."""
@@ -37,19 +37,19 @@ class ParallelGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelCapabilities:
-    """`tensor_parallel`: the model can be split over ranks."""
+    """The features that a model declares. `tensor_parallel`: it can be split over ranks."""
 
     tensor_parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """Constants that an architecture is made with; empty for now."""
+    """Constants that an architecture receives when it is made; empty for now."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """What `build` may need."""
+    """The settings and the attention backend that `build` needs."""
 
     parallel: ParallelGroup
     dtype: torch.dtype
@@ -59,28 +59,28 @@ class BuildContext:
 
 
 class CausalLM(Protocol):
-    """What `build` returns: a `torch.nn.Module` whose parameters all carry `load(source, shard_id, transform)`: see `dovetail.nn.parameter`."""
+    """The module that `build` makes: a `torch.nn.Module` whose parameters carry `load(source, shard_id, transform)`: see `dovetail.nn.parameter`."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
-        """token_ids [tokens] int64 and positions [tokens] int64 of a ragged batch -> hidden states [tokens, hidden_size], after the last norm.
+        """Return the hidden states [tokens, hidden_size], after the last norm, for token_ids and positions [tokens] int64 of a ragged batch.
 
-        `wanted` [n] int64, n at least 1: the places of the tokens whose states are read -> the states of these, in this order, [n, hidden_size].
+        `wanted` [n] int64, n at least 1: indices of the tokens whose states are read; then only these are returned, in this order, [n, hidden_size].
         None: all. A simple model computes all states and ends with `return hidden if wanted is None else hidden[wanted]`. One that leaves the others
         out after the last attention spares nearly all of a prompt's last feed-forward. The K and V of all tokens must be written in every layer."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden_size] of the rows that sample -> logits [n, vocab_size], the same on every rank."""
+        """Return logits [n, vocab_size], the same on every rank, for hidden [n, hidden_size] of the rows that sample."""
 
     def weights(self) -> Iterable[WeightRule]:
-        """Where each tensor of a checkpoint goes."""
+        """Return the rules that say which parameter each tensor of a checkpoint goes to."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """The checkpoint's tensor `source` is loaded by `parameter.load(source_slice, shard_id, transform)`: `shard_id` names the part of a fused
-    parameter ("q", "k", "v"; "gate", "up"), None: the whole. `transform` makes of the tensor, where a checkpoint
-    keeps it in another form, what the layer computes with: `lambda w: 1 + w` for norms that multiply by 1 + w. It gets this rank's part in float32
-    and returns a tensor of the same shape, each number of which is made of one alone.
+    """A rule that loads the checkpoint's tensor `source` by `parameter.load(source_slice, shard_id, transform)`. `shard_id` names the part of a
+    fused parameter ("q", "k", "v"; "gate", "up"); None: the whole. `transform` turns a tensor that the checkpoint keeps in another form into the
+    layer's own: `lambda w: 1 + w` for norms that multiply by 1 + w. It gets this rank's part in float32 and returns a tensor of the same shape;
+    each number of the result depends on one number alone.
 
     Two rules may name the same part (tied weights): the checkpoint may hold either tensor, or both if they are equal."""
 
@@ -92,7 +92,7 @@ class WeightRule:
 
 
 class ModelArch(ABC):
-    """Serves the architectures that its `ComponentSpec` names."""
+    """A model architecture; it serves the Hugging Face `architectures` that its `ComponentSpec` names."""
 
     capabilities = ModelCapabilities()
     options: BaseModel
@@ -102,13 +102,13 @@ class ModelArch(ABC):
 
     @abstractmethod
     def reasons_against(self, config: Any) -> list[str]:
-        """Why this Hugging Face config can't be served, each naming the field: one that changes the numbers and isn't implemented (a rope
-        type, quantization, softcap) must be here. Empty: it can."""
+        """Return the reasons why this Hugging Face config can't be served, each naming the field; an empty list means that it can. Every field
+        that changes the numbers and isn't implemented (a rope type, quantization, softcap) must be here."""
 
     @abstractmethod
     def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
-        """The attention layers that `build` will make, as this rank computes them."""
+        """Return the attention layers that `build` will make, with the shapes that this rank computes."""
 
     @abstractmethod
     def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
-        """A `CausalLM` with uninitialised parameters on `context.device`. `config` is a transformers `PretrainedConfig`."""
+        """Return a `CausalLM` with uninitialised parameters on `context.device`. `config` is a transformers `PretrainedConfig`."""

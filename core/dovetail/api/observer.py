@@ -1,6 +1,6 @@
-"""What an observer is: it is told what the engine does. It can change nothing; one that raises is named once, and dropped after a few more.
+"""The observer: it is told what the engine does, and can change nothing. One that raises is named in the log once, and dropped after a few more.
 
-Events are frozen values; without observers none is made. Times are seconds on the engine's clock.
+Events are frozen values; without observers the engine makes none. Times are seconds on the engine's clock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dovetail.request import FinishReason, Request
 @dataclass(frozen=True, slots=True)
 class EngineStarted:
     time: float
-    scheduler: str  # qualified names
+    scheduler: str  # this and the next ones: qualified names
     kv_cache: str
     executor: str
     num_blocks: int
@@ -35,7 +35,7 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True)
 class RequestAdmitted:
-    """It got its first blocks, or got some again after a preemption."""
+    """A request got its first blocks, or got blocks again after a preemption."""
 
     time: float
     request: Request
@@ -59,7 +59,7 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the policy did, was refused or noted, in a step: "granted", "refused", "preempted", "rejected", "noted"."""
+    """One act of the policy in a step; `act` is "granted", "refused", "preempted", "rejected" or "noted"."""
 
     request: Request
     act: str
@@ -69,22 +69,22 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """A step whose results are in. Counts of requests are taken after it."""
+    """A step whose results are in. Requests are counted after it."""
 
     index: int
-    planned: float  # when
-    started: float  # on the device
+    planned: float  # when it was planned
+    started: float  # when the device began it
     ended: float
     prefill_tokens: int
     decode_tokens: int
-    generated_tokens: int  # delivered
-    cached_tokens: int  # found in the prefix cache by requests admitted in it
+    generated_tokens: int  # tokens delivered
+    cached_tokens: int  # tokens that requests admitted in it found in the prefix cache
     waiting: int
     running: int
-    preempted: int  # requests, in its planning
-    recomputed_tokens: int  # of prefill_tokens: computed before, lost by preemption
+    preempted: int  # requests preempted while it was planned
+    recomputed_tokens: int  # how many of prefill_tokens had been computed before and lost by preemption
     blocks: BlockCounts
-    core_s: float  # the core's own time on it: planning, batch, results; wall time
+    core_s: float  # wall time that the core itself spent on it: planning, batch, results
     decisions: tuple[Decision, ...] = ()
 
 
@@ -96,7 +96,7 @@ class EngineStopped:
 
 @dataclass(frozen=True, slots=True)
 class ObserverContext:
-    """Constants that an observer is made with."""
+    """Constants that an observer receives when it is made."""
 
     max_num_seqs: int
     total_blocks: int
@@ -104,13 +104,13 @@ class ObserverContext:
 
 @dataclass(frozen=True, slots=True)
 class ObserverCapabilities:
-    """`decisions`: wants `StepFinished.decisions` filled."""
+    """The features that an observer declares. `decisions`: it wants `StepFinished.decisions` filled."""
 
     decisions: bool = False
 
 
 class Observer(ABC):
-    """Overrides what it wants to hear of. Called from the engine's thread; should return quickly."""
+    """An observer overrides the methods for the events that it wants. They are called from the engine's thread and should return quickly."""
 
     capabilities = ObserverCapabilities()
     options: BaseModel
@@ -119,7 +119,7 @@ class Observer(ABC):
         self.options, self.context = options, context
 
     def on_started(self, event: EngineStarted) -> None:
-        """The first call. May raise `ConfigError` if it can't do what its options say: then the engine doesn't start."""
+        """Called first. May raise `ConfigError` if the observer can't do what its options say: then the engine doesn't start."""
 
     def on_arrived(self, event: RequestArrived) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What a sampler is: it turns logits into token ids, each row by its own parameters.
+"""The sampler: it turns logits into token ids, each row by its own parameters.
 
 Noise is counter-based: a function of (seed, output position, vocabulary id) alone, never a stateful generator, so that neither row, batch,
 preemption nor rank changes a seeded request's tokens. The history that penalties need lives in the executor's row state, on the device.
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """One request's sampling, resolved: no field is left to defaults. See `dovetail.sampling_params.SamplingParams` for the meanings.
+    """The sampling parameters of one request, with all defaults filled in. `dovetail.sampling_params.SamplingParams` says what each means.
 
-    Applied in this order: logit_bias, allowed_token_ids, bad words and (before min_tokens) the stop tokens to -inf; repetition, presence and
-    frequency penalty; temperature; then top_k, top_p and min_p, each over what the one before left.
+    They are applied in this order: logit_bias; -inf for tokens outside allowed_token_ids, bad words and (before min_tokens) stop tokens;
+    repetition, presence and frequency penalty; temperature; then top_k, top_p and min_p, each over the tokens that the one before kept.
     """
 
     temperature: float = 1.0  # 0: greedy
@@ -40,24 +40,24 @@ class RowSampling:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences whose last token is never sampled after the others
     min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()  # all that end it (EOS included, unless ignored), kept out before min_tokens
+    stop_token_ids: tuple[int, ...] = ()  # all tokens that end it (EOS included, unless ignored); never sampled before min_tokens
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    extra_args: Mapping[str, Any] = field(default_factory=dict)  # only keys that `SamplerCapabilities.extra_args` names; lists are tuples by now
+    extra_args: Mapping[str, Any] = field(default_factory=dict)  # only keys that `SamplerCapabilities.extra_args` names; lists have become tuples
 
 
 @dataclass(frozen=True, slots=True)
 class RowHistory:
-    """The executor's row state, for reading; updated in place, on the device. Row indices are the core's."""
+    """The tokens of all rows, on the device. A sampler only reads them; the executor updates them in place. Row indices are the core's."""
 
-    token_ids: torch.Tensor  # [max_rows, max_len] int32: prompt, then generated
+    token_ids: torch.Tensor  # [max_rows, max_len] int32: prompt, then generated tokens
     num_tokens: torch.Tensor  # [max_rows] int32: tokens known to the executor
     prompt_lens: torch.Tensor  # [max_rows] int32
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerContext:
-    """Constants that a sampler is made with."""
+    """Constants that a sampler receives when it is made."""
 
     device: str
     vocab_size: int
@@ -66,8 +66,8 @@ class SamplerContext:
 
 @dataclass(frozen=True, slots=True)
 class SamplerCapabilities:
-    """`cuda_graph`: it has `sample_captured`; without it no step is replayed as a CUDA graph. `cuda_graph_full`: it has `sample_fully_captured`
-    as well."""
+    """The features that a sampler declares. `cuda_graph`: it has `sample_captured`; without it no step is replayed as a CUDA graph.
+    `cuda_graph_full`: it has `sample_fully_captured` as well."""
 
     cuda_graph: bool = False
     logprobs: bool = True
@@ -77,11 +77,11 @@ class SamplerCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """Log-probabilities of n positions under the raw distribution. Column 0 is the token itself, then the k likeliest, best first."""
+    """Log-probabilities at n positions under the raw distribution. Column 0 is the token itself; the k likeliest follow, best first."""
 
     token_ids: torch.Tensor  # [n, 1 + k] int64
     logprobs: torch.Tensor  # [n, 1 + k] float32
-    ranks: torch.Tensor  # [n] int64, of the token itself; 1 is the likeliest
+    ranks: torch.Tensor  # [n] int64, rank of the token itself; 1 is the likeliest
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +101,25 @@ class Sampler(ABC):
 
     @abstractmethod
     def prepare(self, max_rows: int) -> None:
-        """Make all buffers."""
+        """Make all buffers, for `max_rows` rows."""
 
     @abstractmethod
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
-        """Rows given up, then rows that begin with these parameters (a row may be in both)."""
+        """Forget the rows `removed`, then let each row in `added` begin with its parameters (a row may be in both)."""
 
     @abstractmethod
     def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
-        """One token for each of `rows` [n] int64 (distinct; `host_rows` holds the same numbers) from logits [n, vocab_size] of any float
-        dtype, which it may overwrite. The output position is num_tokens - prompt_lens. The history is not yet extended by the result.
-        `context.history` tells what a row's request has seen."""
+        """Sample one token for each of `rows` [n] int64 (distinct; `host_rows` holds the same numbers) from logits [n, vocab_size] of any float
+        dtype, which it may overwrite. `context.history` has the rows' tokens, not yet those sampled here. The output position is
+        num_tokens - prompt_lens."""
 
     def capturable(self, host_rows: np.ndarray) -> bool:
-        """Whether `sample_captured` gives each of these rows [n] what `sample` would: its token, and it asks for no more. The default: no."""
+        """Return True if `sample_captured` gives each of these rows [n] all that `sample` would: its token and nothing more. By default False."""
         return False
 
     def sample_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The token ids [n] int64 of `rows` [n] int64, as work that a CUDA graph can record and replay for other rows: on the device alone, without
-        the host looking at a result. Parameters are read where `update` put them, the history where it is, when it runs.
+        """Return the token ids [n] int64 of `rows` [n] int64 in a way that a CUDA graph can record and replay for other rows: on the device alone,
+        without the host looking at a result. Each replay reads the parameters where `update` put them, and the history as it is then.
 
         Some of `rows` may be `max_rows`, an index beyond all rows: padding, which gets any valid id. Raises `UnsupportedError` unless
         `capabilities.cuda_graph`.
@@ -127,12 +127,12 @@ class Sampler(ABC):
         raise UnsupportedError(f"sampler {type(self).__name__} can't be captured in a CUDA graph")
 
     def fully_capturable(self, host_rows: np.ndarray) -> bool:
-        """Whether `sample_fully_captured` gives each of these rows [n] all that `sample` would. Asked where `capturable` says no. The default: no."""
+        """Return True if `sample_fully_captured` gives each of these rows [n] all that `sample` would. Asked if `capturable` is False."""
         return False
 
     def sample_fully_captured(self, logits: torch.Tensor, rows: torch.Tensor) -> SampledTokens:
-        """Like `sample_captured`, for graphs of their own that take longer: penalties, say, and log-probabilities. These come with as many columns as
-        the sampler likes; of a row as many count as its own `RowSampling.logprobs` asks for, the rest is undefined. Raises `UnsupportedError` unless
-        `capabilities.cuda_graph_full`, and where the device lacks something that it takes: then such rows are sampled by `sample`.
+        """Do as `sample_captured` does, in separate, slower graphs, also with penalties and log-probabilities, say. The latter may have any number
+        of columns; a row's columns beyond its own `RowSampling.logprobs` are undefined. Raises `UnsupportedError` unless
+        `capabilities.cuda_graph_full`, and if the device lacks something that it needs: then `sample` samples such rows.
         """
         raise UnsupportedError(f"sampler {type(self).__name__} can't be captured in full in a CUDA graph")

@@ -1,8 +1,7 @@
-"""What a scheduling policy sees and may do. The policy says who runs; the step (`dovetail.engine.step`) keeps the books.
+"""The interface of a scheduling policy. The policy decides which requests run; the step (`dovetail.engine.step`) keeps the books.
 
-A policy subclasses `Scheduler` and grants tokens in `schedule`. Prefill, decode, chunked prefill and re-prefill after a preemption are one
-thing here: a number of tokens. Overlap of planning and computing belongs to the core; no policy sees it, so none can lose it. All times are
-seconds on the engine's clock.
+A policy subclasses `Scheduler` and grants tokens in `schedule`. Prefill, decode, chunked prefill and re-prefill after a preemption are all the
+same here: a number of tokens. The core overlaps planning and computing without any policy's help. All times are seconds on the engine's clock.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dovetail.request import Request
 
 
 class Refusal(Enum):
-    """Why a grant was refused."""
+    """The reason why a grant was refused."""
 
     BUDGET = "fewer than min_tokens left in this step's token budget"
     SEATS = "max_num_seqs requests run in this step already"
@@ -29,7 +28,7 @@ class Refusal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """`tokens` are computed and charged to the budget (cached ones are neither). False when refused."""
+    """The answer to `Step.grant`. `tokens` are computed and charged to the budget (cached ones are neither). False in a condition if refused."""
 
     tokens: int = 0
     refused: Refusal | None = None
@@ -40,7 +39,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """To finish the prefill, or to decode once: tokens to compute, blocks to take from `free_blocks`, tokens cached now."""
+    """The cost of finishing the prefill, or of one decode: tokens to compute, blocks to take from `free_blocks`, tokens cached now."""
 
     tokens: int
     blocks: int
@@ -48,7 +47,8 @@ class Cost:
 
 
 class Ran(NamedTuple):
-    """`computed`: K and V made. `generated`: given to the client, 0 for a chunk that doesn't end a prefill. Wasted slots never show."""
+    """The tokens of one request in a finished step. `computed`: tokens whose K and V were computed. `generated`: tokens given to the client; 0 for a
+    chunk that doesn't end a prefill. Results that are thrown away don't count."""
 
     request: Request
     computed: int
@@ -67,8 +67,8 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a policy promises. `order` is checked by the conformance suite. The rest are exemptions that its verdict prints: leaves room
-    unused, passes a request over while others arrive, rejects. These are the capabilities of the kind."""
+    """The capabilities of the kind: what a policy promises. The conformance suite checks `order`. The others are exemptions, which its verdict
+    prints: the policy may leave room unused, pass a request over while others arrive, or reject requests."""
 
     order: Literal["arrival", "priority", "deadline"] | None = None
     idles: bool = False
@@ -77,10 +77,10 @@ class Claims:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """The engine's constants. As in every value type here, fields are only ever added."""
+class SchedulerContext:
+    """Constants that a policy receives when it is made. As in every value type here, fields are only ever added."""
 
-    max_tokens: int  # budget of a step
+    max_tokens: int  # token budget of a step
     max_seqs: int
     total_blocks: int
     block_size: int  # tokens
@@ -88,11 +88,11 @@ class Context:
 
 
 class Step(Protocol):
-    """One iteration being planned. Dead once `schedule` returns: later use raises `PolicyError`. A decode is not promised to be one token.
+    """A step being planned. It is closed once `schedule` returns: later use raises `PolicyError`. A decode isn't always one token.
 
     `waiting` (no blocks), `running` (blocks) and `decoding` (running, prefill done or in flight) are ordered by (arrival_time, order added),
-    the preempted at their own arrival. Each access gives a tuple that later acts don't change. A request whose last allowed token is in
-    flight is in none; nor is a sample of n > 1 while a sibling computes their prompt.
+    preempted requests too. Each access gives a tuple that later calls don't change. A request whose last allowed token is in flight is in
+    none of them; nor is a sample of n > 1 while a sibling computes their prompt.
     """
 
     @property
@@ -101,19 +101,19 @@ class Step(Protocol):
 
     @property
     def now(self) -> float:
-        """The moment of planning; under overlap the previous step is still in flight."""
+        """The time of planning; under overlap the previous step is still in flight."""
 
     @property
     def tokens_left(self) -> int:
-        """What is left of this step's token budget."""
+        """The rest of this step's token budget."""
 
     @property
     def seqs_left(self) -> int:
-        """Seats left in this step: a request that holds blocks but gets no grant takes none."""
+        """Number of requests that can still be granted tokens in this step. A request that holds blocks but gets no grant doesn't count."""
 
     @property
     def free_blocks(self) -> int:
-        """What grants can still take: empty blocks, and cached ones that nobody holds."""
+        """Number of blocks that grants can still take: empty ones, and cached ones that nobody holds."""
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -128,15 +128,15 @@ class Step(Protocol):
         """Running requests whose prefill is done or in flight."""
 
     def cost(self, request: Request) -> Cost:
-        """Pure, O(cached blocks). Any grant may change the answer for others."""
+        """Return what granting the request would cost. Changes nothing; O(cached blocks). Any grant may change the answer for other requests."""
 
     def blocks_of(self, request: Request) -> int:
-        """Blocks that come free if it is preempted."""
+        """Return how many blocks come free if the request is preempted."""
 
     def estimate_s(self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0) -> float:
-        """Device time of such a step by the core's own running fit to finished steps (the same code in simulation); 0.0 before the first.
+        """Estimate the device time of such a step from the core's running fit to finished steps (also in simulation); 0.0 before the first.
 
-        `context_tokens`: K and V read, summed over the requests.
+        `context_tokens`: tokens whose K and V are read, summed over the requests.
         """
 
     def grant(
@@ -148,61 +148,61 @@ class Step(Protocol):
         reserve: bool = False,
         evict: Iterable[Request] = (),
     ) -> Grant:
-        """Run n = min(cost.tokens, max_tokens, tokens_left) of its tokens: blocks for all n, or nothing.
+        """Let n = min(cost.tokens, max_tokens, tokens_left) of its tokens run, with blocks for all n; or refuse, with nothing changed.
 
-        `reserve` takes the blocks of its whole prefill now. Refused, with nothing changed, if n < min(min_tokens, cost.tokens) or a seat or
-        memory lacks. If only memory lacks, preempts from `evict`, in that order, until it fits; nobody, if all of them would not do.
-        Reads `evict` up to `request` itself, so nobody is evicted for a request that stands behind it; skips those without blocks, and those
-        whose tokens of this very step `request` would find in the cache or whose blocks it would fork. `evict` must not act on the step.
-        Raises `PolicyError` on misuse (a finished request, one of another engine, nonsense numbers).
+        `reserve` takes the blocks of its whole prefill now. A grant is refused if n < min(min_tokens, cost.tokens), or if no seat or too little
+        memory is left. If only memory is short, requests of `evict` are preempted, in that order, until it fits; none, if all of them wouldn't
+        free enough. `evict` is read up to `request` itself: those after it keep their blocks. Requests without blocks are skipped, and
+        those whose tokens of this very step `request` would find in the cache, or whose blocks it would fork. The iterable
+        `evict` must not act on the step. Raises `PolicyError` on misuse (a finished request, one of another engine, meaningless numbers).
         """
 
     def grant_each(self, requests: Iterable[Request]) -> list[Request]:
-        """grant(r) in order, quickly (the common case: all running decodes). Returns the refused, in order."""
+        """Call `grant(r)` for each request in order, quickly (the common case: all running decodes). Returns the refused ones, in order."""
 
     def preempt(self, request: Request) -> None:
-        """Free its blocks and take back its grant. Its tokens stay and are prefilled again later. With it goes who was admitted in this step
-        on the strength of tokens that it was to compute. Nothing, if it went so already, or if its last token is in flight."""
+        """Free its blocks and take back its grant. Its tokens stay and are prefilled again later. Requests admitted in this step that build on
+        tokens which it was to compute are preempted too. Does nothing if that has happened to it, or if its last token is in flight."""
 
     def reject(self, request: Request, reason: str) -> None:
-        """Waiting or running: finish it as "rejected"; its client sees the reason. Its grant is taken back at once, its blocks come free after
-        this step. Nothing, if its last token is in flight."""
+        """Finish a waiting or running request as "rejected"; its client sees the reason. Its grant is taken back at once, and its blocks come free
+        after this step. Does nothing if its last token is in flight."""
 
     def wake_at(self, time: float) -> None:
-        """Plan again by then (finite, > now; the earliest counts). Arrivals and results wake anyway."""
+        """Ask to plan again by `time` (finite, > now; the earliest counts). Arrivals and results lead to planning anyway."""
 
     def note(self, request: Request, why: str) -> None:
-        """A policy's reason, for the decision log. The core itself logs what was done and refused."""
+        """Put a policy's reason into the decision log. The core itself logs grants, refusals, preemptions and rejections."""
 
 
 class Scheduler(ABC):
-    """A policy. One thread, no re-entry, no callback inside `schedule`.
+    """A scheduling policy. One thread calls it, never re-entrantly, and calls no other method during `schedule`.
 
-    The order is fixed, however fast the device: arrivals and results of N-1, then schedule(N+1) with N in flight (overlap off: results of N,
-    then schedule(N+1)).
+    The order of calls doesn't depend on the device's speed: arrivals and results of N-1, then schedule(N+1) with N in flight (overlap off:
+    results of N, then schedule(N+1)).
 
-    May keep numbers by request id or client, Requests until `on_finished`, `random.Random(context.seed)`. May not read another clock, block,
-    or write to a Request. What it raises ends the engine, with the policy's name.
+    A policy may keep numbers by request id or client, Requests until `on_finished`, and `random.Random(context.seed)`. It may not read another
+    clock, block, or write to a Request. An error that it raises ends the engine; the message names the policy.
     """
 
     claims = Claims()
     options: BaseModel  # a subclass narrows it: `options: MyOptions`
 
-    def __init__(self, options: BaseModel, context: Context) -> None:
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
         self.options, self.context = options, context
 
     @abstractmethod
     def schedule(self, step: Step) -> None:
-        """Plan one step: grant, preempt, reject; in whatever order and as often as it likes."""
+        """Plan one step: grant, preempt and reject, in any order and any number of times."""
 
     def on_arrival(self, request: Request) -> None:
-        """Once, in (arrival_time, order added), before a Step shows it; never before its time."""
+        """Called once for each request, in order of (arrival_time, order added), before a step shows it and never before its arrival time."""
 
     def on_step(self, done: StepDone) -> None:
-        """Results are in; the next step may be planned already: charge at grant, settle here."""
+        """Called when a step's results are in. The next step may already be planned: charge at the grant, settle here."""
 
     def on_preempted(self, request: Request) -> None:
-        """After the schedule() that evicted it; its grant in that step never runs."""
+        """Called after the `schedule` that preempted it; its grant in that step never runs."""
 
     def on_finished(self, request: Request) -> None:
-        """Once per on_arrival, whatever the finish_reason, after its last on_step."""
+        """Called once for each `on_arrival`, whatever the finish_reason, after its last `on_step`."""

@@ -1,1 +1,1 @@
-"""The `dovetail` command. Modules here import what is heavy inside the functions that need it: `--help` must be quick."""
+"""The `dovetail` command. Its modules import heavy packages inside the functions that need them: `--help` must be quick."""

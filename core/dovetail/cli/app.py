@@ -1,4 +1,4 @@
-"""The command itself: its subcommands, those that plugins add, and what becomes of errors."""
+"""The command itself: its subcommands, those that plugins add, and how errors are reported."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedCommand
 from dovetail.roadmap import not_yet
 
-RUN_TIME_ERRORS = (PolicyError, SchedulerStalled, EngineDeadError, OutputError)  # exit code 1; all others found something wrong before the start: 2
+RUN_TIME_ERRORS = (PolicyError, SchedulerStalled, EngineDeadError, OutputError)  # exit code 1; errors before the start: 2
 
 
 class PluginCommand(TyperCommand):
-    """A plugin's command as `--help` lists it; nothing of it is imported."""
+    """A plugin's command as `--help` lists it; nothing of it is imported yet."""
 
     def __init__(self, name: str, command: ResolvedCommand) -> None:
         super().__init__(name, help=command.spec.summary, short_help=command.spec.summary)
         self.command = command
 
     def load(self) -> Any:
-        """The real one. Raises `PluginError` with the plugin's name."""
+        """Import and return the real command. Raises `PluginError` with the plugin's name."""
         loaded = self.command.load()
         if isinstance(loaded, typer.Typer):
             return typer.main.get_command(loaded)
@@ -47,7 +47,7 @@ class PluginCommand(TyperCommand):
 
 
 class DovetailGroup(TyperGroup):
-    """Core commands first; a plugin's by its short name if nobody else has that, and always as "distribution:name"."""
+    """The group of all commands: the core's first, then plugins', each by its short name if that is unique, and always as "distribution:name"."""
 
     show_traceback = False
 
@@ -57,7 +57,7 @@ class DovetailGroup(TyperGroup):
 
     @cached_property
     def plugin_commands(self) -> dict[str, list[ResolvedCommand]]:
-        """By each name that reaches them; more than one is an error when used."""
+        """Plugins' commands by each name that they have; using a name of more than one command is an error."""
         names: dict[str, list[ResolvedCommand]] = {}
         for command in self.registry.commands():
             names.setdefault(command.spec.name, []).append(command)
@@ -92,12 +92,12 @@ class DovetailGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
-            if isinstance(error.__cause__, ValidationError):  # whose text is all that Typer shows
+            if isinstance(error.__cause__, ValidationError):  # Typer shows its text alone
                 error.message += f", got {shown(error.__cause__.errors()[0]['input'])}"
             raise
 
     def _main_shell_completion(self, *args: Any, **kwargs: Any) -> None:
-        """Prints what the shell asked for, if it was a shell that asked, and ends."""
+        """Answer a shell's completion request, if this call is one, and exit."""
         had, printed = join_words(), io.StringIO()
         try:
             with redirect_stdout(printed):

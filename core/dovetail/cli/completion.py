@@ -1,4 +1,4 @@
-"""What the shell offers at the Tab key: models, components, kinds, keys of the config and their values. It never fails: then it offers nothing."""
+"""Shell completion: models, components, kinds, keys of the config and their values. It never fails: on an error it offers nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dovetail.api.component import KINDS
 if TYPE_CHECKING:
     from dovetail.registry.registry import Registry
 
-Offer = tuple[str, str]  # a word, and what it means
+Offer = tuple[str, str]  # a word and its meaning
 
 
 def _offers(complete: Callable[[typer.Context, str], Iterator[Offer]]) -> Callable[[typer.Context, str], list[Offer]]:
-    """All words, or none if something is wrong: an error would be printed into the line that is being typed."""
+    """Return `complete` as a function that returns all its offers, or none on an error, which would be printed into the line being typed."""
 
     @wraps(complete)
     def offers(ctx: typer.Context, incomplete: str) -> list[Offer]:
@@ -40,13 +40,13 @@ def kinds(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
 
 @_offers
 def components(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
-    """Those of the kind that stands before."""
+    """Yield the components of the kind that the line names before."""
     yield from _names(_registry(), ctx.params["kind"])
 
 
 @_offers
 def sources(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
-    """Configs and models: those that are bundled, those in the hub's cache, and those beside us."""
+    """Yield configs and models: bundled ones, those in the hub's cache, and those in the current directory."""
     registry = _registry()
     for plugin in registry.plugins:
         for model in plugin.models:
@@ -59,7 +59,7 @@ def sources(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
 
 @_offers
 def settings(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
-    """`key=`, and after it the values that the key may have; both at once where only one key is left: bash would put a space after a lone
+    """Yield `key=`, and after it the key's values; both at once if only one key is left, since bash would put a space after a single
     `key=`."""
     key, equals, _ = incomplete.partition("=")
     if not equals:
@@ -126,8 +126,8 @@ def _first_line(text: str | None) -> str:
 
 
 def join_words(environ: MutableMapping[str, str] = os.environ) -> str:
-    """Bash parts words at "=" and ":", so that `--set scheduler=fc` comes as three; here they are one again. Returns what bash has of the last
-    word already, which must not be offered again."""
+    """Join the words that bash splits at "=" and ":", so that `--set scheduler=fc` comes as three. Returns the part of the last word that bash has
+    already, which must not be offered again."""
     if not environ.get("_DOVETAIL_COMPLETE", "").endswith("_bash"):
         return ""
     try:
@@ -136,7 +136,7 @@ def join_words(environ: MutableMapping[str, str] = os.environ) -> str:
         return ""
     words = words[: index + 1] + [""] * (index + 1 - len(words))
     joined: list[str] = []
-    had = ""  # of the last word, all but its last part
+    had = ""  # the last word without its last part
     for number, word in enumerate(words):
         parted = joined and (word in ("=", ":") or words[number - 1] in ("=", ":"))
         had = joined[-1] if parted else ""

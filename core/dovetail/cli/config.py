@@ -1,4 +1,4 @@
-"""`dovetail config`: what a config means, whether it is right, and its JSON Schema."""
+"""`dovetail config`: show a config in full, check it, and print its JSON Schema."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def show(source: Source = DEFAULT_MODEL, settings: Settings = []) -> None:  # no
 
 
 def _describe(key: str, parts: Parts) -> tuple[Any, str]:
-    """A component key's value in full, and who offers it."""
+    """Return a component key's value in full, and the plugin that offers it."""
     if key == "observers":
         return [_in_full(part) for part in parts.observers], ", ".join(f"{part.distribution} {part.version}" for part in parts.observers)
     part = getattr(parts, key)

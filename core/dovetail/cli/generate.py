@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dovetail.front.llm_engine import LLMEngine
     from dovetail.request import RequestOutput
 
-FAILED = ("error", "rejected")  # finish reasons that make the exit code 1
+FAILED = ("error", "rejected")  # with one of these finish reasons the exit code is 1
 
 
 def generate(
@@ -73,7 +73,7 @@ def generate(
 
 
 def _params(settings: list[str]) -> dict[str, Any]:
-    """`--param key=value`s. Raises `ConfigError` for one that isn't a sampling parameter."""
+    """Return the `--param key=value`s. Raises `ConfigError` for one that isn't a sampling parameter."""
     from dovetail.cli.prompts import PARAMS_KEYS
     from dovetail.where import unknown_key
     from dovetail.yaml_source import parse_yaml
@@ -102,7 +102,7 @@ def _file_of_prompts(name: str, plain: bool, params: dict[str, Any]) -> list[Pro
 
 
 def _with_chats_rendered(engine: LLMEngine, prompts: list[Prompt]) -> list[Prompt]:
-    """Messages made into prompts by the model's chat template. Raises `RequestError` naming the request."""
+    """Return the prompts with messages rendered by the model's chat template. Raises `RequestError` naming the request."""
     if all(prompt.messages is None for prompt in prompts):
         return prompts
     from dovetail.front.chat import ChatFrontEnd
@@ -118,7 +118,7 @@ def _with_chats_rendered(engine: LLMEngine, prompts: list[Prompt]) -> list[Promp
 
 
 def _add(engine: LLMEngine, prompt: Prompt, **changes: Any) -> None:
-    """Raises `RequestError` naming the request."""
+    """Add a prompt to the engine. Raises `RequestError` naming the request."""
     params = dataclasses.replace(prompt.params, **changes)
     try:
         engine.add_request(prompt.id, prompt.prompt, params)
@@ -132,7 +132,7 @@ def _outputs(engine: LLMEngine) -> Iterator[RequestOutput]:
 
 
 def _stream(engine: LLMEngine, prompt: Prompt) -> bool:
-    """Print text as it comes. False if the request failed."""
+    """Print text as it comes. Returns False if the request failed."""
     _add(engine, prompt, output_kind="delta")
     good = True
     for output in _outputs(engine):
@@ -142,7 +142,7 @@ def _stream(engine: LLMEngine, prompt: Prompt) -> bool:
 
 
 def _run(engine: LLMEngine, prompts: list[Prompt], as_json: bool) -> bool:
-    """Print each request: as JSON when it is finished, as text in the order of the file. False if one failed."""
+    """Print each request: as JSON when it is finished, as text in the order of the file. Returns False if one failed."""
     from tqdm import tqdm
 
     for prompt in prompts:
@@ -179,7 +179,7 @@ def _report_failures(output: RequestOutput) -> bool:
 
 
 def _as_json(output: RequestOutput) -> dict[str, Any]:
-    """A finished request in plain values; what wasn't asked for is left out."""
+    """Return a finished request as plain values, without those that weren't asked for."""
     samples = []
     for sample in output.outputs:
         shown: dict[str, Any] = {"index": sample.index, "text": sample.text, "token_ids": list(sample.token_ids)}
@@ -202,7 +202,7 @@ def _logprobs(position: Any) -> dict[str, Any]:
 
 @contextmanager
 def _loading_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr for each thing that takes its time, if that is a terminal."""
+    """Show a progress bar for each long operation on stderr, if that is a terminal."""
     from tqdm import tqdm
 
     bars: dict[str, tqdm[Any]] = {}

@@ -1,4 +1,4 @@
-"""`dovetail plugins`: what is installed, what failed and why."""
+"""`dovetail plugins`: list installed components, and the plugins that failed, with the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Only plugins that failed, with traceback and output.")] = False,
 ) -> None:
-    """Components and commands of all plugins, and the plugins that failed or were denied."""
+    """List components and commands of all plugins, and the plugins that failed or were denied."""
     from dovetail.registry.registry import Registry
 
     registry = Registry.discover(enforce_require=False)
@@ -62,7 +62,7 @@ def info(
     kind: KindName,
     name: ComponentName,
 ) -> None:
-    """All about one component: its options, what it can do, where it comes from."""
+    """Show one component: its options, its capabilities, and where it comes from."""
     from dovetail.registry.registry import Registry
     from dovetail.registry.requirements import missing_requirements
     from dovetail.where import Where
@@ -113,7 +113,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def _name(component: ResolvedComponent, registry: Registry) -> str:
-    """As a config must write it."""
+    """Return the name that a config must use."""
     return component.qualified_name if registry.is_ambiguous(component) else component.spec.name
 
 

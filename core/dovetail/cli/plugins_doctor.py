@@ -1,4 +1,4 @@
-"""`dovetail plugins doctor`: what is wrong with the plugins that are installed, and what to do about it."""
+"""`dovetail plugins doctor`: find problems of installed plugins, and say what to do about them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     time_limit: Annotated[float, typer.Option("--time-limit", min=0.1, max=86_400, help="Seconds for each plugin, in a process of its own.")] = 60.0,
 ) -> None:
-    """What is wrong with the installed plugins, and what to do about it. The exit code is 1 if there are errors."""
+    """Find problems of installed plugins, and say what to do about them. The exit code is 1 if there are errors."""
     from dovetail.registry.doctor.examine import examine
 
     core_commands = getattr(ctx.find_root().command, "commands", {})
@@ -28,7 +28,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(_as_json(diagnosis), indent=2))
     else:
-        typer.echo("\n".join(_lines(diagnosis)).encode(errors="backslashreplace").decode())  # what a plugin has said need not be text
+        typer.echo("\n".join(_lines(diagnosis)).encode(errors="backslashreplace").decode())  # a plugin's output may not be valid text
     raise typer.Exit(1 if diagnosis.count("error") else 0)
 
 

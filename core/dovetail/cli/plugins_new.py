@@ -1,7 +1,7 @@
 """`dovetail plugins new`: a package with one working component, its conformance test and its CI file.
 
-The templates are such packages themselves, called dovetail-acme: what is in `templates/common` and in the folder of the kind. Writing one out
-replaces the word acme, and in the common files also those that begin with it and tell the kinds apart.
+The templates are such packages themselves, called dovetail-acme: the files in `templates/common` and in the folder of the kind. Writing a package
+replaces the word acme, and in the common files also the words that begin with it and depend on the kind.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dovetail.cli.settings import KindName
 from dovetail.errors import DISTRIBUTION, ConfigError
 from dovetail.where import did_you_mean
 
-MAX_NAME = 40  # characters
+MAX_NAME = 40  # in characters
 PREFIX = "dovetail-"  # of a distribution's name
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([_-][a-z0-9]+)*")
@@ -31,10 +31,10 @@ _WORD = re.compile(r"dovetail[-_]acme|[Aa]cme(_[a-z_]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What tells the packages of a kind apart, beyond its folder."""
+    """The words in which the package of a kind differs, beside the files of its folder."""
 
     title: str
-    module: str  # that the component is in
+    module: str  # the component's module
     needs_torch: bool
 
 
@@ -66,8 +66,8 @@ def new(
 
 
 def write_package(kind: str, name: str, folder: Path) -> Path:
-    """The package's folder, below `folder`. Raises `ConfigError` if kind or name won't do, or if the folder is there already, and then nothing is
-    written; also if it can't be written."""
+    """Write a package and return its folder, below `folder`. Raises `ConfigError`, with nothing written, if kind or name is wrong or the folder
+    exists; also if it can't be written."""
     if kind not in KINDS:
         raise ConfigError(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}")
     component = component_name(name)
@@ -87,8 +87,8 @@ def write_package(kind: str, name: str, folder: Path) -> Path:
 
 
 def component_name(name: str) -> str:
-    """What the component is called, without the prefix that a package's name has. Raises `ConfigError` unless it can be a name of a component,
-    of a distribution, of a module and of a class."""
+    """Return the component's name, which is the package's without its prefix. Raises `ConfigError` unless it can be the name of a component, a
+    distribution, a module and a class."""
     component = re.sub("^dovetail[-_]", "", name)
     if not _NAME.fullmatch(component) or len(component) > MAX_NAME:
         right = f"lower case letters and digits, joined by '-' or '_', with a letter first, {MAX_NAME} characters at most"
@@ -97,7 +97,7 @@ def component_name(name: str) -> str:
 
 
 def _check_free(kind: Kind, component: str) -> None:
-    """Raises `ConfigError` if Dovetail itself has a component or a package of that name: the new one would need its full name, or hide the other."""
+    """Raise `ConfigError` if Dovetail itself has a component or a package of that name: the new one would need its full name, or hide the other."""
     from dovetail.registry.registry import Registry
     from dovetail.registry.selection import PluginSelection
 
@@ -111,7 +111,7 @@ def _check_free(kind: Kind, component: str) -> None:
 
 
 def _words(kind: Kind, component: str) -> dict[str, str]:
-    """Each word of the templates that stands for something, and what it stands for here."""
+    """Return the replacement of each placeholder word in the templates."""
     template, major_minor = TEMPLATES[kind], __version__.split(".")[:2]
     versions = f">={'.'.join(major_minor)},<{major_minor[0]}.{int(major_minor[1]) + 1}"
     return {
@@ -136,7 +136,7 @@ def _replaced(text: str, words: Mapping[str, str]) -> str:
 
 
 def _files(kind: Kind) -> Iterator[tuple[str, str]]:
-    """(path, text) of the templates' files; "dot-" at the beginning of a name stands for a dot."""
+    """Yield (path, text) of each of the templates' files; "dot-" at the beginning of a name becomes a dot."""
     templates = resources.files("dovetail.cli") / "templates"
     for part in ("common", kind):
         yield from _below(templates / part, "")
@@ -146,7 +146,7 @@ def _below(folder: Traversable, path: str) -> Iterator[tuple[str, str]]:
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         here = path + re.sub("^dot-", ".", entry.name)
         if entry.name.startswith((".", "__pycache__")):
-            continue  # a linter's cache, or Python's
+            continue  # the cache of a linter, or of Python
         if entry.is_dir():
             yield from _below(entry, f"{here}/")
         else:

@@ -1,4 +1,4 @@
-"""`dovetail plugins test`: whether a component keeps the contract of its kind. No code, one command."""
+"""`dovetail plugins test`: check with one command, without code, that a component keeps the contract of its kind."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def run_suite(
 
     verdict = run(kind, name, parse_options(options), time_limit_s=time_limit_s)  # type: ignore[arg-type]
     text = json.dumps(verdict.to_json(), indent=2) if as_json else "\n".join(verdict.report())
-    typer.echo(text.encode(errors="backslashreplace").decode())  # what a component has said need not be text
+    typer.echo(text.encode(errors="backslashreplace").decode())  # a component's output may not be valid text
     if not verdict.conformant:
         raise typer.Exit(1)
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
-    """Each is "key=value", the value YAML, or a whole mapping in YAML or JSON; the last to name a key wins. Raises `ConfigError`."""
+    """Read options. Each text is "key=value", with the value in YAML, or a whole mapping in YAML or JSON; of a repeated key the last value counts.
+    Raises `ConfigError`."""
     from dovetail.yaml_source import parse_yaml
 
     options: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Prompts in a JSONL file: a string a line, or an object with a prompt, any `SamplingParams` field and an id."""
+"""Reading prompts from a JSONL file: each line is a string, or an object with a prompt, any `SamplingParams` field and an id."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 PLAIN_TEXT = "quote each line, or use --plain for a file whose lines are prompts as they stand"
-_INTEGER = re.compile("0|-?[1-9][0-9]{0,19}")  # one spelling each, so that no two keys are the same token
+_INTEGER = re.compile("0|-?[1-9][0-9]{0,19}")  # one spelling of each number, so that no two keys mean the same token
 PARAMS_KEYS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "output_kind")
 
 
 class Prompt(NamedTuple):
-    """One request. `messages` go through the model's chat template, so they are kept until there is an engine."""
+    """One request of a file. `messages` need the model's chat template, so they are kept until there is an engine."""
 
     id: str
     params: SamplingParams
@@ -55,7 +55,7 @@ def read_prompts(lines: Iterable[str], name: str, defaults: Mapping[str, Any]) -
 
 
 def read_plain(lines: Iterable[str], name: str, defaults: Mapping[str, Any]) -> list[Prompt]:
-    """A prompt for each line that isn't empty, as it stands. Raises `RequestError` if there is none."""
+    """Return each line that isn't empty as a prompt, unchanged. Raises `RequestError` if there is none."""
     params = make_params(defaults)
     prompts = [Prompt(str(number), params, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not prompts:
@@ -64,7 +64,7 @@ def read_plain(lines: Iterable[str], name: str, defaults: Mapping[str, Any]) -> 
 
 
 def as_chat(prompt: Prompt) -> Prompt:
-    """With its text as a user's message; messages stay what they are. Raises `RequestError` for token ids."""
+    """Return the prompt with its text as a user's message; messages stay as they are. Raises `RequestError` for token ids."""
     if prompt.messages is not None:
         return prompt
     if not isinstance(prompt.prompt, str):
@@ -92,7 +92,7 @@ def _read_line(line: str, default_id: str, defaults: Mapping[str, Any]) -> Promp
 
 
 def _parse(line: str) -> Any:
-    """The JSON of a line. Raises `RequestError`, for a key that is there twice, too."""
+    """Return the JSON value of a line. Raises `RequestError`, also for a repeated key."""
     try:
         return json.loads(line, object_pairs_hook=_object)
     except RequestError:
@@ -128,9 +128,9 @@ def _prompt_and_messages(form: str, value: Any) -> tuple[str | Mapping[str, Any]
 
 
 def make_params(fields: Mapping[str, Any]) -> SamplingParams:
-    """`SamplingParams` of plain JSON values, reported once at the end. Raises `RequestError`."""
+    """Make `SamplingParams` from plain JSON values, with one output at the end. Raises `RequestError`."""
     fields = dict(fields)
-    if isinstance(fields.get("logit_bias"), dict):  # JSON has only strings for keys
+    if isinstance(fields.get("logit_bias"), dict):  # keys in JSON are strings
         fields["logit_bias"] = {int(key) if _INTEGER.fullmatch(str(key)) else key: bias for key, bias in fields["logit_bias"].items()}
     if not isinstance(fields.get("extra_args", {}), dict):
         raise RequestError(f"extra_args must be an object, got {shown(fields['extra_args'])}")

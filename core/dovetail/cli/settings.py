@@ -1,4 +1,4 @@
-"""What several subcommands share: arguments, and reading a config with `--set`s."""
+"""Shared parts of subcommands: arguments, and reading a config with `--set`s."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ComponentName = Annotated[str, typer.Argument(metavar="NAME", help='A name, or "
 
 
 def load_config(source: str, settings: Sequence[str]) -> EngineConfig:
-    """The config with `--set key=value`s on top. Raises `ConfigError`."""
+    """Return the config with `--set key=value`s on top. Raises `ConfigError`."""
     from dovetail.config import EngineConfig
 
     return EngineConfig.load_with(source, EngineConfig.read_settings(settings), origin="--set")

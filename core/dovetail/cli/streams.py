@@ -1,4 +1,4 @@
-"""What the command reads and prints: any text can be printed, and a full disk or a reader that has gone is told, or not, as it should be."""
+"""The command's input and output: any text can be printed; a full disk is reported, and a reader that has gone away ends the command quietly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OutputError(DovetailError):
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output whose failures are told apart from those of other files. Once it has failed, every write fails."""
+    """Standard output, with failures that can be told from those of other files. Once it has failed, every write fails."""
 
     _failure: OSError | None = None
 
@@ -42,13 +42,13 @@ class _Output(io.TextIOWrapper):
     def _fail(self, error: OSError) -> NoReturn:
         self._failure = error
         discard(self)
-        if error.errno == errno.EPIPE:  # the reader has what it wants, as with `| head`
+        if error.errno == errno.EPIPE:  # the reader has read enough, as with `| head`
             raise typer.Exit(0) from None
         raise OutputError(f"standard output can't be written to: {error.strerror or error}") from None
 
 
 def guard_output() -> None:
-    """From here on, writing to standard output raises `OutputError` if that fails, or ends the command with exit code 0 if its reader has gone."""
+    """Make failed writes to standard output raise `OutputError`, or end the command with exit code 0 if the reader has gone."""
     old = sys.stdout
     if type(old) is io.TextIOWrapper:  # None if it was closed before we began
         encoding, by_line, at_once = old.encoding, old.line_buffering, old.write_through
@@ -56,14 +56,14 @@ def guard_output() -> None:
 
 
 def make_any_text_printable() -> None:
-    """What a stream's encoding doesn't have, like half a surrogate pair in an id, is printed as an escape."""
+    """Print characters that a stream's encoding doesn't have, like half a surrogate pair in an id, as escapes."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, ValueError):  # None, or something else in a program that calls us
+        with suppress(AttributeError, ValueError):  # None, or another object in a program that calls us
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def tell(text: str) -> None:
-    """Print to standard error, if that is possible."""
+    """Print to standard error, or nothing if that fails."""
     try:
         typer.echo(text, err=True)
     except OSError:
@@ -71,7 +71,7 @@ def tell(text: str) -> None:
 
 
 def discard(stream: TextIO | None) -> None:
-    """Send what is left in a stream, and whatever follows, nowhere: Python would complain of it at its end."""
+    """Discard a stream's buffered and later output, which would otherwise make Python complain on exit."""
     with suppress(AttributeError, OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]
@@ -79,7 +79,7 @@ def discard(stream: TextIO | None) -> None:
 
 
 def echo_json(value: Any, indent: int | None = None) -> None:
-    """Print as JSON; in escapes what the terminal's encoding doesn't have."""
+    """Print as JSON; characters that the terminal's encoding doesn't have are printed as escapes."""
     text = json.dumps(value, ensure_ascii=False, indent=indent)
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
@@ -89,7 +89,7 @@ def echo_json(value: Any, indent: int | None = None) -> None:
 
 
 def read_text(name: str, option: str) -> str:
-    """All of a file, or of standard input for "-". Raises `ConfigError` naming the option that asked for it."""
+    """Return the text of a file, or of standard input for "-". Raises `ConfigError` naming the option that asked for it."""
     try:
         if name != "-":
             return Path(name).read_text(encoding="utf-8-sig")

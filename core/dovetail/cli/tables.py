@@ -1,4 +1,4 @@
-"""Tables: on a terminal as wide as it is, wrapped between words; for a file or another program plain and as wide as need be."""
+"""Printing tables: fitted to a terminal's width and wrapped between words; for a file or another program plain, with cells in full."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import typer
 
-COMFORTABLE = 30  # characters that the last column keeps as long as others can give way
+COMFORTABLE = 30  # characters that the last column keeps while others can still shrink
 
 
 def print_table(rows: Sequence[Sequence[str]], indent: str = "", *, headed: bool = False) -> None:
-    """Rows of equally many cells; `headed`: the first row is the header."""
+    """Print rows of equally many cells; `headed`: the first row is the header."""
     if sys.stdout is not None and sys.stdout.isatty():
-        from rich.console import Console  # takes its time
+        from rich.console import Console  # here, since it imports slowly
 
         console = Console(highlight=False)
         widths = fitting_widths(rows, console.width - len(indent))
@@ -24,7 +24,7 @@ def print_table(rows: Sequence[Sequence[str]], indent: str = "", *, headed: bool
 
 
 def fitting_widths(rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """The width of each column, so that no word is broken and two spaces fit between columns; None if `room` is too small for that."""
+    """Return the width of each column such that no word is broken and two spaces fit between columns; None if `room` is too small for that."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
@@ -52,7 +52,7 @@ def _print_wrapped(console: object, rows: Sequence[Sequence[str]], widths: Seque
 
 
 def _print_plain(rows: Sequence[Sequence[str]], indent: str) -> None:
-    """Columns as wide as their widest cell; the last isn't padded."""
+    """Print columns as wide as their widest cell; the last isn't padded."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         typer.echo((indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip())

@@ -1,5 +1,5 @@
-"""The books that outlive a step: who waits, who runs, whose blocks are whose. `PlannedStep` changes them on a policy's behalf, `EngineCore`
-when requests arrive, when results come in and when requests finish."""
+"""`Books`: the state of all requests between steps: which wait, which run, and the blocks of each. `PlannedStep` changes it on a policy's behalf,
+`EngineCore` when requests arrive, when results come in and when requests finish."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail.engine.siblings import has_fresh, is_awaited
 
 
 class Books:
-    """Queues, rows and blocks, kept consistent: a request holds blocks exactly while it is RUNNING or DRAINING (or lingers)."""
+    """The queues, rows and blocks of all requests, kept consistent: a request holds blocks exactly while it is RUNNING or DRAINING (or lingers)."""
 
     def __init__(self, kv: KVCacheManager, block_size: int, window: int | None, max_seqs: int, policy_name: str) -> None:
         self.kv = kv
@@ -26,12 +26,12 @@ class Books:
         self.running = RequestQueue()
         self.rows = RowTable(max_seqs)
         self.fit = StepTimeFit()
-        self.known: set[LiveRequest] = set()  # arrived and not finished: whom a policy may name
+        self.known: set[LiveRequest] = set()  # arrived and not finished: the requests that a policy may name
         self.gated: dict[LiveRequest, None] = {}  # arrived and held back, in order
-        self.lingering: list[LiveRequest] = []  # finished, blocks kept for one more planning so that siblings can fork them
+        self.lingering: list[LiveRequest] = []  # finished, but keep their blocks for one more planning, so that siblings can fork them
 
     def arrive(self, request: LiveRequest) -> None:
-        """It waits from now on; behind a closed gate it isn't shown yet."""
+        """Add an arrived request to the waiting ones; behind a closed gate it isn't shown yet."""
         self.known.add(request)
         if any(gate.closed() for gate in request.gates):
             request.status = Status.GATED
@@ -40,8 +40,8 @@ class Books:
             self._show(request)
 
     def open_gates(self) -> None:
-        """Show those of whose gates none is closed any more, in the order in which they arrived."""
-        closed: set[Gate] = set()  # a gate that is closed stays so for the rest of this pass: showing somebody opens none
+        """Show the requests whose gates are all open now, in the order in which they arrived."""
+        closed: set[Gate] = set()  # a closed gate stays closed for the rest of this pass: showing a request opens none
         for request in [*self.gated]:
             if closed.isdisjoint(request.gates):
                 closed.update([gate for gate in request.gates if gate.closed()])
@@ -55,18 +55,18 @@ class Books:
         self.waiting.add(request)
 
     def submitted(self, granted: Iterable[LiveRequest]) -> None:
-        """A step was submitted in which these were granted tokens: what was granted counts as computed, and gates may open."""
+        """Take note that a step was submitted: the tokens that `granted` requests got count as computed, and gates may open."""
         for request in granted:
             request.granted = 0
         self.open_gates()
 
     def extend(self, request: LiveRequest, blocks: tuple[int, ...]) -> None:
-        """Append blocks that the manager has given to it."""
+        """Append `blocks`, which the manager has given to `request`, to its block table."""
         request.blocks.extend(blocks)
         request.capacity = len(request.blocks) * self.block_size
 
     def commit(self, request: LiveRequest) -> None:
-        """Let others find its full blocks whose tokens are known and planned; of a preempted request, take note of what is known."""
+        """Let others find the full blocks of its known, planned tokens; if it is preempted, only take note of its known tokens."""
         if not request.blocks:
             request.prefill_end = request.num_tokens
             return
@@ -76,7 +76,7 @@ class Books:
             request.next_commit = (upto // self.block_size + 1) * self.block_size
 
     def trim(self, request: LiveRequest) -> None:
-        """Let go of the blocks that no window can see any more, unless a sample of the same prompt will need them."""
+        """Release the blocks that no window can see any more, unless a sample of the same prompt will need them."""
         if self.window is None or request.num_computed < self.window:
             return
         needed, siblings = request.num_computed - self.window + 1, request.siblings
@@ -88,7 +88,7 @@ class Books:
         self.kv.trim(request, needed)
 
     def drop_blocks(self, request: LiveRequest) -> None:
-        """It holds no blocks and no row from now on."""
+        """Release its blocks and its row."""
         request.trimmed = False
         self.rows.release(request)
         self.kv.free(request)
@@ -98,7 +98,7 @@ class Books:
         request.next_commit = 0
 
     def requeue(self, request: LiveRequest) -> None:
-        """Preempted: back to the waiting, without blocks; its tokens will be prefilled again."""
+        """Put a preempted request back into the waiting queue, without blocks; its tokens will be prefilled again."""
         self.running.remove(request)
         request.lost = max(request.lost, request.num_computed)
         self.drop_blocks(request)
@@ -108,7 +108,8 @@ class Books:
         self.waiting.add(request)
 
     def remove(self, request: LiveRequest, *, sound: bool = True) -> None:
-        """Finished: out of the queues; its blocks go, unless they are `sound` and samples of the same prompt are about to fork them."""
+        """Take a finished request out of the queues. Its blocks are released, unless they are `sound` and samples of the same prompt are about to
+        fork them."""
         siblings = request.siblings
         if request.status is Status.GATED:
             del self.gated[request]
@@ -127,7 +128,7 @@ class Books:
             self.drop_lingering([r for r in self.lingering if r.siblings is siblings])
 
     def drop_lingering(self, requests: list[LiveRequest]) -> None:
-        """Nobody will fork these any more."""
+        """Release the blocks of finished `requests` that no sibling will fork any more."""
         for request in requests:
             self.lingering.remove(request)
             self.drop_blocks(request)

@@ -1,14 +1,14 @@
-"""The loop: arrivals, planning, submitting, collecting. It is the same on a GPU, on a CPU and in simulation.
+"""`EngineCore`: the loop of arrivals, planning, submitting and collecting. It is the same on a GPU, on a CPU and in simulation.
 
-One call of `EngineCore.step` plans at most one step and collects at most one. With overlap, N + 1 is planned and submitted while the device
-still runs N, so that the device never waits for Python:
+One call of `EngineCore.step` plans at most one step and collects at most one. With overlap, step N + 1 is planned and submitted while the
+device still runs step N, so that the device never waits for Python:
 
       planning     N-1        N        N+1                     results of N-1 are in before N+1 is planned,
       device            N-2 |  N-1  |   N   |  N+1             those of N are not
       results            N-3     N-2     N-1
 
-What overlap means for a request is kept here and in `step.py`, out of every policy's sight: tokens in flight count as done; a stop found late
-wastes one row, which shows nowhere; what is freed while a step is in flight may be reused at once, because batches run in order.
+This file and `step.py` hide from every policy what overlap means for a request: tokens in flight count as done; a stop that is found late
+wastes one row, which shows nowhere; blocks freed while a step is in flight may be reused at once, because batches run in order.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CoreSettings:
 
 
 class EngineCore:
-    """Owns the books and drives scheduler, KV-cache manager and executor. Not thread safe: one thread at a time calls it (`front.turns`)."""
+    """Owns the books and drives scheduler, KV-cache manager and executor. One thread at a time calls it (`front.turns`)."""
 
     def __init__(
         self,
@@ -81,15 +81,15 @@ class EngineCore:
         self.dead: BaseException | None = None
         self._requests: dict[str, LiveRequest] = {}  # unfinished, by id
         self._arrivals: list[tuple[float, int, LiveRequest]] = []  # a heap
-        self._dead_arrivals = 0  # of these: aborted before their time
+        self._dead_arrivals = 0  # how many of them were aborted before their time
         self._arrived_until = -math.inf  # the latest arrival time of those that policies have seen
         self._added = 0
         self._flights: list[Flight] = []
         self._index = 0
-        self._finished: dict[LiveRequest, Finish] = {}  # outside of results: rejected, failed
+        self._finished: dict[LiveRequest, Finish] = {}  # ended otherwise than by results: rejected, failed
         self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
         self._may_share = capacity.shared_prefix
-        self._sharing: tuple[list[LiveRequest], int] = [], 0  # of the last step: who ran, and the blocks that all of them begin with
+        self._sharing: tuple[list[LiveRequest], int] = [], 0  # the requests of the last step, and the number of blocks that all begin with
         self._storm = StormWatch(settings.scheduler_name)
 
     # For the front end
@@ -109,8 +109,8 @@ class EngineCore:
         heapq.heappush(self._arrivals, (request.arrival_time, request.order, request))
 
     def abort(self, request: LiveRequest) -> None:
-        """It ends now and nothing more of it is delivered; what is in flight of it is dropped. Nothing, if it isn't under way here. Raises
-        nothing: a policy that fails on hearing of it ends the engine as in `step`, which then delivers the others."""
+        """End `request` now: nothing more of it is delivered, and its tokens in flight are dropped. Does nothing if it isn't under way here.
+        Raises nothing: a policy that fails on being told ends the engine as in `step`, which then delivers the others."""
         if self._requests.get(request.id) is not request:
             return
         try:
@@ -122,9 +122,9 @@ class EngineCore:
         return bool(self._requests or self._finished)
 
     def swap(self, *, scheduler: Scheduler | None = None, executor: Executor | None = None) -> None:
-        """Put other parts in the place of those that run, while nothing is unfinished; what they are made of is the caller's business. A new
-        executor must be started, with the capacity of the old one. Raises `DovetailError` if a request is unfinished, or a step in flight whose
-        results only the old executor can give."""
+        """Replace the scheduler or the executor, or both, while no request is unfinished. The caller makes them fit; a new executor must be started,
+        with the capacity of the old one. Raises `DovetailError` if a request is unfinished, or if a step is in flight, whose results only the
+        old executor can give."""
         if self.has_unfinished() or (executor is not None and self._flights):
             raise DovetailError("parts can be swapped only while no request is unfinished and, for the executor, no step is in flight")
         if scheduler is not None:
@@ -134,18 +134,18 @@ class EngineCore:
             self.executor = executor
 
     def step(self) -> Delivery:
-        """Plan and submit a step, if there is one; collect the oldest, if the device has enough to do. An error of the policy, the executor or
+        """Plan and submit a step, if there is one; collect the oldest, if the device has enough work. An error of the policy, the executor or
         a component ends the engine: every unfinished request is delivered as finished with "error", and later calls raise `EngineDeadError`."""
         delivery = Delivery()
-        if not self._finished:  # what ended outside of a step, by an error perhaps, is delivered first
+        if not self._finished:  # requests that ended outside of a step, perhaps by an error, are delivered first
             self.check_alive()
         if self.dead is None:
             try:
                 self._step(delivery)
             except Exception as error:
                 self._die(error)
-            except BaseException as error:  # an interrupt amidst a step: what was booked may not have been computed
-                self._die(DovetailError(f"a step was interrupted by {type(error).__name__}"), log=False)  # whoever interrupts knows
+            except BaseException as error:  # an interrupt within a step: tokens that are booked may not have been computed
+                self._die(DovetailError(f"a step was interrupted by {type(error).__name__}"), log=False)  # the user who interrupts knows
                 raise
         if self._finished:
             delivery.finished |= self._finished
@@ -172,8 +172,8 @@ class EngineCore:
     # The loop
 
     def _step(self, delivery: Delivery) -> None:
-        """Fills `delivery`, so that what it holds when a component fails isn't lost."""
-        for _ in range(2 * len(self._requests) + 8):  # a policy may take a few plans to make room, but not for ever
+        """Plan, submit and collect as `step` does, into `delivery`, which keeps its content if a component fails."""
+        for _ in range(2 * len(self._requests) + 8):  # a policy may take several plans to make room, but not forever
             planned = None
             if len(self._flights) < self.max_in_flight:
                 if self._flights:
@@ -192,7 +192,7 @@ class EngineCore:
         raise self._stalled("preempts and rejects, but never grants")
 
     def _idle(self, planned: PlannedStep) -> None:
-        """Nothing is in flight and nothing was granted: sleep until something changes."""
+        """Sleep until something changes, as nothing is in flight and nothing was granted."""
         wake = min(planned.wake_time, self._next_arrival())
         if wake < math.inf:
             self.pacing.wait_until(wake)
@@ -206,7 +206,7 @@ class EngineCore:
         )
 
     def _end_for_lack_of_memory(self) -> bool:
-        """A request that alone fills the pool, and can't grow, ends at its present length."""
+        """End a request that alone fills the pool, and can't grow, at its present length. Returns True if there is one."""
         running = self.books.running.as_tuple()
         if len(running) != 1 or self.kv.available_blocks or not running[0].generated or running[0].num_tokens <= running[0].capacity:
             return False
@@ -214,14 +214,14 @@ class EngineCore:
         return True
 
     def _next_arrival(self) -> float:
-        """When the next request arrives; infinite, if none is known of."""
+        """Return when the next request arrives; infinity if none is known."""
         while self._arrivals and self._arrivals[0][2].status is Status.FINISHED:
             heapq.heappop(self._arrivals)
             self._dead_arrivals -= 1
         return self._arrivals[0][0] if self._arrivals else math.inf
 
     def _drop_dead_arrivals(self) -> None:
-        """Those aborted before their time, once they are half of all, so that each costs O(1)."""
+        """Drop the requests that were aborted before their time, once they are half of all, so that each costs O(1)."""
         if self._dead_arrivals and 2 * self._dead_arrivals >= len(self._arrivals):
             self._arrivals = [arrival for arrival in self._arrivals if arrival[2].status is not Status.FINISHED]
             heapq.heapify(self._arrivals)
@@ -269,7 +269,7 @@ class EngineCore:
             self._ask("on_arrival", request)
 
     def _apply(self, step: PlannedStep) -> None:
-        """What the policy decided besides grants: tell of evictions, finish the rejected, show samples whose prompt is computed."""
+        """Apply the policy's decisions besides grants: tell it of preemptions, finish rejected requests, show samples whose prompt is computed."""
         self.stats.preemptions += len(step.preempted)
         for request in step.preempted:
             if self.observers:
@@ -326,8 +326,8 @@ class EngineCore:
         return batch, flight
 
     def _shared_prefix(self, requests: list[LiveRequest], new: bool) -> int:
-        """Leading blocks that all of a step's requests have in common, if the executor cares. Looked for anew only when a table is `new`, or others
-        run than did in the step before: tables grow at their end."""
+        """Return how many leading blocks all requests of a step have in common; 0 unless the executor can use it. They are compared again only if a
+        table is `new`, or if other requests run than in the step before: tables grow at their end."""
         if not self._may_share or len(requests) < 2:
             return 0
         if new or requests != self._sharing[0]:
@@ -390,7 +390,7 @@ class EngineCore:
                 self.books.commit(request)
 
     def _settle(self, flight: Flight, result: Result, delivery: Delivery, begun: float) -> None:
-        """Statistics, the policy's `on_step`, then the ends of requests, then the observers."""
+        """Update the statistics, call the policy's `on_step`, then finish requests, then tell the observers."""
         stats = self.stats
         stats.steps += 1
         stats.prefill_tokens += flight.prefill_tokens
@@ -433,11 +433,11 @@ class EngineCore:
     # Ends
 
     def _finish(self, request: LiveRequest, finish: Finish, *, deliver: bool = False, settling: bool = False) -> None:
-        """It is over: out of the books; the policy and the observers hear of it if they heard of its arrival. `settling`: by the results of a step
-        of which the observers haven't heard."""
+        """Take an ended request out of the books; tell the policy and the observers, if they were told of its arrival. `settling`: it is ended by
+        the results of a step of which the observers haven't heard."""
         arrived = request.status is not Status.NEW
         if request.blocks and finish.reason != "error":
-            self.books.commit(request)  # what it generated may be the next turn's prompt
+            self.books.commit(request)  # its output may be part of the next turn's prompt
         self.books.remove(request, sound=finish.reason != "error")
         del self._requests[request.id]
         if deliver:
@@ -454,7 +454,7 @@ class EngineCore:
         self._ask("on_finished", request)
 
     def _die(self, error: Exception, *, log: bool = True) -> None:
-        """Nothing can be trusted any more: fail every request, without asking the policy again."""
+        """End the engine, as nothing can be trusted any more: fail every request, without asking the policy again."""
         self.dead = error
         if log:
             logger.error("the engine is dead: %s", error)
@@ -471,7 +471,7 @@ class EngineCore:
             raise EngineDeadError(f"the engine is dead and takes no more work: {self.dead}") from self.dead
 
     def _ask(self, method: str, argument: Any) -> None:
-        """Call the policy; what it raises is named after it."""
+        """Call a method of the policy. If it raises, the error names the policy."""
         try:
             getattr(self.scheduler, method)(argument)
         except PolicyError:

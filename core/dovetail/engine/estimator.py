@@ -1,47 +1,47 @@
-"""A running fit of step times, for policies that ask `step.estimate_s` and for planning late. The same code in simulation."""
+"""`StepTimeFit`: a running fit of step times, for policies that call `step.estimate_s` and for planning late. Simulations use the same code."""
 
 from __future__ import annotations
 
 import math
 
-FORGETTING = 0.995  # weight of the past: about the last 200 steps count
-KEPT = 16  # steps with prefills, and as many without, that others don't make forgotten
+FORGETTING = 0.995  # per step, the weight of what is past: about the last 200 steps count
+KEPT = 16  # this many steps of each kind are forgotten only as newer ones of the kind come
 MIN_SECONDS = 1e-6
-SOLVE_EVERY = 16  # steps: later than that, one more of them changes little
+SOLVE_EVERY = 16  # solve after this many steps; by then one more changes little
 _TERMS = 4
 _PAIRS = [(i, j) for i in range(_TERMS) for j in range(i + 1)]
-_KINDS = (0, 1)  # of steps: decodes alone, with prefills
+_KINDS = (0, 1)  # kinds of steps: decodes alone, with prefills
 
 
 class StepTimeFit:
-    """Least squares of seconds on (1, prefill tokens, decodes, context tokens) with weights that are not negative, forgetting slowly.
+    """A least-squares fit of seconds on (1, prefill tokens, decodes, context tokens), with non-negative weights, that forgets slowly.
 
-    What is made small is the relative error, so that a decode of 10 ms counts as much as a prefill of 1 s, and a step that took a hundred times
-    too long (a compilation, a hiccup) hardly at all. The last `KEPT` steps with prefills, and those without, are forgotten by their own kind
-    alone: or a long spell of decodes would leave nothing known of prefills. The sums of the normal equations are kept, rather than an inverse
-    that is updated: they stay positive whatever comes. Terms that no step tells apart share their effect (ridge). Pure Python, since numpy would
-    cost more than it saves at four weights.
+    It minimises the relative error, so that a decode of 10 ms counts as much as a prefill of 1 s, and a step that took a hundred times too long
+    (a compilation, a hiccup) hardly at all. The last `KEPT` steps with prefills, and as many without, are forgotten only as newer steps of their
+    own kind come: otherwise a long run of decodes would leave nothing known of prefills. The fit keeps the sums of the normal equations rather
+    than update an inverse: they stay positive whatever comes. Terms that no step tells apart share their effect (ridge). It is pure Python,
+    since numpy would cost more than it saves at four weights.
     """
 
-    SCALE = (1.0, 1e-3, 1e-2, 1e-5)  # makes the terms about one
+    SCALE = (1.0, 1e-3, 1e-2, 1e-5)  # scales the terms to about one
     RIDGE = 1e-6
 
     def __init__(self) -> None:
         self._products = [[0.0] * len(_PAIRS) for _ in _KINDS]  # sums of x[i] x[j] / seconds^2, over `_PAIRS`
         self._targets = [[0.0] * _TERMS for _ in _KINDS]  # sums of x[i] / seconds
-        self._counts = [0.0] * len(_KINDS)  # steps in these sums
+        self._counts = [0.0] * len(_KINDS)  # number of steps in these sums, decayed
         self._mean_s = 0.0
         self._weights = [0.0] * _TERMS
-        self._stale_from = 0  # steps seen, at which the weights are to be solved for again
+        self._stale_from = 0  # solve for the weights again once this many steps were seen
         self.steps = 0
 
     def update(self, seconds: float, prefill_tokens: int, decodes: int, context_tokens: int) -> None:
-        """Learn from a finished step. A duration that is no duration (negative, infinite, not a number) is ignored."""
+        """Learn from a finished step. An impossible duration (negative, infinite, not a number) is ignored."""
         if not 0.0 <= seconds < math.inf:
             return
         self.steps += 1
         self._mean_s += max(1.0 - FORGETTING, 1.0 / self.steps) * (seconds - self._mean_s)
-        unit = 1.0 / max(seconds, 0.1 * self._mean_s, MIN_SECONDS)  # a step that took no time must not count for all
+        unit = 1.0 / max(seconds, 0.1 * self._mean_s, MIN_SECONDS)  # a step that took no time must not outweigh all others
         x = [value * unit for value in self._terms(prefill_tokens, decodes, context_tokens)]
         relative, seen = seconds * unit, int(prefill_tokens > 0)
         for kind in _KINDS:
@@ -54,7 +54,7 @@ class StepTimeFit:
         self._targets[seen] = [t + value * relative for t, value in zip(self._targets[seen], x, strict=True)]
 
     def estimate_s(self, prefill_tokens: int, decodes: int, context_tokens: int) -> float:
-        """Seconds that such a step takes, `MIN_SECONDS` at least; 0.0 before the first was seen."""
+        """Return the seconds that such a step takes, at least `MIN_SECONDS`; 0.0 before the first step was seen."""
         if not self.steps:
             return 0.0
         if self.steps >= self._stale_from:
@@ -68,7 +68,7 @@ class StepTimeFit:
         return (1.0, prefill_tokens * a, decodes * b, context_tokens * c)
 
     def _solve(self) -> list[float]:
-        """The weights; a term whose weight would be negative is left out, the worst first."""
+        """Solve for the weights. A term whose weight would be negative is left out, the most negative first."""
         active = list(range(_TERMS))
         while active:
             weights = self._solve_for(active)
@@ -79,7 +79,7 @@ class StepTimeFit:
         return [0.0] * _TERMS
 
     def _solve_for(self, active: list[int]) -> list[float]:
-        """Cholesky's decomposition of the normal equations of the `active` terms; the others weigh 0."""
+        """Solve the normal equations of the `active` terms by Cholesky decomposition; the others weigh 0."""
         matrix = dict(zip(_PAIRS, map(sum, zip(*self._products, strict=True)), strict=True))
         targets = [sum(of_kinds) for of_kinds in zip(*self._targets, strict=True)]
         ridge = self.RIDGE * max(matrix[i, i] for i in active)

@@ -1,4 +1,4 @@
-"""A step on its way: what the core keeps of it until its results are in (`Flight`), and what it then has for the front end (`Delivery`)."""
+"""A step in flight: the core's notes on it until its results are in (`Flight`), and the results for the front end (`Delivery`)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Finish:
 
 @dataclass(slots=True)
 class Delivery:
-    """What a call of `step` brings to the front end: `token_ids[i]` is new for `requests[i]`. Requests may finish without a token."""
+    """The results of a call of `step`, for the front end: `token_ids[i]` is new for `requests[i]`. Requests may finish without a token."""
 
     requests: list[LiveRequest] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finished: dict[LiveRequest, Finish] = field(default_factory=dict)
-    logprobs: dict[LiveRequest, tuple[HostLogprobs, int]] = field(default_factory=dict)  # and the position in it
+    logprobs: dict[LiveRequest, tuple[HostLogprobs, int]] = field(default_factory=dict)  # with the request's index in it
     prompt_logprobs: list[tuple[LiveRequest, HostLogprobs]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Flight:
-    """A step that was submitted and whose results aren't in."""
+    """A step that was submitted and whose results aren't in yet."""
 
     index: int
     handle: Any
@@ -40,8 +40,8 @@ class Flight:
     requests: list[LiveRequest]
     tokens: list[int]
     samples: list[bool] | None  # None: all
-    prefilled: dict[LiveRequest, int]  # those that prefill in it -> tokens they had computed before
-    recomputed: dict[LiveRequest, int]  # of these, in how many of their tokens nothing is new
+    prefilled: dict[LiveRequest, int]  # request that prefills in it -> tokens that it had computed before
+    recomputed: dict[LiveRequest, int]  # the same request -> how many of this step's tokens it had computed once already
     prefill_tokens: int
     decode_tokens: int
     context_tokens: int
@@ -52,7 +52,7 @@ class Flight:
     decisions: tuple[Decision, ...]
 
     def forget(self, index: int) -> None:
-        """The row of a request that had ended before its results came: it counts nowhere."""
+        """Drop the row of a request that ended before its results came: it counts nowhere."""
         request, tokens = self.requests[index], self.tokens[index]
         if request in self.prefilled:
             self.prefill_tokens -= tokens
@@ -61,7 +61,7 @@ class Flight:
             self.decode_tokens -= tokens
 
     def fresh_prompt_logprobs(self, request: LiveRequest, logprobs: HostLogprobs) -> HostLogprobs | None:
-        """Those that were not given out before a preemption, and are of prompt tokens."""
+        """Return the rows of `logprobs` that belong to prompt tokens and weren't given out before a preemption."""
         if request not in self.prefilled:
             return None
         begin, end = self.recomputed.get(request, 0), request.prompt_tokens - 1 - self.prefilled[request]
@@ -70,7 +70,7 @@ class Flight:
         return HostLogprobs(logprobs.token_ids[begin:end], logprobs.logprobs[begin:end], logprobs.ranks[begin:end])
 
     def ran(self, delivered: Iterable[LiveRequest]) -> tuple[Ran, ...]:
-        """What the policy is told, now that its results are in. A request that had ended before them isn't among it."""
+        """Return the policy's account of the step, now that its results are in, without requests that had ended before."""
         given = set(delivered)
         return tuple(
             Ran(request, tokens, int(request in given))

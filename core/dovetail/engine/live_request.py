@@ -1,4 +1,4 @@
-"""`LiveRequest`: the engine's books of one request. Policies, managers and observers get it as a read-only `Request`; only the engine writes it."""
+"""`LiveRequest`: the engine's state of one request. Policies, managers and observers get it as a read-only `Request`; only the engine writes it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Stopper = Callable[[int], str | None]  # called with each token id; returns the 
 
 
 class Status(Enum):
-    """Where a request stands in the engine."""
+    """The state of a request in the engine."""
 
     NEW = "not arrived"  # invisible to the policy
-    GATED = "held back"  # arrived, and not shown to the policy: a gate is closed
+    GATED = "held back"  # arrived, but hidden from the policy: a gate is closed
     WAITING = "waiting"  # holds no blocks
     RUNNING = "running"  # holds blocks
     DRAINING = "draining"  # its last allowed token is in flight
@@ -32,10 +32,10 @@ class Status(Enum):
 
 
 class LiveRequest(Request):
-    """A request on its way through the engine.
+    """A request in the engine.
 
-    The block table stands here and, as an array on the device, in the executor's rows: a host that plans can't wait for the device's copy, nor
-    the device for the host's.
+    The block table is kept here and, as an array on the device, in the executor's rows: planning on the host can't wait for the device's copy,
+    nor the device for the host's.
     """
 
     __slots__ = (
@@ -87,7 +87,8 @@ class LiveRequest(Request):
         cache_keys: tuple[str, ...] = (),
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """`sampling` is what the executor is told of it, `stop_ids` are the tokens that end it. The rest is as for `Request`."""
+        """Make a request that hasn't arrived. `sampling` are its parameters for the executor, `stop_ids` the tokens that end it. The rest is as for
+        `Request`."""
         super().__init__(
             id,
             prompt_token_ids,
@@ -105,15 +106,15 @@ class LiveRequest(Request):
         self.sampling = sampling if sampling is not None else RowSampling(seed=0)
         self.stop_ids: frozenset[int] = frozenset(stop_ids)
         self.stopper = stopper
-        self.siblings: Sequence[LiveRequest] = ()  # all samples of its prompt, itself among them; none, if there is but one
+        self.siblings: Sequence[LiveRequest] = ()  # all samples of its prompt, itself included; empty for n = 1
         self.gates: list[Gate] = []  # reasons to hold it back when it arrives
         self.status = Status.NEW
-        self.order = 0  # how many were added before
+        self.order = 0  # number of requests added before
         self.output_token_ids: array[int] = array("q")  # no list: the garbage collector would look at each token, and a step wait for it
-        self.num_computed: int = 0  # tokens whose K and V are there or planned
+        self.num_computed: int = 0  # tokens whose K and V are computed or planned
         self.prefill_end = self.prompt_tokens  # it decodes once num_computed reaches this
         self.last_computed = self.prompt_tokens + max_tokens - 1  # computing this many samples the last allowed token
-        self.in_flight = 0  # sampled tokens planned, whose ids haven't arrived
+        self.in_flight = 0  # planned sampled tokens whose ids haven't arrived
         self.blocks: list[int] = []  # its block table
         self.capacity = 0  # tokens that its blocks can hold
         self.next_commit = 0  # at this many tokens another block is full
@@ -121,7 +122,7 @@ class LiveRequest(Request):
         self.granted = 0  # tokens granted in the step being planned
         self.yields_token = False  # its grant computes its last known token, so that a new one is sampled; always true of decodes
         self.decided_in = -1  # the last step that granted, evicted or rejected it
-        self.trimmed = False  # it runs, and blocks of the prompt that a sibling would need are gone
+        self.trimmed = False  # it runs, and has released blocks of the prompt that a sibling would need
         self.lost = 0  # tokens that were computed once, before a preemption
         self.recomputed_tokens: int = 0
         self.preemptions: int = 0
@@ -139,7 +140,7 @@ class LiveRequest(Request):
         return self.max_tokens - len(self.output_token_ids) - self.in_flight
 
     def receive(self, token: int) -> None:
-        """Take a sampled token, whose step has run."""
+        """Append a sampled token, whose step has run."""
         self.in_flight -= 1
         self.output_token_ids.append(token)
 

@@ -1,4 +1,4 @@
-"""Tells observers what happened, and contains their errors: an observer can't harm a request. Only as the engine starts may one refuse."""
+"""`ObserverHub`: it tells observers what happened, and contains their errors: an observer can't harm a request. Only at start may one refuse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ERRORS = 5  # an observer that raises more often is dropped
 
 
 class ObserverHub:
-    """Calls each observer in turn. Without observers it is false, and the core makes no events."""
+    """All observers, called in turn. Without observers it is false in a condition, and the core makes no events."""
 
     def __init__(self, observers: Sequence[tuple[str, Observer]]) -> None:
         self._observers = list(observers)
@@ -25,7 +25,7 @@ class ObserverHub:
         return bool(self._observers)
 
     def start(self, event: EngineStarted) -> None:
-        """Call `on_started` of every observer. Raises the `ConfigError` of one that can't do what its options say, having told those before it that
+        """Call `on_started` of every observer. If one can't do what its options say, its `ConfigError` is raised, and those before it are told that
         the engine stops."""
         started: list[tuple[str, Observer]] = []
         for name, observer in tuple(self._observers):

@@ -1,5 +1,5 @@
-"""Requests in the order that policies see them: by arrival time, then by when they were added. The core keeps one queue of the waiting and one
-of the running."""
+"""`RequestQueue`: requests in the order that policies see them: by arrival time, then by the order in which they were added. The core has one
+queue of waiting and one of running requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dovetail.engine.live_request import LiveRequest
 
 
 class RequestQueue:
-    """A sorted list. Adding and removing are O(log n) and a memmove; the tuple that policies get is made anew only after a change."""
+    """A sorted list of requests. Adding and removing cost O(log n) and a memmove; the tuple for policies is made anew only after a change."""
 
     def __init__(self) -> None:
         self._keys: list[tuple[float, int]] = []
@@ -25,7 +25,7 @@ class RequestQueue:
         self._tuple = None
 
     def remove(self, request: LiveRequest) -> None:
-        """Raises `ValueError` if it isn't there."""
+        """Remove `request`. Raises `ValueError` if it isn't there."""
         at = bisect_left(self._keys, (request.arrival_time, request.order))
         if at == len(self._requests) or self._requests[at] is not request:
             raise ValueError(f"{request!r} is not in the queue")

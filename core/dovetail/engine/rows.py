@@ -1,4 +1,4 @@
-"""Rows: the executor's places for requests. The core gives them out, so that a step can name its requests by small numbers."""
+"""`RowTable`: which request has which of the executor's rows. The core assigns them, so that a step can name its requests by small numbers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dovetail.engine.live_request import LiveRequest
 
 
 class RowTable:
-    """`max_num_seqs` rows, as many as can run in one step. A request keeps its row from step to step, so that its token ids needn't be sent
-    again; one that holds blocks but doesn't run may lose it to one that does, and gets a new one later."""
+    """The `max_num_seqs` rows, as many as can run in one step. A request keeps its row from step to step, so that its token ids needn't be sent
+    again; one that holds blocks but doesn't run may lose its row to one that does, and gets a new one later."""
 
     def __init__(self, num_rows: int) -> None:
         self._free = list(range(num_rows - 1, -1, -1))
         self._holders: list[LiveRequest | None] = [None] * num_rows
-        self._removed: list[int] = []  # given up since the last batch
+        self._removed: list[int] = []  # rows given up since the last batch
 
     def release(self, request: LiveRequest) -> None:
-        """Its row is free; nothing, if it has none."""
+        """Free its row, if it has one."""
         row = request.row
         if row >= 0:
             self._holders[row] = None
@@ -24,7 +24,7 @@ class RowTable:
             request.row = -1
 
     def assign(self, request: LiveRequest) -> None:
-        """A row for a request that runs in the step being planned and has none."""
+        """Give a row to a request that runs in the step being planned and has none."""
         if not self._free:
             self.release(self._victim())
         row = self._free.pop()
@@ -32,11 +32,12 @@ class RowTable:
         request.row = row
 
     def take_removed(self) -> list[int]:
-        """Rows given up since the last call; each once."""
+        """Return the rows given up since the last call, each once."""
         removed, self._removed = sorted(set(self._removed)), []
         return removed
 
     def _victim(self) -> LiveRequest:
-        """Of those that don't run in this step, the one that ran longest ago, rather one with nothing in flight."""
+        """Return the request to take a row from: it doesn't run in this step, has the fewest tokens in flight, and among such ran longest
+        ago."""
         idle = [holder for holder in self._holders if holder is not None and not holder.granted]
         return min(idle, key=lambda r: (r.in_flight, r.decided_in))

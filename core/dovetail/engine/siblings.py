@@ -8,7 +8,7 @@ from dovetail.engine.live_request import LiveRequest, Status
 
 
 def make_siblings(samples: list[LiveRequest]) -> None:
-    """Let these, which aren't in an engine yet, compute their prompt once."""
+    """Let `samples`, which aren't in an engine yet, compute their prompt only once."""
     gate = PromptGate(samples)
     for sample in samples:
         sample.siblings = samples
@@ -16,7 +16,7 @@ def make_siblings(samples: list[LiveRequest]) -> None:
 
 
 class PromptGate:
-    """Holds samples back while one of them, which the policy sees, computes the prompt of all."""
+    """A gate that holds samples back while one of them, which the policy sees, computes their prompt."""
 
     __slots__ = ("_samples",)
 
@@ -29,8 +29,8 @@ class PromptGate:
 
 
 def fork_source(sample: LiveRequest, admitted: Container[LiveRequest]) -> LiveRequest | None:
-    """A sibling that holds the prompt's K and V, all but the last token's at least, written by steps already submitted: hence none of those
-    `admitted` in the step being planned, whose own copies may be still to come."""
+    """Return a sibling that holds the prompt's K and V (the last token's may be missing), written by steps already submitted. So it is none of the
+    requests `admitted` in the step being planned, whose own copies may still have to run. None: there is no such sibling."""
     if sample.prompt_tokens < 2 or sample.generated or sample.params.prompt_logprobs is not None:
         return None
     for sibling in sample.siblings:
@@ -40,12 +40,12 @@ def fork_source(sample: LiveRequest, admitted: Container[LiveRequest]) -> LiveRe
 
 
 def has_fresh(samples: Sequence[LiveRequest]) -> bool:
-    """Whether a sample has yet to begin, and could fork another's blocks."""
+    """Return True if a sample has yet to begin, and could fork another's blocks."""
     return any(s.status in (Status.NEW, Status.GATED, Status.WAITING) and not s.generated for s in samples)
 
 
 def is_awaited(finished: LiveRequest) -> bool:
-    """Whether a sibling has yet to begin that could fork the blocks of one that has finished."""
+    """Return True if a sibling has yet to begin that could fork the blocks of the request `finished`."""
     return _holds_prompt(finished) and has_fresh(finished.siblings)
 
 

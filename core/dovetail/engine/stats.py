@@ -1,4 +1,4 @@
-"""What the engine counts of itself, and what it warns of when the counts look wrong."""
+"""`EngineStats`: the engine's counts; `StormWatch`: a warning when they look wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dovetail.api.kv_cache import BlockCounts
 
 logger = logging.getLogger("dovetail")
 
-STORM_STEPS = 1_000  # a recompute storm: more tokens recomputed than computed anew over this many steps
+STORM_STEPS = 1_000  # a recompute storm: over this many steps, more tokens are recomputed than computed for the first time
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class EngineStats:
     steps: int = 0
     arrived: int = 0
     finished: int = 0
-    prefill_tokens: int = 0  # computed, those of re-prefill included
+    prefill_tokens: int = 0  # tokens computed, including those of re-prefills
     decode_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
@@ -33,7 +33,7 @@ class EngineStats:
 
 
 class StormWatch:
-    """Warns once when, over a thousand steps, more was recomputed after preemptions than computed anew."""
+    """A warning, given once if, over a thousand steps, more tokens were recomputed after preemptions than computed for the first time."""
 
     def __init__(self, policy_name: str) -> None:
         self._policy_name = policy_name

@@ -1,7 +1,7 @@
-"""One iteration being planned: what a policy gets as `Step`, and the books it keeps so that no policy can overspend or lose a block.
+"""`PlannedStep`: a step being planned. It is the policy's `Step`, and keeps the books so that no policy can overspend or lose a block.
 
-A policy's call either does the whole of what it says or changes nothing and tells why. Everything a policy may get wrong (memory, budget, seats,
-requests of an earlier step) is refused; misuse raises `PolicyError` naming the policy, the request and the rule.
+A policy's call either does all that it says, or changes nothing and tells why. Whatever can go wrong in planning (memory, budget, seats, requests
+of an earlier step) is refused; misuse raises `PolicyError` naming the policy, the request and the rule.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _REFUSED = {refusal: Grant(0, refusal) for refusal in Refusal}
 
 
 class PlannedStep:
-    """The `Step` of `dovetail.api.scheduler`, over the core's `Books`. What it granted is read by the core when `schedule` has returned.
+    """The `Step` of `dovetail.api.scheduler`, over the core's `Books`. The core reads its grants when `schedule` has returned.
 
-    A grant counts at once: `_computed` and `_in_flight` of a request include it, and preempting in the same step takes it back.
+    A grant counts at once: a request's `num_computed` and `in_flight` include it, and preempting in the same step takes it back.
     """
 
     def __init__(self, books: Books, index: int, now: float, max_tokens: int, max_seqs: int, *, log: bool = False) -> None:
@@ -38,20 +38,20 @@ class PlannedStep:
         self._tokens_left = max_tokens
         self._seqs_left = max_seqs
         self._open = True
-        self.granted: dict[LiveRequest, int] = {}  # -> tokens, in the order granted
+        self.granted: dict[LiveRequest, int] = {}  # request -> tokens, in the order of grants
         self.appended: list[tuple[LiveRequest, tuple[int, ...]]] = []  # blocks given to requests that ran before
-        self.admitted: dict[LiveRequest, int] = {}  # -> tokens found in the cache
+        self.admitted: dict[LiveRequest, int] = {}  # request -> tokens found in the cache
         self.preempted: list[LiveRequest] = []
         self.rejected: dict[LiveRequest, str] = {}
         self.wake_time = math.inf
         self.decisions: list[Decision] | None = [] if log else None
         self.prefill_tokens = 0
         self.recomputed_tokens = 0
-        self.prefilled: dict[LiveRequest, int] = {}  # -> tokens computed before this step granted it more of its prefill
-        self.recomputed: dict[LiveRequest, int] = {}  # -> how many of them were computed once, before a preemption
-        self.freed = False  # the core let go of blocks after this planning, so that another may go better
+        self.prefilled: dict[LiveRequest, int] = {}  # request that prefills in this step -> tokens computed before
+        self.recomputed: dict[LiveRequest, int] = {}  # request -> how many of this step's tokens were computed once, before a preemption
+        self.freed = False  # the core released blocks after this planning, so that planning again may grant more
 
-    # What a policy may read
+    # For a policy to read
 
     @property
     def tokens_left(self) -> int:
@@ -80,7 +80,7 @@ class PlannedStep:
 
     @property
     def decoding(self) -> tuple[LiveRequest, ...]:
-        return tuple([r for r in self.running if r.num_computed >= r.prefill_end])  # of a list: twice as fast
+        return tuple([r for r in self.running if r.num_computed >= r.prefill_end])  # a list first: twice as fast
 
     def cost(self, request: Request) -> Cost:
         request = self._check_known(request)
@@ -101,7 +101,7 @@ class PlannedStep:
         self._check_open()
         return self._books.fit.estimate_s(prefill_tokens, decodes, context_tokens)
 
-    # What a policy may do
+    # For a policy to do
 
     def grant(
         self,
@@ -127,14 +127,14 @@ class PlannedStep:
         self._check_open()
         refused: list[Request] = []
         granted, index, running, known, log = self.granted, self.index, Status.RUNNING, self._known, self.decisions is not None
-        for request in cast("Iterable[LiveRequest]", requests):  # what is none isn't known
+        for request in cast("Iterable[LiveRequest]", requests):  # anything else is refused as unknown
             if request not in known:
                 self._check_known(request)
             in_flight = request.in_flight
             end = request.prompt_tokens + len(request.output_token_ids) + in_flight
             if (
                 request.status is running
-                and request.num_computed + 1 == end  # one token to compute: a decode, or the last of a prefill
+                and request.num_computed + 1 == end  # one token to compute: a decode, or the last one of a prefill
                 and request.num_computed >= request.prefill_end  # a decode
                 and request.decided_in != index
                 and self._tokens_left > 0
@@ -148,7 +148,7 @@ class PlannedStep:
                 request.granted = 1
                 request.decided_in = index
                 granted[request] = 1
-                self._tokens_left -= 1  # at once: `requests` may be a generator that looks at the step, or acts on it
+                self._tokens_left -= 1  # now, because `requests` may be a generator that reads the step, or acts on it
                 self._seqs_left -= 1
             elif not self.grant(request):
                 refused.append(request)
@@ -160,14 +160,14 @@ class PlannedStep:
             self._preempt(request)
         elif request.status in (Status.WAITING, Status.GATED) and request.decided_in != self.index:
             raise self._misuse(request, "preempted, but it is waiting and holds no blocks to give back")
-        else:  # preempted with another already, or its last token is in flight: neither could the policy see
+        else:  # preempted with another already, or its last token is in flight: the policy could see neither
             self._log(request, "refused", why=Refusal.NOT_NOW.name)
 
     def reject(self, request: Request, reason: str) -> None:
         request = self._check_known(request)
         if request in self.rejected:
             return
-        if request.status is Status.DRAINING:  # too late: its last token is in flight, which no policy can see
+        if request.status is Status.DRAINING:  # too late, as its last token is in flight, which no policy can see
             self._log(request, "refused", why=Refusal.NOT_NOW.name)
             return
         dependents = self._dependents(request)
@@ -189,21 +189,21 @@ class PlannedStep:
         request = self._check_known(request)
         self._log(request, "noted", why=str(why))
 
-    # What the core calls
+    # For the core to call
 
     def close(self) -> None:
-        """`schedule` has returned: the step is dead for its policy."""
+        """Close the step for its policy, as `schedule` has returned."""
         self._open = False
 
     @property
     def acted(self) -> bool:
-        """Whether anything changed."""
+        """True if the policy changed anything."""
         return bool(self.granted or self.preempted or self.rejected or self.freed)
 
     # A grant
 
     def _try(self, request: LiveRequest, max_tokens: int | None, min_tokens: int, reserve: bool, evict: Iterable[Request]) -> Refusal | None:
-        """Grant, or say why not, having changed nothing."""
+        """Grant, or change nothing and return the reason."""
         if self._not_now(request):
             return Refusal.NOT_NOW
         source = self._fork_source(request) if request.status is Status.WAITING else None
@@ -227,20 +227,20 @@ class PlannedStep:
         return None
 
     def _not_now(self, request: LiveRequest) -> bool:
-        """Whether its token in flight, or what was decided of it in this step, forbids a grant."""
+        """Return True if its token in flight, or an earlier decision on it in this step, forbids a grant."""
         if request.decided_in == self.index or request.status in (Status.DRAINING, Status.GATED):
             return True
         return request.in_flight > 0 and request.row < 0
 
     def _span(self, request: LiveRequest, source: LiveRequest | None) -> tuple[int, int]:
-        """Its tokens still to compute: from the first without K and V up to the last one known or in flight."""
+        """Return the range of its tokens still to compute: from the first without K and V up to the last one known or in flight."""
         end = request.prompt_tokens + len(request.output_token_ids) + request.in_flight
         if request.status is Status.RUNNING:
             return request.num_computed, end
         return (request.prompt_tokens - 1 if source is not None else self._kv.lookup(request)), end
 
     def _take_blocks(self, request: LiveRequest, source: LiveRequest | None, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` tokens in all, or nothing."""
+        """Give it blocks for `num_tokens` tokens in all, or change nothing and return False."""
         if request.status is Status.RUNNING:
             return num_tokens <= request.capacity or self._extend(request, num_tokens)
         cached = 0
@@ -263,7 +263,7 @@ class PlannedStep:
         return True
 
     def _extend(self, request: LiveRequest, num_tokens: int) -> bool:
-        """More blocks for a running request, after letting go of those that no window can see any more."""
+        """Give a running request more blocks, after releasing those that no window can see any more. Returns False if they don't suffice."""
         self._books.trim(request)
         allocation = self._kv.allocate(request, num_tokens)
         if allocation is None:
@@ -273,7 +273,7 @@ class PlannedStep:
         return True
 
     def _make_room(self, request: LiveRequest, source: LiveRequest | None, num_tokens: int, evict: Iterable[Request]) -> bool:
-        """Preempt from `evict` until `num_tokens` tokens of `request` fit; nobody, if all of them would not do."""
+        """Preempt from `evict` until `num_tokens` tokens of `request` fit; none, if all of them wouldn't free enough."""
         victims: list[LiveRequest] = []
         short_of = (1 if source is not None else self._kv.blocks_needed(request, num_tokens)) - self._kv.available_blocks
         fits, before = False, self._acts
@@ -295,8 +295,8 @@ class PlannedStep:
         return fits
 
     def _builds_on(self, request: LiveRequest, source: LiveRequest | None, candidate: LiveRequest) -> bool:
-        """Whether evicting `candidate` may take from `request` the very tokens that it would start from: those of the sibling that it forks, or
-        those that it finds in the cache because they are computed in this step."""
+        """Return True if evicting `candidate` may take from `request` the very tokens that it would start from: those of the sibling that it forks,
+        or tokens in the cache that are computed in this step."""
         if candidate is source:
             return True
         if source is not None or candidate not in self.prefilled or request.status is Status.RUNNING:
@@ -305,17 +305,17 @@ class PlannedStep:
         return any(self._may_find(request, found, going) for going in (candidate, *self._dependents(candidate)) if going in self.prefilled)
 
     def _may_find(self, request: LiveRequest, found: int, other: LiveRequest) -> bool:
-        """Whether the first block that `other` fills in this step may be among the `found` tokens."""
+        """Return True if the first block that `other` fills in this step may be among the `found` tokens."""
         end = (self.prefilled[other] // self._books.block_size + 1) * self._books.block_size
         return end <= min(found, other.num_computed) and request.cache_keys == other.cache_keys and _known(request)[:end] == _known(other)[:end]
 
     @property
     def _acts(self) -> tuple[int, ...]:
-        """Differs once anything has been done."""
+        """Return counts that differ once the policy has done anything."""
         return self._tokens_left, len(self.granted), len(self.preempted), len(self.rejected)
 
     def _fits(self, request: LiveRequest, source: LiveRequest | None, num_tokens: int, victims: list[LiveRequest]) -> bool:
-        """Whether `num_tokens` tokens of it would fit if `victims` were preempted."""
+        """Return True if `num_tokens` tokens of it would fit if `victims` were preempted."""
         needed = 1 if source is not None else self._kv.blocks_needed(request, num_tokens, without=victims)
         return needed <= self._kv.available_blocks + self._kv.held_only_by(victims)
 
@@ -345,7 +345,7 @@ class PlannedStep:
                 self.recomputed[request] = again = min(request.num_computed, request.lost) - before
                 self.recomputed_tokens += again
                 request.recomputed_tokens += again
-            # Others planned in this very step may share what it computes: a backend writes the whole batch's K and V before it attends.
+            # Others planned in this very step may share its blocks: a backend writes the whole batch's K and V before it attends.
             self.prefilled[request] = before
             self._books.commit(request)
         self._log(request, "granted", tokens)
@@ -369,7 +369,7 @@ class PlannedStep:
                 self._preempt(request)
 
     def _take_back(self, request: LiveRequest) -> None:
-        """Its grant of this step won't run."""
+        """Take back its grant of this step, which won't run."""
         tokens = self.granted.pop(request)
         self._tokens_left += tokens
         self._seqs_left += 1
@@ -385,11 +385,11 @@ class PlannedStep:
             self._kv.uncommit(request, before)
 
     def _dependents(self, request: LiveRequest) -> list[LiveRequest]:
-        """Requests admitted in this step that found, in the cache, tokens that `request` was going to compute in it."""
+        """Return the requests admitted in this step that found tokens in the cache which `request` was going to compute in it."""
         if request not in self.prefilled:
             return []
         certain = self.prefilled[request] // self._books.block_size  # blocks
-        # Block by block: where each computed a copy of its own two tables differ, and may share what comes after.
+        # Compare block by block: where each computed a copy of its own, the tables differ, and later blocks may be shared all the same.
         fresh = request.blocks[certain:]
         return [r for r in self.admitted if r is not request and any(map(int.__eq__, fresh, r.blocks[certain:]))]
 
@@ -405,7 +405,7 @@ class PlannedStep:
             raise PolicyError(f"scheduler {self._books.policy_name}: used a Step after schedule() had returned; it holds for one call only")
 
     def _check_known(self, request: Request) -> LiveRequest:
-        """The request, as one that this engine has in its books. Raises `PolicyError`."""
+        """Return the request, if this engine has it in its books. Raises `PolicyError` otherwise."""
         self._check_open()
         if not isinstance(request, Request):
             raise PolicyError(f"scheduler {self._books.policy_name}: expected a Request, got {request!r}")

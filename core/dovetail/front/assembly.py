@@ -14,7 +14,7 @@ from dovetail.api.executor import Capacity, Executor, ExecutorContext
 from dovetail.api.kv_cache import KVContext
 from dovetail.api.observer import EngineStarted, ObserverContext
 from dovetail.api.sampler import RowSampling
-from dovetail.api.scheduler import Context
+from dovetail.api.scheduler import SchedulerContext
 from dovetail.checks import shown
 from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
@@ -164,9 +164,9 @@ def _make_executor(config: EngineConfig, parts: Parts, model_dir: Path, clock: C
     context = ExecutorContext(
         config=config.executor_config(model_dir),
         clock=clock,
-        models=tuple(model.target() for model in parts.models),
-        attention=tuple(backend.target() for backend in parts.attention),
-        sampler=parts.sampler.target(),
+        models=tuple(model.ref() for model in parts.models),
+        attention=tuple(backend.ref() for backend in parts.attention),
+        sampler=parts.sampler.ref(),
         progress=progress,
     )
     executor: Executor = parts.executor.make(context)
@@ -177,7 +177,7 @@ def _make_core(executor: Executor, capacity: Capacity, config: EngineConfig, par
     check_pool(capacity)
     layout, num_blocks = capacity.layout, capacity.num_blocks
     kv = parts.kv_cache.make(KVContext(layout, num_blocks, config.seed))
-    scheduler = parts.scheduler.make(Context(config.max_num_batched_tokens, config.max_num_seqs, num_blocks, layout.block_size, config.seed))
+    scheduler = parts.scheduler.make(SchedulerContext(config.max_num_batched_tokens, config.max_num_seqs, num_blocks, layout.block_size, config.seed))
     observer_context = ObserverContext(config.max_num_seqs, num_blocks)
     observers = ObserverHub([(observer.qualified_name, observer.make(observer_context)) for observer in parts.observers])
     if observers:

@@ -1,1 +1,1 @@
-"""The plugin host: finding plugins by their entry points, loading each inside a guard, and naming what they offer."""
+"""The plugin host: it finds plugins by their entry points, loads each inside a guard, and finds components by name."""

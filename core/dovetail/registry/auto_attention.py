@@ -1,4 +1,4 @@
-"""What `attention: auto` means: built-ins only, in this order. Nothing that is merely installed becomes active by itself."""
+"""The choice of `attention: auto`: built-in backends only, in a fixed order. Installing a plugin never makes it active."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PREFERENCE = ("triton", "flash_attn", "torch")  # best first, as measured in doc
 def attention_candidates(
     registry: Registry, name: str = AUTO, options: Mapping[str, Any] | None = None, where: Where | None = None
 ) -> tuple[ResolvedComponent, ...]:
-    """The backends that an executor should consider, best first; it takes the first with no reason against it. A named one: just that.
+    """Return the backends that an executor should consider, best first; it takes the first that has no reason against it.
 
-    "auto": the built-ins of `PREFERENCE` whose required packages are installed; perhaps none. Raises `PluginError` for a name that can't be
-    had, `ConfigError` for options given to "auto".
+    For "auto" these are the built-ins of `PREFERENCE` whose required packages are installed, perhaps none; for a name, that backend alone.
+    Raises `PluginError` for a name that isn't available, `ConfigError` for options given to "auto".
     """
     where = where or Where(("attention",))
     if name != AUTO:

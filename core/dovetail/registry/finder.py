@@ -1,4 +1,4 @@
-"""Which plugins are installed: entry points, read from metadata without importing anything."""
+"""Finding installed plugins: it reads entry points from metadata, without importing anything."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dovetail.registry.plugin import NAMESPACE, FoundPlugin, PluginFailure, Plug
 
 
 class Findings(NamedTuple):
-    """Sorted by distribution and entry point."""
+    """The plugins found and those that can't be used, sorted by distribution and entry point."""
 
     plugins: tuple[FoundPlugin, ...]
     failures: tuple[PluginFailure, ...]
 
 
 def find_plugins() -> Findings:
-    """All entry points in the group `dovetail.plugins`. A distribution whose metadata can't be read is a failure, and so is one that is called
-    like the built-ins' namespace: a Dovetail from before its distribution had its name. The rest go on."""
+    """Return all entry points in the group `dovetail.plugins`. A distribution whose metadata can't be read becomes a failure, and so does one named
+    like the built-ins' namespace: a Dovetail from before its distribution was renamed. The others aren't affected."""
     plugins: list[FoundPlugin] = []
     failures: list[PluginFailure] = []
     for name, distribution in _distributions_with_plugins(failures).items():
@@ -43,7 +43,7 @@ def find_plugins() -> Findings:
 
 
 def _distributions_with_plugins(failures: list[PluginFailure]) -> dict[str, metadata.Distribution]:
-    """By normalized name. A distribution that is on the path twice (an old egg-info, say) counts where Python would import it: first."""
+    """Return distributions by normalized name. Of one that is on the path twice (an old egg-info, say) the first counts, as in an import."""
     found: dict[str, metadata.Distribution] = {}
     for distribution in _mentioning_the_group():
         try:
@@ -57,18 +57,18 @@ def _distributions_with_plugins(failures: list[PluginFailure]) -> dict[str, meta
 
 
 def _mentioning_the_group() -> Iterator[metadata.Distribution]:
-    """Most distributions have no plugins, and parsing everybody's metadata would be slow: look at the raw text first."""
+    """Yield the distributions whose raw metadata contains the group's name: parsing that of all distributions would be slow."""
     for distribution in metadata.distributions():
         try:
             text = distribution.read_text("entry_points.txt") or ""
         except (OSError, UnicodeError):
-            continue  # if it had plugins, nobody could know
+            continue  # it can't be known whether it has plugins
         if ENTRY_POINT_GROUP in text:
             yield distribution
 
 
 def _classify(origin: PluginOrigin, entry_points: Iterable[metadata.EntryPoint]) -> tuple[list[FoundPlugin], list[PluginFailure]]:
-    """An id must mean one thing: entry points that share a name are all refused."""
+    """Split entry points into plugins and failures. Those that share a name are all refused, as an id must be unique."""
     by_name: dict[str, list[metadata.EntryPoint]] = {}
     for entry_point in entry_points:
         by_name.setdefault(entry_point.name, []).append(entry_point)

@@ -3,8 +3,8 @@
     [project.entry-points."dovetail.plugins"]
     fair = "dovetail_fair"
 
-It implements at least one of these functions, marked with `dovetail.api.hookimpl`. All of them only declare: they name what there is, as
-strings, and import nothing heavy.
+It implements at least one of these functions, marked with `dovetail.api.hookimpl`. They only declare, in strings, what there is, and import
+nothing heavy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ hookspec = pluggy.HookspecMarker("dovetail")
 
 @hookspec
 def dovetail_components() -> Iterable[ComponentSpec]:
-    """The components that this plugin offers. Offering one activates nothing: `engine.yaml` names what runs.
+    """Return the components that this plugin offers. That activates none of them: `engine.yaml` names the ones that run.
 
     Example:
         ```python
@@ -28,7 +28,13 @@ def dovetail_components() -> Iterable[ComponentSpec]:
 
         @hookimpl
         def dovetail_components():
-            yield ComponentSpec(kind="scheduler", name="fair", target="dovetail_fair.policy:Fair", options="dovetail_fair.policy:FairOptions")
+            yield ComponentSpec(
+                kind="scheduler",
+                name="fair",
+                target="dovetail_fair.policy:Fair",
+                api="0.2",
+                options="dovetail_fair.policy:FairOptions",
+            )
         ```
     """
     raise NotImplementedError
@@ -36,7 +42,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
 
 @hookspec
 def dovetail_commands() -> Iterable[CommandSpec]:
-    """Subcommands of the `dovetail` command, imported when called.
+    """Return subcommands for the `dovetail` command; each is imported when it is called.
 
     Example:
         ```python
@@ -52,7 +58,7 @@ def dovetail_commands() -> Iterable[CommandSpec]:
 
 @hookspec
 def dovetail_models() -> Iterable[BundledModel]:
-    """Model directories that this plugin's distribution ships.
+    """Return model directories that this plugin's distribution ships.
 
     Example:
         ```python

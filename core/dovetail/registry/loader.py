@@ -1,4 +1,4 @@
-"""Importing one plugin and asking what it offers, inside a guard: whatever it does wrong becomes a `PluginFailure`."""
+"""Importing one plugin and calling its hooks, inside a guard: any error becomes a `PluginFailure`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dovetail.errors import DISTRIBUTION, PluginError
 from dovetail.registry import hookspecs
 from dovetail.registry.plugin import NAMESPACE, FoundPlugin, LoadedPlugin, Phase, PluginFailure
 
-KEPT = 2**16  # characters of what a plugin prints
+KEPT = 2**16  # characters of a plugin's output
 
 T = TypeVar("T", ComponentSpec, CommandSpec, BundledModel)
 
 
 def load_plugin(found: FoundPlugin) -> LoadedPlugin | PluginFailure:
-    """Import it, register its hooks, call them, check every spec. Only `KeyboardInterrupt` gets out. What it prints is kept."""
+    """Import a plugin, register and call its hooks, and check every spec. Only `KeyboardInterrupt` gets out. Its output is kept."""
     phase: Phase = "import"
     with _captured_output() as output:
         try:
@@ -42,7 +42,7 @@ def load_plugin(found: FoundPlugin) -> LoadedPlugin | PluginFailure:
 
 
 def _register(module: Any, plugin_id: str) -> Any:
-    """The hooks of this plugin alone. Raises pluggy's `PluginValidationError` for hooks or arguments that don't exist."""
+    """Return the hooks of this plugin alone. Raises pluggy's `PluginValidationError` for hooks or arguments that don't exist."""
     manager = pluggy.PluginManager("dovetail")
     manager.add_hookspecs(hookspecs)
     manager.register(module, name=plugin_id)
@@ -56,7 +56,7 @@ def _register(module: Any, plugin_id: str) -> Any:
 
 
 def _collect(hook: Any, kind: type[T], describe: Callable[[T], str]) -> tuple[T, ...]:
-    """What a plugin's hook returns, all of one type and none twice."""
+    """Call a plugin's hook and return the results. Raises an error unless all are of the right type and none comes twice."""
     specs: dict[str, T] = {}
     for implementation in hook.get_hookimpls():
         returned = implementation.function()
@@ -82,8 +82,8 @@ def _check_requirements(specs: Iterable[ComponentSpec]) -> None:
 
 
 class _CapturedStream:
-    """Keeps (the beginning of) what is written to it while a plugin loads. A log handler made meanwhile may hold on to it, so afterwards it is
-    the real stream."""
+    """A stream that keeps the beginning of the output while a plugin loads. A log handler made meanwhile may keep it, so afterwards it passes
+    output on to the real stream."""
 
     def __init__(self, real: Any, kept: list[str]) -> None:
         self._real, self._kept, self.capturing = real, kept, True
@@ -107,7 +107,7 @@ class _CapturedStream:
 
 @contextmanager
 def _captured_output() -> Iterator[list[str]]:
-    """Python's stdout and stderr go to the list."""
+    """Send Python's stdout and stderr to the list."""
     kept: list[str] = []
     real = sys.stdout, sys.stderr
     streams = _CapturedStream(sys.stdout, kept), _CapturedStream(sys.stderr, kept)

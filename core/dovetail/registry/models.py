@@ -1,4 +1,4 @@
-"""Where a model's files are: bundled with a plugin, in a local directory, or on the Hugging Face hub."""
+"""Finding a model's files: bundled with a plugin, in a local directory, or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from dovetail.where import did_you_mean
 
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "tokenizer*")  # config, weights, tokenizers; never code, never pickles
 
-MAX_HUB_ID = 200  # characters; the hub's own limit is 96
+MAX_HUB_ID = 200  # in characters; the hub's own limit is 96
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPlace:
-    """What a model's name stands for, before anything is fetched."""
+    """The place that a model's name refers to, before anything is fetched."""
 
     kind: Literal["bundled", "directory", "hub"]
-    name: str  # as it was given
+    name: str  # as given
     path: Path | None = None  # None: on the hub
-    origin: PluginOrigin | None = None  # who bundles it
+    origin: PluginOrigin | None = None  # the plugin that bundles it
 
     def __str__(self) -> str:
         if self.kind == "bundled":
@@ -38,14 +38,15 @@ class ModelPlace:
 
 
 def resolve_model(name: str, registry: Registry) -> Path:
-    """The directory of a model's files, fetched from the hub if it must be. Raises `ConfigError` or `ModelLoadError`, saying what was tried."""
+    """Return the directory of a model's files, after fetching them from the hub if necessary. Raises `ConfigError` or `ModelLoadError`, saying what
+    was tried."""
     place = locate_model(name, registry)
     return _fetch(name, registry) if place.path is None else place.path
 
 
 def locate_model(name: str, registry: Registry, key: str = "model") -> ModelPlace:
-    """Bundled ("demo", "distribution:name"), else a directory that exists, else a hub id. Raises `ConfigError`, naming the config's key, when it
-    is none or two of these."""
+    """Find a model: a bundled one ("demo", "distribution:name"), else an existing directory, else a hub id. Raises `ConfigError`, naming the config's
+    key, if the name fits none or two of these."""
     bundled, directory = _find_bundled(name, registry), _path(name)
     if bundled is not None:
         if ":" not in name and directory is not None and directory.is_dir():
@@ -67,7 +68,7 @@ def locate_model(name: str, registry: Registry, key: str = "model") -> ModelPlac
 
 
 def _path(name: str) -> Path | None:
-    """None for what can't be a path here: a user whom nobody knows, or more characters than the file system takes."""
+    """Return the name as a path; None if it can't be one here: an unknown user after `~`, or too many characters for the file system."""
     try:
         path = Path(name).expanduser()
         path.exists()
@@ -82,7 +83,7 @@ def _refuse_gguf_alone(name: str, directory: Path, key: str) -> None:
 
 
 def _from_gguf(file: str) -> str:
-    """How to make of one what can be read."""
+    """Return advice on how to convert a GGUF file to a format that can be read."""
     return (
         "those aren't read: take the safetensors files that it was made from, or convert it with transformers, in a full format: "
         f"AutoModelForCausalLM.from_pretrained(DIRECTORY, gguf_file={file!r}).save_pretrained(ANOTHER), and AutoTokenizer likewise"
@@ -90,7 +91,7 @@ def _from_gguf(file: str) -> str:
 
 
 def _find_bundled(name: str, registry: Registry) -> tuple[PluginOrigin, BundledModel] | None:
-    """A bare name means a built-in: whoever else bundles models is named."""
+    """Return the bundled model of that name, or None. A short name means a built-in; other plugins' models need the full name."""
     distribution, colon, short = name.rpartition(":")
     owner = distribution if colon else NAMESPACE
     for plugin in registry.plugins:
@@ -129,7 +130,7 @@ def _fetch(hub_id: str, registry: Registry) -> Path:
         ) from error
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
-    except Exception as error:  # the hub's own errors, those of HTTP and of the file system
+    except Exception as error:  # errors of the hub, of HTTP and of the file system
         raise ModelLoadError(
             f"model {hub_id!r} can't be had:\n"
             f"  - {_what_is_bundled(hub_id, registry)}\n"
@@ -139,10 +140,10 @@ def _fetch(hub_id: str, registry: Registry) -> Path:
 
 
 def _why_not(error: Exception) -> str:
-    """What kept the hub's files from us, as a sentence."""
+    """Return a sentence that says why the hub's files couldn't be fetched."""
     from huggingface_hub import constants, errors
 
-    if isinstance(error, errors.LocalEntryNotFoundError):  # nothing in the cache, and no way to the hub
+    if isinstance(error, errors.LocalEntryNotFoundError):  # not in the cache, and the hub can't be reached
         way = "HF_HUB_OFFLINE keeps us from asking the hub" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} can't be reached"
         return f"{way}, and the model is not in the cache, {constants.HF_HUB_CACHE}"
     if isinstance(error, errors.GatedRepoError):

@@ -1,4 +1,4 @@
-"""A plugin at each stage: found by its metadata, loaded, or failed."""
+"""The states of a plugin: found by its metadata, loaded, failed or denied."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from packaging.utils import canonicalize_name
 from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec
 from dovetail.errors import DISTRIBUTION, describe
 
-NAMESPACE = "dovetail"  # how names say "the built-ins", as in `dovetail:fcfs`; pip calls their distribution `DISTRIBUTION`
+NAMESPACE = "dovetail"  # of the built-ins, as in `dovetail:fcfs`; their distribution is called `DISTRIBUTION`
 
 Phase = Literal["find", "import", "hooks", "declare"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PluginOrigin:
-    """Whose plugin it is. `distribution` is the normalized name (lower case, "-")."""
+    """The distribution and entry point of a plugin. `distribution` is the normalized name (lower case, "-")."""
 
     distribution: str
     entry_point: str
@@ -34,11 +34,11 @@ class PluginOrigin:
 
     @property
     def namespace(self) -> str:
-        """What stands before the ":" of a full name."""
+        """The part of a full name before the ":"."""
         return NAMESPACE if self.built_in else self.distribution
 
     def is_called(self, name: str) -> bool:
-        """Whether a name before a ":" means this distribution. The built-ins answer to their distribution's name too."""
+        """Return True if a name before a ":" means this distribution. The built-ins also have their distribution's name."""
         return canonicalize_name(name) in (self.namespace, self.distribution)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class PluginOrigin:
 
 @dataclass(frozen=True, slots=True)
 class FoundPlugin:
-    """Known by metadata alone; nothing of it is imported."""
+    """A plugin known by metadata alone; nothing of it is imported."""
 
     origin: PluginOrigin
     entry_point: EntryPoint
@@ -55,7 +55,7 @@ class FoundPlugin:
 
 @dataclass(frozen=True, slots=True)
 class LoadedPlugin:
-    """Imported and checked, with all that it declares. `output`: what it printed meanwhile."""
+    """A plugin that was imported and checked, with all its declarations. `output`: text that it printed meanwhile."""
 
     origin: PluginOrigin
     components: tuple[ComponentSpec, ...] = ()
@@ -66,7 +66,8 @@ class LoadedPlugin:
 
 @dataclass(frozen=True, slots=True)
 class PluginFailure:
-    """A plugin that isn't there, and why. `phase`: "find" (its metadata), "import", "hooks" (which it has), "declare" (what they return)."""
+    """A plugin that can't be used, and why. `phase`: "find" (reading its metadata), "import", "hooks" (checking their names), "declare" (calling
+    them)."""
 
     origin: PluginOrigin
     phase: Phase
@@ -75,7 +76,7 @@ class PluginFailure:
 
     @property
     def reason(self) -> str:
-        """One line."""
+        """The error in one line."""
         return " ".join(describe(self.error).split())
 
     def __str__(self) -> str:
@@ -84,7 +85,7 @@ class PluginFailure:
 
 @dataclass(frozen=True, slots=True)
 class DeniedPlugin:
-    """A plugin that was found and, as the selection says, not imported."""
+    """A plugin that was found but, because of the selection, not imported."""
 
     origin: PluginOrigin
     reason: str

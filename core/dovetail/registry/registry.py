@@ -1,4 +1,4 @@
-"""`Registry`: every component that is installed, by name. An object that the engine is handed; there is no global one."""
+"""`Registry`: all installed components by name. The engine gets one as an argument; there is no global registry."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["Registry", "ResolvedComponent"]
 
 
 class Registry:
-    """What plugins offer, and which of them failed or were denied. Holding a component here imports and activates nothing."""
+    """The offers of all plugins, and the plugins that failed or were denied. Having a component here neither imports nor activates it."""
 
     def __init__(self, plugins: Iterable[LoadedPlugin] = (), failures: Iterable[PluginFailure] = (), denied: Iterable[DeniedPlugin] = ()) -> None:
-        """Of the plugins of one distribution, the first (by name) to offer a component has it; another that offers it again has failed."""
+        """Make a registry. If two plugins of one distribution offer the same component, the first by name has it, and the other counts as failed."""
         loaded, twice = _without_repetitions(sorted(plugins, key=lambda plugin: plugin.origin))
         self.plugins: tuple[LoadedPlugin, ...] = loaded
         self.failures: tuple[PluginFailure, ...] = tuple(sorted((*failures, *twice), key=lambda failure: failure.origin))
@@ -38,7 +38,7 @@ class Registry:
     def discover(cls, selection: PluginSelection | None = None, *, environ: Mapping[str, str] = os.environ, enforce_require: bool = True) -> Registry:
         """Find the installed plugins and load those that `selection`, overridden by `DOVETAIL_PLUGINS`, lets through.
 
-        A plugin that fails is recorded, and the rest go on. Raises `ConfigError` if `require` isn't met (unless told not to care).
+        A plugin that fails is recorded and doesn't affect the others. Raises `ConfigError` if `require` isn't met and `enforce_require` is True.
         """
         selection = (selection or PluginSelection()).with_environment(environ)
         found, failures = find_plugins()
@@ -53,7 +53,7 @@ class Registry:
         return registry
 
     def check_required(self, require: Iterable[str]) -> None:
-        """Raises `ConfigError` unless each requirement's distribution has plugins here, none of them failed, in a version that it allows."""
+        """Raise `ConfigError` unless each requirement's distribution has plugins here, in a version that it allows, and none of them failed."""
         problems = [why for text in require if (why := self._unmet(Requirement(text)))]
         if problems:
             raise ConfigError("\n".join(f"plugins.require: {problem}" for problem in problems))
@@ -71,18 +71,19 @@ class Registry:
         return None
 
     def components(self, kind: Kind | None = None) -> tuple[ResolvedComponent, ...]:
-        """All, or all of one kind; by kind, name and distribution."""
+        """Return all components, or those of one kind, sorted by kind, name and distribution."""
         return tuple(component for component in self._components if kind in (None, component.spec.kind))
 
     def commands(self) -> tuple[ResolvedCommand, ...]:
-        """Subcommands that plugins add, by name and distribution."""
+        """Return the subcommands that plugins add, sorted by name and distribution."""
         commands = [ResolvedCommand(spec, plugin.origin) for plugin in self.plugins for spec in plugin.commands]
         return tuple(sorted(commands, key=lambda c: (c.spec.name, c.origin)))
 
     def resolve(self, kind: Kind, name: str, options: Mapping[str, Any] | None = None, where: Where | None = None) -> ResolvedComponent:
-        """The component of that name, "fcfs" or "distribution:fcfs", bound to the options that a config gives it.
+        """Return the component of that name, "fcfs" or "distribution:fcfs", bound to the options from a config.
 
-        Raises `PluginError`: unknown (with what is installed, and who may have offered it), ambiguous (naming all), or of another api version.
+        Raises `PluginError` if the name is unknown (listing the installed ones, and failed plugins that may have offered it) or ambiguous (listing
+        all that it fits), or if the component is of another api version.
         """
         where = where or Where((kind,))
         if kind not in KINDS:
@@ -98,7 +99,7 @@ class Registry:
         return ResolvedComponent(matches[0].spec, matches[0].origin, dict(options or {}), where)
 
     def is_ambiguous(self, component: ResolvedComponent) -> bool:
-        """Its short name stands for another one too."""
+        """Return True if another component has the same short name."""
         same = [other.distribution for other in self.components(component.spec.kind) if other.spec.name == component.spec.name]
         return len(same) > 1
 
@@ -119,7 +120,7 @@ class Registry:
         return "\n".join(lines)
 
     def _suspects(self, name: str) -> list[PluginFailure | DeniedPlugin]:
-        """Failed and denied plugins that may offer a name; a qualified one names its distribution."""
+        """Return the failed and denied plugins that may offer a name; for a qualified name, those of its distribution."""
         distribution, colon, _ = name.rpartition(":")
         return [plugin for plugin in self._missing if not colon or plugin.origin.is_called(distribution)]
 
@@ -130,7 +131,7 @@ def _matches(component: ResolvedComponent, name: str) -> bool:
 
 
 def _without_repetitions(plugins: list[LoadedPlugin]) -> tuple[tuple[LoadedPlugin, ...], list[PluginFailure]]:
-    """Within a distribution a qualified name must mean one thing."""
+    """Return the plugins to keep, and a failure for each that offers a qualified name which an earlier plugin of its distribution offers."""
     owners: dict[tuple[str, str], LoadedPlugin] = {}
     kept, failures = [], []
     for plugin in plugins:

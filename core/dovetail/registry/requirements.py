@@ -1,4 +1,4 @@
-"""Whether the packages that a component needs are installed, and the pip line that installs what is missing."""
+"""Checking that the packages which a component needs are installed, and the pip line that installs missing ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from packaging.utils import canonicalize_name
 
 
 class Missing(NamedTuple):
-    """A requirement that isn't met. `installed`: the version that is there and too old; None: nothing is."""
+    """A requirement that isn't met. `installed`: the installed version, which doesn't fit; None: the package isn't installed."""
 
     requirement: Requirement
     installed: str | None
@@ -21,7 +21,7 @@ class Missing(NamedTuple):
 
 
 def missing_requirements(requires: Iterable[str]) -> list[Missing]:
-    """Those of the PEP 508 requirements that the environment doesn't meet; ones whose marker doesn't apply are met."""
+    """Return the PEP 508 requirements that the environment doesn't meet; one whose marker doesn't apply is met."""
     missing = []
     for requirement in map(Requirement, requires):
         if requirement.marker is not None and not requirement.marker.evaluate():
@@ -36,13 +36,13 @@ def missing_requirements(requires: Iterable[str]) -> list[Missing]:
 
 
 def pip_line(missing: Iterable[Missing], distribution: str) -> str:
-    """`pip install "dovetail-llm[torch]"`: by the distribution's own extras where it has one for a package."""
+    """Return a line like `pip install "dovetail-llm[torch]"`, with the distribution's own extra for a package if there is one."""
     wanted = (_extra_for(lack.requirement.name, distribution) or str(lack.requirement) for lack in missing)
     return " ".join(["pip install", *(f'"{name}"' for name in dict.fromkeys(wanted))])
 
 
 def _extra_for(package: str, distribution: str) -> str | None:
-    """ "distribution[extra]" of the smallest extra that installs the package."""
+    """Return "distribution[extra]" for the smallest extra that installs the package, or None."""
     sizes: dict[str, int] = {}
     offering: set[str] = set()
     for extra, requirement in _extras_of(distribution):
@@ -54,7 +54,7 @@ def _extra_for(package: str, distribution: str) -> str | None:
 
 
 def _extras_of(distribution: str) -> Iterator[tuple[str, Requirement]]:
-    """Each extra of a distribution with each package that it adds."""
+    """Yield each extra of a distribution with each package that it adds."""
     try:
         found = metadata.distribution(distribution)
     except metadata.PackageNotFoundError:
@@ -63,7 +63,7 @@ def _extras_of(distribution: str) -> Iterator[tuple[str, Requirement]]:
     for text in found.requires or []:
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            continue  # a dependency that everybody has
+            continue  # a dependency without an extra
         for extra in extras:
             if requirement.marker.evaluate({"extra": extra}):
                 yield extra, requirement

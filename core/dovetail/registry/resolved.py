@@ -1,4 +1,4 @@
-"""What a name stands for, ready to be imported when it is used: `ResolvedComponent`, `ResolvedCommand`."""
+"""The components and commands that names refer to, imported only when used: `ResolvedComponent`, `ResolvedCommand`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dovetail.registry.requirements import missing_requirements, pip_line
 from dovetail.where import Where, explain
 
 if TYPE_CHECKING:
-    from dovetail.api.executor import Target
+    from dovetail.api.executor import ComponentRef
 
 BASE_CLASSES: dict[Kind, str] = {  # names in dovetail.api
     "scheduler": "Scheduler",
@@ -33,7 +33,7 @@ BASE_CLASSES: dict[Kind, str] = {  # names in dovetail.api
 
 @dataclass(frozen=True, slots=True)
 class ResolvedComponent:
-    """One component of one plugin. `given` are the options that a config gives it, `where` the place of its name there."""
+    """One component of one plugin. `given` are its options in a config, `where` is the place of its name there."""
 
     spec: ComponentSpec
     origin: PluginOrigin
@@ -54,14 +54,14 @@ class ResolvedComponent:
 
     @property
     def qualified_name(self) -> str:
-        """ "distribution:name"; of a built-in "dovetail:name"."""
+        """The full name, "distribution:name"; for a built-in "dovetail:name"."""
         return f"{self.origin.namespace}:{self.spec.name}"
 
     def __str__(self) -> str:
         return f"{self.spec.kind} {self.qualified_name} {self.version}"
 
     def api_problem(self) -> str | None:
-        """Why this Dovetail can't use it, and what to upgrade; None if it can."""
+        """The reason why this Dovetail can't use it, and what to upgrade; None if it can."""
         ours = API_VERSIONS[self.spec.kind]
         ours_at, theirs = _version(ours), _version(self.spec.api)
         if theirs == ours_at or (theirs[0] == ours_at[0] > 0 and theirs[1] <= ours_at[1]):
@@ -70,14 +70,14 @@ class ResolvedComponent:
         return f"{self} is written for {self.spec.kind} api {self.spec.api}, this Dovetail has {ours}: upgrade {upgrade}"
 
     def check_requires(self) -> None:
-        """Raises `MissingExtraError`, with the pip line, if a package that it needs is missing or too old."""
+        """Raise `MissingExtraError`, with the pip line, if a package that it needs is missing or too old."""
         missing = missing_requirements(self.spec.requires)
         if missing:
             lacks = ", ".join(map(str, missing))
             raise MissingExtraError(self.where.says(f"{self} needs {lacks}; install with: {pip_line(missing, self.distribution)}"))
 
     def load(self) -> type[Any]:
-        """Its class. Raises `MissingExtraError`, or `PluginError` if the import fails or isn't a concrete class of its kind."""
+        """Import and return its class. Raises `MissingExtraError`, or `PluginError` if the import fails or isn't a concrete class of its kind."""
         self.check_requires()
         loaded = self._import(self.spec.target)
         base = getattr(api, BASE_CLASSES[self.spec.kind])
@@ -88,7 +88,7 @@ class ResolvedComponent:
         return loaded
 
     def options_model(self) -> type[BaseModel]:
-        """The pydantic model of its options; it refuses unknown keys. Raises `PluginError` if it doesn't, or can't be imported."""
+        """Return the pydantic model of its options, which refuses unknown keys. Raises `PluginError` if it doesn't, or can't be imported."""
         if self.spec.options is None:
             return NoOptions
         model = self._import(self.spec.options)
@@ -99,7 +99,7 @@ class ResolvedComponent:
         return model
 
     def validate_options(self, options: Mapping[str, Any] | BaseModel | None = None, where: Where | None = None) -> BaseModel:
-        """`options`, or those given by the config, as its model. Raises `ConfigError` with a line for each wrong one."""
+        """Validate `options`, or those of the config, and return them as its model. Raises `ConfigError` with a line for each wrong one."""
         if isinstance(options, BaseModel):
             return options
         given, model = self.given if options is None else options, self.options_model()
@@ -108,17 +108,17 @@ class ResolvedComponent:
         except ValidationError as error:
             raise explain(error, model, given, self.where if where is None else where, "option") from None
 
-    def target(self, options: Mapping[str, Any] | BaseModel | None = None) -> Target:
-        """What worker processes get; options are checked, nothing else of the component is imported."""
-        from dovetail.api.executor import Target  # numpy: `dovetail --help` can do without
+    def ref(self, options: Mapping[str, Any] | BaseModel | None = None) -> ComponentRef:
+        """Return the reference that worker processes get. The options are checked; nothing else of the component is imported."""
+        from dovetail.api.executor import ComponentRef  # here, since it imports numpy, which `dovetail --help` doesn't need
 
         valid, given = self.validate_options(options), self.given if options is None else options
         plain = valid.model_dump() if isinstance(given, BaseModel) else dict(given)
-        return Target(self.spec.kind, self.qualified_name, self.spec.target, plain, self.spec.options, self.spec.architectures)
+        return ComponentRef(self.spec.kind, self.qualified_name, self.spec.target, plain, self.spec.options, self.spec.architectures)
 
     def make(self, context: Any, options: Mapping[str, Any] | BaseModel | None = None) -> Any:
-        """The component, `cls(options, context)`, with the options given by the config or these. What it raises becomes a `PluginError`
-        with its name, unless it is a `DovetailError`."""
+        """Make the component, `cls(options, context)`, with `options` or those of the config. An error that isn't a `DovetailError` becomes a
+        `PluginError` with the component's name."""
         valid, cls = self.validate_options(options), self.load()
         try:
             return cls(valid, context)
@@ -128,7 +128,7 @@ class ResolvedComponent:
             raise self._wrong(f"making it failed: {describe(error)}") from error
 
     def request_extra(self) -> type[BaseModel] | None:
-        """The model of what requests may carry for this distribution, or None. Raises `PluginError` if it can't be imported."""
+        """Return the model of a request's `extra` for this distribution, or None. Raises `PluginError` if it can't be imported."""
         if self.spec.request_extra is None:
             return None
         model = self._import(self.spec.request_extra)
@@ -152,16 +152,16 @@ class ResolvedCommand:
 
     @property
     def qualified_name(self) -> str:
-        """ "distribution:name"; of a built-in "dovetail:name"."""
+        """The full name, "distribution:name"; for a built-in "dovetail:name"."""
         return f"{self.origin.namespace}:{self.spec.name}"
 
     def load(self) -> Any:
-        """A `typer.Typer` or a function. Raises `PluginError` with the plugin's name if the import fails."""
+        """Import and return a `typer.Typer` or a function. Raises `PluginError` with the plugin's name if the import fails."""
         return _import(self.spec.target, lambda what: PluginError(f"command {self.spec.name!r} of plugin {self.origin}: {what}"))
 
 
 def _import(target: str, wrong: Any) -> Any:
-    """The object that "package.module:name" names; `wrong` makes the error of a text."""
+    """Import and return the object "package.module:name"; `wrong` makes the error from a text."""
     module, _, name = target.partition(":")
     try:
         return getattr(import_module(module), name)

@@ -1,4 +1,4 @@
-"""`plugins: {allow, deny, require}`: which distributions may be imported. It acts on names alone, before any import."""
+"""`plugins: {allow, deny, require}`: the distributions that may be imported. It acts on names alone, before any import."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def _requirement(text: str) -> str:
 
 
 class PluginSelection(BaseModel):
-    """Which distributions' plugins are used. An installed plugin runs code when the engine starts, unless it is left out here."""
+    """The distributions whose plugins are used. An installed plugin runs code when the engine starts, unless it is excluded here."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     allow: tuple[Annotated[str, AfterValidator(_distribution)], ...] | None = None
-    """Only these distributions, and the built-ins, which are always allowed; `[]`: built-ins only. null: all that are installed."""
+    """Use only these distributions, and the built-ins, which are always allowed; `[]`: built-ins only. null: all that are installed."""
 
     deny: tuple[Annotated[str, AfterValidator(_distribution), AfterValidator(_deniable)], ...] = ()
-    """Never these distributions, even if `allow` has them."""
+    """Don't use these distributions, even if `allow` has them."""
 
     require: tuple[Annotated[str, AfterValidator(_requirement)], ...] = ()
-    """Requirements, like "dovetail-fair>=1.2", of distributions whose plugins must be there and load; otherwise nothing starts."""
+    """Distributions whose plugins must be installed and load, as requirements like "dovetail-fair>=1.2"; otherwise the engine doesn't start."""
 
     def denial(self, origin: PluginOrigin) -> str | None:
-        """Why this plugin may not be imported, or None."""
+        """Return the reason why this plugin may not be imported, or None."""
         if origin.distribution in self.deny:
             return "denied by plugins.deny"
         if self.allow is not None and not origin.built_in and origin.distribution not in self.allow:
@@ -64,8 +64,8 @@ class PluginSelection(BaseModel):
         return None
 
     def with_environment(self, environ: Mapping[str, str] = os.environ) -> PluginSelection:
-        """Overridden by `DOVETAIL_PLUGINS="allow=a,b;deny=c"`: a key that is given replaces this one's; `allow=` is built-ins only, `allow=*`
-        is all. Raises `ConfigError` if it can't be read, or if a key is there twice: nobody could say which of them is meant."""
+        """Return the selection with the keys in `DOVETAIL_PLUGINS="allow=a,b;deny=c"` replaced; `allow=` means built-ins only, `allow=*` all. Raises
+        `ConfigError` if the variable can't be read, or has a key twice."""
         text = environ.get(ENVIRONMENT_VARIABLE, "").strip()
         if not text:
             return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dovetail.api.attention import AttentionBackend, AttentionContext, LayerSpec
-from dovetail.api.executor import Target
+from dovetail.api.executor import ComponentRef
 from dovetail.errors import UnsupportedError
 
 
@@ -17,7 +17,9 @@ class ChosenAttention:
     backend: AttentionBackend
 
 
-def choose_attention(candidates: tuple[Target, ...], specs: list[LayerSpec], device: str, dtype: str, block_size: int | None) -> ChosenAttention:
+def choose_attention(
+    candidates: tuple[ComponentRef, ...], specs: list[LayerSpec], device: str, dtype: str, block_size: int | None
+) -> ChosenAttention:
     """Make the first of `candidates` with no reason against serving these layers on `device` ("cpu", "cuda:0") in `dtype` ("bfloat16"). A backend
     may try out its kernels for that.
 

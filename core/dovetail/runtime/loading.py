@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dovetail.api.attention import AttentionLayer, LayerSpec
-from dovetail.api.executor import ExecutorConfig, Target
+from dovetail.api.executor import ComponentRef, ExecutorConfig
 from dovetail.api.model import BuildContext, ParallelGroup
 from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len
 from dovetail.runtime.weights import Progress, dummy_weights, load_weights
@@ -28,7 +28,7 @@ class LoadedModel(NamedTuple):
 def load_model(
     model_dir: str | Path,
     config: ExecutorConfig,
-    models: tuple[Target, ...],
+    models: tuple[ComponentRef, ...],
     make_attention: Callable[[LayerSpec], AttentionLayer],
     parallel: ParallelGroup,
     device: torch.device,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dovetail.api.executor import Target
+from dovetail.api.executor import ComponentRef
 from dovetail.api.model import ModelArch, ModelContext
 from dovetail.checks import shown
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
@@ -29,7 +29,7 @@ class FoundArchitecture(NamedTuple):
     config: Any
 
 
-def find_architecture(model_dir: str | Path, models: Sequence[Target]) -> FoundArchitecture:
+def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> FoundArchitecture:
     """The one of `models` whose `architectures` hold the config's. Raises `ModelLoadError` when the config can't be read, `UnsupportedError`
     when nobody serves it, two do, or the one that does has reasons against it."""
     config = read_config(model_dir)

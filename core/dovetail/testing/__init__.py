@@ -1,5 +1,5 @@
-"""For authors of components and their tests: the conformance suites and `run`, fakes that keep books of their own, and `plan` to run one step of
-a policy.
+"""Tools for authors of components: the conformance suites and `run`, fakes that keep books of their own, and `plan`, which runs one step of a
+policy.
 
 The names are loaded when first used.
 """

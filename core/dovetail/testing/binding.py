@@ -1,4 +1,4 @@
-"""Which component a suite tests: a name that a plugin declares, or a bare class, and the options that it is made with."""
+"""`Binding`: the component that a suite tests, as a name that a plugin declares or as a bare class, and its options."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class Binding:
-    """The component that a suite is about, and the ways to make it."""
+    """The component that a suite tests, and how to make it."""
 
     kind: ClassVar[Kind]
-    settings: ClassVar[frozenset[str]] = frozenset({"component", "options", "time_limit_s", "waivers"})  # what a subclass may set; a kind may add
+    settings: ClassVar[frozenset[str]] = frozenset({"component", "options", "time_limit_s", "waivers"})  # a subclass may set these; a kind may add
 
     component: ClassVar[str | type[Any] | None] = None  # a name, "mine" or "distribution:mine", or a class; None: a base of other suites
     options: ClassVar[Mapping[str, Any]] = {}
-    waivers: ClassVar[Mapping[str, Waiver]] = {}  # by the check's id
-    time_limit_s: ClassVar[float | None] = 300.0  # of a check
+    waivers: ClassVar[Mapping[str, Waiver]] = {}  # id of a check -> its waiver
+    time_limit_s: ClassVar[float | None] = 300.0  # for each check
 
     @cached_property
     def resolved(self) -> ResolvedComponent:
-        """What the name stands for. Raises `PluginError`; `DovetailError` if the component is a bare class, which no plugin declares."""
+        """Find the component by its name. Raises `PluginError`; `DovetailError` if it is a bare class, which no plugin declares."""
         if not isinstance(self.component, str):
             told = "set it to the name of an installed component, or to a class"
             raise DovetailError(f"{type(self).__name__}.component is {self.component!r}: {told}")
@@ -39,7 +39,7 @@ class Binding:
 
     @cached_property
     def component_class(self) -> type[Any]:
-        """Raises `PluginError` or `MissingExtraError` if it can't be loaded."""
+        """Return the component's class. Raises `PluginError` or `MissingExtraError` if it can't be loaded."""
         return self.component if isinstance(self.component, type) else self.resolved.load()
 
     @property
@@ -51,34 +51,34 @@ class Binding:
 
     @cached_property
     def options_model(self) -> type[BaseModel]:
-        """Of a bare class: the type that it gives its attribute `options`, if that is narrower than its base's."""
+        """Return the options model. For a bare class it is the type of its attribute `options`, if that is narrower than its base's."""
         if not isinstance(self.component, type):
             return self.resolved.options_model()
         declared = get_type_hints(self.component).get("options", BaseModel)
         return declared if isinstance(declared, type) and declared is not BaseModel and issubclass(declared, BaseModel) else NoOptions
 
     def make_options(self) -> BaseModel:
-        """`options`, as the component's own model. Raises `ConfigError`, or pydantic's `ValidationError` for a bare class."""
+        """Return `options` as the component's own model. Raises `ConfigError`, or pydantic's `ValidationError` for a bare class."""
         return self.resolved.validate_options() if isinstance(self.component, str) else self.options_model.model_validate(dict(self.options))
 
     def make(self, context: Any) -> Any:
-        """A new component, with `options`."""
+        """Make a new component, with `options`."""
         return self.component_class(self.make_options(), context)
 
     @property
     def capabilities(self) -> Any:
-        """What the component declares: its class's `capabilities`. A kind whose options can change them makes one and asks it."""
+        """The capabilities that the component's class declares. A kind whose options can change them makes a component and asks it."""
         return self.component_class.capabilities
 
     def declares(self, capability: str) -> bool:
-        """Whether the checks tied to `capability` are wanted: "declared" is a component with a name, others are fields of `capabilities`."""
+        """Return True if the checks tied to `capability` apply: "declared" means a component with a name, others are fields of `capabilities`."""
         if capability == "declared":
             return isinstance(self.component, str)
         return bool(getattr(self.capabilities, capability))
 
     @cached_property
     def notes(self) -> list[str]:
-        """What checks measured and don't judge: lines for the report."""
+        """Return lines for the report, with measurements that the checks don't judge."""
         return []
 
     def note(self, text: str) -> None:
@@ -87,7 +87,7 @@ class Binding:
 
 @cache
 def installed(path: tuple[str, ...]) -> Registry:
-    """What is installed on this `sys.path`: loaded once."""
+    """Return the registry of what is installed on this `sys.path`; it is loaded once."""
     from dovetail.registry.registry import Registry
 
     return Registry.discover(enforce_require=False)

@@ -1,11 +1,11 @@
-"""What a check is: one statement that every component of a kind must keep, with a stable id, under which it is reported, waived and documented.
+"""`Check`: one statement that every component of a kind must keep, with a stable id, under which it is reported, waived and documented.
 
     class SchedulerSuite(Suite):
         @check("scheduler.budget", since="0.1")
         def test_budget(self) -> None:
-            "A step computed more tokens than `Context.max_tokens`. Grant through the step, and don't touch its fields."
+            "A step computed more tokens than `SchedulerContext.max_tokens`. Grant through the step, and don't touch its fields."
 
-The docstring is what the author of a failing component reads: what went wrong, and how to mend it. Needs neither torch nor pytest.
+The docstring tells the author of a failing component what went wrong, and how to mend it. This file needs neither torch nor pytest.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ID = re.compile(r"[a-z_]+\.[a-z0-9_]+")
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`capability`: the check is wanted only of a component whose suite `declares` it; None: of all."""
+    """One check. With a `capability`, it applies only to components whose suite `declares` it; with None, to all."""
 
     id: str  # "scheduler.budget"
-    attribute: str  # "test_budget", of the suite
-    since: str  # the version of the kind's api in which it began to be wanted
+    attribute: str  # "test_budget", the suite's method
+    since: str  # the first version of the kind's api that has it
     capability: str | None
     help: str  # the docstring, on one line
 
@@ -37,10 +37,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Waiver:
-    """Leave for one check to fail, for a stated reason. It is strict: a waived check that passes is a failure. Raises `ValueError`."""
+    """Permission for one check to fail, for a stated reason. It is strict: a waived check that passes is a failure. Raises `ValueError`."""
 
     reason: str
-    url: str  # of the issue that tracks it
+    url: str  # the issue that tracks it
 
     def __post_init__(self) -> None:
         if not self.reason.strip():
@@ -54,7 +54,7 @@ class CheckFailed(AssertionError):
 
 
 class Absent(Exception):
-    """A check isn't wanted of this component: it doesn't declare `capability`."""
+    """A check doesn't apply to this component, which doesn't declare `capability`."""
 
     def __init__(self, capability: str) -> None:
         super().__init__(f"{capability} isn't declared")
@@ -62,7 +62,7 @@ class Absent(Exception):
 
 
 class Untried(Exception):
-    """The component declares `capability`, but this machine can't try it: no such device. The verdict says so."""
+    """The component declares `capability`, but this machine has no device to test it on. The verdict says so."""
 
     def __init__(self, capability: str, why: str) -> None:
         super().__init__(f"{capability} is declared, and was not tried: {why}")
@@ -70,10 +70,10 @@ class Untried(Exception):
 
 
 class Declares(Protocol):
-    """What a check asks its suite."""
+    """The question that a check asks its suite."""
 
     def declares(self, capability: str) -> bool:
-        """Whether the checks tied to `capability` are wanted of the suite's component."""
+        """Return True if the checks tied to `capability` apply to the suite's component."""
         ...
 
 
@@ -99,7 +99,7 @@ def check(id: str, *, since: str, capability: str | None = None) -> Callable[[Ca
 
 
 def checks_of(suite: type) -> dict[str, Check]:
-    """The checks of a suite by id: those of the kind first, then those of all kinds, each in the order they are written."""
+    """Return the checks of a suite by id: those of the kind first, then those of all kinds, each in the order of the source."""
     found: dict[str, Check] = {}
     for cls in suite.__mro__:
         for value in vars(cls).values():
@@ -110,7 +110,7 @@ def checks_of(suite: type) -> dict[str, Check]:
 
 
 def require(condition: object, what: str) -> None:
-    """Raises `CheckFailed` unless it holds; unlike `assert`, also under `python -O`."""
+    """Raise `CheckFailed` unless the condition holds; unlike `assert`, also under `python -O`."""
     if not condition:
         fail(what)
 

@@ -1,8 +1,8 @@
-"""The process in which `dovetail.testing.runner` runs a suite: pytest over a generated class, telling a ledger file how far it is.
+"""The process in which `dovetail.testing.runner` runs a suite: pytest over a generated class, with its progress written to a ledger file.
 
 Lines of the ledger, JSON: {"event": "expected", "expected"} first; for each check {"event": "started", "id"} and {"event": "outcome", "id",
 "outcome"}; last {"event": "ended"}. Instead {"event": "misused", "error", "message"} if there is no such component, or it has no such options,
-or {"event": "broken", "message"} if it can't be loaded. What outlasts the time limit ends the process, with a traceback in the trace file.
+or {"event": "broken", "message"} if it can't be loaded. If the time limit is exceeded, the process ends, with a traceback in the trace file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REGULAR = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to run. `component` is a name, or "package.module:Class" if `is_class`. `done`: checks that need not run (again)."""
+    """The work of a process. `component` is a name, or "package.module:Class" if `is_class`. `done`: checks that needn't run (again)."""
 
     kind: Kind
     component: str
@@ -42,7 +42,7 @@ class Job:
     options: Mapping[str, Any]
     waivers: Mapping[str, Mapping[str, str]]
     time_limit_s: float
-    folder: str  # of the files below
+    folder: str  # folder of the files below
     path: list[str]  # sys.path
     done: list[str] = field(default_factory=list)
 
@@ -89,7 +89,7 @@ def main(job_path: str) -> None:
 
 
 def generated_suite(job_path: str) -> Any:
-    """The class that pytest collects."""
+    """Return the class that pytest collects."""
     from dovetail.testing.checks import Waiver
     from dovetail.testing.suites import suite_for
 
@@ -109,7 +109,7 @@ def _load(target: str) -> Any:
 
 
 class Ledger:
-    """The pytest plugin that writes the ledger, leaves out what is done, and sees to the time limit."""
+    """The pytest plugin that writes the ledger, leaves out checks that are done, and enforces the time limit."""
 
     def __init__(self, job: Job, file: IO[str], trace: IO[str]) -> None:
         self.job, self.file, self.trace = job, file, trace
@@ -121,11 +121,11 @@ class Ledger:
         self.file.write(json.dumps({"event": event, **values}) + "\n")
 
     def limit(self) -> None:
-        """The process ends unless this is called again in time. It needs nothing of Python, so that a loop in C is ended too."""
+        """End the process unless this is called again in time. It needs nothing of Python, so that a loop in C is ended too."""
         faulthandler.dump_traceback_later(self.job.time_limit_s, exit=True, file=self.trace)
 
     def load(self, job_path: str) -> bool:
-        """Load the component, so that one that can't be loaded is told once, and not by every check."""
+        """Load the component, so that a failure to load is reported once, and not by every check."""
         try:
             suite = generated_suite(job_path)()
             misuse = None if self.job.is_class else _misuse(suite, self.job)
@@ -157,7 +157,7 @@ class Ledger:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self) -> Generator[None, Any, Any]:
-        """Nobody interrupts this process but the component, and that fails the check like anything else that it raises."""
+        """Make an interrupt fail the check like any other error: only the component itself can interrupt this process."""
         try:
             return (yield)
         except (KeyboardInterrupt, pytest.exit.Exception) as error:
@@ -165,7 +165,7 @@ class Ledger:
 
 
 def _misuse(suite: Any, job: Job) -> DovetailError | None:
-    """Why nobody could test that: there is no such component, or it has no such options. That its options are broken, a check will say.
+    """Return the reason why the component can't be tested: it doesn't exist, or has no such options. If its options are broken, a check says so.
     Raises `PluginError` if a plugin is to blame: one that failed may have offered it, or it was written for another version of the api."""
     try:
         resolved = suite.resolved

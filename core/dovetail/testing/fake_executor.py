@@ -1,5 +1,5 @@
-"""An executor without a model, which checks what it is told: it keeps, for each place of the paged memory, which token prefix was written
-there, and fails if a request would ever read another's.
+"""An executor without a model, which checks its batches: it keeps, for each slot of the paged memory, which token prefix was written there, and
+fails if a request would ever read another's.
 
 The next token of a request is a function of all tokens before it, so that any mistake in the books changes the tokens, or is caught at once.
 """
@@ -19,7 +19,7 @@ from dovetail.errors import DovetailError
 
 
 class FakeExecutorOptions(BaseModel):
-    """What the fake pretends to be."""
+    """Options of the fake: the device and model that it imitates."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,8 +33,8 @@ class FakeExecutorOptions(BaseModel):
     seconds_per_token: float = Field(0.001, ge=0)
 
 
-def chain(tokens: tuple[int, ...] | list[int]) -> list[int]:
-    """For each position, a number that stands for all tokens up to it."""
+def prefix_ids(tokens: tuple[int, ...] | list[int]) -> list[int]:
+    """Return, for each position, a number that identifies all tokens up to it."""
     value, values = 0, []
     for token in tokens:
         value = zlib.crc32(int(token).to_bytes(4, "little"), value)
@@ -43,7 +43,7 @@ def chain(tokens: tuple[int, ...] | list[int]) -> list[int]:
 
 
 def expected_tokens(prompt: list[int], count: int, seed: int = 0, vocab_size: int = 97) -> list[int]:
-    """What the fake generates for a prompt, whatever else runs: the oracle."""
+    """Return the tokens that the fake generates for a prompt, whatever else runs; tests use it as the oracle."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens, seed, vocab_size))
@@ -51,7 +51,7 @@ def expected_tokens(prompt: list[int], count: int, seed: int = 0, vocab_size: in
 
 
 def next_token(tokens: list[int], seed: int, vocab_size: int) -> int:
-    return zlib.crc32(seed.to_bytes(8, "little", signed=False), chain(tokens)[-1]) % vocab_size
+    return zlib.crc32(seed.to_bytes(8, "little", signed=False), prefix_ids(tokens)[-1]) % vocab_size
 
 
 @dataclass
@@ -63,7 +63,8 @@ class _Row:
 
 
 class FakeExecutor(Executor):
-    """Computes at `submit`, gives results at `collect`, where it moves a virtual clock. Raises `DovetailError` on any breach of the contract."""
+    """An executor that computes at `submit` and returns results at `collect`, where it moves a virtual clock. Raises `DovetailError` on any breach of
+    the contract."""
 
     capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False)
     options: FakeExecutorOptions
@@ -71,7 +72,7 @@ class FakeExecutor(Executor):
     def __init__(self, options: FakeExecutorOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)
         self._rows: dict[int, _Row] = {}
-        self._memory: dict[tuple[int, int], int] = {}  # (block, offset) -> chain value of the token written there
+        self._memory: dict[tuple[int, int], int] = {}  # (block, offset) -> prefix id of the token written there
         self._pending: list[tuple[int, list[int], float, float]] = []  # step, tokens, seconds that it takes, when it was submitted
         self._last_step = -1
         self._last_ended = 0.0
@@ -108,7 +109,7 @@ class FakeExecutor(Executor):
     def collect(self, handle: int) -> Result:
         step, tokens, seconds, submitted = self._pending.pop(0)
         self._require(step == handle, "results must be collected in order")
-        started = max(submitted, self._last_ended)  # as on a device, which takes up the next step when the one before is done
+        started = max(submitted, self._last_ended)  # as on a device, which begins a step when the one before has ended
         self._last_ended = started + seconds
         if isinstance(self.context.clock, VirtualClock):
             self.context.clock.wait_until(self._last_ended)
@@ -133,7 +134,7 @@ class FakeExecutor(Executor):
 
     def _write(self, row: _Row, count: int) -> None:
         self._require(count >= 1 and row.computed + count <= len(row.tokens), "more tokens to compute than are known")
-        values = chain(row.tokens)
+        values = prefix_ids(row.tokens)
         for position in range(row.computed, row.computed + count):
             index, offset = divmod(position, self.options.block_size)
             self._require(index < len(row.blocks), f"token {position} of {len(row.tokens)} has no block")
@@ -141,7 +142,7 @@ class FakeExecutor(Executor):
         row.computed += count
 
     def _read(self, row: _Row, count: int, samples: bool) -> int:
-        values = chain(row.tokens)
+        values = prefix_ids(row.tokens)
         first = 0 if self.options.window is None else max(0, row.computed - count - self.options.window + 1)  # seen by the first of its tokens
         for position in range(first, row.computed):
             index, offset = divmod(position, self.options.block_size)

@@ -1,4 +1,4 @@
-"""The simplest KV-cache manager: a pool of blocks and a table a request; nothing is shared or found again."""
+"""The simplest KV-cache manager: a pool of blocks and a table for each request, without sharing or a prefix cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dovetail.request import Request
 
 
 class FakeKVCache(KVCacheManager):
-    """`lookup` answers what `hits` says for a request id (0 if nothing), so that a test can pretend to have cached tokens."""
+    """A manager whose `lookup` returns `hits[request.id]`, or 0, so that a test can pretend to have cached tokens."""
 
     capabilities = KVCapabilities(reuse=False, fork=False, trim=False)
 
@@ -20,7 +20,7 @@ class FakeKVCache(KVCacheManager):
         super().__init__(options, context)
         self._free = list(range(context.num_blocks - 1, -1, -1))
         self._tables: dict[str, list[int]] = {}
-        self._tokens: dict[str, int] = {}  # asked for
+        self._tokens: dict[str, int] = {}  # request id -> tokens asked for
         self._hits = hits or {}
 
     def lookup(self, request: Request) -> int:

@@ -1,4 +1,4 @@
-"""Where something went wrong in a component: its innermost calls, as a verdict shows them, a line each."""
+"""The innermost calls at which a component failed, one a line, for a verdict."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _OURS = Path(__file__).parent
 
 
 def of_error(error: BaseException) -> str:
-    """The calls from the suite on, of which the last one raised."""
+    """Return the calls from the suite on; the last one raised the error."""
     return _since_the_suite(traceback.extract_tb(error.__traceback__))
 
 
 def of_frame(frame: FrameType | None) -> str:
-    """The calls from the suite on, of which the last one is this."""
+    """Return the calls from the suite on, up to this frame."""
     return _since_the_suite(traceback.extract_stack(frame))
 
 
 def of_dump(dump: str) -> str:
-    """Those of the main thread, which `faulthandler` writes last, the innermost first."""
+    """Return the calls of the main thread, which `faulthandler` writes last, the innermost first."""
     return _told(re.findall(r'File "(.+?)", line (\d+) in (.+)', dump.strip().split("\n\n")[-1]))
 
 
@@ -37,6 +37,6 @@ def _since_the_suite(calls: traceback.StackSummary) -> str:
 
 
 def _told(frames: Iterable[tuple[str, object, str]]) -> str:
-    """Without those of the import system, which say nothing."""
+    """Format the calls, without those of the import system."""
     shown = [frame for frame in frames if not frame[0].startswith("<frozen")][:SHOWN]
     return "".join(f"\n  in {function} ({Path(file).name}:{line})" for file, line, function in shown)

@@ -1,4 +1,4 @@
-"""Ends a check that hangs where it runs, which is what pytest has no means of by itself. Imports nothing of the rest of Dovetail."""
+"""Ending a check that hangs, which pytest alone can't. This file imports nothing else of Dovetail."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-AGAIN_S = 1.0  # a component may catch what it is interrupted by, once
+AGAIN_S = 1.0  # a component may catch the first interrupt
 
 
 class Hung(BaseException):
-    """The time is over. No Exception, so that components which catch those don't go on."""
+    """The time limit has passed. It isn't an Exception, so that components which catch those don't go on."""
 
     def __init__(self, frame: FrameType | None) -> None:
-        self.frame = frame  # that was interrupted
+        self.frame = frame  # the interrupted one
 
 
 @contextmanager
 def ended_after(seconds: float | None) -> Iterator[None]:
-    """Raises `Hung` out of what runs in it for longer, in Python or waiting. None: it may take for ever, as it may outside the main thread, where no
-    signal arrives, and on systems without such signals."""
+    """Raise `Hung` in the body, in Python code or a wait, once it has run for `seconds`. None: no limit. Nor is there one outside the main
+    thread, where no signal arrives, or on systems without such signals."""
     if seconds is None or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -34,5 +34,5 @@ def ended_after(seconds: float | None) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)  # somebody else's begins anew
+        signal.setitimer(signal.ITIMER_REAL, *timer)  # another user's timer starts again
         signal.signal(signal.SIGALRM, handler)

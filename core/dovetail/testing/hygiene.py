@@ -1,4 +1,4 @@
-"""Checks for components of all kinds: how they are declared, made, and sent to worker processes."""
+"""Checks for components of all kinds: they must be declared, made and sent to worker processes correctly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ pickle.loads(options)
 
 
 class Hygiene(Binding):
-    """What any component needs so that others can find it, configure it and start it elsewhere."""
+    """Checks that any component can be found, configured and started in another process."""
 
     @check("hygiene.declaration", since="0.1", capability="declared")
     def test_declaration(self) -> None:
@@ -123,7 +123,7 @@ class Hygiene(Binding):
 
 
 def _mismatch(wanted: inspect.Signature, mine: inspect.Signature) -> str | None:
-    """Why a method with the signature `mine` can't be called as one with `wanted`; None if it can."""
+    """Return the reason why a method with the signature `mine` can't be called as one with `wanted`; None if it can."""
     positional = [p for p in wanted.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     keywords = [p for p in wanted.parameters.values() if p.kind is p.KEYWORD_ONLY]
     for optional in (False, True):

@@ -1,4 +1,4 @@
-"""What was expected of a suite against what was observed: nothing passes in silence.
+"""The comparison of a suite's expected checks with the observed outcomes, so that a missing check never passes unnoticed.
 
 `Expected` is read from the suite's class alone, before anything of the component runs; an `Outcome` comes from each check that did run; `judge`
 lays one beside the other. A check that was overridden, deleted, marked, skipped, deselected or never collected has no outcome that counts, so the
@@ -19,7 +19,7 @@ from dovetail.testing.checks import Check, Waiver, checks_of
 if TYPE_CHECKING:
     from dovetail.testing.suite import Suite
 
-# Of a class body, whatever the class is about.
+# Names that every class body has.
 _ALLOWED = {"__annotations__", "__dict__", "__doc__", "__firstlineno__", "__module__", "__qualname__", "__static_attributes__", "__weakref__"}
 
 Status = Literal["passed", "failed", "absent", "untried", "skipped"]
@@ -27,13 +27,13 @@ Status = Literal["passed", "failed", "absent", "untried", "skipped"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one check. `absent`: it isn't wanted, `capability` isn't declared. `untried`: declared, but not to be tried on this machine.
-    `skipped`: somebody kept it from counting."""
+    """The outcome of one check. `absent`: it doesn't apply, as `capability` isn't declared. `untried`: this machine can't test the capability.
+    `skipped`: it was kept from counting."""
 
     status: Status
     message: str = ""
     capability: str | None = None
-    output: str = ""  # what the component printed meanwhile
+    output: str = ""  # text that the component printed meanwhile
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -41,18 +41,19 @@ class Outcome:
         return cls(**{**values, "notes": tuple(values["notes"])})
 
     def worse(self, other: Outcome) -> Outcome:
-        """Of two phases of one check, the one that counts."""
+        """Return the outcome that counts, of two phases of one check."""
         order: tuple[Status, ...] = ("passed", "absent", "untried", "skipped", "failed")
         return self if order.index(self.status) >= order.index(other.status) else other
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a suite's class says should run. `tampering`: in words, by the check's id or, of what concerns all checks, by the attribute's name."""
+    """The checks that should run, according to the suite's class. `tampering`: forbidden changes in words, by the check's id or, if they affect all
+    checks, by the attribute's name."""
 
     kind: Kind
     component: str
-    checks: Mapping[str, str]  # id -> how to mend it
+    checks: Mapping[str, str]  # id -> its help
     waivers: Mapping[str, str] = field(default_factory=dict)  # id -> reason and url
     tampering: Mapping[str, str] = field(default_factory=dict)
 
@@ -66,7 +67,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Why a component doesn't conform. `id`: of a check, or what was tampered with."""
+    """A reason why a component doesn't conform. `id`: the check, or the attribute that was tampered with."""
 
     id: str
     message: str
@@ -76,7 +77,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a suite says of a component."""
+    """A suite's judgement on a component."""
 
     kind: Kind
     component: str
@@ -87,7 +88,7 @@ class Verdict:
     waived: tuple[str, ...]  # ids
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
-    untried: tuple[str, ...] = ()  # capabilities that are declared, but can't be tried on this machine
+    untried: tuple[str, ...] = ()  # declared capabilities that can't be tested on this machine
 
     @property
     def conformant(self) -> bool:
@@ -95,7 +96,7 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """The verdict: "CONFORMANT scheduler api=0.1, 41/41, 3 capabilities absent, 0 waived"."""
+        """The verdict in one line: "CONFORMANT scheduler api=0.2, 41/41, 3 capabilities absent, 0 waived"."""
         word = "CONFORMANT" if self.conformant else "NOT CONFORMANT"
         counts = f"{self.passed}/{self.expected}, {len(self.absent)} capabilities absent, {len(self.waived)} waived"
         if self.untried:
@@ -104,7 +105,7 @@ class Verdict:
         return f"{word} {self.kind} api={self.api}, {counts}" + (f": {broken}" if broken else "")
 
     def report(self) -> Iterator[str]:
-        """For people, line by line; the verdict is the last."""
+        """Yield the report's lines, for people; the verdict is the last."""
         for (message, help, output), same in groupby(self.findings, key=lambda finding: (finding.message, finding.help, finding.output)):
             yield f"{', '.join(finding.id for finding in same)}: {self.component}: {message}"
             if help:
@@ -119,7 +120,7 @@ class Verdict:
 
 
 def expected_of(suite: type[Suite]) -> Expected:
-    """What running the class should bring, and all that was changed in it which may not be."""
+    """Return the checks that running the class should bring, and all forbidden changes in it."""
     official = next(cls for cls in suite.__mro__ if _is_ours(cls))
     checks = checks_of(official)
     component = suite.component if isinstance(suite.component, str) else getattr(suite.component, "__qualname__", repr(suite.component))
@@ -134,7 +135,7 @@ def expected_of(suite: type[Suite]) -> Expected:
 
 
 def judge(expected: Expected, outcomes: Mapping[str, Outcome]) -> Verdict:
-    """The verdict; `outcomes` by the checks' ids."""
+    """Return the verdict; `outcomes` are by the checks' ids."""
     findings = [Finding(id, message) for id, message in expected.tampering.items()]
     passed, wanted, waived = 0, 0, []
     unwanted: dict[Status, set[str]] = {"absent": set(), "untried": set()}
@@ -175,7 +176,7 @@ def _is_ours(cls: type) -> bool:
 
 
 def _tampering(suite: type[Suite], official: type[Suite], checks: Mapping[str, Check]) -> Iterator[tuple[str, str]]:
-    """Of two things that are said of one check, the later counts."""
+    """Yield (id or attribute, complaint); of two complaints about one check the later counts."""
     by_attribute = {check.attribute: check for check in checks.values()}
     for name, check in by_attribute.items():
         if inspect.getattr_static(suite, name) is not inspect.getattr_static(official, name):

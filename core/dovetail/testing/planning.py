@@ -1,4 +1,4 @@
-"""`plan`: run one real step of a policy over a fake pool, and see what it did. For a policy author's first test.
+"""`plan`: run one real step of a policy over a fake pool, and return its decisions, for a policy author's first test.
 
 ```python
 done = plan(MyPolicy, waiting=[make_request("a", 16), make_request("b", 5)], free_blocks=4)
@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from dovetail.api.component import NoOptions
 from dovetail.api.kv_cache import KVContext, KVGroup, KVLayout
-from dovetail.api.scheduler import Context, Refusal, Scheduler
+from dovetail.api.scheduler import Refusal, Scheduler, SchedulerContext
 from dovetail.engine.books import Books
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.step import PlannedStep
@@ -26,21 +26,21 @@ from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 from dovetail.testing.fake_kv import FakeKVCache
 
-EARLIER = -2  # the index of the steps in which running requests came as far as they have; -1 means none
+EARLIER = -2  # index of the steps in which running requests made their progress; -1 means none
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a policy did in one step, by request id, each in the order it did it."""
+    """The decisions of a policy in one step, by request id, each kind in the order in which they were made."""
 
     granted: Mapping[str, int]  # -> tokens
-    refused: Mapping[str, Refusal]  # asked for and not granted -> why, the last time
+    refused: Mapping[str, Refusal]  # requests asked for and not granted -> the last reason
     preempted: tuple[str, ...]
     rejected: Mapping[str, str]  # -> reason
     wake_at: float | None
     notes: tuple[tuple[str, str], ...]  # (request id, why)
     free_blocks: int  # afterwards
-    policy: Scheduler  # to look at what it keeps
+    policy: Scheduler  # to inspect its state
 
 
 def make_request(
@@ -57,8 +57,8 @@ def make_request(
     predicted_tokens: int | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Request:
-    """A request for one `plan`. `generated`: tokens of its output that are there. `computed`: of all its tokens, if it is to be among `running`;
-    by default all but the last generated one, so that it decodes. With fewer than `prompt_tokens` it is amid its prefill."""
+    """Make a request for one `plan`. `generated`: number of its output tokens. `computed`: number of computed tokens, if it is to be among `running`;
+    by default all but the last generated one, so that it decodes. With fewer than `prompt_tokens` it is within its prefill."""
     request = _Planned(
         id,
         [(i * 7 + len(id)) % 50 for i in range(prompt_tokens)],
@@ -77,10 +77,10 @@ def make_request(
 
 
 class _Planned(LiveRequest):
-    """A request of `make_request`, which knows how far it should have come before the step that is planned."""
+    """A request of `make_request`, with the progress that it should have made before the planned step."""
 
     __slots__ = ("to_compute",)
-    to_compute: int | None  # of all its tokens; None: all but the last generated one
+    to_compute: int | None  # number of its tokens; None: all but the last generated one
 
 
 def plan(
@@ -98,7 +98,7 @@ def plan(
     seed: int = 0,
 ) -> Plan:
     """Let `policy` plan one step. The requests arrive (the running ones first), the running ones take their blocks, and `free_blocks` remain.
-    Afterwards the policy hears of those that it preempted and rejected, as from the engine.
+    Afterwards the policy is told of the requests that it preempted and rejected, as by the engine.
 
     `policy`: a class, made with `options`, or one made before, to plan further with what it keeps. `cached`: tokens found in the prefix cache,
     whole blocks, by request id. Raises what the policy raises, `PolicyError` on misuse, and `DovetailError` if the requests make no sense.
@@ -109,7 +109,7 @@ def plan(
     layout = KVLayout((KVGroup((0,), None, 1),), block_size, "none")
     kv = FakeKVCache(NoOptions(), KVContext(layout, held + free_blocks), dict(cached or {}))
     if isinstance(policy, type):
-        policy = policy(options or NoOptions(), Context(max_tokens, max_seqs, held + free_blocks, block_size, seed))
+        policy = policy(options or NoOptions(), SchedulerContext(max_tokens, max_seqs, held + free_blocks, block_size, seed))
     books = Books(kv, block_size, None, max(max_seqs, len(running)), type(policy).__name__)
     for order, request in enumerate([*going, *coming]):
         request.order = order
@@ -163,12 +163,12 @@ def _computed_of(request: _Planned) -> int:
 
 
 def _start(books: Books, request: _Planned) -> None:
-    """Let it run before the step in question: it is granted what it should have computed, and receives the token that this samples."""
+    """Let a request run before the step in question: it is granted the tokens that it should have computed, and receives the sampled token."""
     computed = _computed_of(request)
     if computed < 1 or computed >= request.num_tokens + (not request.generated):
         raise DovetailError(f"running request {request.id!r} has computed {computed} of {request.num_tokens} tokens: give it `generated` tokens")
     if request.generated and computed == request.num_tokens - 1:
-        request.output_token_ids.pop()  # the one that it will sample
+        request.output_token_ids.pop()  # it will sample this one
     books.arrive(request)
     before = PlannedStep(books, EARLIER, request.arrival_time, computed, 1)
     if not before.grant(request, computed - before.cost(request).cached):

@@ -1,4 +1,4 @@
-"""Python code in a process of its own, for checks that need a fresh one."""
+"""`run_python`: Python code in a new process, for checks that need one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 from dovetail.testing.checks import fail, require
 
 LIMIT_S = 60
-SHOWN = 2_000  # characters of what it said
+SHOWN = 2_000  # characters of its output
 
 
 def run_python(code: str, stdin: bytes, what: str, *args: str, **environ: str) -> None:
-    """Run it with the present `sys.path` and wait. Raises `CheckFailed`, `what` and the end of its output, unless it ends well and in time."""
+    """Run code with the present `sys.path` and wait. Raises `CheckFailed`, with `what` and the end of its output, unless it succeeds in time."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     command, env = [sys.executable, "-c", code, *args], os.environ | {"PYTHONPATH": path} | environ
     try:

@@ -1,7 +1,7 @@
-"""The pytest plugin (entry point `dovetail`): lays what suites should run beside what did, and prints their verdicts.
+"""The pytest plugin (entry point `dovetail`): it compares the checks that suites should run with those that did, and prints their verdicts.
 
-It sits in every pytest run of an environment that has Dovetail, so it imports nothing of the rest of Dovetail until it meets a suite. Under
-pytest-xdist workers tell the controller what they expect and observe, and the controller judges.
+It is part of every pytest run in an environment with Dovetail, so it imports nothing else of Dovetail until it meets a suite. Under pytest-xdist
+workers send the controller what they expect and observe, and the controller judges.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from dovetail.testing.checks import Check
     from dovetail.testing.ledger import Expected, Outcome, Verdict
 
-_EXPECTED = "dovetail_expected"  # of a pytest-xdist worker's output
-_OUTPUT_LIMIT = 4_000  # characters of what a component printed that are kept
+_EXPECTED = "dovetail_expected"  # key in a pytest-xdist worker's output
+_OUTPUT_LIMIT = 4_000  # characters kept of a component's output
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class SuiteWatch:
-    """All suites of a session, by the node id of their class: what they expect, and what was observed."""
+    """All suites of a session, by the node id of their class, with the expected checks and observed outcomes."""
 
     name = "dovetail-suites"
 
@@ -45,7 +45,7 @@ class SuiteWatch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pycollect_makeitem(self, collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
-        """A class that is a suite of some component is expected to run, whatever pytest makes of it."""
+        """Note that a class which is a suite of some component is expected to run, whatever pytest does with it."""
         if isinstance(obj, type) and getattr(obj, "__dovetail_suite__", False) and getattr(obj, "component", None) is not None:
             from dovetail.testing.ledger import expected_of
 
@@ -56,7 +56,7 @@ class SuiteWatch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: Any) -> Generator[None, Any, Any]:
-        """A check that hangs has failed, and the others run."""
+        """Make a check that hangs fail, so that the others run."""
         if getattr(pyfuncitem.function, "check", None) is None:
             return (yield)
         from dovetail.testing import frames
@@ -72,7 +72,7 @@ class SuiteWatch:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
-        """Say in the report of which check it is and what became of it; show the absent as skipped and the waived as expected failures."""
+        """Put the check and its outcome into the report; show absent ones as skipped and waived ones as expected failures."""
         report = yield
         check, node = getattr(getattr(item, "function", None), "check", None), getattr(item.parent, "nodeid", "")
         uneventful = call.when != "call" and report.passed
@@ -87,7 +87,7 @@ class SuiteWatch:
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Comes with each report, also with those of pytest-xdist's workers."""
+        """Note the outcome in each report, also in those of pytest-xdist's workers."""
         told = getattr(report, "dovetail", None)
         if told is not None:
             self.observe(told["node"], told["id"], told["outcome"])
@@ -111,7 +111,7 @@ class SuiteWatch:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """A worker of pytest-xdist has ended."""
+        """Take the results of a pytest-xdist worker that has ended."""
         told = getattr(node, "workeroutput", {}).get(_EXPECTED)
         if told:
             from dovetail.testing.ledger import Expected
@@ -128,7 +128,7 @@ class SuiteWatch:
 
 
 def _outcome(check: Check, report: Any, call: Any, notes: tuple[str, ...]) -> Outcome:
-    """What a report says of the check itself. Only a check that is tied to a capability can be absent or untried, whoever says so."""
+    """Return the outcome of a check from its report. Only a check that is tied to a capability can be absent or untried."""
     from dovetail.testing.checks import Absent, Untried
     from dovetail.testing.ledger import Outcome
 
@@ -146,7 +146,7 @@ def _outcome(check: Check, report: Any, call: Any, notes: tuple[str, ...]) -> Ou
 
 
 def _message(error: BaseException | None) -> str:
-    """What the check says, with the example that showed it; of any other error, that it broke the check off, and where."""
+    """Return the check's message, with the example that showed it; for any other error, the message that it aborted the check, and where."""
     from dovetail.errors import describe
     from dovetail.testing import frames
     from dovetail.testing.checks import CheckFailed

@@ -1,5 +1,5 @@
-"""`run`: a suite over a component, whatever the component does. It runs in a process of its own (`dovetail.testing.child`); one that hangs, exits or
-crashes loses the check that it was in, and the others run in a new process."""
+"""`run`: run a suite over a component, whatever the component does. It runs in a process of its own (`dovetail.testing.child`); if that hangs, exits
+or crashes, the check that it was in has failed, and the others run in a new process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from dovetail.testing.ledger import Expected, Finding, Outcome, Verdict, judge
 from dovetail.where import did_you_mean
 
 TIME_LIMIT_S = 60.0
-MAX_DEATHS = 3  # of the process; after them the remaining checks are given up
-GRACE_S = 10.0  # that a process gets to end itself after its time limit
+MAX_DEATHS = 3  # ends of the process; after them the remaining checks are given up
+GRACE_S = 10.0  # a process has this long to end itself after its time limit
 POLL_S = 0.02
 LOADING = "loading"  # in place of a check's id
-OUTPUT_LINES = 5  # of what it said at last that are shown
+OUTPUT_LINES = 5  # last lines of its output that are shown
 
 
 def run(
@@ -44,8 +44,8 @@ def run(
     """Run all checks of a kind over one component, and judge. Nothing that the component prints is shown, and nothing of it runs in this process.
 
     `component`: its name, or a class at the top level of a module. `options` must be JSON. `time_limit_s`: for each check, and for loading.
-    Raises `PluginError` if no component has that name and `ConfigError` if it doesn't take the options, or they aren't JSON; all else stands in
-    the verdict.
+    Raises `PluginError` if no component has that name, and `ConfigError` if it doesn't take the options, or they aren't JSON; the verdict reports
+    anything else.
     """
     if kind not in KINDS:
         raise PluginError(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}")
@@ -68,13 +68,13 @@ def _check_json(options: Mapping[str, Any] | None) -> None:
 
 
 class _Run:
-    """The processes of one run, and what their ledgers said."""
+    """The processes of one run, and the content of their ledgers."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.expected: Expected | None = None
         self.outcomes: dict[str, Outcome] = {}
-        self.doing = LOADING  # or the id of the check that runs, or ran last
+        self.doing = LOADING  # or the id of the check that is running, or ran last
         self.broken = ""  # why it can't be loaded
         self.ended = False
 
@@ -97,7 +97,7 @@ class _Run:
         return Verdict(self.job.kind, self.job.component, API_VERSIONS[self.job.kind], 0, 0, (), (), (Finding(LOADING, why),), ())
 
     def _process(self) -> str:
-        """Run the checks that aren't done, in a new process. Returns how it ended, for the case that it isn't all well."""
+        """Run the checks that aren't done, in a new process. Returns how it ended, for an error message."""
         job = replace(self.job, done=[*self.outcomes])
         path = job.write()
         output, environ = Path(job.folder, "output.txt"), {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
@@ -111,7 +111,7 @@ class _Run:
                 hung = self._follow(process, ledger)
             finally:
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+                    os.killpg(process.pid, signal.SIGKILL)  # and the processes that it has started
                 process.wait()
         trace = job.trace.read_text(errors="replace") if job.trace.exists() else ""
         if hung or "Timeout" in trace:
@@ -119,7 +119,7 @@ class _Run:
         return "\n  ".join([f"it ended the process, {ending(process.returncode)}", *last_words(output)[-OUTPUT_LINES:]])
 
     def _follow(self, process: subprocess.Popen[bytes], ledger: IO[str]) -> bool:
-        """Read the ledger until the process has ended, or is so late that it can't even end itself: True."""
+        """Read the ledger until the process has ended. Returns True if it is so late that it couldn't even end itself."""
         begun, unread = time.monotonic(), ""
         while True:
             over = process.poll() is not None

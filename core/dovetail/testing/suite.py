@@ -1,10 +1,10 @@
-"""`Suite`: what the suites of all kinds have in common. A plugin's author subclasses the suite of their kind:
+"""`Suite`: the base of the suites of all kinds. A plugin's author subclasses the suite of their kind:
 
     class TestMine(SchedulerSuite):
         component = "mine"
         options = {"quantum": 8}
 
-and pytest runs its checks; the verdict stands in the terminal's summary. Nothing else of a suite may be overridden: see `dovetail.testing.ledger`.
+and pytest runs its checks; the verdict is in the terminal's summary. Nothing else of a suite may be overridden: see `dovetail.testing.ledger`.
 """
 
 from __future__ import annotations
@@ -17,4 +17,4 @@ from dovetail.testing.hygiene import Hygiene
 class Suite(Hygiene):
     """Checks that components of one kind must pass. pytest makes an instance for each check."""
 
-    __dovetail_suite__: ClassVar[bool] = True  # by which the pytest plugin knows suites, without importing this module
+    __dovetail_suite__: ClassVar[bool] = True  # the pytest plugin recognises suites by it, without importing this module

@@ -1,9 +1,9 @@
-"""The hash chain of a request's full blocks: what a block is found by.
+"""The hash chain of a request's full blocks, by which blocks are found.
 
 A block's hash covers its tokens and the hash before it, hence every token up to its end; the chain begins with a hash of the request's
 `cache_keys`. Two prefixes of the same hash would share K and V that belong to one of them. By accident that is a matter of 1 in 10^20 for a billion
-blocks of 128 bits. On purpose: nobody is known to find two texts of the same SHA-256. XXH3 wasn't made to withstand the attempt; its seed is drawn
-for each cache, so that nothing can be prepared beforehand. What the hashes are changes no decision, so a run stays reproducible.
+blocks of 128 bits. On purpose: no two texts of the same SHA-256 are known. XXH3 wasn't made to withstand an attack; its seed is drawn for each
+cache, so that nothing can be prepared beforehand. No decision depends on the values of hashes, so a run stays reproducible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Digest = Callable[[bytes], bytes]
 
 
 def make_digest(name: HashName) -> Digest:
-    """The hash of that name; each xxh3 with another seed, which nobody can know."""
+    """Return the hash function of that name; each xxh3 has another, secret seed."""
     if name == "sha256":
         return lambda data: hashlib.sha256(data).digest()
     seed = int.from_bytes(os.urandom(8), "little")
@@ -37,26 +37,26 @@ def make_digest(name: HashName) -> Digest:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """What a chain lends to another whose request begins alike, without keeping its own request."""
+    """The hashes of a chain, to be reused by another one whose request begins alike. It doesn't keep the request."""
 
     root: bytes
     prompt: NDArray[np.int64]  # [tokens]
     hashes: list[bytes]  # the chain's own, which grows
 
     def same_tokens(self, prompt: NDArray[np.int64]) -> int:
-        """With how many both begin."""
+        """Return how many leading tokens both have in common."""
         most = min(len(self.prompt), len(prompt))
         differ = self.prompt[:most] != prompt[:most]
         return int(differ.argmax()) if differ.any() else most
 
 
 class HashChain:
-    """Hashes of one request's blocks, each computed once: `hashes[i]` is that of tokens 0 … (i + 1) * block_size - 1."""
+    """Hashes of one request's blocks, each computed once: `hashes[i]` covers tokens 0 … (i + 1) * block_size - 1."""
 
     __slots__ = ("_block_size", "_digest", "_root", "hashes", "request")
 
     def __init__(self, request: Request, block_size: int, digest: Digest, like: Beginning | None = None) -> None:
-        """Hashes that are in `like` already are taken from there: from a chain with the same `block_size` and `digest`."""
+        """Make a chain that takes the hashes of a common beginning from `like`, a chain with the same `block_size` and `digest`."""
         self.request = request
         self._block_size = block_size
         self._digest = digest
@@ -70,7 +70,7 @@ class HashChain:
         return Beginning(self._root, self.request.prompt_array, self.hashes)
 
     def extend(self, num_blocks: int) -> list[bytes]:
-        """The hashes of at least the first `num_blocks` blocks, which must be full of known tokens."""
+        """Return the hashes of at least the first `num_blocks` blocks, which must be full of known tokens."""
         hashes = self.hashes
         if len(hashes) >= num_blocks:
             return hashes
@@ -84,7 +84,7 @@ class HashChain:
 
 
 def _token_bytes(request: Request, start: int, end: int) -> bytes:
-    """Token ids `start` … `end` - 1 of prompt and output, `TOKEN_BYTES` each."""
+    """Return token ids `start` … `end` - 1 of prompt and output, `TOKEN_BYTES` each."""
     prompt, data = request.prompt_tokens, request.prompt_array[start:end].tobytes()
     if end > prompt:
         data += array("q", request.output_token_ids[max(0, start - prompt) : end - prompt]).tobytes()

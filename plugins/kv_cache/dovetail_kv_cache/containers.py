@@ -1,7 +1,7 @@
-"""What the block pool keeps its books in: containers whose every operation takes the same short time, however many blocks there are.
+"""The containers of the block pool: each operation takes the same short time, however many blocks there are.
 
-A dict moves all that it holds whenever it has grown, or has been written to often enough. With the 70,000 blocks of a large GPU that takes some
-10 ms, and all requests wait for it.
+A dict moves all its items whenever it has grown, or has been written to often enough. With the 70,000 blocks of a large GPU that takes some
+10 ms, during which all requests wait.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ PARTS = 256  # one for each value of a hash's first byte
 
 
 class BlockIndex:
-    """Hash, of one byte or more -> block: many small dicts."""
+    """A map from hash, of one byte or more, to block, made of many small dicts."""
 
     __slots__ = ("_parts", "changes")
 
     def __init__(self) -> None:
         self._parts: list[dict[bytes, int]] = [{} for _ in range(PARTS)]
-        self.changes = 0  # so far: while there is no other, the same is found
+        self.changes = 0  # number of changes so far: while it stays the same, so do the answers
 
     def get(self, digest: bytes) -> int | None:
         return self._parts[digest[0]].get(digest)
 
     def run(self, digests: Iterable[bytes]) -> list[int]:
-        """The blocks that are found by `digests`, up to the first by which none is."""
+        """Return the blocks of `digests`, up to the first digest that has none."""
         parts, blocks = self._parts, list[int]()
         for digest in digests:
             block = parts[digest[0]].get(digest)
@@ -35,7 +35,7 @@ class BlockIndex:
         return blocks
 
     def setdefault(self, digest: bytes, block: int) -> int:
-        """The block that is found by `digest`: `block`, if there was none."""
+        """Return the block of `digest`, after making it `block` if there was none."""
         self.changes += 1
         return self._parts[digest[0]].setdefault(digest, block)
 
@@ -60,10 +60,10 @@ class BlockIndex:
 
 
 class BlockQueue:
-    """Blocks from 0 to `size` - 1, each once at most, in the order in which they came; any can leave. A list linked both ways, whose two ends are one
-    more place that belongs to no block:
+    """A queue of blocks from 0 to `size` - 1, each at most once, in the order in which they came; any can leave. It is a doubly linked list, whose
+    ends are one more entry that belongs to no block:
 
-        place   0   1   2   3 | end        oldest ─► 2, then 0
+        entry   0   1   2   3 | end        oldest ─► 2, then 0
         next    e   ·   0   · |  2         "·": not in it
         before  2   ·   e   · |  0
     """
@@ -74,10 +74,10 @@ class BlockQueue:
         self._end = size
         self._next, self._before = (array("i", [-1]) * (size + 1) for _ in range(2))
         self._next[size] = self._before[size] = size
-        self.count = 0  # to be read: how many are in it
+        self.count = 0  # number of blocks in it; only to be read
 
     def append(self, block: int) -> None:
-        """The newest, which isn't in it."""
+        """Append `block`, which must not be in it, as the newest."""
         after, before, end = self._next, self._before, self._end
         newest = before[end]
         after[block], before[block] = end, newest
@@ -85,7 +85,7 @@ class BlockQueue:
         self.count += 1
 
     def remove(self, block: int) -> None:
-        """It is in it."""
+        """Remove `block`, which must be in it."""
         after, before = self._next, self._before
         older, newer = before[block], after[block]
         after[older], before[newer] = newer, older
@@ -93,7 +93,7 @@ class BlockQueue:
         self.count -= 1
 
     def pop_oldest(self) -> int:
-        """There is one."""
+        """Remove and return the oldest block; the queue must not be empty."""
         block = self._next[self._end]
         self.remove(block)
         return block
@@ -106,7 +106,7 @@ class BlockQueue:
         return self._next[block] >= 0
 
     def __iter__(self) -> Iterator[int]:
-        """From the oldest on; it doesn't change meanwhile."""
+        """Iterate from the oldest on; the queue must not change meanwhile."""
         block = self._next[self._end]
         while block != self._end:
             yield block

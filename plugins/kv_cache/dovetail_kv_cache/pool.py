@@ -1,9 +1,9 @@
-"""The blocks themselves: who holds each, which are empty, and which can be found by a hash.
+"""`BlockPool`: the state of each block: how many tables hold it, and whether it can be found by a hash.
 
 state       refs   hash      becomes
 empty        0     none      held by `take`
 held        ≥ 1    maybe     findable too by `publish`; by the last `release` cached if it has a hash, else empty
-cached       0     yes       held by `hold`; by `take`, when none is empty, it loses its hash and has a new holder
+cached       0     yes       held by `hold`; also by `take`, if no block is empty: then it loses its hash
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ NO_HASH = b""
 class BlockPool:
     """Reference counts, the stack of empty blocks, and the findable blocks that nobody holds, least recently used first.
 
-    Callers see to it that they take no more than `available` and release only what they hold.
+    Callers must take no more than `available`, and release only blocks that they hold.
     """
 
     __slots__ = ("_cached", "_empty", "_hash_of", "_size", "block_of", "refs")
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self.refs = [0] * size  # tables that hold it, a block
-        self.block_of = BlockIndex()  # hash -> the one block found by it
+        self.refs = [0] * size  # for each block, the number of tables that hold it
+        self.block_of = BlockIndex()  # hash -> the one block that it finds
         self._hash_of = [NO_HASH] * size
-        self._empty = list(range(size - 1, -1, -1))  # a stack: the lowest first, later what was used last
+        self._empty = list(range(size - 1, -1, -1))  # a stack: at first the lowest on top, later the block freed last
         self._cached = BlockQueue(size)
 
     @property
@@ -43,7 +43,7 @@ class BlockPool:
         return BlockCounts(free=free, held=self._size - free - cached, cached=cached)
 
     def take(self) -> int:
-        """A block for one holder, empty: the cached one that was used longest ago, if no other is left."""
+        """Return an empty block for one holder; if there is none, the cached block that was used longest ago."""
         if self._empty:
             block = self._empty.pop()
         else:
@@ -54,7 +54,7 @@ class BlockPool:
         return block
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """One more holder for each of `blocks`, which are held or cached."""
+        """Count one more holder for each of `blocks`, which are held or cached."""
         refs, cached = self.refs, self._cached
         for block in blocks:
             if refs[block] == 0:
@@ -62,7 +62,7 @@ class BlockPool:
             refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One holder fewer for each. What can be found stays cached, the later in `blocks` the longer."""
+        """Count one holder fewer for each of `blocks`. Findable ones stay cached, those late in `blocks` longest."""
         refs, hash_of, cached, empty = self.refs, self._hash_of, self._cached, self._empty
         for block in blocks:
             refs[block] -= 1
@@ -73,12 +73,12 @@ class BlockPool:
                     cached.append(block)
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Let `block` be found by `digest`, unless another block is."""
+        """Let `digest` find `block`, unless it finds another block."""
         if self.block_of.setdefault(digest, block) == block:
             self._hash_of[block] = digest
 
     def unpublish(self, block: int, digest: bytes) -> None:
-        """`block` is not to be found by `digest` any more; nothing, if it isn't."""
+        """Let `digest` not find `block` any more. Does nothing if it doesn't."""
         if self.block_of.get(digest) == block:
             del self.block_of[digest]
             self._hash_of[block] = NO_HASH
@@ -87,14 +87,14 @@ class BlockPool:
                 self._empty.append(block)
 
     def forget(self) -> None:
-        """No block can be found any more; the cached ones become empty."""
+        """Let no block be found any more; the cached ones become empty."""
         self.block_of.clear()
         self._hash_of = [NO_HASH] * self._size
         self._empty.extend(reversed(list(self._cached)))
         self._cached.clear()
 
     def check(self, holders: list[int]) -> None:
-        """Raise `DovetailError` if the books contradict each other, or `holders`: how many tables hold it, a block."""
+        """Raise `DovetailError` if the books contradict each other, or `holders`: for each block, the number of tables that hold it."""
         if self.refs != holders:
             differing = [(block, *counted) for block, counted in enumerate(zip(self.refs, holders, strict=True)) if len(set(counted)) > 1]
             raise DovetailError(f"KV pool: (block, holders counted, holders in tables) differ: {differing}")

@@ -1,12 +1,12 @@
-"""The KV-cache manager `prefix`: requests that begin with the same tokens share the blocks of that beginning.
+"""The KV-cache manager `prefix`: requests that begin with the same tokens share the blocks of this prefix.
 
 A full block is found by a hash of all tokens up to its end (`chain.py`). Blocks that nobody holds stay findable until the space is needed;
-then the one used longest ago goes first, and of a request's blocks the last, since a chain without its tail is still of use and a tail
-without its head is not. The idea of hashed blocks is that of vLLM's automatic prefix caching; finding them again by longest prefix is
-RadixAttention's (SGLang, arXiv:2312.07104).
+then the least recently used goes first, and of one request's blocks the last, since a prefix is useful without its end, and an end is useless
+without its beginning. Hashed blocks are the idea of vLLM's automatic prefix caching; reuse by longest prefix is that of RadixAttention
+(SGLang, arXiv:2312.07104).
 
-When two requests compute the same block at the same time, one of the two copies can be found; the other is its holder's own and becomes
-empty when that one lets go.
+If two requests compute the same block at the same time, only one of the two copies can be found; the other becomes empty when its holder
+releases it.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ class PrefixOptions(BaseModel):
 
 
 class _Table:
-    """One request's blocks, and how far it has come."""
+    """One request's blocks, and its progress."""
 
     __slots__ = ("blocks", "num_committed", "num_found", "num_tokens", "num_trimmed", "publishes", "request")
 
     def __init__(self, request: Request, blocks: list[int], num_tokens: int, num_found: int) -> None:
         self.request = request
-        self.blocks = blocks  # only ever appended to; the first `num_trimmed` are no longer its own
+        self.blocks = blocks  # blocks are only appended; it doesn't hold the first `num_trimmed` any more
         self.num_tokens = num_tokens  # asked for
         self.num_trimmed = 0
-        self.num_committed = self.num_found = num_found  # blocks; the first `num_found` were computed by others
-        self.publishes = True  # False once `reset` has disowned what it computed
+        self.num_committed = self.num_found = num_found  # in blocks; other requests computed the first `num_found`
+        self.publishes = True  # False after a `reset` while it ran: its K and V are outdated
 
     @property
     def own(self) -> list[int]:
-        """The blocks that it holds."""
+        """Return the blocks that it holds."""
         return self.blocks[self.num_trimmed :] if self.num_trimmed else self.blocks
 
 
 class _Found(NamedTuple):
-    """The blocks that were found last, and what for."""
+    """The result of the last search, with its arguments."""
 
-    hashes: list[bytes]  # of a chain; none of a second one is the same list
+    hashes: list[bytes]  # the list of a chain, which identifies it
     limit: int  # blocks
-    changes: int  # of the index before
+    changes: int  # of the index, at the search
     blocks: list[int]
 
     def is_of(self, hashes: list[bytes], limit: int, changes: int) -> bool:
@@ -70,9 +70,9 @@ class _Found(NamedTuple):
 
 
 class PrefixCache(KVCacheManager):
-    """Costs: growing by one block, `counts` and `available_blocks` are O(1); `lookup` is O(blocks found), `free` O(blocks held). A request's
-    tokens are hashed once: on its first lookup or commit, then block by block as it generates; the hashes are kept until `free`. Of those with which
-    the request before it began too, none is computed again."""
+    """The manager. Growing by one block, `counts` and `available_blocks` are O(1); `lookup` is O(blocks found), `free` O(blocks held). A request's
+    tokens are hashed once: on its first lookup or commit, then block by block as it generates; the hashes are kept until `free`. Hashes of a
+    beginning that the request before it had too aren't computed again."""
 
     capabilities = KVCapabilities(reuse=True, fork=True, trim=True)
     options: PrefixOptions
@@ -84,9 +84,9 @@ class PrefixCache(KVCacheManager):
         self._block_size = context.layout.block_size
         self._digest = make_digest(options.hash)
         self._pool = BlockPool(context.num_blocks)
-        self._tables: dict[str, _Table] = {}  # by request id
+        self._tables: dict[str, _Table] = {}  # request id -> its table
         self._chains: dict[str, HashChain] = {}
-        self._latest: Beginning | None = None  # of the chain that was begun last: the next may begin as it does
+        self._latest: Beginning | None = None  # beginning of the newest chain: the next request may begin alike
         self._found = _Found([], 0, -1, [])
         self._copies: list[BlockCopy] = []
 
@@ -113,7 +113,7 @@ class PrefixCache(KVCacheManager):
         if missing > self._pool.available:
             return None
         table.num_tokens = num_tokens
-        if missing == 1:  # the usual decode
+        if missing == 1:  # the usual case, a decode
             block = self._pool.take()
             table.blocks.append(block)
             return Allocation((block,))
@@ -200,7 +200,7 @@ class PrefixCache(KVCacheManager):
     def reset(self) -> None:
         self._pool.forget()
         for table in self._tables.values():
-            table.publishes = False  # what it computes from now on still builds on what was forgotten
+            table.publishes = False  # what it computes from now on still builds on forgotten K and V
 
     @property
     def counts(self) -> BlockCounts:
@@ -235,18 +235,18 @@ class PrefixCache(KVCacheManager):
         return Allocation(tuple(blocks), cached)
 
     def _first_cost(self, hits: list[int], wanted: int, gone: Mapping[int, int]) -> int:
-        """Blocks taken from the available by a request that holds none, once `gone` (block -> holders) have let go."""
+        """Return how many available blocks a request that holds none would take, once `gone` (block -> number of its holders) are freed."""
         refs = self._pool.refs
         unheld = sum(refs[block] == gone.get(block, 0) for block in hits) if gone else [refs[block] for block in hits].count(0)
         return unheld + max(0, wanted - len(hits))
 
     def _holders(self, requests: Sequence[Request]) -> Mapping[int, int]:
-        """How many of `requests` hold it, for each block that one of them holds."""
+        """Return block -> number of `requests` that hold it, for each block that one of them holds."""
         return Counter(block for request in requests for block in self._table(request, "without").own)
 
     def _hits(self, request: Request) -> list[int]:
-        """The blocks of the longest beginning of `request` that can be found; its last known token is never among it. Not to be changed: who looks a
-        request up often admits it next, and is told the same again."""
+        """Return the blocks of the longest prefix of `request` that can be found, which never includes its last known token. The list must not be
+        changed: it is kept, since a lookup is often followed by an admission, which asks again."""
         if not self.options.reuse or request.params.prompt_logprobs is not None:
             return []
         limit, index = (request.num_tokens - 1) // self._block_size, self._pool.block_of
@@ -257,7 +257,7 @@ class PrefixCache(KVCacheManager):
 
     def _chain(self, request: Request) -> HashChain:
         chain = self._chains.get(request.id)
-        if chain is None or chain.request is not request:  # an id may come again with another request
+        if chain is None or chain.request is not request:  # another request may use the same id later
             chain = self._chains[request.id] = HashChain(request, self._block_size, self._digest, like=self._latest)
             self._latest = chain.beginning
         return chain

@@ -1,10 +1,10 @@
-"""Step times of a real engine, measured over a designed grid: `calibrate`. The profile that comes of it makes a simulation take as long.
+"""`calibrate`: measure a real engine's step times over a designed grid. The resulting profile gives a simulation the same step times.
 
 decodes            rows × context, sizes of graphs and others; few rows at more contexts
 prompts join       decodes × their tokens
 prompts in chunks  tokens × history, beside a growing number of decodes; a small last chunk beside decodes
 
-A short workload follows, for what the host takes: `rehearsal`.
+A short workload follows, which measures the host's times: `rehearsal`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 TIME_LIMIT_S = 60.0
 REHEARSAL_S, QUICK_REHEARSAL_S = 6.0, 1.5
-REHEARSAL_SHARE = 1 / 6  # of the time, at most
-HELD_OUT = 5  # every fifth measurement judges the fit, and takes no part in it
-SETTLING = 2  # decode steps after a change that belong to no measurement
+REHEARSAL_SHARE = 1 / 6  # at most this share of the time
+HELD_OUT = 5  # every fifth measurement is left out of the fit, and judges it
+SETTLING = 2  # decode steps after a change that aren't measured
 TOGETHER = 6  # decode steps that are timed as one
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
-BETWEEN = (3, 6, 12, 20, 44)  # no graph is recorded for these: whether they take as long as the next size tells whether decodes are padded
+BETWEEN = (3, 6, 12, 20, 44)  # sizes without a graph: if they take as long as the next size, decodes are padded
 CONTEXTS = ((512, 512), (64, 128), (2048, 1024), (6144, 2048))  # (tokens of a decode, chunk), the most useful first
 JOINING = (
     *((tokens,) for tokens in (16, 48, 700, 128, 1500, 300, 1000, 90, 3000, 200, 1900, 450)),
@@ -48,9 +48,9 @@ JOINING = (
 )  # what joins one step: by turns, some at each number of rows
 AT_ONCE = 4  # half as many beside other contexts than the first
 LEFTOVERS = ((560, 512), (640, 512), (90, 64), (812, 512), (1100, 512))  # (tokens, chunk) of prompts that end in a small chunk, by turns as well
-FEW_ROWS = (1, 2, 4, 8)  # how their keys are cut over the device changes from context to context
+FEW_ROWS = (1, 2, 4, 8)  # the split of their keys over the device depends on the context
 FEW_ROWS_CONTEXTS = (1024, 256, 1500, 3072)
-GRAPHS = padded_sizes(ALWAYS_TOKENS)  # where a graph is recorded for each of these, each has a time of its own
+GRAPHS = padded_sizes(ALWAYS_TOKENS)  # each of these sizes may have a graph, and so a time of its own
 FEW_GRAPHS = GRAPHS[1::3]
 PREFILLS = (
     *((tokens, chunk) for size in FEW_GRAPHS for tokens, chunk in ((size, NEVER), (2 * size, size))),
@@ -59,11 +59,11 @@ PREFILLS = (
     *((2 * size + 16, size + 8) for size in GRAPHS[7:-1:3]),  # just above a size
     *((tokens, 512) for tokens in (5632, 4096, 2560, 1536, 4608, 3072, 2048)),  # few queries after much: only a prompt's last chunk counts
     *((2600, NEVER), (5000, 2500), (8000, NEVER), (8000, 4000), (16_000, NEVER)),
-)  # (tokens, chunk), with nobody decoding: a first chunk finds the device idle, a second doesn't
-FIRST = 2 * len(FEW_GRAPHS) + 1  # of them, before all else: they tell which steps are graphs
+)  # (tokens, chunk), without decodes: a first chunk finds the device idle, a second doesn't
+FIRST = 2 * len(FEW_GRAPHS) + 1  # this many come before all else: they show which steps are graphs
 REPEATS, LARGE = 3, 6000  # prompts of more tokens aren't repeated: such steps hardly vary
 ROUNDS = 2
-LEVEL_TOKENS = 120_000  # of K and V: to fill more takes too long
+LEVEL_TOKENS = 120_000  # tokens of K and V: filling more takes too long
 QUICK_CONTEXTS = ((8, 512), (48, 128))
 QUICK_JOINING = ((4,), (24,))
 QUICK_PREFILLS = tuple((tokens, NEVER) for tokens in (6, 16, 40, 60))
@@ -73,24 +73,24 @@ Progress = Callable[[int, int], None]  # (cells measured, of all)
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Decodes of about `context` tokens each: at every number of `rows` some steps of them alone, then `prompts` that join, then `leftovers`;
-    `between` them the former alone."""
+    """Measurements with decodes of about `context` tokens each. At every number of `rows` some steps have decodes alone, then `prompts` join, then
+    `leftovers`; `between` these numbers there are only decodes."""
 
     context: int
     rows: tuple[int, ...]
     between: tuple[int, ...] = ()
     chunk: int = NEVER  # tokens of prompts beside decodes while rows are added
     prompts: tuple[tuple[int, ...], ...] = ()  # what joins one step
-    at_once: int = 0  # so many of them at each number of rows: they take turns
+    at_once: int = 0  # how many of `prompts` are tried at each number of rows, in turns
     leftovers: tuple[tuple[int, int], ...] = ()  # (tokens, chunk) of prompts: one of them
 
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """What is measured, the most useful first: the time may run out."""
+    """The measurements to make, the most useful first, as the time may run out."""
 
     warm_up: Level
-    prefills: tuple[tuple[int, int], ...]  # (prompt tokens, chunk), with nobody decoding
+    prefills: tuple[tuple[int, int], ...]  # (prompt tokens, chunk), without decodes
     levels: tuple[Level, ...]
     decode_steps: int
     repeats: int
@@ -98,7 +98,8 @@ class Design:
 
     @classmethod
     def of(cls, engine: LLMEngine, quick: bool) -> Design:
-        """As much of the grid as the engine has room for; of the tiny one, if it is `quick` or too small. Raises `ConfigError` if it has no room."""
+        """Return as much of the grid as the engine has room for; of the tiny grid, if `quick` or if it is too small. Raises `ConfigError` if nothing
+        fits."""
         capacity, config = engine.capacity, engine.config
         pool = int(0.6 * capacity.num_blocks * capacity.layout.block_size)
         most_rows = min(config.max_num_seqs, 4 if quick else 256)
@@ -142,18 +143,19 @@ class Design:
 
 
 def _that_fit(prefills: Sequence[tuple[int, int]], longest: int, max_tokens: int) -> tuple[tuple[int, int], ...]:
-    """Whole chunks of (prompt tokens, chunk), of which a step has room for `max_tokens`; prompts in one go as they are, or not at all."""
+    """Return the (prompt tokens, chunk) that fit: with whole chunks, if a step of `max_tokens` has room for them; unchunked prompts
+    unchanged or not at all."""
     chunked = [(min(tokens, longest // chunk * chunk), chunk) if chunk < NEVER else (tokens, chunk) for tokens, chunk in prefills]
     return tuple((tokens, chunk) for tokens, chunk in chunked if 0 < tokens <= longest and (chunk == NEVER or chunk <= max_tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A profile, and what it was made of."""
+    """A profile, and the measurements that it was made from."""
 
     profile: StepTimeProfile
     sightings: tuple[Sighting, ...]
-    complete: bool  # there was time for all of the grid
+    complete: bool  # True if there was time for the whole grid
 
 
 def calibrate(
@@ -183,8 +185,8 @@ def calibrate(
 
 
 def profile_of(sightings: Sequence[Sighting], overlapped: bool, **papers: Any) -> StepTimeProfile:
-    """Fitted on `sightings`, which are in order, a rehearsal's last; `overlapped`: steps were handed over while the device was busy. The `papers` are
-    other fields of the profile. Raises `ConfigError` if there is too little to fit anything."""
+    """Fit a profile to `sightings`, which are in order, with a rehearsal's last. `overlapped`: steps were submitted while the device was busy. The
+    `papers` are other fields of the profile. Raises `ConfigError` if there are too few to fit anything."""
     grid = [sighting for sighting in sightings if not sighting.rehearsed]
     steps = list(timed(grid, overlapped))
     cells = _cells(steps)
@@ -208,7 +210,7 @@ def profile_of(sightings: Sequence[Sighting], overlapped: bool, **papers: Any) -
 
 
 def _measure(rig: Rig, design: Design, progress: Progress) -> bool:
-    """Whether there was time for all of the grid, once: more rounds tell how much the same varies."""
+    """Measure the grid, repeatedly to see how times vary. Returns True if there was time for all of it once."""
     done = 0
     first, *others = design.levels
 
@@ -254,7 +256,7 @@ def _measure_level(rig: Rig, level: Level, design: Design, tell: Callable[[], No
 
 
 def _warm_up(rig: Rig, design: Design) -> None:
-    """Kernels are compiled, caches of memory filled, also those that only large steps need; nothing of it counts."""
+    """Run steps that don't count: they compile kernels and fill memory caches, also those that only large steps need."""
     level = design.warm_up
     for tokens, chunk in sorted({*design.prefills[::4], max(design.prefills)}):
         rig.inject((tokens,), chunk=chunk)
@@ -279,7 +281,7 @@ def _cells(steps: Sequence[Timed]) -> list[list[tuple[Timed, ...]]]:
 
 
 def _spans(shapes: Sequence[StepShape]) -> Iterator[tuple[int, int]]:
-    """[first, last) of the steps that make a measurement."""
+    """Yield [first, last) of the steps of each measurement."""
     index, settled = 0, 0  # decodes of the same rows in a row
     while index < len(shapes):
         shape, following = shapes[index], shapes[index + 1 : index + TOGETHER]
@@ -300,14 +302,14 @@ def _same_decodes(shape: StepShape, other: StepShape) -> bool:
 
 
 def _cell(shape: StepShape) -> tuple[Any, ...]:
-    """What is alike: repetitions differ by the few tokens that were generated meanwhile, chunks by the few decodes that were added."""
+    """Return the key of repeated measurements, which differ only by a few tokens generated meanwhile, or a few decodes added."""
     own = (shape.prefill_rows, shape.prefill_tokens, shape.prefill_pairs)
     decodes = round(4 * log2(shape.decodes)) if shape.prefill_rows and shape.decodes else shape.decodes
     return (decodes, round(4 * log2(shape.context_tokens)), *own)
 
 
 def _core_times(sightings: Sequence[Sighting], rule: LaunchRule) -> dict[str, Any]:
-    """Of the core itself: what planning and delivering take."""
+    """Return the core's own times: those of planning and delivering."""
     decodes = [sighting for sighting in sightings if not sighting.shape.prefill_rows and sighting.delivered]
     rows = np.array([sighting.shape.rows for sighting in decodes])
     core_s, core_per_row_s = _line(rows, [sighting.submitted - sighting.planned for sighting in decodes])
@@ -324,7 +326,7 @@ def _core_times(sightings: Sequence[Sighting], rule: LaunchRule) -> dict[str, An
 
 
 def _line(rows: np.ndarray[Any, Any], seconds: Sequence[float]) -> tuple[float, float]:
-    """Offset and slope through the medians at each number of rows, neither negative."""
+    """Return offset and slope of a line through the medians at each number of rows, neither negative."""
     counts = np.unique(rows)
     medians = np.array([np.median(np.array(seconds)[rows == count]) for count in counts])
     slope = max(0.0, float(np.polyfit(counts, medians, 1)[0])) if len(counts) > 1 else 0.0
@@ -332,7 +334,7 @@ def _line(rows: np.ndarray[Any, Any], seconds: Sequence[float]) -> tuple[float, 
 
 
 def _papers(engine: LLMEngine, complete: bool) -> dict[str, Any]:
-    """What was measured, and how."""
+    """Return a description of what was measured, and how."""
     capacity, config = engine.capacity, engine.config
     details = ", ".join(f"{key} {value}" for key, value in capacity.details.items() if key not in ("device", "model"))
     overlap = "on" if engine.core.max_in_flight > 1 else "off"

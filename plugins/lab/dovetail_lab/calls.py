@@ -1,4 +1,4 @@
-"""The one short syntax of the lab: `poisson(4)`, `lognormal(median=900, sigma=1.1)`, `oracle`: a name, and its arguments in order or by name."""
+"""The lab's short syntax for values: `poisson(4)`, `lognormal(median=900, sigma=1.1)`, `oracle`: a name, with arguments in order or by name."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Value(BaseModel):
-    """Base of what such a text makes. The order of a subclass's fields is that of its arguments."""
+    """Base of the values made from such texts. The order of a subclass's fields is that of its arguments."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def parse_call(text: str, kinds: Mapping[str, type[Model]], what: str) -> Model:
-    """The value that `text` describes, one of `kinds` by name. Raises `TraceError` naming `what` it should have been and what there is."""
+    """Return the value that `text` describes, one of `kinds` by name. Raises `TraceError` with `what` was expected and the valid names."""
     match = _CALL.fullmatch(text.strip())
     if match is None:
         raise TraceError(f"{what}: expected a name, or name(arguments), got {text!r}")

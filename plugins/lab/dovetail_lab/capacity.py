@@ -1,8 +1,8 @@
-"""The highest rate of arrivals at which an engine meets its objectives: bracketed by doubling, then halved, in logarithms, until it is known to a
-stated tolerance.
+"""`find_capacity`: search for the highest rate of arrivals at which an engine meets its objectives. Doubling brackets it, then the bracket is
+halved, in logarithms, until it is known to a given tolerance.
 
-That presumes that what fails at a rate fails at every higher one. A finite trace doesn't promise that, so it is checked: by probes beside the search,
-and over all rates that were tried. Where it doesn't hold the answer is the highest rate below every failure, and it says so.
+The search assumes that an objective missed at one rate is missed at every higher one. A finite trace doesn't guarantee that, so it is checked by
+probes beside the search, and over all rates tried. If it doesn't hold, the answer is the highest rate below every failure, and it says so.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from dovetail_lab.records import RunResult
 from dovetail_lab.slo import Objective
 
 MAX_DOUBLINGS = 12  # in each direction, from where the search starts
-PROBES = (0.5, 0.8, 1.25)  # of the rate found: what must pass below it, and fail above
+PROBES = (0.5, 0.8, 1.25)  # multiples of the rate found: those below 1 must pass, the other must fail
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A rate (a factor on the workload's own), and how each objective fared, over all seeds together."""
+    """The outcome of each objective at one rate (a factor on the workload's own), over all seeds together."""
 
     scale: float
-    values: tuple[float, ...]  # seconds, of the objectives in order
+    values: tuple[float, ...]  # seconds, in the order of the objectives
     met: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """`scale` is None if even the lowest rate tried fails. `open_ended`: the highest rate tried still passes, so there is no limit to tell."""
+    """The result of a search. `scale` is None if even the lowest rate tried fails. `open_ended`: the highest rate tried still passes, so the limit is
+    unknown."""
 
     scale: float | None
     tolerance: float
@@ -39,7 +40,7 @@ class Capacity:
 
     @property
     def monotone(self) -> bool:
-        """Whether no rate passed above one that failed."""
+        """True if no rate passed above one that failed."""
         failed = [trial.scale for trial in self.trials if not trial.met]
         return not any(trial.met and trial.scale > min(failed) for trial in self.trials) if failed else True
 
@@ -47,8 +48,8 @@ class Capacity:
 def find_capacity(
     run: Callable[[float], Sequence[RunResult]], objectives: Sequence[Objective], *, tolerance: float = 0.02, start: float = 1.0
 ) -> Capacity:
-    """`run(scale)` gives the runs, one a seed, at `scale` times the workload's rate. `tolerance` is relative: the true limit lies between the answer
-    and (1 + tolerance) times it. Raises `ConfigError` for a tolerance outside 0.001 to 1, or a start that isn't above 0."""
+    """Find the capacity. `run(scale)` gives the runs, one for each seed, at `scale` times the workload's rate. `tolerance` is relative: the
+    true limit lies between the answer and (1 + tolerance) times it. Raises `ConfigError` for a tolerance outside 0.001 to 1, or a start <= 0."""
     if not 0.001 <= tolerance <= 1:
         raise ConfigError(f"--tolerance: expected 0.001 to 1, got {tolerance:g}")
     if not 0 < start < math.inf:
@@ -62,7 +63,7 @@ def find_capacity(
 
 
 class _Search:
-    """The rates tried so far, and which to try next."""
+    """The rates tried so far, which determine the next one."""
 
     def __init__(self, run: Callable[[float], Sequence[RunResult]], objectives: Sequence[Objective], start: float) -> None:
         self._run, self._objectives, self._start = run, objectives, start
@@ -70,7 +71,7 @@ class _Search:
 
     @property
     def high(self) -> float:
-        """The lowest rate that failed; infinite if none did."""
+        """The lowest rate that failed; infinity if none did."""
         return min((trial.scale for trial in self.trials.values() if not trial.met), default=math.inf)
 
     @property
@@ -84,7 +85,7 @@ class _Search:
         self.trials[scale] = Trial(scale, tuple(one.value for one in judged), all(one.met for one in judged))
 
     def next_rate(self, tolerance: float) -> float | None:
-        """Double or halve until there is a bracket, halve the bracket, then probe beside it; a probe that surprises moves the bracket."""
+        """Return the next rate: double or halve until there is a bracket, halve the bracket, then probe beside it; an unexpected probe moves it."""
         low, high = self.low, self.high
         if low is None:
             return high / 2 if high > self._start / 2**MAX_DOUBLINGS else None

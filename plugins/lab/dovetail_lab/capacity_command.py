@@ -70,7 +70,7 @@ def capacity(
 
 
 class _Runner:
-    """All seeds at a rate."""
+    """Runs of all seeds at a rate."""
 
     def __init__(self, name: str, config: EngineConfig, trace: str, options: Sequence[WorkloadOptions], processes: int) -> None:
         from dovetail_lab.jobs import Job
@@ -87,7 +87,7 @@ class _Runner:
 
 
 def _own_rate(trace: str, options: Sequence[WorkloadOptions]) -> float:
-    """Requests a second of the workload as it is, on average over seeds. Raises `ConfigError` if it has no rate."""
+    """Return the workload's own rate in requests a second, averaged over seeds. Raises `ConfigError` if it has none."""
     from dovetail_lab.jobs import cached_workload
 
     rates = []
@@ -118,7 +118,7 @@ def _print_one(name: str, found: Capacity, objectives: Sequence[Objective], own_
 
 
 def answer(found: Capacity, objectives: Sequence[Objective], own_rate: float) -> str:
-    """The outcome as a sentence."""
+    """Return the outcome as a sentence."""
     wanted = ", ".join(map(str, objectives))
     if found.scale is None:
         return f"misses {wanted} even at {found.trials[0].scale * own_rate:.4g} requests/s"
@@ -129,7 +129,7 @@ def answer(found: Capacity, objectives: Sequence[Objective], own_rate: float) ->
 
 
 def _as_csv(found: dict[str, Capacity], objectives: Sequence[Objective], own_rate: float) -> str:
-    """A line a trial."""
+    """Return the trials as CSV, one a line."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["policy", "scale_rate", "requests_per_s", *(f"{objective.name}_s" for objective in objectives), "met", "capacity"])

@@ -1,4 +1,4 @@
-"""Options that the lab's commands share: an engine, a trace, what is done to it. Nothing heavy is imported before a command runs."""
+"""Options that the lab's commands share: an engine, a trace, and changes to it. Nothing heavy is imported before a command runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Real = Annotated[bool, typer.Option("--real", help="On the engine's own executor
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """Which requests there are."""
+    """The options that choose the requests."""
 
     trace: Annotated[str, typer.Option("--trace", metavar="FILE|SPEC", help="A trace in any known format, a YAML spec of a workload, or a spec.")]
     scale_rate: Annotated[float | None, typer.Option("--scale-rate", metavar="FACTOR", help="This many times as many requests a second.")] = None
@@ -48,7 +48,7 @@ class TraceOptions:
     ] = None
 
     def workload(self, seed: int, scale_rate: float | None) -> WorkloadOptions:
-        """With another seed, and at another rate."""
+        """Return the options of the workload, with another seed and rate."""
         from dovetail_lab.workloads.load import WorkloadOptions
 
         return WorkloadOptions(
@@ -57,7 +57,7 @@ class TraceOptions:
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, with the fields of each parameter that is a dataclass in that parameter's place: typer knows no groups of options."""
+    """Return `command` with each dataclass parameter replaced by its fields, as typer knows no groups of options."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[Parameter] = []
@@ -81,7 +81,7 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def open_engine(source: str, settings: Sequence[str] = (), *, step_time: str | None = None, real: bool = False) -> EngineConfig:
-    """The engine's config with `--set`s on top, its executor replaced by the simulated one unless that is what it names, or `real`.
+    """Return the engine's config with `--set`s on top, and the simulated executor unless it names that itself, or is `real`.
 
     Raises `ConfigError`.
     """
@@ -101,7 +101,7 @@ def open_engine(source: str, settings: Sequence[str] = (), *, step_time: str | N
 
 @contextmanager
 def progress_bar(what: str, unit: str = "req") -> Iterator[Progress]:
-    """A bar of finished requests, or of something else, on a terminal's standard error; elsewhere nothing."""
+    """Show a progress bar of finished requests, or of another `unit`, on standard error if that is a terminal."""
     from tqdm import tqdm
 
     with tqdm(desc=what, unit=unit, disable=None, leave=False) as bar:

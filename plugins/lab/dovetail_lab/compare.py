@@ -1,4 +1,4 @@
-"""What changes from one policy to another on the same requests, how sure that is, and a verdict in words.
+"""`compare`: the changes from one policy to another on the same requests, with their certainty and a verdict in words.
 
 Every policy gets the same trace, the same seeds and the same predictions of lengths; so requests can be paired. `statistics` has the intervals and
 `docs/lab/compare.md` what they mean.
@@ -34,17 +34,17 @@ from dovetail_lab.statistics import (
 
 PAIRED = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E"}
 STATISTICS = (MEAN, P50, P90, P99)
-RATES = {"output_rate": "output tokens/s", "request_rate": "requests/s"}  # one number a run; more is better
+RATES = {"output_rate": "output tokens/s", "request_rate": "requests/s"}  # metrics with one number a run; more is better
 HEADLINES = (("ttft", "p99"), ("ttft", "mean"), ("tpot", "p99"), ("e2e", "p99"), ("e2e", "mean"), ("output_rate", ""))
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How the intervals were made."""
+    """The method by which the intervals were made."""
 
     draws: Draws
     confidence: float
-    says: str  # in words
+    says: str  # the method in words
     warnings: tuple[str, ...] = ()
 
 
@@ -53,17 +53,17 @@ class Line:
     """One statistic of one metric; latencies in seconds."""
 
     metric: str
-    statistic: str  # "" where the metric is one number a run
+    statistic: str  # "" if the metric is one number a run
     change: Change
 
     @property
     def better(self) -> bool | None:
-        """Whether the change is for the better; None: no measurable difference."""
+        """True if the change is for the better; None: no measurable difference."""
         return (self.change.relative < 0) == (self.metric in PAIRED) if self.change.measurable else None
 
     @property
     def outcome(self) -> str:
-        """In words."""
+        """The outcome in words."""
         if math.isnan(self.change.low):
             return "no interval"
         return {True: "better", False: "worse", None: "no measurable difference"}[self.better]
@@ -74,10 +74,10 @@ class Line:
 
     @property
     def finding(self) -> str:
-        """ "cuts p99 TTFT by 31 % [27, 35]", or "makes p99 TTFT 3.1 times as much [2.8, 3.4]" where per cents grow unwieldy."""
+        """The change in words: "cuts p99 TTFT by 31 % [27, 35]", or, if large, "makes p99 TTFT 3.1 times as much [2.8, 3.4]"."""
         change = self.change
         if change.relative > 1:
-            digits = 2 if change.low >= 0.05 else 3  # an end that isn't one mustn't be shown as one, nor below as zero
+            digits = 2 if change.low >= 0.05 else 3  # an end near 1 mustn't be shown as 1, nor below as 0
             return f"makes {self.label} {1 + change.relative:.{digits}g} times as much [{1 + change.low:.{digits}g}, {1 + change.high:.{digits}g}]"
         verb, low, high = ("cuts", -change.high, -change.low) if change.relative < 0 else ("raises", change.low, change.high)
         digits = 0 if abs(change.relative) >= 0.1 and min(abs(low), abs(high)) >= 0.005 else 1
@@ -85,7 +85,7 @@ class Line:
 
 
 class Sides(NamedTuple):
-    """Of the requests that both completed, the shares for which the other is quicker, and slower; the rest are the same. NaN if there are none."""
+    """The shares of the requests completed by both for which the other is quicker, and slower; the rest are the same. NaN if there are none."""
 
     quicker: float
     slower: float
@@ -93,7 +93,7 @@ class Sides(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Versus:
-    """`other` against `base`. Latencies are of the requests that both completed."""
+    """The comparison of `other` with `base`. Latencies cover the requests that both completed."""
 
     base: str
     other: str
@@ -102,14 +102,14 @@ class Versus:
     completed: tuple[int, int]  # by base, by other
     compared: int  # completed by both
     faster: Mapping[str, Sides]  # by metric
-    identical: bool  # nothing differs at all
+    identical: bool  # True if nothing differs at all
 
     def line(self, metric: str, statistic: str) -> Line:
         return next(line for line in self.lines if (line.metric, line.statistic) == (metric, statistic))
 
     @property
     def verdict(self) -> str:
-        """In plain words, the headlines only."""
+        """Return the main findings in plain words."""
         if not self.compared:
             return f"{self.other} can't be compared with {self.base}: no request was completed by both"
         if self.identical:
@@ -128,7 +128,7 @@ class Versus:
         return "; ".join((*self._served(), *parts))
 
     def _served(self) -> tuple[str, ...]:
-        """First of all, if one completes fewer requests: its latencies are of those that it didn't turn away."""
+        """Return the finding, if any, that one completes fewer requests: its latencies don't cover those that it turned away."""
         if self.completed[0] == self.completed[1]:
             return ()
         base, other = (f"{100 * count / self.requests:.1f} %" for count in self.completed)
@@ -137,7 +137,7 @@ class Versus:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All against the first."""
+    """The comparison of all policies with the first."""
 
     names: tuple[str, ...]
     seeds: tuple[int, ...]
@@ -146,7 +146,7 @@ class Comparison:
 
     @property
     def caution(self) -> str:
-        """About the number of intervals."""
+        """A caution about the number of intervals."""
         intervals = sum(not math.isnan(line.change.low) for versus in self.versus for line in versus.lines)
         by_chance = intervals * (1 - self.method.confidence)
         together = 1 - (1 - self.method.confidence) / max(intervals, 1)
@@ -157,7 +157,7 @@ class Comparison:
 
 
 def compare(runs: Mapping[str, Sequence[RunResult]], *, resamples: int = 2_000, confidence: float = 0.95, seed: int = 0) -> Comparison:
-    """All policies against the first. `runs[name]` has one run a seed, in the same order for all.
+    """Compare all policies with the first. `runs[name]` has one run for each seed, in the same order for all.
 
     Raises `ConfigError` unless there are two policies or more, each with the same requests in each run.
     """
@@ -175,7 +175,7 @@ def compare(runs: Mapping[str, Sequence[RunResult]], *, resamples: int = 2_000, 
 
 
 def check_settings(confidence: float, resamples: int) -> None:
-    """Raises `ConfigError` for what isn't a confidence, or too few resamples to tell percentiles by."""
+    """Raise `ConfigError` for an invalid confidence, or for too few resamples to find percentiles."""
     if not 0.5 <= confidence < 1:
         raise ConfigError(f"--confidence: expected at least 0.5 and less than 1, got {confidence:g}")
     if resamples < 100:
@@ -183,7 +183,7 @@ def check_settings(confidence: float, resamples: int) -> None:
 
 
 def check_same_requests(base: str, base_runs: Sequence[RunResult], other: str, other_runs: Sequence[RunResult]) -> None:
-    """Raises `ConfigError` naming the first difference."""
+    """Raise `ConfigError`, naming the first difference, unless the runs have the same requests."""
     if not base_runs or len(base_runs) != len(other_runs):
         raise ConfigError(f"{base} has {len(base_runs)} runs and {other} {len(other_runs)}: a comparison pairs run by run")
     for a, b in zip(base_runs, other_runs, strict=True):
@@ -206,7 +206,7 @@ def _paired(base: Sequence[RunResult], other: Sequence[RunResult], metric: str) 
 
 
 def _method(policies: Sequence[Sequence[RunResult]], pairs: Sequence[Pairs], resamples: int, confidence: float, seed: int) -> Method:
-    """Whole runs are drawn where seeds give runs of different traffic, and enough of them; else stretches of time."""
+    """Choose what to draw: whole runs, if seeds give enough runs of different traffic; else blocks of consecutive requests."""
     runs, level = policies[0], f"{100 * confidence:g} % intervals: paired bootstrap, {resamples:,} resamples of "
     same_traffic = all(_traffic(run) == _traffic(runs[0]) for run in runs)
     if len(runs) >= MIN_SEEDS and not same_traffic:
@@ -256,7 +256,7 @@ def _versus(
 
 
 def _alike(a: RunResult, b: RunResult) -> bool:
-    """Every token of every request came at the same time."""
+    """Return True if every token of every request came at the same time."""
     return len(a) == len(b) and all(
         np.array_equal(x.token_times_s, y.token_times_s) and x.finish_reason == y.finish_reason for x, y in zip(a, b, strict=True)
     )

@@ -77,7 +77,7 @@ def compare(
 
 
 def file_name(name: str, seed: int, what: str = "") -> str:
-    """Of an engine that may be named by a path."""
+    """Return the file's name for an engine, which may be named by a path."""
     plain = re.sub(r"[^\w.-]+", "_", name).strip("_")
     return f"{plain}-{seed}{what}.json"
 

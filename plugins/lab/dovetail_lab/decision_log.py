@@ -59,7 +59,7 @@ class DecisionLogOptions(BaseModel):
 
 @dataclass(slots=True)
 class Phase:
-    """What a request did for a while: a name ("waiting", "prefill", "decode", "paused", "preempted"), and why."""
+    """A phase of a request ("waiting", "prefill", "decode", "paused", "preempted"), and its reason."""
 
     name: str
     why: str
@@ -72,7 +72,7 @@ class Phase:
 
 @dataclass(slots=True)
 class Life:
-    """A request on its lane, from its arrival on."""
+    """A request on its lane, with its phases since its arrival."""
 
     request: Request
     lane: int
@@ -80,12 +80,12 @@ class Life:
     known_from: float  # the planning that first showed it
     phases: list[Phase]
     prefilling: bool = True
-    generated: int = 0  # tokens, when it was last looked at
+    generated: int = 0  # tokens when it was last seen
     end_us: int | None = None
     result: str = "unfinished"
 
     def turn(self, name: str, why: str, at_us: int) -> None:
-        """From `at_us` on it does something else, or the same for another reason."""
+        """Begin another phase at `at_us`, or the same one for another reason."""
         now = self.phases[-1]
         if (now.name, now.why) != (name, why):
             self.phases.append(Phase(name, why, max(at_us, now.begin_us)))
@@ -93,7 +93,7 @@ class Life:
 
 @dataclass(slots=True)
 class Lanes:
-    """Which lane a request is drawn in: the first that is free since before it arrived."""
+    """The lanes that requests are drawn in; each gets the first that was free when it arrived."""
 
     free_since: list[int] = field(default_factory=list)  # microseconds, a lane; -1: taken
 
@@ -110,13 +110,13 @@ class Lanes:
 
 
 class DecisionLog(Observer):
-    """Writes whole events at the end of each step: the file of an engine that was killed lacks its end, which the format allows."""
+    """The observer. It writes whole events after each step: the file of a killed engine lacks its end, which the format allows."""
 
     capabilities = ObserverCapabilities(decisions=True)
     options: DecisionLogOptions
 
     def __init__(self, options: DecisionLogOptions, context: ObserverContext) -> None:
-        """Raises `ConfigError` if the file can't be in that directory."""
+        """Make the observer. Raises `ConfigError` if the file can't be in that directory."""
         super().__init__(options, context)
         self._path = Path(options.path)
         try:
@@ -129,10 +129,10 @@ class DecisionLog(Observer):
         self._zero = 0.0
         self._lanes = Lanes()
         self._lives: dict[Request, Life] = {}
-        self._over: list[Life] = []  # finished; the results of their last step aren't in
+        self._over: list[Life] = []  # finished requests whose last step's results aren't in
 
     def on_started(self, event: EngineStarted) -> None:
-        """Raises `ConfigError` if the file can't be opened."""
+        """Open the file. Raises `ConfigError` if that fails."""
         self._zero = event.time
         try:
             self._file = self._path.open("w", encoding="utf-8", errors="replace", newline="\n")
@@ -195,7 +195,7 @@ class DecisionLog(Observer):
             self._file = None
 
     def _follow(self, life: Life, fate: Decision | None, event: StepFinished) -> None:
-        """What the step means for a request."""
+        """Update a request's phase after a step."""
         request, at = life.request, self._us(event.started)
         act, why = (fate.act, fate.why) if fate is not None else ("", NOT_ASKED)
         if act == "granted":
@@ -231,7 +231,7 @@ class DecisionLog(Observer):
         ]
 
     def _headings(self, decisions: Sequence[Decision]) -> dict[str, Any]:
-        """Per act: which requests, and their tokens or the reason. Of grants only those of more than a token: decodes are the many."""
+        """Return, for each act, the requests with their tokens or the reason. Grants of one token are left out, as there are too many decodes."""
         listed: dict[str, dict[str, Any]] = {}
         for decision in decisions:
             if decision.act != "granted" or decision.tokens > 1:
@@ -243,7 +243,7 @@ class DecisionLog(Observer):
         return entries if more <= 0 else {**dict(list(entries.items())[: self.options.listed]), "...": f"and {more} more"}
 
     def _bury(self) -> None:
-        """Draw those whose lives are over."""
+        """Write the slices of finished requests."""
         for life in self._over:
             end = life.end_us if life.end_us is not None else life.begin_us
             self._write(*_slices(life, end))
@@ -264,7 +264,7 @@ class DecisionLog(Observer):
 
 
 def _fates(decisions: Sequence[Decision]) -> dict[Request, Decision]:
-    """What came of each request in a step: the last that was done with it; a refusal only if nothing was (it may have been asked for twice)."""
+    """Return each request's outcome in a step: the last decision on it, but a refusal only if there is no other (grants may be asked for twice)."""
     fates: dict[Request, Decision] = {}
     for decision in decisions:
         if decision.act != "noted" and (decision.act != "refused" or decision.request not in fates):
@@ -273,7 +273,7 @@ def _fates(decisions: Sequence[Decision]) -> dict[Request, Decision]:
 
 
 def _slices(life: Life, end_us: int) -> list[dict[str, Any]]:
-    """The request, and below it its phases. The outer comes first, as slices with the same beginning must."""
+    """Return the slice of the request, and then those of its phases: of slices that begin together the outer must come first."""
     request = life.request
     args = {
         "client": request.client,
@@ -294,7 +294,7 @@ def _slices(life: Life, end_us: int) -> list[dict[str, Any]]:
 
 
 def _reason(why: str) -> str:
-    """A refusal's name in words; anything else is words."""
+    """Return a refusal's name, or any other reason as it is."""
     return Refusal[why].value if why in Refusal.__members__ else why
 
 

@@ -1,4 +1,4 @@
-"""What commands that make many runs share: how many seeds and processes, and where results go."""
+"""Options of commands that make many runs: the numbers of seeds and processes, and the folder for results."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ _OF_NO_CONSEQUENCE = ("--out", "--jobs")  # options that change no result
 
 
 def need(*packages: str) -> None:
-    """Of the extra `lab`, before hours of simulation. Raises `MissingExtraError` with the pip line."""
+    """Check for modules of the extra `lab` before hours of simulation. Raises `MissingExtraError` with the pip line."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         raise MissingExtraError.naming("lab", f"this needs {', '.join(missing)}")
 
 
 def seeds_from(first: int, count: int) -> range:
-    """Raises `ConfigError` for less than one."""
+    """Return `count` seeds from `first` on. Raises `ConfigError` for less than one."""
     if count < 1:
         raise ConfigError(f"--seeds: expected 1 or more, got {count}")
     return range(first, first + count)
 
 
 def cores(jobs: int | None) -> int:
-    """How many processes to use. Raises `ConfigError` for less than one."""
+    """Return how many processes to use. Raises `ConfigError` for less than one."""
     if jobs is not None and jobs < 1:
         raise ConfigError(f"--jobs: expected 1 or more, got {jobs}")
     return jobs or os.cpu_count() or 1
 
 
 def wide_console() -> Console:
-    """For tables that a narrow terminal must not cut; it breaks lines by itself."""
+    """Return a console for tables that a narrow terminal must not truncate; the terminal wraps the lines."""
     from rich.console import Console
 
     return Console(width=1_000, highlight=False, soft_wrap=True, markup=False)
 
 
 def shown_command() -> str:
-    """This process's command line, as a report shows it: without what changes no result, so that the same results give the same report."""
+    """Return this process's command line for a report, without options that change no result, so that the same results give the same report."""
     kept, arguments = [], iter(sys.argv[1:])
     for argument in arguments:
         if argument in _OF_NO_CONSEQUENCE:

@@ -13,13 +13,13 @@ from dovetail_lab.records import RunResult
 
 Floats = NDArray[np.float64]
 
-INPUT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0  # of a prompt token and a generated one
-SHORTEST_S = 1e-5  # a request whose tokens came in less got its service at no time that could be told
+INPUT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0  # weights of a prompt token and a generated one
+SHORTEST_S = 1e-5  # for a request whose tokens came in less, the time of its service isn't known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What a request asked for, and when it got it: its service spreads evenly from its first token to its last."""
+    """The service that a request asked for, and when it got it: spread evenly from its first token to its last."""
 
     client: str | None
     arrival_s: float
@@ -29,7 +29,7 @@ class Work:
 
 
 def work_of(result: RunResult) -> list[Work]:
-    """Of the requests that completed."""
+    """Return the work of the requests that completed."""
     return [
         Work(
             record.client,
@@ -45,16 +45,16 @@ def work_of(result: RunResult) -> list[Work]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServiceOverTime:
-    """Rows are `clients`, columns the windows around `centres_s`; service a second."""
+    """Service a second of each client (rows) in windows around `centres_s` (columns)."""
 
     clients: tuple[str | None, ...]
     centres_s: Floats  # [windows]
-    served: Floats  # [clients, windows] that they got
-    asked: Floats  # [clients, windows] of the requests that arrived in it
+    served: Floats  # [clients, windows] service that they got
+    asked: Floats  # [clients, windows] service of the requests that arrived in the window
 
 
 def service_over_time(work: Sequence[Work], centres_s: Floats, window_s: float) -> ServiceOverTime:
-    """What each client asked for and got in windows of `window_s` around `centres_s` [windows]."""
+    """Return the service that each client asked for and got in windows of `window_s` around `centres_s` [windows]."""
     clients = tuple(sorted({one.client for one in work}, key=lambda client: (client is None, client or "")))
     served, asked = np.zeros((len(clients), len(centres_s))), np.zeros((len(clients), len(centres_s)))
     low, high = centres_s - window_s / 2, centres_s + window_s / 2
@@ -70,12 +70,12 @@ def service_over_time(work: Sequence[Work], centres_s: Floats, window_s: float) 
 
 
 def service_difference(service: ServiceOverTime) -> Floats:
-    """[windows] of each window, summed over clients: how far it stays behind the client that got most, as far as it asked for more (or less) than
-    it got. Who asks for nothing lags behind nobody."""
+    """Return for each window [windows] the sum over clients of how far each stays behind the client that got most, but no more than the difference
+    between what it asked for and got. A client that asks for nothing adds nothing."""
     behind = service.served.max(axis=0, initial=0.0) - service.served
     return np.asarray(np.minimum(behind, np.abs(service.asked - service.served)).sum(axis=0), np.float64)
 
 
 def arena_centres(duration_s: float = 600.0, windows: int = 20, warmup_s: float = 30.0) -> Floats:
-    """Where the artifact puts its windows over its trace of ten minutes: 19 of them, none in the first half minute."""
+    """Return the centres of the artifact's windows over its trace of ten minutes: 19 of them, none in the first half minute."""
     return np.asarray(warmup_s + (duration_s - warmup_s) / windows * np.arange(1, windows), np.float64)

@@ -1,4 +1,4 @@
-"""Hands a trace's requests to an engine as their time comes, and tells the simulated executor, and nobody else, how each will be answered."""
+"""`Feeder`: it gives a trace's requests to an engine when they are due, and tells the simulated executor alone how each will be answered."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dovetail_lab.simulated import SimulatedExecutor
 from dovetail_lab.token_ids import STOP_ID, output_ids, prompt_ids
 from dovetail_lab.traces.request import Trace, TraceRequest
 
-AHEAD_S = 1.0  # requests are made so long before they are due, one between two steps, or steps would wait for many
+AHEAD_S = 1.0  # requests are made this long before they are due, one between two steps, so that no step waits for many
 
 
 class Feeder:
-    """Makes requests late, since millions of prompt ids at once would fill the memory, but never too late: the engine always has all that have
-    arrived, and the next one after them, so that it knows how long it may sleep."""
+    """A source of requests. It makes them late, since millions of prompt ids at once would fill the memory, but never too late: the engine always has
+    all that have arrived, and the next one, so that it knows how long it may sleep."""
 
     def __init__(
         self, engine: LLMEngine, simulated: SimulatedExecutor | None, trace: Trace, start: float, refused: Callable[[TraceRequest, str], None]
     ):
-        """`start` is when the trace begins, on the engine's clock; `refused` hears of requests that the engine won't take, and why."""
+        """Make a feeder. The trace begins at `start` on the engine's clock; `refused` is called with each request that the engine refuses and why."""
         self._engine, self._simulated, self._start, self._refused = engine, simulated, start, refused
         self._coming: Iterator[TraceRequest] = iter(trace)
         self._known_until = -math.inf  # the engine has every request up to this time
@@ -33,7 +33,7 @@ class Feeder:
         self.cut = 0  # requests whose answer is longer than the engine has room for
 
     def feed(self, now: float) -> None:
-        """By `now`, on the engine's clock."""
+        """Give the engine all requests due by `now`, on its clock, and the next one."""
         if now + AHEAD_S < self._known_until:
             return
         soon = now + AHEAD_S if self._known_until == -math.inf else now  # before the trace begins there is time to make many
@@ -46,11 +46,11 @@ class Feeder:
 
     @property
     def done(self) -> bool:
-        """Whether the engine has been given all."""
+        """True if the engine has got all requests."""
         return self._known_until == math.inf
 
     def _take(self, request: TraceRequest, arrival: float) -> bool:
-        """Whether the engine took it."""
+        """Add a request to the engine. Returns False if it was refused."""
         capacity = self._engine.capacity
         if self._simulated is not None:
             self._simulated.expect(request.id, _answer(request, capacity.vocab_size))
@@ -73,13 +73,13 @@ class Feeder:
         return True
 
     def _params(self, request: TraceRequest) -> SamplingParams:
-        """Its client reads along, since what is measured is when each token comes: policies may spare those who do."""
+        """Return its parameters. The answer is streamed, since each token's time is measured: policies may treat streamed requests differently."""
         stop = (STOP_ID,) if self._simulated is not None else ()
         return SamplingParams(max_tokens=request.limit, ignore_eos=True, detokenize=False, output_kind=OutputKind.DELTA, stop_token_ids=stop)
 
 
 def _answer(request: TraceRequest, vocab_size: int) -> NDArray[np.int32]:
-    """Its true answer, ended by the stop token where its limit would let it go on."""
+    """Return its true answer, with the stop token at the end if its limit would let it go on."""
     answer = output_ids(request, vocab_size)
     if request.limit > request.output_tokens:
         answer[-1] = STOP_ID

@@ -18,14 +18,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Steps that ran one after the other, and how long all of them took: one step, or the hundred decodes of one timing."""
+    """The total time of consecutive steps: of a single step, or of a hundred decodes timed together."""
 
     shapes: tuple[StepShape, ...]
     seconds: float
 
 
 def fit_linear(measurements: Sequence[Measurement], terms: Sequence[str] = TERMS) -> LinearStepTime:
-    """The model with the smallest sum of squared relative errors; terms not among `terms` are 0, none is negative.
+    """Fit the model with the smallest sum of squared relative errors; terms not among `terms` are 0, none is negative.
 
     Raises `ConfigError` for fewer measurements than terms, or a duration that is none.
     """
@@ -35,7 +35,7 @@ def fit_linear(measurements: Sequence[Measurement], terms: Sequence[str] = TERMS
 
 
 def fit_piecewise(measurements: Sequence[Measurement], knots: Sequence[int], terms: Sequence[str] = TERMS[2:]) -> PiecewiseStepTime:
-    """As `fit_linear`, with the batch's own share drawn through `knots`: tokens in a batch, rising, 2 or more."""
+    """Fit as `fit_linear` does, with the share of the batch's size interpolated between `knots`: 2 or more rising numbers of tokens."""
     chosen = [TERMS.index(term) for term in terms]
     matrix = np.stack([np.concatenate([_hats(one.shapes, knots), _linear(one.shapes)[chosen]]) for one in measurements])
     weights = _solve(matrix, measurements)
@@ -44,13 +44,13 @@ def fit_piecewise(measurements: Sequence[Measurement], knots: Sequence[int], ter
 
 
 def _linear(shapes: Sequence[StepShape]) -> Floats:
-    """[terms] what each of `TERMS` is multiplied with, summed over the steps."""
+    """Return the factor of each of `TERMS` [terms], summed over the steps."""
     rows = [(1, shape.tokens, shape.context_tokens, shape.prefill_pairs, shape.rows) for shape in shapes]
     return np.asarray(np.array(rows, np.float64).sum(axis=0))
 
 
 def _hats(shapes: Sequence[StepShape], knots: Sequence[int]) -> Floats:
-    """[knots] how much of each knot's seconds goes into a line drawn through them, summed over the steps."""
+    """Return the weight of each knot [knots] in the linear interpolation, summed over the steps."""
     tokens = np.array([shape.tokens for shape in shapes], np.float64)
     at = np.clip(np.searchsorted(knots, tokens), 1, len(knots) - 1)
     low, high = np.array(knots, np.float64)[at - 1], np.array(knots, np.float64)[at]
@@ -62,7 +62,7 @@ def _hats(shapes: Sequence[StepShape], knots: Sequence[int]) -> Floats:
 
 
 def _solve(matrix: Floats, measurements: Sequence[Measurement]) -> list[float]:
-    """Non-negative weights [columns] of `matrix` [measurements, columns] that make the relative errors small."""
+    """Return non-negative weights [columns] of `matrix` [measurements, columns] that make the relative errors smallest."""
     count, columns = matrix.shape
     if count < columns:
         raise ConfigError(f"{count} measurements can't tell {columns} coefficients apart")
@@ -70,12 +70,12 @@ def _solve(matrix: Floats, measurements: Sequence[Measurement]) -> list[float]:
     if not (np.isfinite(seconds) & (seconds > 0)).all():
         raise ConfigError("a measured step must take more than 0 seconds, and not for ever")
     relative = matrix / seconds[:, None]
-    scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)  # columns of one size: context counts in millions
+    scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)  # scale columns to one size: context counts in millions
     return [float(weight) for weight in nonnegative_least_squares(relative / scale, np.ones(count)) / scale]
 
 
 def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
-    """The x >= 0 [columns] that makes |matrix x - target| smallest. Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: columns
+    """Return x >= 0 [columns] that minimises |matrix x - target|. Lawson and Hanson, Solving Least Squares Problems (1974), chapter 23: columns
     enter one by one, the one that helps most first, and leave when their weight would turn negative."""
     columns = matrix.shape[1]
     x, passive = np.zeros(columns), np.zeros(columns, np.bool_)
@@ -101,7 +101,7 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
 
 
 def relative_errors(model: StepTimeModel, measurements: Sequence[Measurement]) -> Floats:
-    """[measurements] (predicted - measured) / measured."""
+    """Return (predicted - measured) / measured [measurements]."""
     predicted = np.array([sum(model.seconds(shape) for shape in one.shapes) for one in measurements])
     seconds = np.array([one.seconds for one in measurements])
     return np.asarray(predicted / seconds - 1.0)

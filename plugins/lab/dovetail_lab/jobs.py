@@ -1,4 +1,4 @@
-"""Many runs: a `Job` says all that one run needs, `run_jobs` does them on as many processes as asked, with the results of a single one, in order."""
+"""Many runs: a `Job` describes one run; `run_jobs` does all on several processes, with the same results, in order, as on one."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from dovetail_lab.workloads.load import WorkloadOptions, load_workload
 
 Made = TypeVar("Made")
 
-SHOWN_EVERY_S = 0.5  # how many requests are finished, while runs go on
+SHOWN_EVERY_S = 0.5  # how often the number of finished requests is shown
 
-CHECKED: tuple[Kind, ...] = ("scheduler", "kv_cache", "executor")  # their options, before any run
+CHECKED: tuple[Kind, ...] = ("scheduler", "kv_cache", "executor")  # kinds whose options are checked before any run
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run. The options' seed is that of the engine too."""
+    """One run. The seed in its options is also the engine's."""
 
     config: EngineConfig
-    workload: str  # as `load_workload` takes it
+    workload: str  # an argument of `load_workload`
     options: WorkloadOptions
-    name: str | None = None  # in tables; None: the scheduler's
+    name: str | None = None  # its name in tables; None: the scheduler's
 
     def check(self) -> None:
-        """Raises what would be wrong with its parts or its workload, before hours of simulation."""
+        """Raise the errors of its components or its workload now, before hours of simulation."""
         registry = Registry.discover(self.config.plugins)
         for kind in CHECKED:
             choice = getattr(self.config, kind)
@@ -55,18 +55,18 @@ class Job:
 
 @lru_cache(maxsize=4)
 def cached_workload(text: str, options: WorkloadOptions) -> Trace:
-    """The same for every policy, and read once."""
+    """Load a workload once for all policies."""
     return load_workload(text, options)
 
 
 def keep(run: RunResult) -> RunResult:
-    """To `run_jobs`, when all of a run is wanted."""
+    """Return the run as it is: a `make` for `run_jobs`."""
     return run
 
 
 def run_jobs(jobs: Sequence[Job], make: Callable[[RunResult], Made], processes: int = 1, desc: str = "runs") -> Iterator[Made]:
-    """`make` of each run, in the order of `jobs`. With several processes `make` is sent to them, so it must be importable; results don't depend on
-    how many there are. A bar on stderr, if that is a terminal. Raises what a run raises."""
+    """Yield `make(run)` for each job, in order. With several processes `make` is sent to them, so it must be importable; results don't depend on
+    their number. Shows a progress bar on stderr, if that is a terminal. Errors of a run are raised."""
     with tqdm(total=len(jobs), desc=desc, unit="run", disable=None, leave=False) as bar:
         if processes == 1 or len(jobs) == 1:
             for job in jobs:
@@ -74,7 +74,7 @@ def run_jobs(jobs: Sequence[Job], make: Callable[[RunResult], Made], processes: 
                 bar.update()
             return
         context = multiprocessing.get_context("spawn")
-        finished = context.Value("q", 0)  # requests, of all processes
+        finished = context.Value("q", 0)  # finished requests of all processes
         with ProcessPoolExecutor(min(processes, len(jobs)), context, initializer=_count_in, initargs=(finished,)) as pool:
             waiting = [pool.submit(_run_and_make, make, job) for job in jobs]
             try:
@@ -87,7 +87,7 @@ def run_jobs(jobs: Sequence[Job], make: Callable[[RunResult], Made], processes: 
                 pool.shutdown(wait=False, cancel_futures=True)
 
 
-_finished: Any = None  # in a process of `run_jobs`: the count that all of them share
+_finished: Any = None  # in a process of `run_jobs`: the count shared by all
 
 
 def _count_in(finished: Any) -> None:
@@ -112,8 +112,8 @@ def _show(bar: tqdm[Any], done: int, total: int) -> None:
 
 
 def names_of(sources: Sequence[str]) -> list[str]:
-    """What each engine is called in tables: its file's name without suffix, the whole path where two files have the same; the same file again is
-    numbered."""
+    """Return each engine's name for tables: its file's name without suffix, or the whole path if two files share that; a repeated file gets a
+    number."""
     stems = {source: Path(source).stem for source in sources}
     names = [stems[source] if list(stems.values()).count(stems[source]) == 1 else source for source in sources]
     return [name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})" for index, name in enumerate(names)]

@@ -1,7 +1,7 @@
-"""What users feel and what the system does, from a run's records: the definitions of vLLM's `bench serve`, with arrival as the start of every clock.
+"""Latencies and throughput from a run's records, as defined by vLLM's `bench serve`, with arrival as the start of every latency.
 
-`docs/lab/metrics.md` has each formula. Latencies are of requests that completed; one that was rejected, failed or was aborted has none, and counts
-as a miss of any objective.
+`docs/lab/metrics.md` has each formula. Only completed requests have latencies; one that was rejected, failed or aborted counts as a miss of any
+objective.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def ttft_s(record: RequestRecord) -> float:
-    """Time to first token. NaN if none came."""
+    """Return the time to the first token. NaN if none came."""
     return float(record.token_times_s[0]) - record.arrival_s if record.output_tokens else np.nan
 
 
 def tpot_s(record: RequestRecord) -> float:
-    """Time per output token after the first. NaN for fewer than two tokens."""
+    """Return the time per output token after the first. NaN for fewer than two tokens."""
     tokens = record.output_tokens
     return float(record.token_times_s[-1] - record.token_times_s[0]) / (tokens - 1) if tokens > 1 else np.nan
 
 
 def e2e_s(record: RequestRecord) -> float:
-    """From arrival to the last token. NaN if none came."""
+    """Return the time from arrival to the last token. NaN if none came."""
     return float(record.token_times_s[-1]) - record.arrival_s if record.output_tokens else np.nan
 
 
 def queue_s(record: RequestRecord) -> float:
-    """From arrival to the planning of the first step that it runs in: the scheduling delay. NaN if it never ran."""
+    """Return the time from arrival to the planning of its first step: the scheduling delay. NaN if it never ran."""
     return np.nan if record.first_scheduled_s is None else record.first_scheduled_s - record.arrival_s
 
 
 def itl_s(records: Iterable[RequestRecord]) -> Floats:
-    """Inter-token latencies of all requests, pooled: [tokens less one a request]. A request of many tokens weighs more than in `tpot`."""
+    """Return the inter-token latencies of all requests in one array. A request of many tokens has more weight than in `tpot`."""
     return np.concatenate([np.empty(0), *(np.diff(record.token_times_s) for record in records)])
 
 
@@ -51,14 +51,14 @@ _OF_REQUEST = {"ttft": ttft_s, "tpot": tpot_s, "e2e": e2e_s, "queue": queue_s}
 
 
 def per_request(records: Iterable[RequestRecord], metric: str) -> Floats:
-    """One of `PER_REQUEST` for each record, in order; NaN where it has none, and for requests that didn't complete."""
+    """Return one of `PER_REQUEST` for each record, in order; NaN if it has none, and for requests that didn't complete."""
     measure = _OF_REQUEST[metric]
     return np.array([measure(record) if record.completed else np.nan for record in records], np.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of a distribution, in its unit. Percentiles by linear interpolation, as numpy and `bench serve` have them. NaN where there is nothing."""
+    """A summary of a distribution, in its unit. Percentiles use linear interpolation, as in numpy and `bench serve`. NaN if there are no values."""
 
     count: int
     mean: float
@@ -67,7 +67,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Floats) -> Summary:
-        """Of those that are not NaN."""
+        """Summarise the values that are not NaN."""
         present = values[~np.isnan(values)]
         if not len(present):
             return cls(0, np.nan, np.nan, dict.fromkeys(PERCENTILES, np.nan))
@@ -84,7 +84,7 @@ class Slo:
     e2e_s: float | None = None
 
     def met_by(self, record: RequestRecord) -> bool:
-        """A request of one token has no TPOT, which counts as 0. One that didn't complete meets nothing."""
+        """Return True if a request meets all objectives. With one token its TPOT counts as 0. One that didn't complete meets none."""
         if not record.completed:
             return False
         tpot = tpot_s(record) if record.output_tokens > 1 else 0.0
@@ -94,7 +94,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class RunMetrics:
-    """Rates are a second of `duration_s`, which runs from the first arrival to the last token."""
+    """The metrics of a run. Rates are per second of `duration_s`, the time from the first arrival to the last token."""
 
     requests: int
     completed: int
@@ -106,12 +106,12 @@ class RunMetrics:
     request_rate: float
     output_rate: float  # tokens
     total_rate: float  # tokens, prompt and output
-    good_requests: int | None  # that met the objectives; None: there are none
+    good_requests: int | None  # requests that met the objectives; None: there are no objectives
     latencies: Mapping[str, Summary]  # seconds: ttft, tpot, itl, e2e, queue
     cached_tokens: int  # prompt tokens found in the prefix cache, by completed requests
     preemptions: int
     recomputed_tokens: int
-    device_share: float  # of the duration that the device was busy
+    device_share: float  # share of the duration in which the device was busy
 
     @property
     def goodput(self) -> float | None:
@@ -125,7 +125,7 @@ class RunMetrics:
 
 
 def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
-    """All of it for one run."""
+    """Return all metrics of one run."""
     done = [record for record in result if record.completed]
     first = min((record.arrival_s for record in result), default=0.0)
     last = max((float(record.token_times_s[-1]) for record in result if record.output_tokens), default=first)

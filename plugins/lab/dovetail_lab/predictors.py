@@ -1,4 +1,4 @@
-"""Guesses of how long answers will be, made when a trace is loaded, so that every policy compared sees the same ones.
+"""Predicted lengths of answers, made when a trace is loaded, so that all compared policies see the same ones.
 
 A guess depends on (trace, seed, request id) alone: neither on the order of requests nor on what else is loaded.
 """
@@ -17,7 +17,7 @@ from dovetail_lab.traces.request import Trace, TraceRequest
 
 
 class Predictor(Value):
-    """Makes a guess from the true length and two numbers between 0 and 1 that are drawn for the request."""
+    """A predictor: it makes a prediction from the true length and two random numbers between 0 and 1 of the request."""
 
     def guess(self, tokens: int, first: float, second: float) -> int:
         raise NotImplementedError
@@ -63,7 +63,7 @@ def parse_predictor(text: str) -> Predictor:
 
 
 def predict(trace: Trace, predictor: Predictor, seed: int = 0) -> Trace:
-    """The trace with `predicted_tokens` filled in, whatever stood there."""
+    """Return the trace with `predicted_tokens` filled in, replacing any that were there."""
 
     def predicted(request: TraceRequest) -> TraceRequest:
         first, second = _draws(trace.name, seed, request.id)
@@ -76,6 +76,6 @@ def predict(trace: Trace, predictor: Predictor, seed: int = 0) -> Trace:
 
 
 def _draws(trace: str, seed: int, id: str) -> tuple[float, float]:
-    """Two numbers, 0 < number < 1."""
+    """Return two random numbers, 0 < number < 1."""
     bits = xxhash.xxh128_intdigest("\x1f".join((trace, str(seed), id)).encode())
     return ((bits & (2**52 - 1)) + 0.5) / 2**52, ((bits >> 64 & (2**52 - 1)) + 0.5) / 2**52

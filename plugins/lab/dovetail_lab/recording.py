@@ -1,4 +1,4 @@
-"""Keeps what an engine does as it does it: a record for each request, a row of the timeline for each step."""
+"""`Recorder`: it keeps a record of each request and a row of the timeline for each step while an engine runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Takes each delivery of an engine's core. Times are kept as seconds after `start`, which is when the trace begins on the engine's clock."""
+    """A recorder of the core's deliveries. Times are kept in seconds after `start`, when the trace begins on the engine's clock."""
 
     def __init__(self, core: EngineCore, trace: Trace, start: float) -> None:
         self._core, self._trace, self._start = core, trace, start
@@ -25,11 +25,11 @@ class Recorder:
         self._token_times: dict[str, list[float]] = {request.id: [] for request in trace}
         self._records: dict[str, RequestRecord] = {}
         self._steps: list[tuple[float, ...]] = []
-        self._counted: tuple[float, ...] = (0,) * 7  # at the end of the last step
+        self._counted: tuple[float, ...] = (0,) * 7  # the counts at the end of the last step
         self._num_steps = 0
 
     def take(self, delivery: Delivery) -> None:
-        """What a call of `EngineCore.step` brought."""
+        """Record the delivery of a call of `EngineCore.step`."""
         now, times = self._core.clock.now(), self._token_times
         for request in delivery.requests:
             times[request.id].append(now)
@@ -39,7 +39,7 @@ class Recorder:
             self._finished(request, finish, now - self._start)
 
     def refused(self, request: TraceRequest, reason: str) -> None:
-        """The engine didn't take it."""
+        """Record that the engine refused a request."""
         self._records[request.id] = RequestRecord(
             **_of_trace(request),
             first_scheduled_s=None,
@@ -56,7 +56,7 @@ class Recorder:
 
     @property
     def records(self) -> tuple[RequestRecord, ...]:
-        """Of all requests, in the order of the trace, once the last has ended."""
+        """Return the records of all requests, in the order of the trace, once the last has ended."""
         return tuple(self._records[request.id] for request in self._trace)
 
     @property
@@ -64,7 +64,7 @@ class Recorder:
         return Timeline.of_rows(self._steps)
 
     def _note_step(self, time_s: float) -> None:
-        """What the engine's counters say, less what they said after the step before."""
+        """Record the changes of the engine's counters since the step before."""
         stats = self._core.update_stats()
         before, self._num_steps = self._counted, stats.steps
         self._counted = (
@@ -97,7 +97,7 @@ class Recorder:
 
 
 def _of_trace(request: TraceRequest) -> dict[str, Any]:
-    """What a record takes over from the trace."""
+    """Return the fields of a record that come from the trace."""
     return {
         "id": request.id,
         "client": request.client,

@@ -1,4 +1,4 @@
-"""What one run of a trace leaves behind, simulated or real: `RunResult`. Metrics, comparisons and reports read it; nothing in it depends on the
+"""`RunResult`: the result of one run of a trace, simulated or real. Metrics, comparisons and reports read it; nothing in it depends on the
 machine that wrote it, so that the same inputs give the same bytes."""
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from dovetail.request import FinishReason
 from dovetail_lab.writing import write_whole
 
 SETTINGS = ("config", "scheduler", "executor", "overlap", "prefix_reuse", "block_size", "num_blocks", "max_model_len")  # of a run
-FORMAT = 1  # of the file; raised when what older readers expect changes
+FORMAT = 1  # of the file; raised when older readers can't read it any more
 
 Times = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestRecord:
-    """One request of the trace. Times are seconds on the run's clock, which began at 0 with the trace; None: it never came to that."""
+    """One request of the trace. Times are seconds on the run's clock, which begins at 0 with the trace; None: it never happened."""
 
     id: str
     client: str | None
     arrival_s: float
     first_scheduled_s: float | None
-    token_times_s: Times  # [output_tokens] when the client got each
+    token_times_s: Times  # [output_tokens] time at which the client got each
     finished_s: float
     prompt_tokens: int
-    true_tokens: int  # that the trace says it generates
-    max_tokens: int  # that policies saw
+    true_tokens: int  # output tokens according to the trace
+    max_tokens: int  # the limit that policies saw
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     predicted_tokens: int | None = None
     priority: int = 0
     deadline_s: float | None = None  # absolute, for the last token
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     preemptions: int = 0
     recomputed_tokens: int = 0  # computed again after preemptions
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that its client got."""
+        """The number of tokens that its client got."""
         return len(self.token_times_s)
 
     @property
     def completed(self) -> bool:
-        """It generated what it should; not rejected, failed or aborted."""
+        """True if it generated all its tokens; False if it was rejected, failed or aborted."""
         return self.finish_reason in ("stop", "length") and self.output_tokens > 0
 
 
@@ -80,7 +80,7 @@ class Timeline:
         return len(self.time_s)
 
     def storms(self, steps: int) -> int:
-        """In how many stretches of so many steps more tokens were recomputed after preemptions than computed anew."""
+        """Return in how many runs of `steps` steps more tokens were recomputed after preemptions than computed for the first time."""
         starts = np.arange(0, len(self) - steps + 1, steps)
         again = self.recomputed_tokens
         anew = self.prefill_tokens + self.decode_tokens - again
@@ -88,7 +88,7 @@ class Timeline:
 
     @classmethod
     def of_rows(cls, rows: Sequence[tuple[float, ...]]) -> Timeline:
-        """From one tuple a step, in the order of the columns."""
+        """Make a timeline from one tuple for each step, in the order of the columns."""
         columns = list(zip(*rows, strict=True)) if rows else [()] * len(fields(cls))
         dtypes: list[Any] = [np.float64 if column.name.endswith("_s") else np.int64 for column in fields(cls)]
         return cls(*(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)))
@@ -96,8 +96,8 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Whose step times a run had. `error`: mean of |predicted - measured| / measured over the steps that the model was judged on; None: it was
-    never held against a measurement, or the steps are real."""
+    """The source of a run's step times. `error`: mean of |predicted - measured| / measured over the steps that judged the model; None: it was
+    never compared with a measurement, or the steps are real."""
 
     name: str  # "linear (a100.json)", or "measured" where a device computed
     error: float | None = None
@@ -107,7 +107,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunResult:
-    """One trace, one engine, one seed."""
+    """The result of one trace, one engine and one seed."""
 
     name: str  # the engine's, for tables
     trace: str
@@ -126,7 +126,7 @@ class RunResult:
         return len(self.requests)
 
     def save(self, path: str | Path) -> None:
-        """As JSON. The same result gives the same bytes."""
+        """Write the result as JSON. The same result gives the same bytes."""
         instants, runs = _as_runs([record.token_times_s for record in self.requests])
         document = {
             "dovetail_lab_run": FORMAT,
@@ -142,7 +142,7 @@ class RunResult:
 
     @classmethod
     def load(cls, path: str | Path) -> RunResult:
-        """Raises `ConfigError` if the file isn't what `save` writes."""
+        """Read a result. Raises `ConfigError` if the file isn't as `save` writes it."""
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeError, ValueError) as error:
@@ -174,7 +174,7 @@ class RunResult:
 
 
 def _as_runs(times: Sequence[Times]) -> tuple[list[float], list[list[int]]]:
-    """The distinct instants, sorted; and of each request the runs of instants in a row: most get a token in every step."""
+    """Return the distinct times, sorted, and for each request its runs of consecutive ones: most get a token in every step."""
     instants = np.unique(np.concatenate([*times, np.empty(0)]))
     runs = []
     for own in times:
@@ -187,12 +187,12 @@ def _as_runs(times: Sequence[Times]) -> tuple[list[float], list[list[int]]]:
 
 @cache
 def _columns() -> dict[str, TypeAdapter[list[Any]]]:
-    """What each column of a file's requests must hold."""
+    """Return the type of each column of a file's requests."""
     return {name: TypeAdapter(list[kind]) for name, kind in get_type_hints(RequestRecord).items() if name != "token_times_s"}  # type: ignore[valid-type]
 
 
 def _checked(name: str, values: Any) -> list[Any]:
-    """Raises `ValueError` naming the column and the first entry that isn't what it should be."""
+    """Check a column. Raises `ValueError` naming it and its first wrong entry."""
     try:
         return _columns()[name].validate_python(values)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""A `RegimeStepTime` from measured steps: what `dovetail lab calibrate` fits."""
+"""Fitting a `RegimeStepTime` to measured steps, for `dovetail lab calibrate`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dovetail_lab.step_time import PiecewiseStepTime, RegimeStepTime, StepShape,
 
 TERMS = ("per_context_s", "per_pair_s", "per_row_s", "per_length_s", "beside_s")
 KNOTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12_288, 16_384, 32_768)
-BOUNDARIES = (256, 512, 1024, 2048, 4096)  # of tokens, above which an engine may launch what it replays below
-WORTH = 0.97  # a floor, or a boundary, must lower the error to this share: or chance would add them
+BOUNDARIES = (256, 512, 1024, 2048, 4096)  # numbers of tokens: below one an engine may replay graphs, above it launch kernels
+WORTH = 0.97  # a floor or a boundary must lower the error to this share, or chance would add them
 GOOD = 0.002  # a mean error below which nothing is added
 ENOUGH = 10  # measurements on each side of a boundary
 FEW = 3  # of a boundary that is known
 OUTLIER = 5.0  # times the median error
-HICCUP = 0.25  # a ratio that far from 1 says nothing of the device
+HICCUP = 0.25  # a ratio that far from 1 isn't the device's
 BOUND_ROUNDS = 3  # which upper bounds are exceeded follows from the fit, and the fit from them
 
 
@@ -67,14 +67,14 @@ def fit_launches(measurements: Sequence[Measurement], boundary: int | None) -> R
 
 
 def fit_decodes(measurements: Sequence[Measurement], sizes: Sequence[int] = ()) -> PiecewiseStepTime:
-    """Of the measurements without prefills; rows are padded to the next of `sizes`. Raises `ConfigError` if there are none."""
+    """Fit the measurements without prefills; rows are padded to the next of `sizes`. Raises `ConfigError` if there are none."""
     decodes = [one for one in measurements if not any(shape.prefill_rows for shape in one.shapes)]
     return _without_outliers([_step(one) for one in decodes], "decodes", sizes)
 
 
 def corrected(decode: PiecewiseStepTime, measurements: Sequence[Measurement]) -> PiecewiseStepTime:
-    """With what it is off by in those of the measurements that are of full sizes. While there are few rows, how their keys are cut over the device
-    changes with the number of these, now at once and now not at all, and no sum of terms says so."""
+    """Return the model with corrections from the measurements of full sizes. With few rows, the split of their keys over the device changes with the
+    number of keys in jumps, which no sum of terms describes."""
     ratios: dict[int, dict[int, float]] = defaultdict(dict)
     for step in (_step(one) for one in measurements if not any(shape.prefill_rows for shape in one.shapes)):
         rows, ratio = step.shape.rows, step.seconds / decode.seconds(step.shape)
@@ -86,7 +86,7 @@ def corrected(decode: PiecewiseStepTime, measurements: Sequence[Measurement]) ->
 def _with_prefills(
     decode: PiecewiseStepTime, steps: Sequence[_Step], boundary: int | None, sizes: Sequence[int], straight: bool = False
 ) -> RegimeStepTime:
-    """One model for all, or two: parted at `boundary`, if that is known, or where it helps."""
+    """Fit one model for all steps, or two: split at `boundary`, if that is known, or where it helps."""
     best = RegimeStepTime(decode=decode, mixed=_without_outliers(steps, "prefills", () if boundary is None else sizes, straight))
     least = np.inf if boundary is not None else _error(best, steps)
     for tried in BOUNDARIES if boundary is None else (boundary,):
@@ -109,7 +109,7 @@ def _step(measurement: Measurement) -> _Step:
 
 
 def _mean_shape(shapes: Sequence[StepShape]) -> StepShape:
-    """Of steps that differ in their context alone."""
+    """Return the mean shape of steps that differ only in their context."""
     return shapes[0]._replace(context_tokens=round(sum(shape.context_tokens for shape in shapes) / len(shapes)))
 
 
@@ -123,7 +123,7 @@ def _without_outliers(steps: Sequence[_Step], what: str, sizes: Sequence[int] = 
 
 
 def _with_floor(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) -> PiecewiseStepTime:
-    """With the floor that makes the error smallest, or none."""
+    """Fit with the floor that makes the error smallest, or with none."""
     best = _fit(steps, sizes, straight)
     least = float(np.abs(_relative(best, steps)).mean())
     if least <= GOOD:
@@ -143,7 +143,7 @@ def _with_floor(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) ->
 
 
 def _fit(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) -> PiecewiseStepTime:
-    """Non-negative least squares of relative errors. What it takes never falls with the number of tokens; `straight`: it is a line through them."""
+    """Fit by non-negative least squares of relative errors. Times never fall with the number of tokens; `straight`: they are linear in it."""
     tokens = np.array([padded(step.shape.tokens, sizes) for step in steps], np.float64)
     decodes = all(step.shape.prefill_rows == 0 for step in steps)
     if straight:
@@ -167,7 +167,7 @@ def _fit(steps: Sequence[_Step], sizes: Sequence[int], straight: bool) -> Piecew
 
 
 def _knots(tokens: Floats, candidates: Sequence[int]) -> list[int]:
-    """Those between which something was measured, and both ends."""
+    """Return the candidates between which steps were measured, and both ends."""
     low, high = int(tokens.min()), int(tokens.max())
     knots = [low]
     for knot in (*(knot for knot in candidates if low < knot < high), high):
@@ -177,7 +177,7 @@ def _knots(tokens: Floats, candidates: Sequence[int]) -> list[int]:
 
 
 def _measured(tokens: Floats, candidates: Sequence[int]) -> list[int]:
-    """Those that were measured, be it once, since what a context adds is the same for all; and both ends."""
+    """Return the candidates that were measured, and both ends. One measurement is enough, since a context adds the same to all."""
     low, high = int(tokens.min()), int(tokens.max())
     return sorted({low, max(high, low + 1), *(set(candidates) & set(tokens.astype(int).tolist()))})
 

@@ -1,4 +1,4 @@
-"""A short run like any other, the last of what `calibrate` measures: what a step takes while requests come and go.
+"""A short, ordinary run, with which `calibrate` ends: it measures steps while requests come and go.
 
 In the grid the same steps come again and again, and nothing else happens between them. Here the engine's own policy plans, requests are made between
 steps and end at any of them, and each delivery is recorded: the loop is that of every run, and the same host code takes longer. The device takes a
@@ -27,12 +27,12 @@ from dovetail_lab.workloads import load_workload
 if TYPE_CHECKING:
     from dovetail.engine.flight import Delivery
 
-SETTLING = 1 / 6  # of a rehearsal: what doesn't count
+SETTLING = 1 / 6  # the share of a rehearsal that doesn't count
 ROWS = 12  # that decode, on average: some 8 to 16, as chance will have it
 PROMPT_TOKENS, OUTPUT_TOKENS = 900, 300  # the most that a request has: prompts come one by one, after decodes, and find the host's code cold
 LEAST = 1 / 20, 1 / 6  # of these
 ROOM = 3  # times as many rows, each of the longest, have room in the KV pool
-BUSY = 0.25  # of the time, at most, is spent on steps with prompts
+BUSY = 0.25  # at most this share of the time goes into steps with prompts
 FEWEST = 10  # requests, however slow the engine is
 ENOUGH = 20  # steps: of fewer the middle tells too little
 
@@ -109,7 +109,7 @@ def workload(engine: LLMEngine, profile: StepTimeProfile, seconds: float) -> Tra
 
 
 def _step_s(profile: StepTimeProfile, shape: StepShape) -> float:
-    """Whichever takes longer, the device or the host."""
+    """Return the time of the slower one, device or host."""
     launch = profile.make_launch()
     launch_s = 0.0 if launch is None else launch.seconds(shape)
     return max(profile.make().seconds(shape), profile.planning_s(shape.rows) + launch_s + profile.delivering_s(shape.rows))
@@ -141,7 +141,7 @@ def as_rehearsed(profile: StepTimeProfile, sightings: Sequence[Sighting], overla
 
 
 def _setup_s(profile: StepTimeProfile, steps: Sequence[Timed]) -> float:
-    """What recorded steps with prefills that were launched in time took longer than the grid's, in the middle."""
+    """Return the median of how much longer recorded steps with prefills, launched in time, took than the grid's."""
     model, rule = profile.make(), profile.rule
     recorded = [step for step in steps if rule.regime(step.shape) is Regime.RECORDED and step.late_s <= rule.sampling_share * step.launch_s]
     return max(0.0, float(np.median([step.seconds - model.seconds(step.shape) for step in recorded]))) if len(recorded) >= ENOUGH else 0.0
@@ -169,12 +169,12 @@ def _launching(profile: StepTimeProfile, steps: Sequence[Timed]) -> dict[str, An
 
 
 def _ratio(times: Iterable[tuple[float, float]]) -> float:
-    """The median of measured over fitted seconds; 1, if nothing was fitted."""
+    """Return the median of measured over fitted seconds; 1 if nothing was fitted."""
     ratios = [measured / fitted for measured, fitted in times if fitted > 0]
     return float(np.median(ratios)) if ratios else 1.0
 
 
 def _spread(profile: StepTimeProfile, times: Iterable[tuple[StepShape, float, float]], otherwise: Spread | None) -> Spread | None:
-    """Of (shape, measured, fitted seconds); `otherwise` is the grid's, for the kinds of steps that there are too few of. None, if that is."""
+    """Return the spread of (shape, measured, fitted seconds). `otherwise` is the grid's, for kinds with too few steps; None if that is."""
     found = spread((profile.rule.regime(shape), measured, fitted) for shape, measured, fitted in times)
     return None if otherwise is None else otherwise.model_copy(update={regime.value: found.of(regime) for regime in Regime if found.of(regime)})

@@ -1,4 +1,4 @@
-"""Brings a real engine's steps about, one kind after the other, and notes how long each took: what `calibrate` measures with.
+"""`Rig`: it makes a real engine run steps of chosen kinds, and notes how long each took, for `calibrate`.
 
 The engine is whole: its core plans, its KV-cache manager gives out blocks, its executor computes, overlap included. Only the policy is ours, so that
 a step holds what is asked for, and the executor is looked over its shoulder.
@@ -16,7 +16,7 @@ import numpy as np
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.api.executor import Batch, Capacity, Executor, Result
-from dovetail.api.scheduler import Context, Scheduler, Step
+from dovetail.api.scheduler import Scheduler, SchedulerContext, Step
 from dovetail.errors import DovetailError
 from dovetail.sampling_params import OutputKind
 from dovetail_lab.step_time import StepShape
@@ -46,7 +46,7 @@ class TimeIsUpError(Exception):
 
 
 class Probe(Executor):
-    """Another executor, and what passes through."""
+    """A wrapper of an executor that notes its calls and results."""
 
     def __init__(self, inner: Executor, rows: int) -> None:
         super().__init__(inner.options, inner.context)
@@ -87,7 +87,7 @@ class Probe(Executor):
 
 
 class _Script(Scheduler):
-    """All decodes, and at most `chunk` tokens of prompts, in order of arrival."""
+    """A policy that grants all decodes, and at most `chunk` tokens of prompts, in order of arrival."""
 
     chunk = NEVER
 
@@ -105,13 +105,13 @@ class _Script(Scheduler):
 
 
 class Rig:
-    """Takes the engine over: its executor is replaced for good, its policy until `give_back`."""
+    """Control of an engine: its executor is replaced for good, its policy until `give_back`."""
 
     def __init__(self, engine: LLMEngine, until: float) -> None:
         """`until`: on the machine's monotonic clock."""
         config, capacity = engine.config, engine.capacity
         self.engine, self._until = engine, until
-        context = Context(config.max_num_batched_tokens, config.max_num_seqs, capacity.num_blocks, capacity.layout.block_size, config.seed)
+        context = SchedulerContext(config.max_num_batched_tokens, config.max_num_seqs, capacity.num_blocks, capacity.layout.block_size, config.seed)
         self._policy = engine.core.scheduler
         self._script = _Script(self._policy.options, context)
         self.probe = Probe(engine.core.executor, config.max_num_seqs)
@@ -124,15 +124,15 @@ class Rig:
 
     @property
     def sightings(self) -> list[Sighting]:
-        """In order, of those that are complete."""
+        """The complete sightings, in order."""
         return self.probe.collected
 
     def has_seats_for(self, prompts: Sequence[int]) -> bool:
-        """Whether they fit beside those that decode."""
+        """Return True if the prompts fit beside the decoding requests."""
         return len(self._streaming) + len(prompts) <= self.engine.config.max_num_seqs
 
     def grow(self, rows: int, context: int, chunk: int = NEVER) -> None:
-        """Until `rows` requests decode; the new ones have `context` tokens, prefilled in chunks beside those that decode."""
+        """Add requests until `rows` decode; new ones have `context` tokens, prefilled in chunks beside the decodes."""
         self._script.chunk = chunk
         room = self.engine.capacity.max_model_len - context
         names = [self._add(context, room) for _ in range(rows - len(self._streaming))]
@@ -140,7 +140,7 @@ class Rig:
         self._script.chunk = NEVER
 
     def decode(self, steps: int) -> None:
-        """So many steps of those that decode."""
+        """Run a number of steps with the decoding requests."""
         end = len(self.sightings) + steps
         self._run(lambda: len(self.sightings) >= end)
 
@@ -154,7 +154,7 @@ class Rig:
             self.decode(then)
 
     def clear(self) -> None:
-        """Nobody is left."""
+        """End all requests."""
         self.engine.abort_request(list(self._alive))
         self._alive.clear()
         self._streaming.clear()

@@ -69,7 +69,7 @@ def replay(
 
 
 class _TraceClock(VirtualClock):
-    """Tells whenever time moves, so that requests can be made when they are due."""
+    """A clock that reports each move of time, so that requests can be made when they are due."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def drive(core: EngineCore, feeder: Feeder, fed: Callable[[], None], take: Calla
 
 
 def _run(core: EngineCore, executor: SimulatedExecutor | None, feeder: Feeder, recorder: Recorder, progress: Callable[[], None]) -> None:
-    """To the end of the trace."""
+    """Run to the end of the trace."""
     taken_in = 0
     if executor is not None:
         core.pacing.plans_late = executor.options.plans_late

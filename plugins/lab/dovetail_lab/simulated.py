@@ -50,7 +50,7 @@ class _Pending:
 
 
 class SimulatedExecutor(Executor):
-    """Keeps, for each row, how many tokens are computed and what it answers. Steps run one after the other, each as soon as it was submitted."""
+    """The executor. It keeps, for each row, how many tokens are computed, and its answer. Steps run one after the other, as soon as submitted."""
 
     capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False)
     options: SimulatedOptions
@@ -77,11 +77,11 @@ class SimulatedExecutor(Executor):
         self._answers = np.zeros((rows, 1), np.int64)
 
     def expect(self, request_id: str, answer: NDArray[np.int32]) -> None:
-        """What a request will answer: [tokens, 1 or more] ids, the last one again and again if it is asked for more. Nobody else can see it."""
+        """Set a request's answer: ids [1 or more tokens], of which the last is repeated if more are asked for. No other component sees it."""
         self._expected[request_id] = answer
 
     def forget(self, request_id: str) -> None:
-        """It has ended."""
+        """Forget a request that has ended."""
         self._expected.pop(request_id, None)
 
     def take_in(self) -> bool:
@@ -149,7 +149,7 @@ class SimulatedExecutor(Executor):
         return Result(pending.step, pending.token_ids, ended - seconds, ended)
 
     def check(self) -> None:
-        """There is no device to lose."""
+        """Do nothing: there is no device to lose."""
 
     def stop(self) -> None:
         self._pending.clear()

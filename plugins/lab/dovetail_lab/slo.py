@@ -60,7 +60,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """`value` in seconds; infinite where too many requests never got that far, NaN where there was nothing to judge, which is no miss."""
+    """The outcome of an objective. `value` in seconds: infinity if too many requests never got that far, NaN if there was nothing to judge, which
+    counts as met."""
 
     value: float
     met: bool
@@ -68,7 +69,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A statistic of a metric, and what it must not exceed."""
+    """A statistic of a metric, with its upper limit."""
 
     metric: str  # one of METRICS
     q: float | None  # 0 < q < 1, or None for the mean
@@ -82,7 +83,7 @@ class Objective:
         return f"{self.name}<{self.limit_s:g}"
 
     def judge(self, runs: Sequence[RunResult]) -> Judgement:
-        """Of all runs' requests together. The quantile is the smallest value that a share of `q` doesn't exceed."""
+        """Judge all runs' requests together. The quantile is the smallest value that a share of `q` doesn't exceed."""
         values = np.concatenate([np.empty(0), *(_values(run, self.metric) for run in runs)])
         if not len(values):
             return Judgement(math.nan, True)
@@ -100,12 +101,12 @@ def _values(run: RunResult, metric: str) -> Floats:
 
 
 def _gaps(record: RequestRecord) -> int:
-    """Between the tokens that it should have generated."""
+    """Return the number of gaps between the tokens that it should have generated."""
     return max(1, record.true_tokens - 1)
 
 
 def parse_slo(text: str) -> tuple[Objective, ...]:
-    """A preset's name, or objectives joined by commas. Raises `ConfigError`: what is wrong, and what would be right."""
+    """Read a preset's name, or objectives joined by commas. Raises `ConfigError`, saying what is wrong and what would be right."""
     text = text.strip()
     if text in PRESETS:
         text = PRESETS[text].objectives
@@ -134,7 +135,7 @@ def _objective(text: str) -> Objective:
 
 
 def parse_goodput(text: str) -> Slo:
-    """`ttft<0.5,tpot<50ms`: what each request must keep to count as good. Raises `ConfigError`."""
+    """Read `ttft<0.5,tpot<50ms`: the objectives that each good request meets. Raises `ConfigError`."""
     limits: dict[str, float] = {}
     for part in map(str.strip, text.split(",")):
         match = _OF_REQUEST.fullmatch(part)
@@ -150,7 +151,7 @@ def parse_goodput(text: str) -> Slo:
 
 
 def _limit(match: re.Match[str], where: str) -> float:
-    """In seconds."""
+    """Return a limit in seconds."""
     try:
         limit = float(match["limit"]) * (1e-3 if match["unit"] == "ms" else 1.0)
     except ValueError:

@@ -1,4 +1,4 @@
-"""How sure a comparison of two policies is: paired bootstrap intervals for means and quantiles, on plain arrays.
+"""The certainty of a comparison of two policies: paired bootstrap intervals for means and quantiles, on plain arrays.
 
 Requests of one run are not independent: they share queues, batches and the KV pool. So no request is ever drawn alone. What is drawn, for both
 policies alike, are whole runs where there are enough independent ones (`SeedDraws`), else stretches of time (`BlockDraws`). A change is the
@@ -35,13 +35,13 @@ class Statistic:
         return "mean" if self.q is None else f"p{100 * self.q:g}"
 
     def of(self, values: Floats) -> float:
-        """NaN where there are none."""
+        """Return the statistic of the values; NaN if there are none."""
         if not len(values):
             return math.nan
         return float(np.mean(values) if self.q is None else np.quantile(values, self.q))
 
     def influence(self, values: Floats) -> Floats:
-        """What each value adds to the statistic, up to a constant factor (its influence function): the series whose memory a block must span."""
+        """Return each value's influence (by the influence function), up to a constant factor: the series whose memory a block must span."""
         if self.q is None:
             mean = float(np.mean(values))
             return values / mean if mean else values
@@ -84,7 +84,7 @@ class Change:
 
     @property
     def measurable(self) -> bool:
-        """Whether the interval leaves out zero."""
+        """True if the interval excludes zero."""
         return self.low > 0 or self.high < 0
 
 
@@ -115,7 +115,7 @@ class SeedDraws:
         return np.stack([self.of_scalars(*_per_run(runs, statistic)) for statistic in statistics])
 
     def of_scalars(self, a: Floats, b: Floats) -> Floats:
-        """For what is one number a run: a[run], b[run]."""
+        """Resample metrics with one number a run: a[run], b[run]."""
         drawn = np.random.default_rng(self.seed).integers(0, self.seeds, (self.resamples, self.seeds))
         return _log_ratio(a[drawn].mean(axis=1), b[drawn].mean(axis=1))
 
@@ -149,7 +149,7 @@ class BlockDraws:
         return _log_ratio(total[0], total[1])
 
     def _weights(self, requests: int, rng: np.random.Generator) -> Iterator[Weights]:
-        """How often each request of a run was drawn, some resamples at a time."""
+        """Yield how often each request of a run was drawn, some resamples at a time."""
         length = max(1, min(self.length, requests))
         blocks = math.ceil(requests / length)
         at_once = max(1, _CELLS // max(1, requests))
@@ -205,7 +205,7 @@ def changes(runs: Sequence[Pairs], statistics: Sequence[Statistic], draws: Draws
 
 
 def scalar_change(a: Floats, b: Floats, draws: Draws, confidence: float = 0.95) -> Change:
-    """The same for what is one number a run. Only drawing whole runs gives it an interval."""
+    """Return the change of a metric with one number a run. Only drawing whole runs gives it an interval."""
     logs = draws.of_scalars(a, b) if isinstance(draws, SeedDraws) else np.full(1, math.nan)
     return _change(a, b, logs, draws.units, confidence)
 
@@ -234,7 +234,7 @@ def _per_run(runs: Sequence[Pairs], statistic: Statistic) -> tuple[Floats, Float
 
 
 def _log_ratio(a: Floats, b: Floats) -> Floats:
-    """0 where both are equal, 0 and 0 included; not finite where only one is 0."""
+    """Return log(b / a): 0 if both are equal, also both 0; not finite if only one is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(a == b, 0.0, np.log(b) - np.log(a))
 
@@ -281,7 +281,7 @@ def optimal_block(series: Floats) -> int:
 
 
 def _autocovariance(series: Floats) -> Floats:
-    """At lags 0 .. n - 1, by the Fourier transform."""
+    """Return the autocovariance at lags 0 .. n - 1, by the Fourier transform."""
     n = len(series)
     if n == 0:
         return np.zeros(1)

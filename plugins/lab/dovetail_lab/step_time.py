@@ -1,4 +1,4 @@
-"""How long a step takes on the device: `StepTimeModel`, the models built in, and the profiles that hold one with what it was fitted on.
+"""The time of a step on the device: `StepTimeModel`, the built-in models, and profiles, which hold a model and describe its measurements.
 
 A model sees the shape of a batch, never a request. Its answer is a function of integers by plain float arithmetic in a fixed order, so that it is
 the same on every machine.
@@ -33,7 +33,7 @@ _MASK = (1 << 64) - 1
 
 
 class StepShape(NamedTuple):
-    """What a batch asks of the device. A row with more than one new token is a prefill, or a chunk of one; a row with one is a decode."""
+    """The work of a batch. A row with more than one new token is a prefill, or a chunk of one; a row with one is a decode."""
 
     rows: int
     tokens: int  # new ones, of all rows
@@ -45,7 +45,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of(cls, new_tokens: Integers, context: Integers) -> StepShape:
-        """Both [rows]: tokens that each row computes, and had computed before."""
+        """Make a shape from the tokens that each row computes [rows], and had computed before [rows]."""
         rows, tokens = len(new_tokens), int(np.add.reduce(new_tokens))  # `sum` would take twice as long
         read = int(np.add.reduce(context)) + tokens
         if tokens == rows:
@@ -61,10 +61,10 @@ class StepShape(NamedTuple):
 
 
 class StepTimeModel(Protocol):
-    """Anything that says how long a batch takes."""
+    """A model of the time that a batch takes."""
 
     def seconds(self, shape: StepShape) -> float:
-        """On the device, from its first kernel to its sampled ids; more than 0 and finite."""
+        """Return the time on the device, from its first kernel to its sampled ids; more than 0 and finite."""
 
 
 class _Model(BaseModel):
@@ -72,7 +72,7 @@ class _Model(BaseModel):
 
 
 class Regime(Enum):
-    """How a step comes to the device."""
+    """The way in which a step is launched."""
 
     DECODE = "decode"  # decodes alone: one recorded graph
     RECORDED = "recorded"  # with prefills, one recorded graph as well
@@ -81,7 +81,7 @@ class Regime(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LaunchRule:
-    """Which steps begin when they are launched, and which are computed meanwhile.
+    """The rule by which a step is computed after its launching, or meanwhile.
 
     decodes:           | launching .... | copying too |
                                         | computing .............. |
@@ -103,8 +103,8 @@ class LaunchRule:
         return Regime.RECORDED if shape.tokens <= self.recorded_tokens else Regime.LAUNCHED
 
     def occupied_s(self, shape: StepShape, seconds: float, late_s: float, launch_s: float) -> float:
-        """How long a step keeps the device that would compute it in `seconds`, if launching it took `launch_s`, and ended `late_s` after the device
-        was free for it (negative: before)."""
+        """Return how long a step that takes `seconds` to compute occupies the device, if its launching took `launch_s` and ended `late_s` after the
+        device was free for it (negative: before)."""
         regime = self.regime(shape)
         if regime is Regime.DECODE:
             return max(seconds + max(late_s - self.copying_share * launch_s, 0.0), late_s)
@@ -309,7 +309,7 @@ BUILT_IN: Mapping[str, type[BaseModel]] = {
 
 
 class Spread(_Model):
-    """What a step was measured to take over what was fitted, as a distribution for each regime: the mean between each two neighbours of `LEVELS`.
+    """The distribution of measured over fitted step times, for each regime: the mean between each two neighbours of `LEVELS`.
     None: always 1."""
 
     decode: tuple[Seconds, ...] = ()
@@ -409,7 +409,7 @@ class StepTimeProfile(_Model):
         return LaunchRule(self.recorded_tokens, self.sampling_share, self.after_launch_s, self.copying_share, self.setup_s)
 
     def make_launch(self) -> StepTimeModel | None:
-        """Of the time that handing a step over takes, if requests take rows in it. Raises `ConfigError` if `launch` describes no model."""
+        """Return the model of the time of submitting a step in which requests take rows. Raises `ConfigError` if `launch` describes no model."""
         return None if self.launch is None else self._model(self.launch)
 
     def launching_s(self, launch: StepTimeModel | None, shape: StepShape, joins: bool) -> float:
@@ -433,7 +433,7 @@ class StepTimeProfile(_Model):
         return model
 
     def as_step_times(self) -> StepTimes:
-        """What a run's record says of it."""
+        """Return the profile's description for a run's record."""
         return StepTimes(self.name, self.error, self.judged_on, {**self.step_time, "core_s": self.core_s, "core_per_row_s": self.core_per_row_s})
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a sighted step says: how long the device had it, and how much of that it only waited for launches; and the profile's times, fitted on many.
+"""The timing of sighted steps: how long each was on the device, how much of that was waiting for launches, and the profile's times fitted to many.
 
 A step's end is seen when the core asks for it, which may be long after: while the next step is launched nobody asks. So an end counts as seen only
 where the core waited for it; else it follows from the end before, since steps run one after the other and each one's own duration is exact.
@@ -45,7 +45,7 @@ class Timed:
 
     @property
     def late_s(self) -> float:
-        """How long the device was free for it before all of it was launched; negative, if it was launched earlier."""
+        """The time for which the device was free before all of the step was launched; negative if it was launched earlier."""
         return self.launch_s - self.waited_s
 
     @property
@@ -53,7 +53,7 @@ class Timed:
         return self.seconds - self.late_s
 
     def launch_bound(self, rule: LaunchRule) -> bool:
-        """Whether nothing is known of what it computes but that it takes no longer."""
+        """True if the step gives only an upper bound of its computing time."""
         return rule.regime(self.shape) is Regime.LAUNCHED and self.late_s > 0 and self.after_launch_s < LAUNCH_BOUND * self.seconds
 
     def computed_s(self, rule: LaunchRule) -> float:
@@ -160,12 +160,12 @@ class DeviceTimes:
 
 
 def counts_as_launched(step: Timed) -> bool:
-    """Whether launching it is what a run waits for: not that of steps that sample nothing, or go on with prompts while nobody decodes."""
+    """Return True if a run waits for its launching: False for steps that sample nothing, or continue prompts while nothing decodes."""
     return step.samples and (step.shape.decodes > 0 or not step.goes_on)
 
 
 def spread(times: Iterable[tuple[Regime, float, float]]) -> Spread:
-    """Of (regime, measured, fitted) seconds."""
+    """Return the spread of (regime, measured, fitted) seconds."""
     ratios: dict[Regime, list[float]] = defaultdict(list)
     for regime, measured, fitted in times:
         if fitted > 0:
@@ -181,7 +181,7 @@ def _means(ratios: Sequence[float]) -> tuple[float, ...]:
 
 
 def median(cell: Sequence[tuple[Timed, ...]]) -> tuple[Timed, ...]:
-    """Of repetitions the one in the middle; of an even number the shorter of two."""
+    """Return the median of repetitions; of an even number the shorter of the middle two."""
     return sorted(cell, key=lambda steps: _seconds(steps) / len(steps))[(len(cell) - 1) // 2]
 
 
@@ -208,7 +208,7 @@ def _copying_share(middle: Sequence[tuple[Timed, ...]], cells: Cells) -> float:
 
 
 def _padded_rows(decodes: Sequence[Measurement], launched: bool) -> tuple[int, ...]:
-    """What decodes are padded to; none if they aren't. Kept is what is usual, unless the other explains the measured times clearly better."""
+    """Return the sizes that decodes are padded to, or none. The usual answer is kept unless the other explains the measured times clearly better."""
     # If only sizes were measured, both explain the same. Where launching takes time, `LaunchRule` has decodes replayed, and who replays has graphs of
     # a few sizes: on an H200, 17 to 20 rows took as long as 24, and a third longer than 16. Where it takes none, nothing hints at graphs.
     sizes = row_sizes(max((one.shapes[0].rows for one in decodes), default=1))
@@ -235,7 +235,7 @@ def _computed(steps: tuple[Timed, ...], rule: LaunchRule) -> Measurement:
 
 
 def _launches(cells: Cells, rule: LaunchRule) -> list[Measurement]:
-    """Of each cell the mean, but for hiccups: against cells of about the same size, since a whole cell may have had a bad time. Those that go
+    """Return each cell's mean without hiccups, judged against cells of about the same size, since a whole cell may have had a bad time. Those that go
     on with prompts don't count: they are launched sooner."""
     sizes: dict[tuple[Any, ...], list[list[Timed]]] = defaultdict(list)
     for cell in cells:

@@ -53,7 +53,7 @@ def conditions(result: RunResult) -> str:
 
 
 def source_of_times(step_times: StepTimes) -> str:
-    """How far to believe it."""
+    """Return a note on how accurate the run's step times are."""
     if step_times.name == "measured":
         return "times are real"
     if step_times.error is None:

@@ -42,7 +42,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was found at a point."""
+    """The results at a point."""
 
     point: Point
     figures: Mapping[str, float]
@@ -96,7 +96,7 @@ def sweep(jobs: Sequence[tuple[Point, Job]], objectives: Sequence[Objective] = (
 
 
 def figures(run: RunResult, objectives: Sequence[Objective] = ()) -> dict[str, float]:
-    """What a row holds of a run: NaN where there is nothing to measure; of objectives whether all were met, 1 or 0."""
+    """Return a run's figures for a row: NaN if there is nothing to measure; for objectives 1 if all were met, else 0."""
     metrics = measure(run)
     latencies = {}
     for name in LATENCIES:

@@ -1,4 +1,4 @@
-"""What commands write: each file whole or not at all, and a reason in words where that can't be."""
+"""Writing a command's files: each is written whole or not at all, and an error says why."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The observer `log`: every few seconds a line of what the engine does, to the logger "dovetail".
+"""The observer `log`: every few seconds it writes a line about the engine's work to the logger "dovetail".
 
-Two clocks, each for what it is good for. *Whether a line is due* is wall time, so that a simulated hour doesn't flood a terminal and a real one
-doesn't starve it. *Rates* are by the events' own times, the engine's clock: in simulation they are those of the simulated device.
+It uses two clocks. Wall time decides *when a line is due*, so that a simulated hour doesn't flood a terminal. *Rates* use the events' own times,
+which are on the engine's clock: in simulation they are those of the simulated device.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class LogOptions(BaseModel):
 
 @dataclass(slots=True)
 class Tally:
-    """What was counted over some steps. Times are of the engine's clock."""
+    """Counts over some steps. Times are on the engine's clock."""
 
-    began: float | None = None  # when the first of them began on the device; None: there was none
+    began: float | None = None  # when the device began the first of them; None: no steps
     ended: float = 0.0
     steps: int = 0
     prefill_tokens: int = 0
@@ -52,13 +52,13 @@ class Tally:
 
     @property
     def hit_share(self) -> float:
-        """Of the tokens that prefills needed, those found in the prefix cache."""
+        """The share of the prefills' tokens that was found in the prefix cache."""
         needed = self.cached_tokens + self.prefill_tokens
         return self.cached_tokens / needed if needed else 0.0
 
 
 class LogObserver(Observer):
-    """Writes at level INFO: once at the start, then at most a line each `every_s` while steps come in, and at the end the rest and the sums."""
+    """An observer that logs at level INFO: a line at the start, at most one every `every_s` while steps come in, and the totals at the end."""
 
     options: LogOptions
 
@@ -66,7 +66,7 @@ class LogObserver(Observer):
         super().__init__(options, context)
         self._wall = wall
         self._due = wall() + options.every_s
-        self._recent, self._total = Tally(), Tally()  # since the last line, and since the start
+        self._recent, self._total = Tally(), Tally()  # counts since the last line, and since the start
         self._last_step: StepFinished | None = None
 
     def on_started(self, event: EngineStarted) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field, PositiveFloat
 
-from dovetail.api.scheduler import Claims, Context, Refusal, Scheduler, Step, StepDone
+from dovetail.api.scheduler import Claims, Refusal, Scheduler, SchedulerContext, Step, StepDone
 from dovetail.request import Request
 from dovetail_schedulers.in_order import run_on
 
 
 class AndesOptions(BaseModel, extra="forbid", frozen=True):
-    """Options of the scheduler `andes`: the first two are what a reader expects, in the paper's sense of quality of experience."""
+    """Options of the scheduler `andes`. The first two are a reader's expectations, in the paper's sense of quality of experience."""
 
     ttft_s: float = Field(1.0, ge=0, allow_inf_nan=False, description="Seconds after arrival by which a reader expects the first token.")
     tokens_per_s: PositiveFloat = Field(4.8, description="Reading speed: tokens that come faster make nobody happier.")
@@ -22,8 +22,9 @@ class AndesOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class Andes(Scheduler):
-    """A request is due when its reader will have read all there is. While others wait, those far ahead of their readers pause, and lose their blocks,
-    the furthest ahead first, to those who are due soon. All else is as in `fcfs`, with the waiting in the order in which they are due.
+    """A policy in which a request is due when its reader will have read all its tokens. While others wait, requests far ahead of their readers pause,
+    and lose their blocks, the furthest ahead first, to those due soon. All else is as in `fcfs`, with waiting requests in the order in which they
+    are due.
 
     The paper weighs the gain of each request by its context; here a pause always gains, and the limit on preemptions is for each request.
     """
@@ -31,7 +32,7 @@ class Andes(Scheduler):
     claims = Claims(starves=True, idles=True)
     options: AndesOptions
 
-    def __init__(self, options: AndesOptions, context: Context) -> None:
+    def __init__(self, options: AndesOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self._read_until: dict[Request, float] = {}
 
@@ -45,7 +46,7 @@ class Andes(Scheduler):
         for request in sorted(step.waiting, key=self._due):
             if step.grant(request, evict=ahead if self._due(request) < soon else ()).refused not in (None, Refusal.NOT_NOW):
                 break
-        if not step.waiting or step.tokens_left == budget:  # nobody gains from a pause
+        if not step.waiting or step.tokens_left == budget:  # no request gains from a pause
             run_on(step, [request for request in step.running if request in paused])
 
     def _due(self, request: Request) -> float:

@@ -1,4 +1,4 @@
-"""Virtual token counters: what each client was served so far, for the policies that share an engine fairly among clients.
+"""Virtual token counters: the service that each client has got so far, for policies that share an engine fairly among clients.
 
 Sheng et al., Fairness in Serving Large Language Models (OSDI '24, arXiv:2401.00588), algorithm 2.
 """
@@ -14,11 +14,11 @@ from pydantic import BaseModel, Field, PositiveFloat
 from dovetail.api.scheduler import StepDone
 from dovetail.request import Request
 
-LOOK_AFTER = 64  # requests that end before counters are forgotten, at least
+LOOK_AFTER = 64  # at least this many requests end between two rounds of forgetting
 
 
 class CounterOptions(BaseModel, extra="forbid", frozen=True):
-    """What tokens cost. Requests that name no client count as those of one more."""
+    """The costs of tokens. Requests without a client count as those of one more client."""
 
     input_weight: float = Field(1.0, ge=0, allow_inf_nan=False, description="What a prompt token costs its client.")
     output_weight: float = Field(2.0, gt=0, allow_inf_nan=False, description="What a generated token costs its client.")
@@ -26,18 +26,18 @@ class CounterOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class Turns:
-    """Whose turn it is among the waiting: theirs who came first, so that nothing need be kept. A policy tells it of all that happens to requests."""
+    """The order in which clients take turns. This one is by arrival, and needs no state. A policy tells it of all that happens to requests."""
 
     def arrived(self, request: Request) -> None: ...
 
     def in_turn(self, waiting: Iterable[Request]) -> Iterator[Request]:
-        """The waiting, which are in order of arrival, in the order in which they should be admitted."""
+        """Yield the waiting requests, given in order of arrival, in the order in which they should be admitted."""
         return iter(waiting)
 
     def admitted(self, request: Request) -> None: ...
 
     def still_wait(self, waiting: Iterable[Request]) -> None:
-        """The step is planned, and these were not admitted."""
+        """Take note that a step was planned and these requests weren't admitted."""
 
     def generated(self, done: StepDone) -> None: ...
 
@@ -45,20 +45,21 @@ class Turns:
 
 
 class Counters(Turns):
-    """`lift`: a client that had nothing waiting begins at the least of those that have, so that time without requests earns no credit.
+    """Turns by the least-served client. `lift`: a client that had nothing waiting begins at the smallest counter of those that have, so that time
+    without requests earns no credit.
 
-    A client is forgotten, from time to time, when no decision can tell: it has no request, and either its counter is 0, as a new one is, or
+    From time to time clients are forgotten if that changes no decision: a client has no request, and either its counter is 0, like a new one, or
     counters are lifted and its own is no higher than any that it could be lifted to. Those are the counters of clients with requests and of the
-    last one admitted. The least of them never falls, since whoever joins them was lifted to it. Hence there are counters for clients with requests,
-    for those served more than somebody who is being served, as many of others at most, and some `LOOK_AFTER`. Without `lift` each client that was
-    ever served has one.
+    last one admitted. The smallest of them never falls, since a client that joins them is lifted to it. So counters are kept for clients with
+    requests, for those served more than one that is being served, for at most as many others, and some `LOOK_AFTER`. Without `lift` every client
+    that was ever served has one.
     """
 
     def __init__(self, options: CounterOptions, *, lift: bool) -> None:
         self._options = options
         self._lift = lift
         self.served: defaultdict[str | None, float] = defaultdict(float)  # client -> weighted tokens
-        self._unfinished: Counter[str | None] = Counter()  # requests, by client
+        self._unfinished: Counter[str | None] = Counter()  # client -> number of its requests
         self._queued: set[str | None] = set()  # clients with requests waiting
         self._last_admitted: str | None = None  # client
         self._look_after = LOOK_AFTER  # requests still to end before counters are forgotten again
@@ -72,7 +73,8 @@ class Counters(Turns):
             self._queued.add(request.client)
 
     def in_turn(self, waiting: Iterable[Request]) -> Iterator[Request]:
-        """Each time one of the client that was served least by then; of equals, who waits longest. Only who was given last is charged meanwhile."""
+        """Yield, each time, a request of the client served least so far; of equal ones, the one that waits longest. Between two, only
+        the client of the last may be charged."""
         queues: defaultdict[str | None, deque[tuple[int, Request]]] = defaultdict(deque)
         for place, request in enumerate(waiting):
             queues[request.client].append((place, request))
@@ -86,7 +88,7 @@ class Counters(Turns):
                 heappush(turns, (self.served[request.client], queue[0][0], queue))
 
     def admitted(self, request: Request) -> None:
-        """Charges its prompt, once: computing it again after a preemption is free."""
+        """Charge its prompt, once: computing it again after a preemption is free."""
         self._last_admitted = request.client
         self._charge(request.client, 0 if request.preemptions else self._options.input_weight * request.prompt_tokens)
 
@@ -104,13 +106,13 @@ class Counters(Turns):
         self._look_after -= 1
         if self._look_after <= 0:
             self._forget()
-            self._look_after = max(LOOK_AFTER, len(self.served))  # so that looking costs each request as much, however many clients there are
+            self._look_after = max(LOOK_AFTER, len(self.served))  # so that the cost per request doesn't grow with the number of clients
 
     def _forget(self) -> None:
         present = {*self._unfinished, *self._queued, self._last_admitted}
         floor = min(self.served[client] for client in present) if self._lift else 0.0
         kept = {client: served for client, served in self.served.items() if served > floor or client in present}
-        self.served = defaultdict(float, kept)  # a dict that others are deleted from stays as large as it was
+        self.served = defaultdict(float, kept)  # a new dict, as one doesn't shrink when items are deleted
 
     def _charge(self, client: str | None, cost: float) -> None:
         self.served[client] += cost / (self._options.weights.get(client, 1.0) if client is not None else 1.0)

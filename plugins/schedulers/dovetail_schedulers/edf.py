@@ -1,4 +1,4 @@
-"""Earliest deadline first (Liu and Layland, JACM 1973), with those that can't be met turned away, as in Clockwork (OSDI '20)."""
+"""Earliest deadline first (Liu and Layland, JACM 1973); requests whose deadline can't be met are turned away, as in Clockwork (OSDI '20)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EDFOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class EDF(Scheduler):
-    """Requests without a deadline come last, by arrival. A deadline is hopeless if its request couldn't meet it even alone on the device."""
+    """The policy. Requests without a deadline come last, by arrival. A deadline is hopeless if its request would miss it even alone on the device."""
 
     claims = Claims(order="deadline", starves=True, rejects=True)
     options: EDFOptions
@@ -38,14 +38,14 @@ class EDF(Scheduler):
         grant_in_order(step, order, lambda request: reversed(order))
 
     def _hopeless(self, step: Step, order: Sequence[Request]) -> list[Request]:
-        """Those that would be late even alone on the device."""
+        """Return the requests that would be late even alone on the device."""
         trusted = step.index >= self.options.warmup_steps
         decode_s = step.estimate_s(decodes=1) if trusted else 0.0
-        prefill_s = step.estimate_s(prefill_tokens=self.context.max_tokens) / self.context.max_tokens if trusted else 0.0  # a token
+        prefill_s = step.estimate_s(prefill_tokens=self.context.max_tokens) / self.context.max_tokens if trusted else 0.0  # per token
 
         def late(request: Request, deadline: float) -> bool:
             if deadline > step.now + (request.prompt_tokens + request.max_tokens) * prefill_s + request.max_tokens * decode_s:
-                return False  # quick to ask: most are far from late
+                return False  # a quick test, as most are far from late
             length = request.predicted_tokens or (request.max_tokens if self.options.assume == "longest" else 0)
             left = min(request.output_left, max(1, length - (request.max_tokens - request.output_left)))
             prefill = step.cost(request).tokens if request.prefill_left else 0

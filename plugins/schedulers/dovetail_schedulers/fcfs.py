@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from dovetail.api.scheduler import Claims, Context, Scheduler, Step
+from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
 from dovetail_schedulers.in_order import run_on
 from dovetail_schedulers.stretch import prefill_within
 
@@ -21,12 +21,13 @@ class FCFSOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class FCFS(Scheduler):
-    """All decodes, then prompts that have begun, then new ones. When memory lacks, the youngest make room, never an older one."""
+    """A policy that serves all decodes, then prompts that have begun, then new ones. If memory is short, the youngest requests are preempted; an
+    older one never makes room for a younger."""
 
     claims = Claims(order="arrival", idles=True)
     options: FCFSOptions
 
-    def __init__(self, options: FCFSOptions, context: Context) -> None:
+    def __init__(self, options: FCFSOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         if options.max_stretch is None:
             self.claims = Claims(order="arrival")

@@ -1,4 +1,4 @@
-"""Serving requests in a policy's order, with eviction: what several policies here share."""
+"""Serving requests in a policy's order, with eviction; several policies share it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dovetail.request import Request
 
 
 def run_on(step: Step, requests: Iterable[Request]) -> None:
-    """Grant to each of `requests`, which run already; for who lacks memory, the youngest of all that run make room."""
+    """Grant to each of `requests`, which run already; if one lacks memory, the youngest of all running requests are preempted."""
     for request in step.grant_each(requests):
         step.grant(request, evict=reversed(step.running))
 
 
 def grant_in_order(step: Step, order: Sequence[Request], evict: Callable[[Request], Iterable[Request]]) -> None:
-    """Grant to everyone in `order` (running and waiting), the first is the most important; `evict(request)` may be preempted for it.
+    """Grant to all requests in `order` (running and waiting), the most important first; those in `evict(request)` may be preempted for `request`.
 
-    Each decode keeps its token, however long the prefills ahead of it are. Once a prefill lacks memory or a seat, nobody behind it is
-    admitted, or the small would pass the large for ever; nor behind one who was evicted in this step, and could not take what it left.
+    Each decode gets its token, however long the prefills ahead of it are. Once a prefill lacks memory or a seat, no request behind it is
+    admitted, or small ones would pass large ones forever; nor is any behind a request evicted in this step, which can't use the room it left.
     """
     decoding, running = set(step.decoding), set(step.running)
-    owed = len(decoding)  # tokens, to decodes further down
+    owed = len(decoding)  # tokens kept for decodes further down
     admits = True
 
     def passed_by(request: Request, refused: Refusal | None) -> bool:

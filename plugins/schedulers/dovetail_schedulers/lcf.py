@@ -8,13 +8,13 @@ from dovetail_schedulers.vtc import VTC
 
 
 class LCFOptions(CounterOptions, frozen=True):
-    """Options of the scheduler `lcf`. Requests that name no client count as those of one more."""
+    """Options of the scheduler `lcf`. Requests without a client count as those of one more client."""
 
 
 class LCF(VTC):
-    """As `vtc`, but counters are never lifted: who was away comes back with credit, and goes before all others until it is used up.
+    """A policy like `vtc` without lifting of counters: a client that was away comes back with credit, and goes before all others until it is used up.
 
-    So no client that was ever served can be forgotten: some 100 bytes and its name for each. Use it where clients are few.
+    So no client that was ever served can be forgotten, which takes some 100 bytes and its name for each. Use it if there are few clients.
     """
 
     claims = Claims(starves=True)

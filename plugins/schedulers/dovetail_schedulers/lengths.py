@@ -1,4 +1,4 @@
-"""How long an answer will be, as far as a policy may know: the guess that came with the request, or else the most that its user allowed."""
+"""The length of an answer as far as a policy may know it: the prediction that came with the request, or else its `max_tokens`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dovetail.request import Request
 
 
 def expected_tokens(request: Request) -> int:
-    """Tokens of the whole answer: never more than allowed, always more than there are."""
+    """Return the expected tokens of the whole answer: never more than allowed, always more than generated."""
     guess = request.max_tokens if request.predicted_tokens is None else min(request.predicted_tokens, request.max_tokens)
     return max(guess, generated_tokens(request) + 1)
 
 
 def generated_tokens(request: Request) -> int:
-    """Those in flight count as done."""
+    """Return the number of generated tokens, including those in flight."""
     return request.max_tokens - request.output_left

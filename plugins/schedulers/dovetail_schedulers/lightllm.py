@@ -1,4 +1,4 @@
-"""Admission as LightLLM and S-LoRA do it (Sheng et al., S-LoRA, MLSys '24, arXiv:2311.03285), on which the VTC paper (OSDI '24) was measured."""
+"""Admission as in LightLLM and S-LoRA (Sheng et al., S-LoRA, MLSys '24, arXiv:2311.03285), on which the VTC paper (OSDI '24) was measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from dovetail.api.scheduler import Claims, Context, Scheduler, Step, StepDone
+from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step, StepDone
 from dovetail.request import Request
 from dovetail_schedulers.counters import CounterOptions, Counters, Turns
 from dovetail_schedulers.in_order import run_on
@@ -27,14 +27,14 @@ class LightLLMOptions(CounterOptions, frozen=True):
 
 
 class LightLLM(Scheduler):
-    """Answers run alone for `every` steps; then whole prompts are admitted, as many as fit, and computed alone. A prompt fits if the pool is larger
-    than the batch will ever be; the first always does. Under overlap blocks come free a step later than this knows, so that at times memory lacks
-    nevertheless; then the youngest make room."""
+    """A policy in which decodes run alone for `every` steps; then whole prompts are admitted, as many as fit, and computed alone. A prompt fits if
+    the pool is larger than the batch will ever be; the first always does. Under overlap blocks come free a step later than assumed, so that memory
+    may be short nevertheless; then the youngest are preempted."""
 
     claims = _CLAIMS["arrival"]
     options: LightLLMOptions
 
-    def __init__(self, options: LightLLMOptions, context: Context) -> None:
+    def __init__(self, options: LightLLMOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self.claims = _CLAIMS[options.order]
         self.turns = Turns() if options.order == "arrival" else Counters(options, lift=options.order == "vtc")
@@ -53,7 +53,7 @@ class LightLLM(Scheduler):
         pool, cap = self.context.total_blocks * self.context.block_size, self.options.batch_max_tokens or self.context.max_tokens
         sizes, clients, prompt_tokens = list(map(self._size, step.running)), {request.client for request in step.running}, 0
         for request in self.turns.in_turn(step.waiting):
-            too_many = 0 < prompt_tokens > cap - request.num_tokens  # one alone may have more
+            too_many = 0 < prompt_tokens > cap - request.num_tokens  # a single one may have more
             prompt_tokens += request.num_tokens
             sizes.append(self._size(request))
             clients.add(request.client)
@@ -64,7 +64,7 @@ class LightLLM(Scheduler):
         self.turns.still_wait(step.waiting)
 
     def _size(self, request: Request) -> Size:
-        """Who has not begun holds its first token too. The last block, which isn't full, counts as a full one."""
+        """Return the size of a request. One that hasn't begun is counted with its first token. The last, partial block counts as a full one."""
         length = request.max_tokens if self.options.reserve == "max_tokens" else expected_tokens(request)
         generated = generated_tokens(request)
         return Size(request.prompt_tokens + max(1, generated) + self.context.block_size - 1, length - generated - 1)

@@ -19,8 +19,8 @@ class LPMOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class LPM(Scheduler):
-    """Admits the waiting by how much of them is cached: their prefix is used before it is evicted. Those admitted run on; when memory lacks,
-    the youngest make room."""
+    """A policy that admits the waiting requests with the longest cached prefix first, before it is evicted. Admitted requests run on; if memory is
+    short, the youngest are preempted."""
 
     options: LPMOptions
 
@@ -33,6 +33,6 @@ class LPM(Scheduler):
             impatient = step.now - request.arrival_time >= self.options.patience_s
             return -math.inf if impatient else -step.cost(request).cached
 
-        for request in sorted(step.waiting[: self.options.window], key=rank):  # of equals, who came first
+        for request in sorted(step.waiting[: self.options.window], key=rank):  # of equal ones, the first to arrive
             if step.grant(request).refused not in (None, Refusal.NOT_NOW):
                 break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from dovetail.api.scheduler import Context, Scheduler, Step, StepDone
+from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
 from dovetail.request import Request
 from dovetail_schedulers.in_order import grant_in_order
 
@@ -19,17 +19,17 @@ class MLFQOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class MLFQ(Scheduler):
-    """A request joins the first level whose quantum is no shorter than its prompt, and sinks as it generates. What is left over of a step's
-    seats and tokens goes to lower levels, which pause otherwise but keep their blocks; they lose them, the lowest first, when memory lacks.
-    A waiting one makes only lower levels give way, or two of one level would evict each other in turns."""
+    """A policy in which a request joins the first level whose quantum is no shorter than its prompt, and sinks as it generates. Lower levels get the
+    seats and tokens that are left in a step; otherwise they pause but keep their blocks, which they lose, the lowest first, if memory is short.
+    A waiting request preempts only lower levels, or two of one level would evict each other in turns."""
 
     options: MLFQOptions
 
-    def __init__(self, options: MLFQOptions, context: Context) -> None:
+    def __init__(self, options: MLFQOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self._quanta = [options.quantum * options.growth**level for level in range(options.levels)]
         self._level: dict[Request, int] = {}
-        self._used: dict[Request, int] = {}  # tokens generated in its level
+        self._used: dict[Request, int] = {}  # request -> tokens generated in its level
         self._last_ran: dict[Request, float] = {}
 
     def schedule(self, step: Step) -> None:

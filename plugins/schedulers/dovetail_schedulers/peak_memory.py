@@ -1,4 +1,4 @@
-"""The most memory that a batch will ever hold, if each answer is as long as is assumed: what LightLLM and S-LoRA admit by."""
+"""The most memory that a batch will ever hold if each answer has its assumed length; LightLLM and S-LoRA admit by it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 
 class Size(NamedTuple):
-    """Of one request, in tokens."""
+    """The size of one request, in tokens."""
 
     held: int  # now
     left: int  # yet to come
 
 
 def peak_tokens(sizes: Iterable[Size]) -> int:
-    """Tokens held at the worst moment, if all run on at one token a step.
+    """Return the tokens held at the peak, if all requests run on at one token a step.
 
-    Memory peaks as one of them ends. In order of tokens left, the most first, when the i-th ends only the first i still run: they hold what
-    they hold now and i times what the i-th has left.
+    Memory peaks when one of them ends. In order of tokens left, the most first, only the first i still run when the i-th ends: then they hold
+    their present tokens and i times the tokens that the i-th has left.
     """
     ordered = sorted(sizes, key=lambda size: -size.left)
     held = accumulate(size.held for size in ordered)

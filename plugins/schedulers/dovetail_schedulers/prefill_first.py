@@ -16,8 +16,8 @@ class PrefillFirstOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class PrefillFirst(Scheduler):
-    """A step computes whole prompts, first come, first served, or, if none can begin, one token of each answer: never both. When memory lacks,
-    the youngest make room, to be computed again. A prompt longer than the budget of a step fills several of its own."""
+    """A policy whose steps compute whole prompts, first come, first served, or, if none can begin, one token of each answer: never both. If memory is
+    short, the youngest are preempted and computed again later. A prompt longer than the budget of a step fills several steps of its own."""
 
     claims = Claims(order="arrival", idles=True)
     options: PrefillFirstOptions
@@ -27,10 +27,10 @@ class PrefillFirst(Scheduler):
             run_on(step, step.decoding)
 
     def _prefill(self, step: Step) -> bool:
-        """Whether any prompt was granted."""
+        """Grant prompts; return True if there were any."""
         budget = step.tokens_left
         spare = self.options.watermark * self.context.total_blocks if step.running else 0
-        seats = self.context.max_seqs - len(step.running)  # who decodes in another step holds one too
+        seats = self.context.max_seqs - len(step.running)  # requests that decode in other steps count too
         run_on(step, [request for request in step.running if request.prefill_left])
         for request in step.waiting[: max(0, seats)]:
             if step.free_blocks - step.cost(request).blocks < spare or not step.grant(request, min_tokens=self.context.max_tokens, reserve=True):

@@ -1,4 +1,4 @@
-"""The most important first. Aging is that of operating systems: waiting makes more important (Silberschatz et al., Operating System Concepts)."""
+"""The most important request first, with aging: waiting makes a request more important (Silberschatz et al., Operating System Concepts)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from pydantic import BaseModel, Field
 
-from dovetail.api.scheduler import Claims, Context, Scheduler, Step
+from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
 from dovetail_schedulers.in_order import grant_in_order
 
 
@@ -23,12 +23,13 @@ class PriorityOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class Priority(Scheduler):
-    """Smaller `request.priority` first, then by arrival. Requests age alike, so their order never turns: no two evict each other in turns."""
+    """A policy that serves smaller `request.priority` first, then by arrival. Requests age alike, so their order stays: no two evict each other in
+    turns."""
 
     claims = Claims(order="priority", starves=True)
     options: PriorityOptions
 
-    def __init__(self, options: PriorityOptions, context: Context) -> None:
+    def __init__(self, options: PriorityOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         if options.aging_s is not None:
             self.claims = Claims()

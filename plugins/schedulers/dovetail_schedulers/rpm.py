@@ -9,15 +9,15 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from dovetail.api.scheduler import Claims, Context, Refusal, Scheduler, Step
+from dovetail.api.scheduler import Claims, Refusal, Scheduler, SchedulerContext, Step
 from dovetail.request import Request
 from dovetail_schedulers.in_order import run_on
 
-LOOK_AFTER = 64  # requests let in before clients are forgotten, at least
+LOOK_AFTER = 64  # at least this many requests are let in between two rounds of forgetting
 
 
 class RPMOptions(BaseModel, extra="forbid", frozen=True):
-    """Options of the scheduler `rpm`. Requests that name no client count as those of one more."""
+    """Options of the scheduler `rpm`. Requests without a client count as those of one more client."""
 
     limit: int = Field(60, ge=1, description="Requests of a client that are let in during any window.")
     window_s: float = Field(60.0, gt=0, allow_inf_nan=False, description="Length of the window in seconds.")
@@ -25,35 +25,35 @@ class RPMOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class RPM(Scheduler):
-    """First come, first served, among those that were let in; when memory lacks, the youngest make room.
+    """A policy that serves the requests it has let in first come, first served; if memory is short, the youngest are preempted.
 
-    A client is forgotten, from time to time, once its requests are out of every window that may yet be looked at, so that no decision can tell:
-    there are times for the clients that were let in during the last two windows, for as many others at most, and some `LOOK_AFTER`.
+    From time to time clients are forgotten whose requests are out of every window that may still matter, which changes no decision: times are
+    kept for the clients let in during the last two windows, for at most as many others, and some `LOOK_AFTER`.
     """
 
     claims = Claims(order="arrival", rejects=True)
     options: RPMOptions
 
-    def __init__(self, options: RPMOptions, context: Context) -> None:
+    def __init__(self, options: RPMOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         if options.over == "defer":
             self.claims = Claims(idles=True, starves=True)
         self._let_in: set[Request] = set()
-        self._ends: dict[str | None, list[float]] = {}  # client -> when those let in will count no more, in order
-        self._planned = -math.inf  # when a step was planned last: who comes later and isn't dated back arrives later
+        self._ends: dict[str | None, list[float]] = {}  # client -> times at which its requests let in stop counting, in order
+        self._planned = -math.inf  # when a step was planned last: later requests arrive later, unless dated back
         self._look_after = LOOK_AFTER  # requests still to let in before clients are forgotten again
 
     def schedule(self, step: Step) -> None:
         waiting = step.waiting
         run_on(step, step.running)
-        crowded = len(step.waiting) > len(waiting)  # somebody was preempted, and comes first
+        crowded = len(step.waiting) > len(waiting)  # a request was preempted, and comes first
         for request in [request for request in waiting if request in self._let_in or self._lets_in(step, request)]:
             if crowded or step.grant(request).refused not in (None, Refusal.NOT_NOW):
                 break
         self._planned = step.now
 
     def _lets_in(self, step: Step, request: Request) -> bool:
-        """Whether its client is below the limit, in a window that ends at the arrival, or, if others may be deferred, now; then it counts."""
+        """Return True, and count the request, if its client is below the limit in a window that ends at its arrival, or now if it may be deferred."""
         defer, window_s = self.options.over == "defer", self.options.window_s
         earliest = step.now if defer else self._planned - window_s  # no window ends before, even if a request is dated back so far
         time, ends = max(request.arrival_time, earliest), self._ends.setdefault(request.client, [])
@@ -70,7 +70,7 @@ class RPM(Scheduler):
         return False
 
     def _forget_before(self, earliest: float) -> None:
-        """Called for each that is let in; looks so seldom that it costs each as much, however many clients there are."""
+        """Forget clients; called for each request let in. It looks so rarely that the cost per request doesn't grow with the number of clients."""
         self._look_after -= 1
         if self._look_after <= 0:
             self._ends = {client: ends for client, ends in self._ends.items() if ends[-1] > earliest}

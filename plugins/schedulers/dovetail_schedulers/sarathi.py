@@ -15,17 +15,17 @@ class SarathiOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class Sarathi(Scheduler):
-    """Algorithm 3 of the paper: all decodes, then prompts that have begun, then new ones, cut where the step's own budget ends, which may be below
-    the engine's. A prompt takes the blocks for all of it when it begins. When memory lacks, the youngest make room."""
+    """Algorithm 3 of the paper: all decodes, then prompts that have begun, then new ones, in chunks that fit the step's own budget, which may be
+    below the engine's. A prompt takes all its blocks when it begins. If memory is short, the youngest are preempted."""
 
     claims = Claims(order="arrival", idles=True)
     options: SarathiOptions
 
     def schedule(self, step: Step) -> None:
-        unused = max(0, step.tokens_left - self.options.chunk_tokens)  # of the engine's budget
+        unused = max(0, step.tokens_left - self.options.chunk_tokens)  # the part of the engine's budget beyond ours
         run_on(step, step.decoding)
         begun = [request for request in step.running if request.prefill_left]
         for request in (*begun, *step.waiting):
-            left = step.tokens_left - unused  # below 0 if the decodes alone went beyond
+            left = step.tokens_left - unused  # below 0 if the decodes alone exceed it
             if left <= 0 or not step.grant(request, left, reserve=True, evict=reversed(step.running) if request in begun else ()):
                 break

@@ -8,9 +8,10 @@ from dovetail_schedulers.lengths import expected_tokens
 
 
 class SJF(Scheduler):
-    """Admits the shortest answer first, of equals who came first. Those admitted run on; when memory lacks, the longest make room.
+    """A policy that admits the shortest answer first, of equal ones the first to arrive. Admitted requests run on; if memory is short, the longest
+    are preempted.
 
-    The length is `Request.predicted_tokens`, or `max_tokens` where nobody predicted.
+    The length is `Request.predicted_tokens`, or else `max_tokens`.
     """
 
     claims = Claims(starves=True)

@@ -20,10 +20,11 @@ class SRPTOptions(BaseModel, extra="forbid", frozen=True):
 
 
 class SRPT(Scheduler):
-    """Who has the fewest tokens left to generate goes first, of equals who came first; the last make room when memory lacks.
+    """A policy that serves the request with the fewest tokens left to generate first, of equal ones the first to arrive; the last are preempted if
+    memory is short.
 
-    The length is `Request.predicted_tokens`, or `max_tokens` where nobody predicted. What waits keeps its rank and what runs only rises, so no
-    two evict each other in turns.
+    The length is `Request.predicted_tokens`, or else `max_tokens`. Waiting requests keep their rank and running ones only rise, so no two evict
+    each other in turns.
     """
 
     claims = Claims(starves=True)

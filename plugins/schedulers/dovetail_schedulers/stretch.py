@@ -1,7 +1,7 @@
-"""How many prompt tokens fit beside the decodes of a step, if nobody who reads along is to wait long for the next token.
+"""A bound on the prompt tokens beside the decodes of a step, so that readers of streamed answers don't wait long for the next token.
 
 Sarathi-Serve (Agrawal et al., OSDI '24, arXiv:2403.02310) bounds a step by a fixed number of tokens, profiled for model and device. Here the bound
-follows from the engine's own running fit to the steps that it has seen.
+follows from the engine's own running fit to finished steps.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from dovetail.api.scheduler import Step
 from dovetail.sampling_params import OutputKind
 
-LEAST = 256  # tokens: with fewer, reading the weights costs more than it is worth
+LEAST = 256  # tokens: with fewer, most of the time goes into reading the weights
 
 
 def prefill_within(step: Step, max_stretch: float, budget: int) -> int:
-    """Prompt tokens, at most `budget`, that make the step last at most `max_stretch` times as long as its decodes alone: but `LEAST` in any case,
-    so that prompts get on; no more than that while the steps seen don't show what a prompt token costs; and all of `budget` while nobody streams, or
-    nothing is known of the device yet."""
+    """Return how many prompt tokens, at most `budget`, make the step last at most `max_stretch` times as long as its decodes alone. It is `LEAST` in
+    any case, so that prompts make progress; no more than that while finished steps don't show the cost of a prompt token; and all of `budget` while
+    nobody streams, or nothing is known of the device yet."""
     decoding = step.decoding
     if all(request.params.output_kind is OutputKind.FINAL for request in decoding):
         return budget

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dovetail.api.scheduler import Context, Refusal, Scheduler, Step, StepDone
+from dovetail.api.scheduler import Refusal, Scheduler, SchedulerContext, Step, StepDone
 from dovetail.request import Request
 from dovetail_schedulers.counters import CounterOptions, Counters
 from dovetail_schedulers.in_order import run_on
 
 
 class VTCOptions(CounterOptions, frozen=True):
-    """Options of the scheduler `vtc`. Requests that name no client count as those of one more."""
+    """Options of the scheduler `vtc`. Requests without a client count as those of one more client."""
 
 
 class VTC(Scheduler):
-    """Admits a request of the client that was served least so far. Those admitted run on; when memory lacks, the youngest make room."""
+    """A policy that admits requests of the client served least so far. Admitted requests run on; if memory is short, the youngest are preempted."""
 
     options: CounterOptions
     lift = True
 
-    def __init__(self, options: CounterOptions, context: Context) -> None:
+    def __init__(self, options: CounterOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self.counters = Counters(options, lift=self.lift)
 

@@ -17,7 +17,7 @@ import numpy as np
 from dovetail.api.executor import Batch, Capacity, ExecutorCapabilities, ExecutorContext, HostLogprobs, Result
 from dovetail.errors import DovetailError
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
-from dovetail.testing.fake_executor import _Row, chain
+from dovetail.testing.fake_executor import _Row, prefix_ids
 from tests.conformance.mutants import mutant
 
 # Begin and end
@@ -273,7 +273,7 @@ class ReadsBeforeOthersWrite(FakeExecutor):
     """Row by row."""
 
     def _write(self, row: _Row, count: int) -> None:
-        values = chain(row.tokens)
+        values = prefix_ids(row.tokens)
         for position in range(row.computed):
             index, offset = divmod(position, self.options.block_size)
             self._require(self._memory.get((row.blocks[index], offset)) == values[position], "read before it was written")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
-from dovetail.api.scheduler import Claims, Context, Scheduler, Step, StepDone
+from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step, StepDone
 from dovetail.request import Request
 from dovetail_schedulers.fcfs import FCFS
 from dovetail_schedulers.priority import Priority
@@ -66,7 +66,7 @@ class GrantsNothingToTheFinishedPrompt(Plain):
 class KeepsAQueueOfItsOwn(Plain):
     """It never takes those out that go away while they wait."""
 
-    def __init__(self, options: BaseModel, context: Context) -> None:
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self.queue: list[Request] = []
 
@@ -88,7 +88,7 @@ class KeepsAQueueOfItsOwn(Plain):
 class ExpectsATokenOfEverybody(Plain):
     """Counts tokens from the first one on, and an early end has none."""
 
-    def __init__(self, options: BaseModel, context: Context) -> None:
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self.tokens: dict[str, int] = {}
 
@@ -143,7 +143,7 @@ class AgesByWriting(Plain):
 
 @mutant(caught_by="scheduler.forgets")
 class Remembers(Plain):
-    def __init__(self, options: BaseModel, context: Context) -> None:
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self.seen: list[Request] = []
 
@@ -160,7 +160,7 @@ class ForgetsOnlyWhoWasServed(Remembers):
 
 @mutant(caught_by="scheduler.forgets")
 class RemembersInAClosure(Plain):
-    def __init__(self, options: BaseModel, context: Context) -> None:
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self.later: list[Callable[[], Request]] = []
 
@@ -226,7 +226,7 @@ class SmallPassLarge(Plain):
 
 @mutant(caught_by="scheduler.no_starvation")
 class PriorityForEver(Priority):
-    def __init__(self, options: Any, context: Context) -> None:
+    def __init__(self, options: Any, context: SchedulerContext) -> None:
         super().__init__(options, context)
         self.claims = Claims(order="priority")
 

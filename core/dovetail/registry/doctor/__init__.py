@@ -1,5 +1,5 @@
-"""What is wrong with the plugins that are installed, and what to do about it: the logic of `dovetail plugins doctor`.
+"""The logic of `dovetail plugins doctor`: it finds problems of installed plugins, and says what to do about them.
 
-`metadata` reads what pip has left on disk and imports nothing; `probe` loads one plugin, in a process of its own; `examine` runs both over
-everything that is installed and compares what the plugins offer.
+`metadata` reads the files that pip has left and imports nothing; `probe` loads one plugin, in a process of its own; `examine` runs both over
+all that is installed and compares the plugins' offers.
 """

@@ -1,4 +1,4 @@
-"""Looks at everything that is installed, each plugin in a process of its own with a time limit, and compares what they offer."""
+"""`examine`: check all that is installed, each plugin in a process of its own with a time limit, and compare the plugins' offers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from dovetail.registry.plugin import NAMESPACE, FoundPlugin, PluginOrigin
 from dovetail.registry.selection import PluginSelection
 from dovetail.where import did_you_mean
 
-SHOWN = 200  # characters of what it wrote at last
+SHOWN = 200  # characters of the end of its output
 AT_ONCE = min(4, os.cpu_count() or 1)  # processes
 
 
 def examine(only: str | None = None, *, time_limit_s: float = 60.0, core_commands: Collection[str] = ()) -> Diagnosis:
-    """All plugins but the built-in ones, or those of the distribution `only`. The others are asked what they offer, since names may collide. Each
-    plugin gets `time_limit_s` seconds. What `DOVETAIL_PLUGINS` denies isn't imported. `core_commands` are names that a plugin's command can't have.
+    """Examine all plugins but the built-in ones, or those of the distribution `only`. The others are asked for their offers, since names may
+    collide. Each plugin gets `time_limit_s` seconds. Plugins that `DOVETAIL_PLUGINS` denies aren't imported. `core_commands` are names that a
+    plugin's command can't have.
 
     Raises `PluginError` if `only` isn't installed.
     """
@@ -67,7 +68,7 @@ def examine(only: str | None = None, *, time_limit_s: float = 60.0, core_command
 
 @dataclass(slots=True)
 class _Report:
-    """What came of one process."""
+    """The results of one process."""
 
     origin: PluginOrigin
     findings: list[Finding] = field(default_factory=list)
@@ -85,10 +86,10 @@ def _examine_one(plugin: FoundPlugin, level: probe.Level, time_limit_s: float) -
 
 
 def _run(args: Sequence[str], sink: Any, time_limit_s: float) -> int | None:
-    """The exit code of a probe; None if its time was up, and then it and what it has started are ended."""
+    """Run a probe and return its exit code; None if it ran out of time: then it is ended, with all processes that it started."""
     command = [sys.executable, "-P", "-m", probe.__name__, *args]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    environment["PYDANTIC_DISABLE_PLUGINS"] = "__all__"  # or it reads everybody's entry points, and stumbles over malformed ones
+    environment["PYDANTIC_DISABLE_PLUGINS"] = "__all__"  # it would read all entry points, and fail on malformed ones
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, start_new_session=True)
     try:
         return process.wait(time_limit_s)
@@ -99,7 +100,7 @@ def _run(args: Sequence[str], sink: Any, time_limit_s: float) -> int | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process, and whatever a plugin has left running in its session."""
+    """End the process, and any that a plugin has left running in its session."""
     if hasattr(os, "killpg"):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -148,7 +149,7 @@ def _collisions(reports: Sequence[_Report], core_commands: Collection[str]) -> I
 
 
 def _collision(what: str, name: str, origin: PluginOrigin, others: Sequence[PluginOrigin]) -> Iterator[Finding]:
-    if what == "bundled model":  # only ever named in full
+    if what == "bundled model":  # it is always named in full
         others = [other for other in others if other.distribution == origin.distribution]
     if not others:
         return

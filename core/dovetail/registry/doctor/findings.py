@@ -1,4 +1,4 @@
-"""The problems that the doctor knows, and what it says of one."""
+"""The problems that the doctor knows, and its report of one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Severity = Literal["error", "warning"]
 Problem = tuple[str, str, str]  # a key of PROBLEMS, what is wrong, what to do
 
 PROBLEMS: dict[str, Severity] = {
-    # read from metadata
+    # found in metadata
     "metadata-unreadable": "error",
     "metadata-twice": "error",
     "files-gone": "error",
@@ -21,7 +21,7 @@ PROBLEMS: dict[str, Severity] = {
     "no-plugin": "error",
     "dependency-missing": "error",
     "wrong-dovetail": "error",
-    # seen while a plugin declares what it offers
+    # found while a plugin makes its declarations
     "points-nowhere": "error",
     "import-fails": "error",
     "exits": "error",
@@ -33,7 +33,7 @@ PROBLEMS: dict[str, Severity] = {
     "imports-torch": "error",
     "prints": "warning",
     "leaves-threads": "warning",
-    # seen of what it offers
+    # found in its offers
     "api-mismatch": "error",
     "requirement-missing": "warning",
     "target-fails": "error",
@@ -58,7 +58,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was looked at, what was found, and what was left alone because `DOVETAIL_PLUGINS` denies it."""
+    """The plugins that were examined, the findings, and the plugins left out because `DOVETAIL_PLUGINS` denies them."""
 
     examined: tuple[PluginOrigin, ...]
     findings: tuple[Finding, ...]

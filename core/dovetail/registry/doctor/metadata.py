@@ -1,4 +1,4 @@
-"""What can be seen wrong in metadata alone: left over, doubled, moved away, or not what the source says any more. Nothing is imported."""
+"""Problems that metadata alone shows: it is left over, there twice, or its source has moved or changed. Nothing is imported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHOWN = 3  # files named in a message
 
 
 def metadata_findings(only: str | None = None) -> list[Finding]:
-    """Of all distributions that have plugins or meant to; or of the distribution `only` (a normalized name), whatever it has."""
+    """Return findings on all distributions that have plugins or were meant to, or on the distribution `only` (a normalized name) in any case."""
     findings = [
         Finding(failure.origin, "metadata-unreadable", failure.reason, f"reinstall it, or delete {failure.origin.distribution} by hand")
         for failure in find_plugins().failures
@@ -86,7 +86,7 @@ def _dependency_missing(copies: list[metadata.Distribution]) -> Iterator[Problem
 
 
 def _wrong_dovetail(copies: list[metadata.Distribution]) -> Iterator[Problem]:
-    """Dependencies, an extra's too, of packages that were made when Dovetail's distribution was called like its module."""
+    """Yield a problem for a package that depends, perhaps in an extra, on Dovetail by its old distribution name, that of its module."""
     wrong = [Requirement(text) for text in copies[0].requires or () if _is_wrong_dovetail(text)]
     if wrong:
         wanted = [(f"[{','.join(sorted(one.extras))}]" if one.extras else "") + str(one.specifier) for one in wrong]
@@ -112,14 +112,14 @@ _STRANGER: Problem = (
 
 
 def _installed(only: str | None) -> dict[str, list[metadata.Distribution]]:
-    """Distributions whose metadata speaks of Dovetail's plugins, by normalized name, each with all its copies in the order of `sys.path`."""
+    """Return the distributions whose metadata mentions Dovetail's plugins, by normalized name, each with all copies in the order of `sys.path`."""
     found: dict[str, dict[str, metadata.Distribution]] = {}
     for distribution in metadata.distributions():
         try:
             name = canonicalize_name(distribution.metadata["Name"])
             text = distribution.read_text("entry_points.txt") or ""
             list(distribution.entry_points)
-        except Exception:  # `find_plugins` has told of it, if it has plugins
+        except Exception:  # `find_plugins` has reported it, if it has plugins
             continue
         if name == only or (only is None and (name == NAMESPACE or "dovetail" in text)):
             found.setdefault(name, {}).setdefault(_home(distribution), distribution)
@@ -139,17 +139,17 @@ def _without_leftovers_of_builds(copies: list[metadata.Distribution]) -> list[me
 
 
 def _have_plugins(copies: Iterable[metadata.Distribution]) -> bool:
-    """Or meant to."""
+    """Return True if the distribution has plugins, or was meant to."""
     return any(point.group.startswith("dovetail") for copy in copies for point in copy.entry_points)
 
 
 def _home(distribution: metadata.Distribution) -> str:
-    """The folder of its metadata."""
+    """Return the folder of its metadata."""
     return str(Path(str(getattr(distribution, "_path", distribution.locate_file("")))).resolve())
 
 
 def _editable_source(distribution: metadata.Distribution) -> Path | None:
-    """The folder that an editable installation points to (PEP 610); None for any other installation."""
+    """Return the folder that an editable installation points to (PEP 610); None for any other installation."""
     try:
         origin = json.loads(distribution.read_text("direct_url.json") or "{}")
         if not origin.get("dir_info", {}).get("editable"):
@@ -160,7 +160,7 @@ def _editable_source(distribution: metadata.Distribution) -> Path | None:
 
 
 def _entry_points_of_source(source: Path) -> dict[str, str] | None:
-    """What the project's pyproject.toml says; None if it says nothing, or can't be read."""
+    """Return the entry points in the project's pyproject.toml; None if it has none, or can't be read."""
     try:
         project: Any = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     except (OSError, ValueError, KeyError):

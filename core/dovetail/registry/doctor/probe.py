@@ -1,7 +1,7 @@
-"""Loads one plugin and writes down what it saw: `python -m dovetail.registry.doctor.probe ID REPORT LEVEL`.
+"""Load one plugin and write a report: `python -m dovetail.registry.doctor.probe ID REPORT LEVEL`.
 
-It runs in a process of its own, which the plugin may end, block or fill with text. So the report is a file, one JSON object a line, each
-written at once: the phase that begins, a problem, what is offered, and the end.
+It runs in a process of its own, which the plugin may end, block or fill with text. So the report is a file with one JSON object a line, each
+written at once: the phase that begins, a problem, an offer, or the end.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dovetail.registry.requirements import missing_requirements, pip_line
 from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent
 from dovetail.where import did_you_mean
 
-Level = Literal["declare", "use"]  # how far to go: what it declares, or import all that is declared too
+Level = Literal["declare", "use"]  # whether to import only the declarations, or also all that is declared
 
 HEAVY = ("torch", "transformers", "triton")
 HOOKS = tuple(name for name in dir(hookspecs) if name.startswith("dovetail_"))
 
 
 def main() -> NoReturn:
-    """Never returns to a plugin's threads or exit handlers."""
+    """Run the probe and end the process at once, without waiting for a plugin's threads or exit handlers."""
     plugin_id, report, level = sys.argv[1:]
     limit_files()
     with Path(report).open("a", encoding="utf-8", buffering=1) as file:
@@ -117,13 +117,13 @@ def _remedy_for_nowhere(found: FoundPlugin) -> str:
 
 
 def _nearest_hook(text: str) -> str:
-    """A guess at what pluggy's message is about."""
+    """Return a hint which hook pluggy's message may be about."""
     words = [word.strip("'\".,:()") for word in text.split()]
     return next((near for word in words if word.startswith("dovetail") and word not in HOOKS and (near := did_you_mean(word, HOOKS))), "")
 
 
 def _unmarked_hooks(module: Any) -> Iterator[Problem]:
-    """Functions that look like hooks and aren't, in a module that has others that are."""
+    """Yield a problem for each function that is named (almost) like a hook and isn't marked as one, in a module that has marked hooks."""
     for name, value in vars(module).items() if module is not None else ():
         if not callable(value) or not name.startswith("dovetail_") or getattr(value, "__module__", None) != module.__name__:
             continue
@@ -134,7 +134,7 @@ def _unmarked_hooks(module: Any) -> Iterator[Problem]:
 
 
 def _offers(plugin: LoadedPlugin) -> Iterator[tuple[str, str]]:
-    """(what, name) of all that can collide with somebody else's."""
+    """Yield (what, name) of each offer that can collide with another plugin's."""
     yield from ((spec.kind, spec.name) for spec in plugin.components)
     yield from (("architecture", name) for spec in plugin.components for name in spec.architectures)
     yield from (("command", spec.name) for spec in plugin.commands)

@@ -1,7 +1,4 @@
-"""Processes in which a plugin's code runs, and may do what it likes: what they can fill, and what they leave to be read.
-
-For the doctor and for `dovetail.testing.runner`.
-"""
+"""Processes in which a plugin's code runs, for the doctor and for `dovetail.testing.runner`: a limit on their files, and reading their output."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ LAST_BYTES = 4_000
 
 
 def limit_files() -> None:
-    """From now on this process, and those that it starts, can't write more than `LARGEST_FILE` to one file: who never stops printing gets an
-    OSError, before the disk is full."""
-    with suppress(ImportError):  # not a Unix
+    """Keep this process, and those that it starts, from writing more than `LARGEST_FILE` to one file: endless output ends in an OSError, before
+    the disk is full."""
+    with suppress(ImportError):  # not on a Unix
         import resource
 
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -26,7 +23,7 @@ def limit_files() -> None:
 
 
 def event(line: str) -> dict[str, Any]:
-    """The JSON object that a line of its report is. Empty, if it is none: a plugin can write to any file that is open."""
+    """Return the JSON object in a line of its report; an empty one if there is none, since a plugin can write to any open file."""
     with suppress(ValueError):
         told = json.loads(line)
         if isinstance(told, dict):
@@ -35,14 +32,14 @@ def event(line: str) -> dict[str, Any]:
 
 
 def ending(code: int) -> str:
-    """How it ended, by its exit code: "with exit code 3", "by SIGKILL"."""
+    """Return how it ended, by its exit code: "with exit code 3", "by SIGKILL"."""
     if code >= 0:
         return f"with exit code {code}"
     return f"by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"by signal {-code}"
 
 
 def last_words(output: Path) -> list[str]:
-    """The last lines that it wrote."""
+    """Return the last lines that it wrote."""
     with output.open("rb") as file:
         file.seek(max(0, output.stat().st_size - LAST_BYTES))
         return file.read().decode(errors="replace").strip().splitlines()

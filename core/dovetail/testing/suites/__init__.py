@@ -1,4 +1,4 @@
-"""The suites, one a kind: `suite_for`."""
+"""`suite_for`: the suite of each kind."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ SUITES: dict[Kind, str] = {  # kind -> name in the module of that name
 
 
 def suite_for(kind: Kind) -> type[Suite]:
-    """The suite of a kind; imported when asked for, since some need torch."""
+    """Return the suite of a kind; it is imported only now, since some need torch."""
     suite: type[Suite] = getattr(import_module(f"{__name__}.{kind}"), SUITES[kind])
     return suite

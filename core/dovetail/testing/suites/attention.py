@@ -1,4 +1,4 @@
-"""`AttentionSuite`: whether an attention backend keeps the contract of `dovetail.api.attention`.
+"""`AttentionSuite`: it checks that an attention backend keeps the contract of `dovetail.api.attention`.
 
 Values are judged against attention in float64 (`attention_oracle`): a backend may err a few times as much as plain arithmetic in the same dtype.
 Where a check can tell what went wrong, values are chosen to show it: with q = 0 and V = its position, the result is the mean position seen.
@@ -32,7 +32,7 @@ MANY_ROWS = 70
 
 
 class AttentionSuite(Suite):
-    """Runs on `device`: by default on the GPU if the backend claims one and there is one, else on the CPU if it claims that.
+    """The suite of attention backends. It runs on `device`: by default on a GPU if the backend claims it and there is one, else on the CPU.
 
     A device that the backend doesn't declare can be given, for an emulation of its own (kernels in Triton's interpreter on "cpu"); `dtypes`
     then names those that the emulation gets right. Both are part of the verdict.
@@ -43,14 +43,14 @@ class AttentionSuite(Suite):
 
     device: ClassVar[str | None] = None
     dtypes: ClassVar[tuple[str, ...] | None] = None  # None: all that are declared
-    max_len: ClassVar[int] = 80  # tokens, of the rows that are drawn
-    examples: ClassVar[int] = 40  # steps that are drawn
+    max_len: ClassVar[int] = 80  # tokens of random rows
+    examples: ClassVar[int] = 40  # random steps
 
     # ---- what to try
 
     @property
     def place(self) -> str:
-        """The device that checks run on. Raises `CheckFailed` if there is none: nothing could be said of the backend."""
+        """The device that checks run on. Raises `CheckFailed` if there is none, as then nothing could be tested."""
         if self.device is not None:
             return self.device
         for name in ("cuda", "cpu"):
@@ -74,7 +74,7 @@ class AttentionSuite(Suite):
         return claims
 
     def case(self, history: Sequence[int], queries: Sequence[int], **fields: Any) -> Case:
-        """A step on the suite's device, with what the backend supports where `fields` doesn't say."""
+        """Make a step on the suite's device, with supported values for what `fields` doesn't give."""
         defaults: dict[str, Any] = {
             "block_size": self.claims.default_block_size(),
             "head_size": self.head_sizes()[0],
@@ -93,13 +93,13 @@ class AttentionSuite(Suite):
         return self.claims.head_sizes or SOME_HEAD_SIZES
 
     def block_sizes(self) -> tuple[int, ...]:
-        """Those declared, or a selection that holds the smallest and an odd multiple."""
+        """The declared block sizes, or a selection with the smallest and an odd multiple."""
         multiple = self.claims.block_size_multiple
         candidates = self.claims.block_sizes or sorted({*SOME_BLOCK_SIZES, multiple, 3 * multiple})
         return tuple(size for size in candidates if self.claims.supports_block_size(size))
 
     def small(self, sizes: Sequence[int], limit: int = 64) -> Sequence[int]:
-        """The sizes that are quick to try, at least one."""
+        """Return the sizes that are quick to try, at least one."""
         return [size for size in sizes if size <= limit] or [min(sizes)]
 
     # ---- values
@@ -313,7 +313,7 @@ class AttentionSuite(Suite):
             require(named, f"{value} is not declared, but no reason names it: reasons_against gives {list(reasons)}")
 
     def undeclared(self) -> list[tuple[object, AttentionContext, LayerSpec]]:
-        """Of each claim something beyond it, and otherwise what is declared."""
+        """Return, for each claim, a layer that exceeds this claim alone."""
         claims, layer = self.claims, LayerSpec(0, 2, 1, self.head_sizes()[0], 1.0)
         fine = AttentionContext(claims.devices[0], claims.dtypes[0], claims.default_block_size())
         beyond: list[tuple[object, AttentionContext, LayerSpec]] = [
@@ -405,7 +405,7 @@ class AttentionSuite(Suite):
             self.capture_and_replay(bench, "a mixed step, replayed by a graph of padding: ")
 
     def capture_and_replay(self, bench: Bench, what: str) -> None:
-        """A graph of the step that is planned, replayed for the case's."""
+        """Capture the planned step in a graph, and replay it for the case's step."""
         layer, case, tokens = bench.layers[0], bench.case, sum(bench.case.queries)
         q = bench.tensor(bench.q[0], case.padding)
         layer.attend(q)  # compiles
@@ -425,7 +425,7 @@ def assert_as_defined(bench: Bench, what: str = "") -> None:
 
 
 def assert_close(bench: Bench, results: list[torch.Tensor], what: str = "") -> None:
-    """Each layer's values are the exact ones, within the error that rounding costs."""
+    """Check that each layer's values are the exact ones, within rounding errors."""
     for spec, result, exact, allowed in zip(bench.case.specs, results, bench.expected(), bench.allowed_errors(), strict=True):
         errors = (result - exact).abs().nan_to_num(torch.inf).amax((1, 2))  # of each token
         token = int((errors / allowed).argmax())
@@ -437,7 +437,7 @@ def assert_close(bench: Bench, results: list[torch.Tensor], what: str = "") -> N
 
 
 def assert_sees(bench: Bench) -> None:
-    """Each query's mean position seen is that of the positions that it should see."""
+    """Check that each query's mean position seen is that of the positions that it should see."""
     for layer, spec in enumerate(bench.case.specs):
         for q, v in zip(bench.q[layer], bench.v[layer], strict=True):
             q.zero_()
@@ -464,7 +464,7 @@ def number_blocks(bench: Bench) -> None:
 
 
 def numbers_of_blocks(bench: Bench, layer: Any) -> dict[str, list[int]]:
-    """The numbers that the K and the V of each block hold, as attention reads them; -1 where it reads NaN."""
+    """Return the numbers that the K and the V of each block hold, as attention reads them; -1 where it reads NaN."""
     count, size = bench.case.num_blocks, bench.case.block_size
     bench.plan_rows(np.arange(count, dtype=np.int32)[:, None], np.ones(count, np.int64), np.full(count, size))
     q = torch.ones((count, bench.case.heads, bench.case.head_size), dtype=bench.case.torch_dtype, device=bench.case.device)
@@ -473,7 +473,7 @@ def numbers_of_blocks(bench: Bench, layer: Any) -> dict[str, list[int]]:
 
 
 def share_prefix(bench: Bench, blocks: int) -> None:
-    """All rows begin with the first row's first blocks."""
+    """Let all rows begin with the first row's first blocks."""
     tokens = blocks * bench.case.block_size
     for values in (*bench.k, *bench.v):
         for row in values[1:]:
@@ -482,7 +482,7 @@ def share_prefix(bench: Bench, blocks: int) -> None:
 
 
 def tensor_bytes(*roots: Any) -> int:
-    """Bytes of the tensors that can be reached from these objects."""
+    """Return the bytes of the tensors that can be reached from these objects."""
     seen: set[int] = set()
     storages: dict[int, int] = {}
     queue = list(roots)

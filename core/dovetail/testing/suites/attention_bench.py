@@ -177,7 +177,7 @@ class Bench:
         return torch.cat([*rows, nan]).to(self.case.device)
 
     def attend(self, padding: int = 0) -> list[torch.Tensor]:
-        """What each layer computes for the case's queries, float64 on the CPU; padding left out."""
+        """Return each layer's output for the case's queries, in float64 on the CPU and without padding."""
         results = [layer.attend(self.tensor(q, padding)) for layer, q in zip(self.layers, self.q, strict=True)]
         for result in results:
             expected = (sum(self.case.queries) + padding, self.case.heads, self.case.head_size)
@@ -200,7 +200,7 @@ class Bench:
         return [torch.cat([oracle.exact(q, k, v, spec.scale, spec.window) for q, k, v in self._rows(i)]) for i, spec in enumerate(self.case.specs)]
 
     def allowed_errors(self) -> list[torch.Tensor]:
-        """Of each layer, for each token; the tokens of a row have the same."""
+        """Return the allowed error of each layer, for each token; it is the same for all tokens of a row."""
         return [
             torch.cat([self._allowed(spec, q, k, v).expand(len(q)) for q, k, v in self._rows(layer)]) for layer, spec in enumerate(self.case.specs)
         ]

@@ -1,6 +1,6 @@
-"""Attention as its definition says, one row at a time, every score written down: exactly (float64), and as plainly as a dtype allows.
+"""Attention by its definition, one row at a time with a full matrix of scores: exactly (float64), and plainly in a given dtype.
 
-No paging, no batching, no code of any backend. The plain one is the measure of what rounding costs: a backend may err as much, a few times over.
+It has no paging, no batching and no code of any backend. The plain version measures rounding errors: a backend may err a few times as much.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ ROUNDINGS = 12.0  # of a row's largest value, where the plain error happens to b
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
-    """The last len(q) of a row's tokens attend over all of it. q [queries, heads, size], k and v [tokens, kv_heads, size], float64 -> like q."""
+    """Let the last len(q) of a row's tokens attend over all of it. q [queries, heads, size], k and v [tokens, kv_heads, size], float64 -> like q."""
     return _attend(q.double(), k.double(), v.double(), scale, window, torch.float64)
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """The same with scores, weights and output rounded to `dtype` and all sums in float32, as a straightforward implementation would. float64."""
+    """Do the same with scores, weights and output rounded to `dtype` and all sums in float32, as a simple implementation would. Returns float64."""
     return _attend(q.float(), k.float(), v.float(), scale, window, dtype).double()
 
 
@@ -34,6 +34,6 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, win
 
 
 def allowed_error(exact: torch.Tensor, plain: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """How far a backend's values for a row may lie from `exact`, if plain arithmetic in the dtype gives `plain`: [1]."""
+    """Return how far [1] a backend's values for a row may lie from `exact`, if plain arithmetic in the dtype gives `plain`."""
     floor = ROUNDINGS * torch.finfo(dtype).eps * exact.abs().max()
     return (TIMES_THE_PLAIN_ERROR * (plain - exact).abs().max()).maximum(floor)[None]

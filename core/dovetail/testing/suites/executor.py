@@ -1,4 +1,4 @@
-"""`ExecutorSuite`: whether an executor keeps the contract of `dovetail.api.executor`.
+"""`ExecutorSuite`: it checks that an executor keeps the contract of `dovetail.api.executor`.
 
 What a model computes isn't judged here (that is the model's suite): the tokens of a request that runs alone are what all other ways to run it are
 compared with. So an executor that only pretends to compute passes, if it is consistent. It is given the bundled demo model, and loads it if it
@@ -40,7 +40,7 @@ NOTICES_S = 3.0  # within which a dead worker must be told
 
 
 class ExecutorSuite(Suite):
-    """`model`: what it is given to load. Everything else of the context is as the engine makes it for a small `engine.yaml`."""
+    """The suite of executors. `model` is the one to load. Everything else of the context is as the engine makes it for a small `engine.yaml`."""
 
     kind = "executor"
     settings = Suite.settings | {"model"}
@@ -467,7 +467,7 @@ class ExecutorSuite(Suite):
 
     @contextmanager
     def _bench(self) -> Iterator[Bench]:
-        """A started executor, stopped at the end."""
+        """Start an executor, and stop it at the end."""
         executor = self._make()
         try:
             yield Bench(executor, executor.start())
@@ -484,7 +484,7 @@ class ExecutorSuite(Suite):
 
 @cache
 def _seen(suite: type[ExecutorSuite]) -> frozenset[str]:
-    """What only a started executor shows that it has."""
+    """Return the capabilities that only a started executor shows."""
     before = set(child_processes())
     with suite()._bench() as bench:
         has = {"workers": bool(set(child_processes()) - before), "shared_prefix": bench.capacity.shared_prefix}
@@ -492,16 +492,16 @@ def _seen(suite: type[ExecutorSuite]) -> frozenset[str]:
 
 
 def _context(model: str, clock: Clock, model_dir: Path | None) -> ExecutorContext:
-    """As the engine makes it."""
+    """Make a context as the engine does."""
     registry = installed(tuple(sys.path))
     config = EngineConfig.load({"model": model, **SETTINGS})
     parts = find_parts(config, registry)
     return ExecutorContext(
         config=config.executor_config(model_dir or resolve_model(model, registry)),
         clock=clock,
-        models=tuple(part.target() for part in parts.models),
-        attention=tuple(part.target() for part in parts.attention),
-        sampler=parts.sampler.target(),
+        models=tuple(part.ref() for part in parts.models),
+        attention=tuple(part.ref() for part in parts.attention),
+        sampler=parts.sampler.ref(),
     )
 
 
@@ -520,7 +520,7 @@ def _quiet(executor: Executor, when: str) -> None:
 
 
 def _same(bench: Bench, name: str, expected: list[int], how: str) -> None:
-    """Takes what was generated for a request, which must be what it generates alone, as far as both go."""
+    """Check that a request's tokens are those that it generates alone, as far as both go."""
     tokens = bench.tokens.pop(name)
     bench.tokens[name] = []
     told = f"request {name} generated {tokens} {how}; alone, its prompt computed at once, {expected}"

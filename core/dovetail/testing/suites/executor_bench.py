@@ -89,7 +89,7 @@ class Bench:
         return seat
 
     def remove(self, *names: str) -> None:
-        """They give up their rows and blocks, which may be given out again at once."""
+        """Free the rows and blocks of these requests, which may be reused at once."""
         for name in names:
             seat = self.seats.pop(name)
             self._removed.append(seat.row)
@@ -145,7 +145,7 @@ class Bench:
             self.run(dict.fromkeys(names, 1))
 
     def alone(self, name: str, tokens: Sequence[int], count: int, **fields: Any) -> list[int]:
-        """What a request generates when nobody else runs, its prompt computed in one step: what other ways to run it are compared with."""
+        """Return a request's tokens when it runs alone, with its prompt computed in one step: the reference for all other ways to run it."""
         self.add(name, tokens, row=0, **fields)
         self.prefill(name)
         self.decode(name, steps=count - 1)

@@ -1,4 +1,4 @@
-"""What a component holds of the process it runs in: threads, child processes, open files, and what it left in the folder for temporary files."""
+"""`Footprint`: the threads, child processes, open files and temporary files that a component holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Where there is no /proc, only the processes of `multiprocessing` are seen, and no files."""
+    """A snapshot of resources. Without /proc it has only the processes of `multiprocessing`, and no files."""
 
     threads: frozenset[threading.Thread]
     processes: frozenset[int]
@@ -31,7 +31,7 @@ class Footprint:
         return cls(frozenset(threading.enumerate()), frozenset(child_processes()), tuple(sorted(_open_files())))
 
     def left_behind(self) -> list[str]:
-        """What there is now and wasn't then, in words; threads and processes only if they don't end within a moment."""
+        """Return in words what there is now and wasn't then; threads and processes only if they don't end within a moment."""
         deadline = time.monotonic() + GRACE_S
         while True:
             now = Footprint.now()
@@ -43,14 +43,14 @@ class Footprint:
 
 
 def child_processes() -> list[int]:
-    """Of this process; those of `multiprocessing` first."""
+    """Return the ids of this process's children; those of `multiprocessing` first."""
     known = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
     return [*known, *(pid for pid in _children() if pid not in known)]
 
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder of its own for temporary files, in place of the system's."""
+    """Use a new folder for temporary files, in place of the system's."""
     with tempfile.TemporaryDirectory() as folder:
         before, tempfile.tempdir = tempfile.tempdir, folder
         try:
@@ -60,7 +60,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def _children() -> Iterator[int]:
-    """By /proc/<pid>/stat: "pid (name) state parent …"; those that have ended and wait to be asked for (state Z) don't count."""
+    """Yield child processes by /proc/<pid>/stat: "pid (name) state parent …"; zombies (state Z) don't count."""
     for stat in _PROC.glob("[0-9]*/stat"):
         try:
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
@@ -79,5 +79,5 @@ def _open_files() -> Iterator[str]:
 
 
 def _more(now: tuple[str, ...], before: tuple[str, ...]) -> list[str]:
-    """Files that are open more often than before, if more are open in all: names of pipes and sockets are new each time they are made."""
+    """Return the files that are open more often than before, if more are open in all: pipes and sockets get a new name each time."""
     return sorted((Counter(now) - Counter(before)).elements()) if len(now) > len(before) else []

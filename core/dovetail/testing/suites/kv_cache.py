@@ -1,4 +1,4 @@
-"""`KVCacheSuite`: whether a KV-cache manager keeps the contract of `dovetail.api.kv_cache`.
+"""`KVCacheSuite`: it checks that a KV-cache manager keeps the contract of `dovetail.api.kv_cache`.
 
 Two kinds of checks. Some make one situation and look at it. The others hold over whole scripts of an engine's acts, drawn at random and the same
 every time, played to the manager by `kv_model`, which keeps a memory of its own; what they say of a failure ends with the shortest script that
@@ -25,7 +25,7 @@ KEYS: tuple[tuple[str, ...], ...] = ((), ("a",), ("b",), ("a", "b"), ("b", "a"),
 
 
 class KVCacheSuite(Suite):
-    """Blocks of 1, 2, 3 and 16 tokens, pools of 1 to 16 blocks, with and without a window."""
+    """The suite of KV-cache managers: blocks of 1, 2, 3 and 16 tokens, pools of 1 to 16 blocks, with and without a window."""
 
     kind = "kv_cache"
 
@@ -253,7 +253,7 @@ class KVCacheSuite(Suite):
             self._finds(kv, again, 2 * block_size, "of which a sample, forked after a reset from a request that was held at it, computed more")
 
     def _forked(self, kv: KVCacheManager, parent: Request) -> list[int]:
-        """The tokens of a sample that was forked, computed a block more and ended."""
+        """Return the tokens of a sample that was forked, computed a block more and ended."""
         sample = make_request("sample", parent.prompt_token_ids)
         require(kv.fork(parent, sample, parent.prompt_tokens - 1) is not None, "fork answered None, with blocks available")
         kv.take_copies()
@@ -290,7 +290,7 @@ class KVCacheSuite(Suite):
     # Helpers
 
     def _explore(self, claim: str) -> None:
-        """Raises the breach of a claim, shown by a short script. Costs one search a manager, as long as no claim is broken."""
+        """Raise the breach of a claim, shown by a short script. It costs one search for each manager, as long as no claim is broken."""
         breach = _first_breach(type(self))  # type: ignore[arg-type]  # a class is hashable
         if breach is not None and breach.claim != claim:
             breach = self._search(claim)
@@ -298,7 +298,7 @@ class KVCacheSuite(Suite):
             raise shortest(self.make, breach)
 
     def _search(self, watch: str | None) -> Broken | None:
-        """A breach of the claim (None: of any)."""
+        """Search for a breach of the claim (None: of any)."""
         for seed in range(SCRIPTS):
             random = Random(seed)
             try:
@@ -318,12 +318,12 @@ class KVCacheSuite(Suite):
 
 @cache
 def _first_breach(suite: type[KVCacheSuite]) -> Broken | None:
-    """Of any claim. When there is one, each other check makes a search of its own, for breaches of its claim alone."""
+    """Return the first breach of any claim. If there is one, each other check makes a search of its own, for breaches of its claim alone."""
     return suite()._search(None)
 
 
 def _compute(kv: KVCacheManager, request: Request, num_tokens: int | None = None) -> tuple[int, ...]:
-    """Allocate and commit all (or `num_tokens`) of its known tokens; the blocks given."""
+    """Allocate and commit all (or `num_tokens`) of its known tokens, and return the new blocks."""
     tokens = request.num_tokens if num_tokens is None else num_tokens
     allocation = kv.allocate(request, tokens)
     if allocation is None:

@@ -1,4 +1,4 @@
-"""A KV-cache manager driven as the engine drives one, and a memory that remembers which tokens were written where.
+"""`KVWorld`: it drives a KV-cache manager as the engine does, with a memory that remembers which tokens were written where.
 
 The model knows nothing of hashes, trees, reference counts or eviction. It keeps, for each slot of each block, the tokens whose K and V were
 written there last, and sees whether whatever a request believes to be computed is what its blocks hold. Beside the manager runs its twin, made
@@ -21,7 +21,7 @@ from dovetail.sampling_params import SamplingParams
 from dovetail.testing.checks import CheckFailed
 
 Act = tuple[str, tuple[Any, ...]]
-Content = tuple[tuple[str, ...], tuple[int, ...]]  # what a slot holds: cache keys, and all tokens up to this one
+Content = tuple[tuple[str, ...], tuple[int, ...]]  # content of a slot: cache keys, and all tokens up to this one
 
 
 class Broken(CheckFailed):
@@ -33,7 +33,7 @@ class Broken(CheckFailed):
 
 
 class Ended(Exception):
-    """A claim was broken that isn't watched, and one of `FATAL`: the script can't go on."""
+    """A claim of `FATAL` was broken that isn't watched, so that the script can't go on."""
 
 
 FATAL = ("lawful", "table", "hit_length")
@@ -41,7 +41,7 @@ FATAL = ("lawful", "table", "hit_length")
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a pool."""
+    """The shape of a pool."""
 
     block_size: int
     num_blocks: int
@@ -53,18 +53,18 @@ class Shape:
 
 
 def make_request(id: str, tokens: Sequence[int], *, keys: tuple[str, ...] = (), prompt_logprobs: int | None = None) -> LiveRequest:
-    """As the engine makes one."""
+    """Make a request as the engine does."""
     return LiveRequest(id, tokens, SamplingParams(prompt_logprobs=prompt_logprobs), max_tokens=1000, cache_keys=keys)
 
 
 def generate(request: LiveRequest, tokens: Sequence[int]) -> None:
-    """As the engine does when ids arrive."""
+    """Append tokens as the engine does when ids arrive."""
     request.output_token_ids.extend(tokens)
 
 
 @dataclass(eq=False)
 class Row:
-    """What the model knows of a request: all its tokens (the last perhaps unknown to the manager), its table, what is computed or planned."""
+    """The model's state of a request: all its tokens (the last perhaps unknown to the manager), its table, and the tokens computed or planned."""
 
     request: LiveRequest
     tokens: list[int]
@@ -79,7 +79,7 @@ class Row:
 
     @property
     def settled(self) -> int:
-        """Tokens written by steps submitted before."""
+        """Number of tokens written by steps submitted before."""
         return self.computed if self.planned_from is None else self.planned_from
 
     @property
@@ -91,21 +91,21 @@ class Row:
 
 
 class KVWorld:
-    """`watch`: the claim that is judged, whatever else is broken. None: all are."""
+    """A manager, its requests and its memory. `watch`: the one claim that is judged; None: all are."""
 
     def __init__(self, make: Callable[[KVContext], KVCacheManager], shape: Shape, watch: str | None = None) -> None:
         self.kv, self.twin, self.shape, self.watch = make(shape.context), make(shape.context), shape, watch
         self.script: Sequence[Act] = ()
         self.block_size, self.num_blocks, self.window = shape.block_size, shape.num_blocks, shape.window
-        self.memory: dict[tuple[int, int], Content] = {}  # (block, offset) -> what was written there last
+        self.memory: dict[tuple[int, int], Content] = {}  # (block, offset) -> content written last
         self.committed: set[Content] = set()  # the last token of each full block, unless forgotten since
-        self.nothing_lost = True  # until a block may have been evicted, or a chain broken: then less may be found
+        self.nothing_lost = True  # False once a block may have been evicted, or a prefix interrupted: then less may be found
         self.live: list[Row] = []
         self.hogs = 0
-        self.ids: list[str] = [f"r{number}" for number in range(7, -1, -1)]  # to be given out: an id comes again once its request has ended
+        self.ids: list[str] = [f"r{number}" for number in range(7, -1, -1)]  # unused ids: one comes back once its request has ended
 
     def run(self, script: Sequence[Act]) -> None:
-        """Raises `Broken` when the claim that is watched is."""
+        """Run a script. Raises `Broken` if it breaks the watched claim."""
         self.script = script
         try:
             self._check_books()
@@ -125,7 +125,7 @@ class KVWorld:
             self.live.append(Row(make_request(self.ids.pop(), tokens, keys=keys, prompt_logprobs=prompt_logprobs), tokens))
 
     def hog(self, leave: int, goes: bool) -> None:
-        """One that shares nothing, and takes all but a few of the blocks that are available; at its end they hold what nobody else wants."""
+        """Add a request that shares nothing, and takes all but a few of the available blocks; at its end they hold K and V that no other wants."""
         blocks = self._ask("available_blocks") - leave
         if self.ids and blocks > 0:
             self.hogs += 1
@@ -139,7 +139,7 @@ class KVWorld:
     # … are planned …
 
     def grant(self, who: int, chunk: int, spare: int) -> None:
-        """Room for the next `chunk` tokens, and `spare` more, and the tokens themselves."""
+        """Allocate blocks for the next `chunk` tokens and `spare` more, and commit these tokens."""
         row = self._row(who)
         if row is None or row.planned_from is not None or (not row.table and len(row.tokens) > row.request.num_tokens):
             return
@@ -154,7 +154,7 @@ class KVWorld:
                 self._commit(row)
 
     def evict(self, who: int, others: int, chunk: int) -> None:
-        """Free some who aren't planned in this step, as for the sake of another, which then finds what was foretold."""
+        """Free some requests that aren't planned in this step for another, and check the forecast for that one."""
         waiting = [row for row in self.live if not row.table]
         if not waiting:
             return
@@ -173,7 +173,7 @@ class KVWorld:
         self._hold("blocks_needed_without", needed == foretold, told)
 
     def fork(self, who: int, tokens: int) -> None:
-        """A new request with the prompt of another."""
+        """Add a new request with the prompt of another."""
         parent = self._row(who)
         if parent is None or not self.ids or not self.kv.capabilities.fork:
             return
@@ -224,13 +224,13 @@ class KVWorld:
     # … and run
 
     def step(self, chunk: int, sampled: int) -> None:
-        """A plain step: everyone who can gets a grant."""
+        """Run a plain step, in which every request that can gets a grant."""
         for who in range(len(self.live)):
             self.grant(who, chunk, 0)
         self.submit(sampled, True)
 
     def submit(self, sampled: int, deliver: bool) -> None:
-        """Copies, then the writes of every request planned. Those that reached their last token get one more, known now or later."""
+        """Run copies, then the writes of every planned request. Those that reached their last token get one more, known now or later."""
         for copy in self._tell("take_copies"):
             for offset in range(self.block_size):
                 self.memory.pop((copy.dst, offset), None)
@@ -248,7 +248,7 @@ class KVWorld:
         self._check_memory()
 
     def deliver(self) -> None:
-        """The ids in flight arrive."""
+        """Let the ids in flight arrive."""
         for row in self.live:
             generate(row.request, row.tokens[row.request.num_tokens :])
             if row.table:
@@ -265,14 +265,14 @@ class KVWorld:
     # Calls of the manager
 
     def _tell(self, method: str, *arguments: Any) -> Any:
-        """An act, for both. They answer alike."""
+        """Call a method of both managers, which must answer alike."""
         answers = [self._lawful(manager, method, *arguments) for manager in (self.kv, self.twin)]
         if answers[0] != answers[1]:
             self._broken("pure", f"{method}{arguments} answered {answers[0]}, and {answers[1]} where no question had been asked before")
         return answers[0]
 
     def _ask(self, question: str, *arguments: Any) -> Any:
-        """A question, for one of the two, and again."""
+        """Ask one of the two managers, twice."""
         answers = [self._lawful(self.kv, question, *arguments) for _ in range(2)]
         if answers[0] != answers[1]:
             self._broken("pure", f"{question}{arguments} answered {answers[0]}, and {answers[1]} when asked again")
@@ -286,7 +286,7 @@ class KVWorld:
             self._broken("lawful", f"{name}{arguments} is a lawful call and raised {describe(error)}")
 
     def _lookup(self, row: Row) -> int:
-        """What it finds, judged."""
+        """Look a request up, and judge the answer."""
         found, known, size = self._ask("lookup", row.request), row.request.num_tokens, self.block_size
         told = f"lookup found {found} of {known} known tokens of {row.request}, with blocks of {size}"
         self._hold("hit_length", 0 <= found < known and found % size == 0, told)
@@ -301,7 +301,7 @@ class KVWorld:
         return int(found)
 
     def _take_blocks(self, row: Row, start: int, room: int) -> bool:
-        """The request's first blocks, of which some are hits up to `start`, or more blocks."""
+        """Give a request its first blocks, some of them hits up to `start`, or more blocks."""
         waiting, needed, available = not row.table, self._ask("blocks_needed", row.request, room), self._ask("available_blocks")
         before = self._snapshot()
         allocation = self._tell("allocate", row.request, room)
@@ -334,7 +334,7 @@ class KVWorld:
         return True
 
     def _append(self, row: Row, blocks: Sequence[int], *, shared: int, tokens: int) -> None:
-        """To its table: the first `shared` are others' too, the rest new."""
+        """Append blocks to its table: the first `shared` are others' too, the rest new."""
         new, held, own = list(blocks[shared:]), self._held(), blocks if row.table else blocks[row.trimmed :]
         told = f"{row.request} was given blocks {list(blocks)} of {self.num_blocks}, of which {new} are new, while {sorted(held)} are held"
         sound = len(set(own)) == len(own) and not set(new) & held and all(block in range(self.num_blocks) for block in own)
@@ -352,7 +352,7 @@ class KVWorld:
             self.committed |= {row.content(end - 1) for end in range(self.block_size, known + 1, self.block_size)}
 
     def _release(self, row: Row) -> None:
-        """Its blocks go; first those of requests admitted in this step that share what it would have written in it."""
+        """Release its blocks; before, those of requests admitted in this step that share tokens which it would have written in it."""
         if not row.table:
             return
         if row.planned_from is not None:
@@ -408,7 +408,7 @@ class KVWorld:
             row.copied = range(0)
 
     def _end(self) -> None:
-        """Everybody leaves; then one request takes the whole pool."""
+        """Let all requests end; then let one take the whole pool."""
         while self.live:
             self.finish(0)
         counts, room = self._ask("counts"), self.num_blocks * self.block_size
@@ -439,6 +439,6 @@ class KVWorld:
         return {block for row in self.live for block in row.own}
 
     def _snapshot(self) -> object:
-        """What can be asked, and must not be changed by an act that fails."""
+        """Return all answers that a failing call must not change."""
         alone = [self._ask("held_only_by", [row.request]) for row in self.live if row.table]
         return self._ask("counts"), [self._ask("lookup", row.request) for row in self.live], alone

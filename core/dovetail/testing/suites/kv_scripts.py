@@ -21,7 +21,7 @@ def draw_shape(random: Random) -> Shape:
 
 
 def draw_script(random: Random) -> list[Act]:
-    """Up to 60 acts: mostly requests that begin alike, and steps that run them."""
+    """Draw up to 60 acts: mostly requests that begin alike, and steps that run them."""
     return [_draw_act(random, name) for name in random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=random.randint(1, 60))]
 
 
@@ -51,7 +51,7 @@ def _draw_act(random: Random, name: str) -> Act:
 
 
 def shortest(make: Callable[[KVContext], KVCacheManager], found: Broken) -> CheckFailed:
-    """The same breach, after all acts were left out without which it still comes; the message ends with those that remain."""
+    """Return the same breach without the acts that it doesn't need; the message ends with the others."""
     broken = _breach(make, found, found.script)
     for at in reversed(range(len(found.script))):
         if broken is not None:

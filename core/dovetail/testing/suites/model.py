@@ -1,4 +1,4 @@
-"""`ModelSuite`: whether a model architecture keeps the contract of `dovetail.api.model`, and computes what transformers computes.
+"""`ModelSuite`: it checks that a model architecture keeps the contract of `dovetail.api.model`, and computes what transformers computes.
 
 Models are tiny and random, made of transformers' own config classes (`model_configs`). They run on the CPU in float32, over attention that is the
 suite's own (`model_bench`), so that what differs is the model's doing.
@@ -44,7 +44,7 @@ class ModelSuite(Suite):
 
     @cached_property
     def served(self) -> tuple[str, ...]:
-        """Raises `CheckFailed` if no architecture is known."""
+        """The architectures to test. Raises `CheckFailed` if none is known."""
         if self.architectures or isinstance(self.component, str):
             found = self.architectures or self.resolved.spec.architectures
         else:
@@ -57,7 +57,7 @@ class ModelSuite(Suite):
             yield from configs.variants(architecture, self.variants)
 
     def pairs(self) -> Iterator[tuple[Any, Reference, Bench]]:
-        """Each config, with transformers' model and ours of the same weights."""
+        """Yield each config, with transformers' model and ours of the same weights."""
         for config in self.configs():
             reference = Reference(config)
             yield config, reference, self.bench(config, reference.tensors())
@@ -281,7 +281,7 @@ class ModelSuite(Suite):
                     require(specs == made, f"{_told(config)}: layer_specs says {specs}, build() made {made}")
 
     def specs_of(self, config: Any, group: ParallelGroup) -> tuple[list[Any], list[Any]]:
-        """What is said, and what is made."""
+        """Return the specs that are declared, and those of the layers that are made."""
         bench = Bench(self.arch, config, None, parallel=group)
         return list(self.arch.layer_specs(config, group)), [layer.spec for layer in bench.sequences.layers]
 
@@ -318,7 +318,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
 
 
 def _told(config: Any) -> str:
-    """The config, by what makes it different from the tiny one."""
+    """Return the config's differences from the tiny one, in words."""
     plain = vars(configs.tiny(config.architectures[0]))
     known = {name for name in plain if not name.startswith("_") and name != "transformers_version"}
     different = {name: value for name, value in vars(config).items() if name in known and value != plain[name]}
@@ -326,7 +326,7 @@ def _told(config: Any) -> str:
 
 
 def _declared_for(cls: type[Any]) -> tuple[str, ...]:
-    """The architectures that an installed plugin declares for a class, or for the nearest of its bases."""
+    """Return the architectures that an installed plugin declares for a class, or for the nearest of its bases."""
     from dovetail.registry.registry import Registry
 
     declared = {c.spec.target: c.spec.architectures for c in Registry.discover(enforce_require=False).components() if c.spec.kind == "model"}

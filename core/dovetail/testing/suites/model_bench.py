@@ -139,7 +139,7 @@ class ThreadGroup:
 
 
 def on_ranks(size: int, act: Callable[[ParallelGroup], Any]) -> list[Any]:
-    """What `act(group)` returns on each rank."""
+    """Return the result of `act(group)` on each rank."""
     shares, barrier = [None] * size, Barrier(size)
 
     def one(rank: int) -> Any:
@@ -166,7 +166,7 @@ class Reference:
                 parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2, generator=generator)
 
     def tensors(self) -> Tensors:
-        """What a checkpoint holds: tied weights once, under the first of their names."""
+        """The tensors of a checkpoint: tied weights once, under the first of their names."""
         tied = self.tied()
         return {name: value.detach().clone() for name, value in self.model.state_dict().items() if name not in tied}
 

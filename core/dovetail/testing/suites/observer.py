@@ -1,4 +1,4 @@
-"""`ObserverSuite`: whether an observer keeps the contract of `dovetail.api.observer`.
+"""`ObserverSuite`: it checks that an observer keeps the contract of `dovetail.api.observer`.
 
 Each check runs the real engine core over a fake executor, with a policy that preempts and rejects, while clients come late and go away; beside it
 the same run without the observer. Needs no torch.
@@ -23,7 +23,7 @@ import numpy as np
 
 from dovetail.api.component import NoOptions
 from dovetail.api.observer import EngineStarted, Observer, ObserverCapabilities, ObserverContext
-from dovetail.api.scheduler import Claims, Context, Scheduler, Step
+from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
 from dovetail.engine.observers import ObserverHub
 from dovetail.errors import describe
 from dovetail.testing.checks import check, require
@@ -123,7 +123,7 @@ class ObserverSuite(Suite):
 
 
 class Spy(Observer):
-    """Stands before an observer: what that one raises is noted, and goes on to the engine, whose business it is to survive it."""
+    """A wrapper of an observer: its errors are noted, and passed on to the engine, which must survive them."""
 
     world: World
 
@@ -178,9 +178,9 @@ class _Fails(_Harsh):
 
 
 def _play(spy: Spy | None, acts: tuple[Act, ...], *, decisions: bool = False, policy: type[Scheduler] = _Harsh) -> World:
-    """From start to stop."""
+    """Run an engine from start to stop."""
 
-    def make(context: Context) -> Scheduler:
+    def make(context: SchedulerContext) -> Scheduler:
         return policy(NoOptions(), context)
 
     world = World(make, SHAPE)
@@ -193,7 +193,7 @@ def _play(spy: Spy | None, acts: tuple[Act, ...], *, decisions: bool = False, po
 
 
 def _story(world: World) -> dict[str, object]:
-    """What came of a run: comparable."""
+    """Return the events of a run in a form that can be compared."""
     steps = {f"step {planned.index}": planned for planned in world.watch.planned}
     tokens = {f"tokens of {request.id}": list(request.output_token_ids) for request in world.requests}
     ends = {f"end of {request.id}": world.finished.get(request) for request in world.requests}

@@ -17,7 +17,7 @@ SHRINK_S = 5.0  # for making a failing example smaller
 
 
 def repeatable(max_examples: int, *, shrink: bool = True) -> settings:
-    """For a function inside a check: `@repeatable(50) @given(…) def holds(…): …`, then `holds()`."""
+    """Return settings for a function inside a check: `@repeatable(50) @given(…) def holds(…): …`, then `holds()`."""
     return settings(
         max_examples=max_examples,
         derandomize=True,
@@ -50,7 +50,7 @@ def for_all(among: SearchStrategy[T], examples: int, holds: Callable[[T], None],
 
 
 def _shrunk(example: T, failure: CheckFailed, holds: Callable[[T], None], smaller: Callable[[T], Iterable[T]]) -> tuple[T, CheckFailed]:
-    """Greedily: as long as something smaller fails too, and there is time."""
+    """Shrink an example greedily, while a smaller one fails too and there is time."""
     until, candidates = time.monotonic() + SHRINK_S, iter(smaller(example))
     while time.monotonic() < until and (candidate := next(candidates, None)) is not None:
         try:

@@ -1,4 +1,4 @@
-"""`SamplerSuite`: whether a sampler keeps the contract of `dovetail.api.sampler`.
+"""`SamplerSuite`: it checks that a sampler keeps the contract of `dovetail.api.sampler`.
 
 What is left to choose from is compared exactly with an oracle (`sampler_oracle`); how often each token comes, by a chi-square test for each filter
 alone (a joint test hides an off-by-one), at a level of 1e-5.
@@ -543,7 +543,7 @@ def _near(values: torch.Tensor, exact: torch.Tensor) -> bool:
 
 
 def _said(sampling: RowSampling) -> str:
-    """The parameters that aren't neutral."""
+    """Return the parameters that aren't neutral, as text."""
     neutral = RowSampling()
     fields = {name: getattr(sampling, name) for name in RowSampling.__dataclass_fields__}
     changed = [f"{name}={value}" for name, value in fields.items() if value != getattr(neutral, name)]

@@ -60,7 +60,7 @@ class Bench:
         self.history.num_tokens[place], self.history.prompt_lens[place] = len(tokens), len(prompt)
 
     def sample(self, some: Sequence[int] | None = None) -> SampledTokens:
-        """Of all rows, or of some, by their index in the batch, in that order."""
+        """Sample from all rows, or from some, given by their index in the batch, in that order."""
         picked = list(range(len(self.places))) if some is None else list(some)
         index = torch.tensor(picked, dtype=torch.int64, device=self.logits.device)
         return self.sampler.sample(self.logits[index], self.rows[index], self.host_rows[picked])
@@ -70,23 +70,23 @@ class Bench:
         return tokens
 
     def captured(self, rows: Sequence[int] | None = None) -> list[int]:
-        """What `sample_captured` gives; `rows` may name `max_rows`, padding."""
+        """Return the tokens of `sample_captured`; `rows` may contain `max_rows`, which is padding."""
         tokens: list[int] = self.sampler.sample_captured(*self._asked(rows)).tolist()
         return tokens
 
     def fully_captured(self, rows: Sequence[int] | None = None) -> SampledTokens:
-        """The same of `sample_fully_captured`."""
+        """Return the result of `sample_fully_captured` for such rows."""
         return self.sampler.sample_fully_captured(*self._asked(rows))
 
     def _asked(self, rows: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [n, vocab] and rows [n], padding with the first one's logits."""
+        """Return logits [n, vocab] and rows [n], with the first row's logits for padding."""
         wanted = self.places if rows is None else list(rows)
         where = [self.places.index(row) if row in self.places else 0 for row in wanted]
         return self.logits[where].clone(), torch.tensor(wanted, device=self.logits.device)
 
 
 def draws(make: MakeSampler, logits: Sequence[float], sampling: RowSampling, count: int, *, seeds: int = 500, device: str) -> NDArray[np.int64]:
-    """How often each token comes in `count` draws of one distribution: `seeds` seeds, each at count / seeds output positions. What was generated
+    """Count each token in `count` draws of one distribution: `seeds` seeds, each at count / seeds output positions. What was generated
     before is taken to have been token 0, as the prompt."""
     positions = max(1, count // seeds)
     rows = [Row(logits, replace(sampling, seed=seed), (0,), (0,) * positions) for seed in range(seeds)]

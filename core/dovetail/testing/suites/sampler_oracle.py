@@ -1,4 +1,4 @@
-"""What a sampler should do, written down slowly: one row, float64, plain loops. And the test of counts against probabilities.
+"""The oracle of a sampler: one row, float64, plain loops; and the test of counts against probabilities.
 
 Shares no code with any sampler.
 """
@@ -21,7 +21,7 @@ RARE = 5  # counts expected below this are taken together: the test's approximat
 
 
 def changed_logits(logits: Sequence[float], sampling: RowSampling, prompt: Sequence[int], output: Sequence[int]) -> Float64:
-    """Logits after wishes, bans and penalties."""
+    """Return the logits after biases, bans and penalties."""
     values = [float(x) for x in logits]
     for token, bias in sampling.logit_bias:
         values[token] += bias
@@ -45,7 +45,7 @@ def changed_logits(logits: Sequence[float], sampling: RowSampling, prompt: Seque
 
 
 def distribution(logits: Sequence[float], sampling: RowSampling, prompt: Sequence[int] = (0,), output: Sequence[int] = ()) -> Float64:
-    """The probability of each token. Where logits are equal, lower ids come first."""
+    """Return the probability of each token. Of equal logits the lower ids come first."""
     values = changed_logits(logits, sampling, prompt, output)
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))  # likeliest first
     if sampling.temperature == 0:
@@ -75,7 +75,7 @@ def _normalised(size: int, weights: dict[int, float]) -> Float64:
 
 
 def p_value(counts: Int64, probabilities: Float64) -> float:
-    """How likely counts as far from `probabilities` are by chance (Pearson's chi-square test); 0 if a token came that can't."""
+    """Return how likely counts so far from `probabilities` are by chance (Pearson's chi-square test); 0 if an impossible token came."""
     possible = probabilities > 0
     if counts[~possible].any():
         return 0.0

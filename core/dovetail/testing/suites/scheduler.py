@@ -1,4 +1,4 @@
-"""What every scheduling policy must keep: `SchedulerSuite`. Needs no torch.
+"""`SchedulerSuite`: it checks that a scheduling policy keeps the contract of `dovetail.api.scheduler`. It doesn't need torch.
 
 The core's step refuses what a policy may not do, so most checks ask what no step can see: does everybody end, is nobody passed over, is the same
 run the same again. Each runs the real engine core (`scheduler_world`) through scenarios of its own (`scheduler_scenarios`).
@@ -16,7 +16,7 @@ from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
-from dovetail.api.scheduler import Claims, Context, Refusal
+from dovetail.api.scheduler import Claims, Refusal, SchedulerContext
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import PolicyError, SchedulerStalled
@@ -36,7 +36,7 @@ ORDERS: dict[str, Callable[[Request], tuple[float, float]]] = {  # the claim -> 
     "priority": lambda request: (request.priority, request.arrival_time),
     "deadline": lambda request: (math.inf if request.deadline is None else request.deadline, request.arrival_time),
 }
-_ANY_CONTEXT = Context(max_tokens=64, max_seqs=8, total_blocks=64, block_size=4, seed=0)
+_ANY_CONTEXT = SchedulerContext(max_tokens=64, max_seqs=8, total_blocks=64, block_size=4, seed=0)
 
 
 class SchedulerSuite(Suite):
@@ -46,7 +46,7 @@ class SchedulerSuite(Suite):
 
     @property
     def capabilities(self) -> Claims:
-        """Those of a policy made with `options`, which may change them."""
+        """The claims of a policy made with `options`, which may change them."""
         claims: Claims = self.make(_ANY_CONTEXT).claims
         return claims
 
@@ -71,7 +71,7 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.budget", since="0.1")
     def test_budget(self) -> None:
-        """A step computes more tokens than `Context.max_tokens`. Grant through the step's methods alone, and leave its fields be."""
+        """A step computes more tokens than `SchedulerContext.max_tokens`. Grant through the step's methods alone, and leave its fields be."""
 
         def within(world: World) -> None:
             most, limit = world.watch.most_tokens, world.watch.context.max_tokens
@@ -81,7 +81,7 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.seats", since="0.1")
     def test_seats(self) -> None:
-        """More than `Context.max_seqs` requests run in a step. Grant through the step's methods alone, and leave its fields be."""
+        """More than `SchedulerContext.max_seqs` requests run in a step. Grant through the step's methods alone, and leave its fields be."""
 
         def within(world: World) -> None:
             most, limit = world.watch.most_seqs, world.watch.context.max_seqs
@@ -196,7 +196,7 @@ class SchedulerSuite(Suite):
     # How scenarios are run
 
     def _require_patience(self, who: str, scenario: Scenario, victims: range) -> None:
-        """Not too many that came later end before the victims of a flood do, which are told by the order of arrival."""
+        """Check that not too many later requests end before the victims of a flood, which are given by the order of arrival."""
 
         def passed_over() -> bool:
             return any(sum(other.arrival_time > victim.arrival_time for other in world.finished) > PASSED_OVER for victim in left())
@@ -214,7 +214,7 @@ class SchedulerSuite(Suite):
         return World(self.make, shape, **watching)
 
     def _pressed(self, scenario: Scenario) -> EngineStats:
-        """What it came to; it isn't asked further once as much was recomputed as there is to compute."""
+        """Return the counts of a run, which ends early once as many tokens were recomputed as there are to compute."""
         world = self._world(scenario.shape)
         world.perform(scenario.acts)
         tokens = sum(request.prompt_tokens + request.max_tokens for request in world.requests)
@@ -223,7 +223,7 @@ class SchedulerSuite(Suite):
         return world.core.stats
 
     def _in_all(self, among: SearchStrategy[Scenario], examples: int, holds: Callable[[World], None], **watching: Any) -> None:
-        """`holds` of the world after each of so many scenarios."""
+        """Check that `holds` accepts the world after each of `examples` scenarios."""
 
         def in_any(scenario: Scenario) -> None:
             world = self._world(scenario.shape, **watching).play(scenario.acts)
@@ -234,7 +234,7 @@ class SchedulerSuite(Suite):
 
 
 def _require_alive(world: World) -> None:
-    """That it stalled says `scheduler.finishes`; until then all else must hold."""
+    """Require that the engine is alive. A stall is left to the check `scheduler.finishes`; all else must hold until then."""
     if world.dead is not None and not isinstance(world.dead, SchedulerStalled):
         fail(f"the engine ended: {world.dead}")
 
@@ -265,7 +265,7 @@ def _see_order(key: Callable[[Request], tuple[float, float]], shown: Shown) -> N
 
 
 def _requests_in(policy: object) -> Iterator[tuple[str, LiveRequest]]:
-    """All requests that a policy holds, directly or in what it holds, each with the attribute of the policy that leads there."""
+    """Yield all requests that a policy holds, directly or indirectly, each with the attribute of the policy that leads to it."""
     code = (type, ModuleType, BuiltinFunctionType)
     held = [(f"self.{name}", value) for name, value in vars(policy).items()]
     held += [(f"{cls.__name__}.{name}", value) for cls in type(policy).__mro__ for name, value in vars(cls).items()]

@@ -1,4 +1,4 @@
-"""What a policy plans for given requests, as text to be compared: here, or in another process, where strings hash otherwise."""
+"""A policy's plans for given requests, as text to be compared: in this process, or in another one, where strings hash differently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from dovetail.api.scheduler import Context, Scheduler
+from dovetail.api.scheduler import Scheduler, SchedulerContext
 from dovetail.testing.binding import Binding
 from dovetail.testing.processes import run_python
 from dovetail.testing.suites.scheduler_loads import pressed
@@ -18,14 +18,14 @@ from dovetail.testing.suites.scheduler_world import World
 _ELSEWHERE = "from dovetail.testing.suites.scheduler_replay import _answer; _answer()"
 
 
-def plans(make: Callable[[Context], Scheduler]) -> list[str]:
-    """Every step's plan, with and without overlap and a prefix cache."""
+def plans(make: Callable[[SchedulerContext], Scheduler]) -> list[str]:
+    """Return every step's plan, with and without overlap and a prefix cache."""
     scenarios = [pressed(overlap, reuse=reuse) for overlap in (True, False) for reuse in (True, False)]
     return [repr(step) for scenario in scenarios for step in World(make, scenario.shape).play(scenario.acts).watch.planned]
 
 
 def plans_elsewhere(suite: Binding) -> list[str]:
-    """The same by a new process with another `PYTHONHASHSEED`. Raises `CheckFailed` if it fails."""
+    """Return the same plans from a new process with another `PYTHONHASHSEED`. Raises `CheckFailed` if it fails."""
     hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     component = suite.component if isinstance(suite.component, str) else suite.component_class
     with tempfile.TemporaryDirectory(prefix="dovetail-replay-") as folder:

@@ -20,7 +20,7 @@ from dovetail.api.executor import ExecutorConfig, ExecutorContext
 from dovetail.api.kv_cache import KVCacheManager, KVContext
 from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContext
 from dovetail.api.sampler import RowSampling
-from dovetail.api.scheduler import Context, Scheduler, Step, StepDone
+from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.flight import Finish
 from dovetail.engine.live_request import LiveRequest, Status
@@ -97,7 +97,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a policy did in one step."""
+    """The decisions of a policy in one step."""
 
     index: int
     now: float
@@ -108,16 +108,16 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a policy was shown in one step, and what it did with it."""
+    """The state that a policy was shown in one step, and the step after its decisions."""
 
     waiting: tuple[LiveRequest, ...]  # before it acted
     step: PlannedStep  # after
 
 
 class Watch(Scheduler):
-    """The policy, as the core sees it. `look` is called after each `schedule`, while the step is open."""
+    """A wrapper of the policy for the core. `look` is called after each `schedule`, while the step is open."""
 
-    def __init__(self, policy: Scheduler, context: Context, look: Callable[[Shown], None] | None) -> None:
+    def __init__(self, policy: Scheduler, context: SchedulerContext, look: Callable[[Shown], None] | None) -> None:
         super().__init__(NoOptions(), context)
         self.policy, self._look = policy, look
         self.planned: list[Planned] = []
@@ -164,7 +164,7 @@ class _WantsDecisions(Observer):
 
 @dataclass(slots=True)
 class _Stop:
-    """Ends a request after so many tokens."""
+    """A stopper that ends a request after a number of tokens."""
 
     left: int
 
@@ -178,7 +178,7 @@ class World:
 
     def __init__(
         self,
-        make: Callable[[Context], Scheduler],
+        make: Callable[[SchedulerContext], Scheduler],
         shape: Shape,
         *,
         look: Callable[[Shown], None] | None = None,
@@ -190,7 +190,7 @@ class World:
         executor = _executor(shape, self.clock)
         capacity = executor.start()
         self.kv = _kv_cache(shape, KVContext(capacity.layout, capacity.num_blocks))
-        context = Context(shape.max_tokens, shape.max_seqs, capacity.num_blocks, shape.block_size, shape.seed)
+        context = SchedulerContext(shape.max_tokens, shape.max_seqs, capacity.num_blocks, shape.block_size, shape.seed)
         self.watch = Watch(make(context), context, look)
         hub = ObserverHub([("decisions", _WantsDecisions(NoOptions(), ObserverContext(1, 1)))] if decisions else [])
         settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, type(self.watch.policy).__name__)
@@ -208,7 +208,7 @@ class World:
 
     @property
     def dead(self) -> BaseException | None:
-        """What ended the engine."""
+        """The error that ended the engine, or None."""
         return self.core.dead
 
     def play(self, acts: Iterable[Act]) -> World:
@@ -282,7 +282,7 @@ class World:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """That the engine ended, a check says in better words than the log."""
+    """Silence the log of an engine's end, which a check reports in better words."""
     logger = logging.getLogger("dovetail")
     before, logger.disabled = logger.disabled, True
     try:

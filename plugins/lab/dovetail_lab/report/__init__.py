@@ -1,1 +1,1 @@
-"""A report of runs: one HTML file that needs nothing else, and the same figures as PNG and the same numbers as CSV beside it."""
+"""Reports of runs: one self-contained HTML file, with its figures as PNG and its numbers as CSV beside it."""

@@ -1,4 +1,4 @@
-"""The report's figures. Each takes runs by policy name (one run a seed) and returns a `Drawing`, or None where there is nothing to see."""
+"""The report's figures. Each takes runs by policy name (one for each seed) and returns a `Drawing`, or None if there is nothing to show."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SERVED = 6  # whose service is drawn
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """`caption` says what is to be seen, and how to read it."""
+    """A figure. `caption` says what it shows, and how to read it."""
 
     name: str
     title: str
@@ -40,7 +40,7 @@ class Drawing:
 
 
 def latencies(runs: Runs) -> Drawing | None:
-    """Distributions of TTFT, TPOT and E2E."""
+    """Draw distributions of TTFT, TPOT and E2E."""
     with styled():
         figure, panels = make(1, 3, 2.9, sharey=True)
         drawn = [_ecdf(panel, runs, metric, title) for panel, (metric, title) in zip(panels, _LATENCIES.items(), strict=True)]
@@ -81,7 +81,7 @@ def _ecdf(panel: Axes, runs: Runs, metric: str, title: str) -> bool:
 
 
 def _log_ticks(panel: Axes, low: float, high: float) -> None:
-    """Some four labels, in plain numbers, whatever the range."""
+    """Put about four labels on a logarithmic axis, in plain numbers."""
     decades = math.log10(high / low)
     subs = (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 5.0)
     panel.xaxis.set_major_locator(LogLocator(subs=subs, numticks=6))
@@ -90,7 +90,7 @@ def _log_ticks(panel: Axes, low: float, high: float) -> None:
 
 
 def over_time(runs: Runs) -> Drawing | None:
-    """Waiting, running and the KV pool, of each policy's first run."""
+    """Draw waiting and running requests and the KV pool, for each policy's first run."""
     firsts = {name: of_policy[0] for name, of_policy in runs.items()}
     if not any(len(run.timeline) for run in firsts.values()):
         return None
@@ -116,7 +116,7 @@ def over_time(runs: Runs) -> Drawing | None:
 
 
 def held_means(times: Floats, values: Floats, end: float, bins: int = BINS) -> tuple[Floats, Floats]:
-    """The means over `bins` equal parts of [0, end] of what is 0 at first and `values[i]` from `times[i]` on; and the parts' middles."""
+    """Return the means over `bins` equal parts of [0, end] of a function that is 0 at first and `values[i]` from `times[i]` on; and the middles."""
     edges = np.linspace(0, end, bins + 1)
     knots = np.concatenate([[0.0], times, [max(end, times[-1] if len(times) else 0.0)]])
     area = np.concatenate([[0.0], np.cumsum(np.concatenate([[0.0], values]) * np.diff(knots))])
@@ -124,7 +124,7 @@ def held_means(times: Floats, values: Floats, end: float, bins: int = BINS) -> t
 
 
 def work(runs: Runs) -> Drawing | None:
-    """Preemptions, recomputed tokens and cache hits, as they add up; only those that there are."""
+    """Draw cumulative preemptions, recomputed tokens and cache hits, without those that didn't occur."""
     firsts = {name: of_policy[0] for name, of_policy in runs.items()}
     chosen = [column for column in _WORK if any(getattr(run.timeline, column).any() for run in firsts.values())]
     if not chosen:
@@ -156,7 +156,7 @@ _WORK = {"preemptions": "preemptions", "recomputed_tokens": "tokens recomputed a
 
 
 def clients(runs: Runs) -> Drawing | None:
-    """How long each client waits, and how unequal service is; None for a trace of one client."""
+    """Draw each client's wait, and how unequal service is; None for a trace of one client."""
     firsts = {name: of_policy[0] for name, of_policy in runs.items()}
     shares = _client_shares(next(iter(firsts.values())))
     if len(shares) < 2:
@@ -189,7 +189,7 @@ def clients(runs: Runs) -> Drawing | None:
 
 
 def service(runs: Runs) -> Drawing | None:
-    """What the clients with most work got over time; None for a trace of one client."""
+    """Draw the service over time of the clients with most work; None for a trace of one client."""
     firsts = {name: of_policy[0] for name, of_policy in runs.items()}
     shares = _client_shares(next(iter(firsts.values())))
     if len(shares) < 2:
@@ -226,12 +226,12 @@ def service(runs: Runs) -> Drawing | None:
 
 
 def _window(end_s: float) -> float:
-    """As in the VTC paper, or a tenth of a run that is too short for it."""
+    """Return the window of the VTC paper, or a tenth of a run that is too short for it."""
     return min(WINDOW_S, end_s / 10)
 
 
 def _client_shares(run: RunResult) -> dict[str | None, float]:
-    """Client -> its share of the service that all requests ask for; most first."""
+    """Return client -> its share of the service that all requests ask for, the largest first."""
     asked: dict[str | None, float] = {}
     for record in run:
         asked[record.client] = asked.get(record.client, 0.0) + record.prompt_tokens + 2 * record.true_tokens
@@ -255,12 +255,12 @@ def _client(name: str | None) -> str:
 
 
 def _nudge(index: int, count: int) -> float:
-    """So that dots of the same value don't hide each other."""
+    """Return an offset so that dots of the same value don't hide each other."""
     return 0.0 if count == 1 else (index / (count - 1) - 0.5) * 0.4
 
 
 def forest(comparison: Comparison) -> Drawing:
-    """The changes with their intervals."""
+    """Draw the changes with their intervals."""
     first = comparison.versus[0]
     lines = [line for line in first.lines if not math.isnan(line.change.relative)]
     columns = min(len(comparison.versus), 3)
@@ -299,7 +299,7 @@ def _whisker(panel: Axes, row: int, line: Line, color: str) -> None:
 
 
 def _time_axis(runs: Iterable[RunResult]) -> tuple[float, str, float]:
-    """The end in seconds; the axis's unit, and its seconds."""
+    """Return the end in seconds, and the axis's unit as a name and in seconds."""
     ends = [float(run.timeline.time_s[-1]) for run in runs if len(run.timeline)]
     end = max(ends, default=1.0) or 1.0
     return (end, "s", 1.0) if end < 600 else (end, "min", 60.0) if end < 4 * 3600 else (end, "h", 3600.0)
@@ -311,7 +311,7 @@ def _pool(run: RunResult) -> int:
 
 
 def _thinned(count: int) -> npt.NDArray[np.intp]:
-    """Some `BINS` places of a column, the last among them."""
+    """Return about `BINS` indices of a column, with the last among them."""
     return np.unique(np.linspace(0, max(count - 1, 0), min(count, BINS)).astype(np.intp))
 
 

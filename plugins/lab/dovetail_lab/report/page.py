@@ -29,7 +29,7 @@ _COLUMNS = ("mean", "p50", "p90", "p99")
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a report is of: runs by policy, one a seed."""
+    """The content of a report: runs by policy, one for each seed."""
 
     title: str
     command: str
@@ -38,7 +38,7 @@ class Report:
 
 
 def write_report(report: Report, out: Path) -> list[Path]:
-    """The files written into the folder `out`, which is made; the page is the first. Raises `ConfigError` if that can't be, or if there is no run."""
+    """Write the report into the new folder `out` and return its files, the page first. Raises `ConfigError` if that fails, or without runs."""
     if not report.runs or not all(report.runs.values()):
         raise ConfigError("a report needs at least one run of each policy")
     drawings = _drawings(report)
@@ -97,7 +97,7 @@ def _page(report: Report, drawings: Sequence[Drawing]) -> str:
 
 
 def _notes(runs: Mapping[str, Sequence[RunResult]]) -> list[str]:
-    """Each once, with the names of those that have it, unless all do."""
+    """Return each note once, with the names of the runs that have it, unless all do."""
     names: dict[str, list[str]] = {}
     for name, of_policy in runs.items():
         for note in dict.fromkeys(note for run in of_policy for note in run.notes):
@@ -124,7 +124,7 @@ class Policy:
 
     @property
     def hits(self) -> float:
-        """Share of prompt tokens found in the cache."""
+        """The share of prompt tokens found in the cache."""
         prompts = sum(one.prompt_tokens for one in self.measured)
         return sum(one.cached_tokens for one in self.measured) / prompts if prompts else 0.0
 
@@ -134,13 +134,13 @@ def _policy(name: str, runs: Sequence[RunResult]) -> Policy:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Of those that are not NaN."""
+    """Return the mean of the values that are not NaN."""
     present = [value for value in values if not math.isnan(value)]
     return sum(present) / len(present) if present else math.nan
 
 
 def _absent(report: Report, drawings: Sequence[Drawing]) -> list[str]:
-    """Said in words, where a figure would have been empty."""
+    """Return a sentence for each figure that would have been empty."""
     names = {drawing.name for drawing in drawings}
     absent = {
         "latencies": "No request completed: there are no latencies.",
@@ -164,7 +164,7 @@ def _interval(change: Change) -> str:
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
-    """For other programs: plain values, None for what isn't there."""
+    """Return plain values for other programs, with None for missing ones."""
 
     def number(value: float) -> float | None:
         return value if math.isfinite(value) else None

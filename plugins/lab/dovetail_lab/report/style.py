@@ -1,4 +1,4 @@
-"""How the report's figures look, and how they become PNG or SVG. An SVG takes its colours from the page: one drawing for light, dark and print."""
+"""The style of the report's figures, and their PNG and SVG. An SVG takes its colours from the page: one drawing serves light, dark and print."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _SETTINGS: dict[Any, Any] = {
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Figures are made, and saved, within it."""
+    """Apply the style; figures are made and saved within this context."""
     with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
         yield
 
@@ -75,19 +75,19 @@ def color_of(index: int) -> str:
 
 
 def line_of(index: int) -> dict[str, Any]:
-    """How the index-th policy is drawn, in every figure."""
+    """Return the line style of the index-th policy, the same in every figure."""
     return {"color": color_of(index), "linestyle": DASHES[index // len(SERIES) % len(DASHES)]}
 
 
 def make(rows: int, columns: int, height_in: float, **options: Any) -> tuple[Figure, list[Axes]]:
-    """A figure and its panels, row by row."""
+    """Make a figure and its panels, row by row."""
     figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, list(panels.ravel())
 
 
 def name_lines(figure: Figure, names: Sequence[str]) -> None:
-    """The key: each name in the colour of its line, above a figure's panels; none for a single policy."""
+    """Add a legend above a figure's panels, with each name in the colour of its line; none for a single policy."""
     if len(names) > 1:
         lines = [Line2D([], [], **line_of(index)) for index in range(len(names))]
         columns = max(1, _KEY_CHARACTERS // (max(map(len, names)) + 5))
@@ -97,7 +97,7 @@ def name_lines(figure: Figure, names: Sequence[str]) -> None:
 
 
 def lay_out(figure: Figure) -> None:
-    """Once for all the formats that it will be saved in."""
+    """Lay a figure out once, for all the formats that it is saved in."""
     with styled():
         figure.draw_without_rendering()
     figure.set_layout_engine("none")
@@ -111,7 +111,7 @@ def png(figure: Figure) -> bytes:
 
 
 def svg(figure: Figure, prefix: str) -> str:
-    """To stand inside a page: colours as the page's variables, no ids but `prefix`-ed ones, text as text."""
+    """Return an SVG to embed in a page: with colours as the page's variables, only ids that begin with `prefix`, and text as text."""
     buffer = io.StringIO()
     with styled():
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

@@ -34,7 +34,7 @@ def _mooncake(row: Row) -> Draft:
 
 
 def read_vllm_requests(source: Source) -> Rows:
-    """What was measured on a running vLLM, a request a line. Its arrivals are wall-clock times and the rest monotonic ones: the offset between
+    """Read measurements of a running vLLM, a request a line. Its arrivals are wall-clock times and the rest monotonic ones: the offset between
     the two is the one that makes the shortest wait for the queue zero."""
     rows = list(json_rows(source))
     offset = min(row.seconds("queued_ts") - row.seconds("arrival_time") for row in rows)
@@ -131,7 +131,7 @@ def _answers(row: Row, count: CountTokens) -> Iterator[Draft]:
 
 
 def _turn(row: Row, turn: Any) -> tuple[bool, str]:
-    """Whether the model said it, and what."""
+    """Return True if the model said it, and its text."""
     if isinstance(turn, dict):
         speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
         if isinstance(speaker, str) and isinstance(text, str):
@@ -140,7 +140,7 @@ def _turn(row: Row, turn: Any) -> tuple[bool, str]:
 
 
 def _list(row: Row, *names: str) -> list[Any]:
-    """The list at that path of names."""
+    """Return the list at that path of names."""
     value: Any = row.values
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None

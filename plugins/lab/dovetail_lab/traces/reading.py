@@ -58,7 +58,7 @@ class Draft(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a loader returns: the file's rows, and what it did to them."""
+    """The result of a loader: the file's rows, and notes on changes to them."""
 
     drafts: list[Draft]
     notes: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Rows:
 
 
 def read_source(path: str | Path) -> Source:
-    """The file's text. Raises `TraceError` if it can't be read, isn't UTF-8, or is empty."""
+    """Return the file's text. Raises `TraceError` if it can't be read, isn't UTF-8, or is empty."""
     try:
         data = Path(path).read_bytes()
         data = gzip.decompress(data) if data.startswith(_GZIP) else data
@@ -81,12 +81,12 @@ def read_source(path: str | Path) -> Source:
 
 
 def json_of(source: Source) -> Any:
-    """The one JSON value of the file."""
+    """Return the JSON value of the file."""
     return _parse(source, source.text, 1)
 
 
 def json_rows(source: Source) -> Iterator[Row]:
-    """The objects of a file of JSON lines; empty lines are skipped."""
+    """Yield the objects of a file of JSON lines; empty lines are skipped."""
     for number, line in enumerate(source.text.split("\n"), 1):
         if line.strip():
             yield Row(source, number, _parse(source, line, number))
@@ -144,12 +144,12 @@ def _timestamp(value: str) -> float:
 
 
 def as_tokens(source: Source, line: int, column: str, value: Any, least: int = 1) -> int:
-    """How many tokens: a whole number from `least` to `MOST_TOKENS`."""
+    """Return a number of tokens: a whole number from `least` to `MOST_TOKENS`."""
     return as_whole(source, line, column, value, least, MOST_TOKENS)
 
 
 def as_whole(source: Source, line: int, column: str, value: Any, least: int, most: int) -> int:
-    """A whole number; "12" and 12.0 are fine, 12.5, true and "" are not."""
+    """Return a whole number; "12" and 12.0 are accepted, 12.5, true and "" are not."""
     try:
         number = _number(value)
     except (TypeError, ValueError, OverflowError):
@@ -168,7 +168,7 @@ def _number(value: Any) -> float:
 
 
 def without_failed(drafts: Iterable[Draft], what: str) -> Rows:
-    """The rows that got an answer; a note counts the others."""
+    """Return the rows that got an answer; a note counts the others."""
     drafts = list(drafts)
     kept = [draft for draft in drafts if draft.output_tokens > 0 and draft.prompt_tokens > 0]
     dropped = len(drafts) - len(kept)
@@ -176,5 +176,5 @@ def without_failed(drafts: Iterable[Draft], what: str) -> Rows:
 
 
 def counted(rows: int) -> str:
-    """For a note."""
+    """Return a count in words, for a note."""
     return f"{rows} row{'' if rows == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""What a trace is once it is read: `Trace`, its `TraceRequest`s, and what was measured of them. Loaders make these, the simulation replays them."""
+"""A trace in memory: `Trace`, its `TraceRequest`s, and their measured times. Loaders make it, and the simulation replays it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import xxhash
 
 
 def stream_of(*name: str | int) -> int:
-    """The number of the stream of that name: 64 bits of a hash, the same in every run."""
+    """Return the number of the stream of that name: 64 bits of a hash, the same in every run."""
     return xxhash.xxh64_intdigest("\x1f".join(map(str, name)).encode())
 
 
@@ -24,14 +24,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """When things happened to a request on the real system that the trace was recorded on, in seconds on the trace's clock."""
+    """The times of a request's events on the real system where the trace was recorded, in seconds on the trace's clock."""
 
     first_token_time: float
     last_token_time: float
     scheduled_time: float | None = None
 
     def shifted(self, by: float) -> Measured:
-        """The same, `by` seconds later."""
+        """Return the same times, `by` seconds later."""
         scheduled = None if self.scheduled_time is None else self.scheduled_time + by
         return Measured(self.first_token_time + by, self.last_token_time + by, scheduled)
 
@@ -54,7 +54,7 @@ class TraceRequest:
 
     @property
     def limit(self) -> int:
-        """What the engine is told as `max_tokens`, and policies see: `max_tokens`, or the true length where the trace has no such limit."""
+        """The `max_tokens` that the engine gets and policies see: that of the trace, or the true length if it has none."""
         return self.output_tokens if self.max_tokens is None else self.max_tokens
 
 
@@ -75,5 +75,5 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """From the trace's beginning to the last arrival."""
+        """The time from the trace's beginning to the last arrival."""
         return self.requests[-1].arrival_time if self.requests else 0.0

@@ -1,4 +1,4 @@
-"""Traces that are CSV tables: which column holds what is all that tells them apart."""
+"""Traces that are CSV tables, which differ only in their columns."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def parse_columns(text: str) -> dict[str, Column]:
 
 
 def table_of(header: Sequence[str]) -> Table | None:
-    """The known layout with these columns; others may stand beside them."""
+    """Return the known layout with these columns, among others perhaps."""
     return next((table for table in TABLES if not missing_of(table, header)), None)
 
 
 def missing_of(table: Table, header: Sequence[str]) -> list[str]:
-    """The columns of `table` that aren't there."""
+    """Return the columns of `table` that are missing."""
     return [column.name for column in table.columns.values() if column.name not in header]
 
 
@@ -89,12 +89,12 @@ def almost(header: Sequence[str]) -> str:
 
 
 def header_of(source: Source) -> list[str]:
-    """The names in the first line of a CSV file."""
+    """Return the names in the first line of a CSV file."""
     return [name.strip() for name in next(csv.reader(source.text.split("\n", 1)[:1]), [])]
 
 
 def read_table(source: Source, table: Table) -> Rows:
-    """All rows of the file. Raises `TraceError` at the first that isn't as `table` says."""
+    """Read all rows of the file. Raises `TraceError` at the first that isn't as `table` says."""
     lines = csv.reader(io.StringIO(source.text), strict=True)
     try:
         drafts = list(_drafts(source, table, next(lines), lines))
@@ -123,7 +123,7 @@ def _drafts(source: Source, table: Table, header: list[str], lines: Any) -> Iter
 
 
 def _parser(source: Source, field: str, column: Column, least: int) -> Callable[[int, str], Any]:
-    """What turns (line, cell) into the field's value; an empty cell of an optional field is none."""
+    """Return a function that turns (line, cell) into the field's value; an empty cell of an optional field is None."""
     if field == "arrival":
         return lambda line, cell: as_seconds(source, line, column.name, cell, column.unit)
     if field in _REQUIRED:

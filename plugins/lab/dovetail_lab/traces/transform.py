@@ -1,4 +1,4 @@
-"""What may be done to a trace before it is replayed. Each returns a new trace, whose notes say so."""
+"""Changes to a trace before it is replayed. Each function returns a new trace, whose notes describe the change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def scale_rate(trace: Trace, factor: float) -> Trace:
 
 
 def arriving_at(request: TraceRequest, time: float) -> TraceRequest:
-    """At another time, with its deadline as far away as before, and without what was measured at the old one."""
+    """Return the request with another arrival time, its deadline as far away as before, and without measured times."""
     deadline = None if request.deadline is None else time + (request.deadline - request.arrival_time)
     return replace(request, arrival_time=time, deadline=deadline, measured=None)
 
@@ -62,7 +62,7 @@ def _shifted(request: TraceRequest, by: float) -> TraceRequest:
 
 
 def set_max_tokens(trace: Trace, value: str) -> Trace:
-    """What policies see as `max_tokens`: `trace` leaves the trace's own (the true length where it has none), a number is the same for all.
+    """Set the `max_tokens` that policies see: `trace` keeps the trace's own (the true length if it has none), a number is the same for all.
 
     An answer longer than that number ends there, as on a server; the note counts them. Raises `TraceError` for anything else.
     """

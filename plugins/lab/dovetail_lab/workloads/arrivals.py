@@ -1,4 +1,4 @@
-"""When requests arrive: processes of points in time. Each is a renewal process of rate one, bent to the rate that is wanted."""
+"""Arrival processes. Each is a renewal process of rate one, with time scaled to the wanted rate."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Arrivals(Value):
 
 
 class Steady(Arrivals):
-    """The same rate all the time."""
+    """A constant rate."""
 
     rate: PositiveFloat
 
@@ -109,7 +109,7 @@ class Ramp(Arrivals):
 
 
 class AtOnce(Arrivals):
-    """Everybody at the beginning."""
+    """All requests arrive at the beginning."""
 
     def times_at(self, units: Times) -> Times:
         return np.zeros_like(units)

@@ -30,8 +30,8 @@ class _Chat(NamedTuple):
 
 
 def generate(spec: WorkloadSpec, seed: int = 0, *, name: str = "synthetic", source: str = "") -> Trace:
-    """Requests of all streams, by arrival. Arrivals, lengths and clients come from generators of their own, so that another rate leaves lengths
-    as they are. Raises `TraceError` if there are none."""
+    """Generate the requests of all streams, by arrival. Arrivals, lengths and clients have separate random generators, so that another rate doesn't
+    change lengths. Raises `TraceError` if there are no requests."""
     requests = [
         request
         for stream_name, stream in spec.streams.items()

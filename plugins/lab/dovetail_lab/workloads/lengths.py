@@ -1,4 +1,4 @@
-"""How long things are: distributions of whole numbers (tokens, turns) and of times."""
+"""Distributions of whole numbers (tokens, turns) and of times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dovetail_lab.traces import load_trace
 
 
 class Distribution(Value):
-    """Draws [count] numbers; who asks rounds them and lifts them to what is possible."""
+    """A distribution. It draws [count] numbers, which the caller rounds and limits to possible values."""
 
     def draw(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
         raise NotImplementedError

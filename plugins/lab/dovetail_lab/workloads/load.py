@@ -17,7 +17,7 @@ from dovetail_lab.workloads.spec import parse_spec, parse_yaml_spec
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """What is done to it, in this order; a field is a command line's option."""
+    """Changes to a workload, applied in this order; each field is a command line's option."""
 
     format: str | None = None  # one of `traces.FORMATS`; None: found by content
     columns: str | None = None  # field=column,… for CSV that nobody knows
@@ -31,7 +31,7 @@ class WorkloadOptions:
 
 
 def load_workload(text: str, options: WorkloadOptions = WorkloadOptions()) -> Trace:
-    """The trace that `text` names. Raises `TraceError`."""
+    """Return the trace that `text` names. Raises `TraceError`."""
     if options.seed < 0:
         raise TraceError(f"the seed must be 0 or more, got {options.seed}")
     trace = _load(text, options)

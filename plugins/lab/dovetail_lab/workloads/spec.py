@@ -1,4 +1,4 @@
-"""How a synthetic workload is written: `arrivals=poisson(4) requests=1000 prompt=lognormal(900, 1.1) output=uniform(16, 512)`, or the same as YAML.
+"""The spec of a synthetic workload: `arrivals=poisson(4) requests=1000 prompt=lognormal(900, 1.1) output=uniform(16, 512)`, or the same as YAML.
 
 Several streams, each with its own everything, stand side by side: `chat: arrivals=… ; batch: arrivals=…`; their names are their clients'.
 """
@@ -86,7 +86,7 @@ class WorkloadSpec(Value):
 
 
 def parse_spec(text: str, name: str = "workload") -> WorkloadSpec:
-    """The short syntax. Raises `TraceError`, which begins with `name`."""
+    """Read the short syntax. Raises `TraceError`, which begins with `name`."""
     streams: dict[str, dict[str, str]] = {}
     for part in text.split(";"):
         named = _NAME.match(part)
@@ -114,7 +114,7 @@ def _pairs(text: str, name: str) -> dict[str, str]:
 
 
 def parse_yaml_spec(text: str, name: str) -> WorkloadSpec:
-    """The same keys and values as YAML: one stream, or a mapping of names to streams. Raises `TraceError`."""
+    """Read the same keys and values as YAML: one stream, or a mapping of names to streams. Raises `TraceError`."""
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -1,4 +1,4 @@
-"""Whether it keeps the contract of its kind."""
+"""The conformance tests: they check that the component keeps the contract of its kind."""
 
 from dovetail.testing import SchedulerSuite
 

@@ -18,13 +18,13 @@ from pydantic import BaseModel
 class Row(NamedTuple):
     """One sequence in a step."""
 
-    queries: slice  # its tokens in the batch
-    slots: torch.Tensor  # [tokens it can see] where their K and V are
-    ahead: torch.Tensor  # [queries, tokens it can see] how far before the query a token stands
+    queries: slice  # positions of its tokens in the batch
+    slots: torch.Tensor  # [tokens it can see] slots of their K and V
+    ahead: torch.Tensor  # [queries, tokens it can see] number of positions from a token to the query
 
 
 class AcmeAttention(AttentionBackend):
-    """Makes the layers, and finds out once a step where the K and V of each row are."""
+    """The backend: it makes the layers, and once a step computes the slots of each row's K and V."""
 
     capabilities = AttentionCapabilities()
 
@@ -33,7 +33,7 @@ class AcmeAttention(AttentionBackend):
         self.device, self.dtype = torch.device(context.device), getattr(torch, context.dtype)
         self.layers: list[Layer] = []
         self.rows: list[Row] = []  # of this step
-        self.slots = torch.empty(0, dtype=torch.int64, device=self.device)  # of this step's tokens; -1: the spare one
+        self.slots = torch.empty(0, dtype=torch.int64, device=self.device)  # slots of this step's tokens; -1: the spare one
 
     def make_layer(self, spec: LayerSpec) -> AttentionLayer:
         self.layers.append(Layer(spec, self))
@@ -48,7 +48,7 @@ class AcmeAttention(AttentionBackend):
             layer.allocate(num_blocks * self.context.block_size)
 
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
-        """All that a step needs is made in `plan`."""
+        """Do nothing: `plan` makes all that a step needs."""
 
     def plan(self, batch: AttentionBatch) -> None:
         self.slots, self.rows = batch.slots, []
@@ -67,7 +67,7 @@ class AcmeAttention(AttentionBackend):
 
 
 class Layer(AttentionLayer):
-    """The cache of one layer: `num_slots` places for a token, and a spare one that padding tokens are written to."""
+    """One layer and its cache: `num_slots` slots for tokens, and a spare one for padding tokens."""
 
     def __init__(self, spec: LayerSpec, backend: AcmeAttention) -> None:
         self.spec, self.backend = spec, backend
@@ -78,7 +78,7 @@ class Layer(AttentionLayer):
         self.k, self.v = (torch.empty(shape, dtype=self.backend.dtype, device=self.backend.device) for _ in "kv")
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.k[self.backend.slots] = k  # slot -1 is the last one, the spare
+        self.k[self.backend.slots] = k  # slot -1 is the last, spare one
         self.v[self.backend.slots] = v
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""The executor: it computes the steps that the core plans. This one has no model, and answers each request with its own prompt, over and over: good
-for trying schedulers, servers and clients where there is no device."""
+"""The executor: it computes the steps that the core plans. This one has no model, and answers each request with its own prompt, over and over. It
+helps to try schedulers, servers and clients where there is no device."""
 
 from dataclasses import dataclass
 
@@ -21,14 +21,14 @@ class AcmeOptions(BaseModel):
 
 @dataclass(slots=True)
 class Row:
-    """What it remembers of a request while this has a row."""
+    """The state of a request while it has a row."""
 
     prompt: list[int]
-    num_tokens: int  # known: prompt and generated
+    num_tokens: int  # number of known tokens: prompt and generated
 
 
 class AcmeExecutor(Executor):
-    """Computes at `submit`; results wait for their `collect`."""
+    """An executor that computes at `submit` and keeps the results until `collect`."""
 
     capabilities = ExecutorCapabilities(logprobs=False)
     options: AcmeOptions
@@ -85,7 +85,7 @@ class AcmeExecutor(Executor):
         self._results.clear()
 
     def _next_token(self, row: Row) -> int:
-        """The prompt's next token again; it is the row's next known one."""
+        """Return the prompt's next token again, which becomes the row's next known token."""
         token = row.prompt[row.num_tokens % len(row.prompt)]
         row.num_tokens += 1
         return token

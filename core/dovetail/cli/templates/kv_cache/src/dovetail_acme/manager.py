@@ -1,4 +1,4 @@
-"""The manager of the paged K and V memory: which block belongs to whom. This one shares nothing and finds nothing again."""
+"""The manager of the paged K and V memory: it gives blocks to requests. This one shares no blocks and has no prefix cache."""
 
 from collections.abc import Sequence
 
@@ -16,8 +16,8 @@ class AcmeKVCache(KVCacheManager):
     def __init__(self, options: BaseModel, context: KVContext) -> None:
         super().__init__(options, context)
         self._free = list(range(context.num_blocks))
-        self._tables: dict[str, list[int]] = {}  # by request id
-        self._tokens: dict[str, int] = {}  # asked for, by request id
+        self._tables: dict[str, list[int]] = {}  # request id -> its blocks
+        self._tokens: dict[str, int] = {}  # request id -> tokens asked for
 
     def lookup(self, request: Request) -> int:
         return 0
@@ -75,7 +75,7 @@ class AcmeKVCache(KVCacheManager):
         return ()
 
     def reset(self) -> None:
-        """Nothing is found again, so nothing is to be forgotten."""
+        """Do nothing: there is no prefix cache to forget."""
 
     def _table(self, request: Request) -> list[int]:
         if request.id not in self._tables:

@@ -1,6 +1,6 @@
-"""The model architecture: which Hugging Face `architectures` it serves, and the module that it builds from the layers of `dovetail.nn`.
+"""The model architecture: it serves Hugging Face `architectures` names, and builds a module from the layers of `dovetail.nn`.
 
-Granite is a Llama with four constants: of the embedding, of what a block adds to the residual stream, of attention's scores and of the logits.
+Granite is a Llama with four factors: on the embedding, on a block's output to the residual stream, on attention scores and on logits.
 """
 
 from collections.abc import Iterator
@@ -18,17 +18,17 @@ from dovetail.nn.qkv import rope_and_store_kv
 from dovetail.nn.rotary import RotaryEmbedding, Rotation, rope_from_config, rope_reasons_against
 from torch import nn
 
-PLAIN = {"hidden_act": "silu", "quantization_config": None}  # what is implemented of these
+PLAIN = {"hidden_act": "silu", "quantization_config": None}  # the values of these fields that are implemented
 
 
 class AcmeModelArch(ModelArch):
-    """Serves `GraniteForCausalLM`."""
+    """The architecture `GraniteForCausalLM`."""
 
     def reasons_against(self, config: Any) -> list[str]:
         if config.model_type != "granite":
             return [f"model_type = {config.model_type!r}, expected 'granite'"]
         fields = vars(config)
-        known = {*vars(type(config)()), "model_type", "head_dim"}  # what transformers puts into each config of this type, and what files have
+        known = {*vars(type(config)()), "model_type", "head_dim"}  # the fields of each such config in transformers, and in files
         reasons = [f"{name} = {fields[name]!r} is not implemented" for name, right in PLAIN.items() if fields.get(name, right) != right]
         reasons += [
             f"{name} = {value!r}: nobody knows this field of a Granite, and it may change the numbers"
@@ -49,7 +49,7 @@ def head_size(config: Any) -> int:
 
 
 def layer_spec(config: Any, index: int, group: ParallelGroup) -> LayerSpec:
-    """An attention layer as this rank computes it."""
+    """Return the shape of an attention layer on this rank."""
     heads = share(config.num_attention_heads, group, "num_attention_heads")
     _, kv_heads = kv_share(config.num_key_value_heads, group)
     return LayerSpec(index, heads, kv_heads, head_size(config), config.attention_multiplier)
@@ -96,7 +96,7 @@ class Block(Layer):
         return x + self.mlp(self.mlp_norm(x)) * self.multiplier
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
-        """Where the checkpoint's tensors go whose names begin with `prefix`; a fused layer has several, told apart by the last word."""
+        """Yield the rules for the checkpoint's tensors whose names begin with `prefix`; a fused layer has several, named by their last word."""
         qkv, gate_up = self.attention.qkv_proj, self.mlp.gate_up_proj
         parts: dict[str, tuple[Layer, str | None]] = {
             "input_layernorm": (self.input_norm, None),
@@ -115,7 +115,7 @@ class Block(Layer):
 
 
 class Granite(nn.Module):
-    """The whole model, a `dovetail.api.model.CausalLM`."""
+    """The whole model; it is a `dovetail.api.model.CausalLM`."""
 
     def __init__(self, config: Any, context: BuildContext) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Granite(nn.Module):
         return self.head(hidden) / self.logits_scaling
 
     def weights(self) -> Iterator[WeightRule]:
-        """Where the tensors of a Hugging Face checkpoint go. A tied head shares the embedding's weight, under either name or both."""
+        """Yield the rules for a Hugging Face checkpoint. A tied head shares the embedding's weight, under either name or both."""
         yield WeightRule("model.embed_tokens.weight", self.embedding.weight)
         yield WeightRule("lm_head.weight", self.head.weight, optional=self.head.weight is self.embedding.weight)
         yield WeightRule("model.norm.weight", self.norm.weight)

@@ -1,4 +1,4 @@
-"""The observer: it is told what the engine does. It overrides what it wants to hear of, and should return quickly."""
+"""The observer: it is told what the engine does. It overrides the methods for the events that it wants, and should return quickly."""
 
 import logging
 
@@ -15,7 +15,7 @@ class AcmeOptions(BaseModel):
 
 
 class AcmeObserver(Observer):
-    """Logs each request that took long, with how long it waited for its first token. Times are on the engine's clock."""
+    """An observer that logs each slow request, with the time to its first token. Times are on the engine's clock."""
 
     options: AcmeOptions
 

@@ -1,4 +1,4 @@
-"""The sampler: it turns logits into token ids, each row by its own parameters. In float64 and plain torch, so that it is easy to change."""
+"""The sampler: it turns logits into token ids, each row by its own parameters. It uses float64 and plain torch, so that it is easy to change."""
 
 from collections.abc import Collection, Sequence
 
@@ -15,7 +15,8 @@ MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class AcmeSampler(Sampler):
-    """Every parameter of `RowSampling`, in the order that it gives. A draw is the largest of log-probability plus Gumbel noise."""
+    """A sampler with all parameters of `RowSampling`, in the order given there. It draws the token with the largest sum of log-probability and Gumbel
+    noise."""
 
     capabilities = SamplerCapabilities()
 
@@ -38,7 +39,7 @@ class AcmeSampler(Sampler):
         return SampledTokens(token_ids, None if most is None else top_logprobs(logits, token_ids, most))
 
     def _draw(self, scores: torch.Tensor, rows: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
-        """scores [n, vocab] -> token ids [n]."""
+        """Draw token ids [n] from scores [n, vocab]."""
 
         def column(values: list[float]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.float64, device=scores.device)[:, None]  # [n, 1]
@@ -51,17 +52,17 @@ class AcmeSampler(Sampler):
             top_k = column([s.top_k or scores.shape[1] for s in samplings])
             kept = passing(scaled, top_k, column([s.top_p for s in samplings]), column([s.min_p for s in samplings]))
             perturbed.masked_fill_(~kept, NEVER)
-        return torch.where(temperature > 0, perturbed, scaled).argmax(1)  # of equals the first
+        return torch.where(temperature > 0, perturbed, scaled).argmax(1)  # of equal ones the first
 
     def _noise(self, rows: torch.Tensor, samplings: Sequence[RowSampling]) -> torch.Tensor:
-        """[n, vocab] for the output positions that the rows are at."""
+        """Return noise [n, vocab] for the rows' output positions."""
         history = self.context.history
         positions = (history.num_tokens[rows] - history.prompt_lens[rows]).cpu().numpy().astype(np.uint64)
         seeds = np.array([s.seed % 2**64 for s in samplings], np.uint64)
         return torch.from_numpy(gumbel(seeds, positions, self.context.vocab_size)).to(rows.device)
 
     def _tokens(self, row: int) -> tuple[list[int], list[int]]:
-        """Prompt and output."""
+        """Return the tokens of prompt and output."""
         history = self.context.history
         known = history.token_ids[row, : int(history.num_tokens[row])].tolist()
         prompt_len = int(history.prompt_lens[row])
@@ -69,8 +70,9 @@ class AcmeSampler(Sampler):
 
 
 def passing(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Of scaled [n, vocab], 0 at most, which pass the filters [n, 1], each over what the one before left. The likeliest always does."""
-    scaled, tokens = scaled.sort(dim=1, descending=True, stable=True)  # of equals the lowest id first
+    """Return which tokens of scaled [n, vocab], at most 0, pass the filters [n, 1], each applied to those that the one before kept. The likeliest
+    always passes."""
+    scaled, tokens = scaled.sort(dim=1, descending=True, stable=True)  # of equal ones the lowest id first
     weights = scaled.exp()
     kept = torch.arange(scaled.shape[1], device=scaled.device) < top_k
     shares = weights * kept
@@ -81,14 +83,14 @@ def passing(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_
 
 
 def has_rules(sampling: RowSampling) -> bool:
-    """Whether `ruled` would change anything."""
+    """Return True if `ruled` would change anything."""
     restricts = sampling.logit_bias or sampling.allowed_token_ids is not None or sampling.bad_words or sampling.min_tokens
     penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
     return bool(restricts) or penalties != (1, 0, 0)
 
 
 def ruled(logits: torch.Tensor, sampling: RowSampling, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """logits [vocab] of one row -> the same, biased, restricted and penalised; something can always be sampled."""
+    """Return logits [vocab] of one row with biases, restrictions and penalties applied; at least one token can always be sampled."""
     logits = logits.clone()
     for token, bias in sampling.logit_bias:
         if token < len(logits):
@@ -108,7 +110,7 @@ def ruled(logits: torch.Tensor, sampling: RowSampling, prompt: list[int], output
 
 
 def penalised(logits: torch.Tensor, sampling: RowSampling, seen: set[int], output: list[int]) -> torch.Tensor:
-    """Less for what has been there: in prompt and output (repetition), in the output (presence), as often (frequency)."""
+    """Lower the logits of earlier tokens: those in prompt and output (repetition), those in the output (presence), by their counts (frequency)."""
     known = index(seen, logits)
     values, penalty = logits[known], sampling.repetition_penalty
     logits[known] = torch.where(values > 0, values / penalty, values * penalty)
@@ -117,22 +119,22 @@ def penalised(logits: torch.Tensor, sampling: RowSampling, seen: set[int], outpu
 
 
 def gumbel(seeds: NDArray[np.uint64], positions: NDArray[np.uint64], vocab_size: int) -> NDArray[np.float64]:
-    """Noise [n, vocab_size], each number hashed from seed [n], output position [n] and token id alone: batches and preemptions change no tokens."""
+    """Return noise [n, vocab_size], each number a hash of seed [n], output position [n] and token id: batches and preemptions change no tokens."""
     streams = mixed(mixed(seeds + GOLDEN) + positions * GOLDEN)  # [n]
     ids = mixed(np.arange(1, vocab_size + 1, dtype=np.uint64) * GOLDEN)  # [vocab]
     bits = mixed(streams[:, None] ^ ids) >> np.uint64(11)  # [n, vocab], 53 bits
-    negative = np.log1p(-(bits * 2.0**-53 + 2.0**-54))  # exact near 0, where the large ones come from
+    negative = np.log1p(-(bits * 2.0**-53 + 2.0**-54))  # exact near 0, which gives the large noise
     noise: NDArray[np.float64] = -np.log(-negative)
     return noise
 
 
 def mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Return x through the mixing function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     x = (x ^ (x >> np.uint64(30))) * MULTIPLIERS[0]
     x = (x ^ (x >> np.uint64(27))) * MULTIPLIERS[1]
     return x ^ (x >> np.uint64(31))
 
 
 def index(token_ids: Collection[int], logits: torch.Tensor) -> torch.Tensor:
-    """[n] int64, without ids past the vocabulary."""
+    """Return token ids as an index, [n] int64, without ids past the vocabulary."""
     return torch.tensor([token for token in token_ids if token < len(logits)], dtype=torch.int64, device=logits.device)

@@ -1,4 +1,5 @@
-"""The policy: who runs in a step, and how many tokens of each. The step counts tokens, seats and blocks, and refuses what doesn't fit."""
+"""The policy: it decides which requests run in a step, and how many tokens of each. The step counts tokens, seats and blocks, and refuses grants
+that don't fit."""
 
 from dovetail.api.scheduler import Scheduler, Step
 from dovetail.request import Request
@@ -12,12 +13,12 @@ class AcmeOptions(BaseModel):
 
 
 class AcmeScheduler(Scheduler):
-    """The shortest prompt first; who has waited long enough goes before, in order of arrival."""
+    """A policy that serves the shortest prompt first; requests that have waited long enough go before, in order of arrival."""
 
     options: AcmeOptions
 
     def schedule(self, step: Step) -> None:
-        for request in step.grant_each(step.running):  # what comes back didn't fit:
+        for request in step.grant_each(step.running):  # these didn't fit:
             step.grant(request, evict=reversed(step.running))  # the youngest make room
 
         def rank(request: Request) -> tuple[bool, float]:
@@ -26,4 +27,4 @@ class AcmeScheduler(Scheduler):
 
         for request in sorted(step.waiting, key=rank):
             if not step.grant(request):
-                break  # or the small would pass a large one for ever
+                break  # or small requests would pass a large one forever
