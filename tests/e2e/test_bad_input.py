@@ -907,7 +907,7 @@ def test_a_plugin_that_raises_on_import_is_named_when_it_is_asked_for(site: Site
 def test_a_component_that_raises_on_import_is_named(site: Site) -> None:  # noqa: F811
     spec = scheduler(package="late")
     site.install("dovetail-late", modules={"late": components(spec), "late_policy": "raise SystemExit('late measles')"})
-    with pytest.raises(PluginError, match=r"dovetail-late.*importing late_policy:\w+ failed: SystemExit: late measles"):
+    with pytest.raises(DovetailError, match=r"dovetail-late.*importing late_policy:\w+ failed: SystemExit: late measles"):
         LLMEngine.from_config({"model": str(model_dir()), "scheduler": "fair"})
 
 
