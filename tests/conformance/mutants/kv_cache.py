@@ -8,7 +8,7 @@ from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts
 from dovetail.errors import DovetailError
 from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
-from dovetail_kv_cache.chain import HashChain
+from dovetail_kv_cache.chain import Digest, HashChain
 from dovetail_kv_cache.prefix import PrefixCache, _Table
 from tests.conformance.mutants import mutant
 
@@ -206,7 +206,7 @@ class BlocksFoundByTheirOwnTokens(PrefixCache):
 
     def _chain(self, request: Request) -> HashChain:
         if self._chains.get(request.id) is None or self._chains[request.id].request is not request:
-            self._chains[request.id] = _OwnTokensOnly(request, self._block_size, 0)
+            self._chains[request.id] = _OwnTokensOnly(request, self._block_size, self._digest)
         return self._chains[request.id]
 
 
@@ -255,15 +255,15 @@ class CommitsPromptsAlone(PrefixCache):
 class _Keyless(HashChain):
     __slots__ = ()
 
-    def __init__(self, request: Request, block_size: int, seed: int, keys: tuple[str, ...]) -> None:
-        super().__init__(request, block_size, seed)
+    def __init__(self, request: Request, block_size: int, digest: Digest, keys: tuple[str, ...]) -> None:
+        super().__init__(request, block_size, digest)
         self._root = repr(keys).encode().ljust(16)
 
 
 @mutant(caught_by="kv_cache.cache_keys")
 class IgnoresCacheKeys(PrefixCache):
     def _chain(self, request: Request) -> HashChain:
-        return self._chains.setdefault(request.id, _Keyless(request, self._block_size, 0, ()))
+        return self._chains.setdefault(request.id, _Keyless(request, self._block_size, self._digest, ()))
 
 
 @mutant(caught_by="kv_cache.cache_keys")
@@ -271,7 +271,7 @@ class JoinsCacheKeys(PrefixCache):
     """("a", "b") is ("ab",)."""
 
     def _chain(self, request: Request) -> HashChain:
-        return self._chains.setdefault(request.id, _Keyless(request, self._block_size, 0, ("".join(request.cache_keys),)))
+        return self._chains.setdefault(request.id, _Keyless(request, self._block_size, self._digest, ("".join(request.cache_keys),)))
 
 
 @mutant(caught_by="kv_cache.prompt_logprobs")
@@ -301,7 +301,7 @@ class UncommitsWhatOthersComputed(PrefixCache):
 class CutsTokenIdsTo16Bits(PrefixCache):
     def _chain(self, request: Request) -> HashChain:
         tokens = [token & 0xFFFF for token in (*request.prompt_token_ids, *request.output_token_ids)]
-        return HashChain(Request(request.id, tokens, request.params, max_tokens=1, cache_keys=request.cache_keys), self._block_size, 0)
+        return HashChain(Request(request.id, tokens, request.params, max_tokens=1, cache_keys=request.cache_keys), self._block_size, self._digest)
 
 
 @mutant(caught_by="kv_cache.reset")
