@@ -33,6 +33,7 @@ def test_the_triton_backend_holds_in_tritons_interpreter() -> None:
     assert " passed" in interpreted("test_triton_backend.py")
 
 
+@pytest.mark.slow
 def test_the_triton_backend_conforms_in_tritons_interpreter() -> None:
     verdict = next(line for line in interpreted("triton_suite.py").splitlines() if "CONFORMANT attention" in line)
     assert verdict.startswith("CONFORMANT")

@@ -262,6 +262,7 @@ def test_taken_for_a_slope_stairs_are_not_predicted(found_stairs: StepTimeProfil
     assert differences(wrong, STEADY, **{**STAIRS, "jitter": Jitter()})["tpot p99"] < -0.03
 
 
+@pytest.mark.slow
 def test_few_queries_after_many_tokens_take_as_long_as_their_row_is() -> None:
     profile = calibrated(length_s=3e-7)
     model = profile.make()
@@ -271,6 +272,7 @@ def test_few_queries_after_many_tokens_take_as_long_as_their_row_is() -> None:
     assert differences(profile, BURSTS, "sarathi", length_s=3e-7) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.03)
 
 
+@pytest.mark.slow
 def test_it_is_found_out_what_a_request_that_begins_adds_to_launching() -> None:
     profile = calibrated(joining_s=4e-4)
     assert profile.joining_s == pytest.approx(4e-4, rel=0.02)
@@ -281,12 +283,14 @@ def test_it_is_found_out_what_a_request_that_begins_adds_to_launching() -> None:
     assert differences(profile, BURSTS, "sarathi", joining_s=4e-4) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.03)
 
 
+@pytest.mark.slow
 def test_a_machine_that_replays_only_decodes_is_predicted() -> None:
     profile = calibrated(graphs=())
     assert profile.recorded_tokens == 0
     assert differences(profile, BUSY, graphs=()) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
 
 
+@pytest.mark.slow
 def test_tails_need_the_spread_of_launching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail_lab.calibrate.REHEARSAL_S", 24.0)  # so many launches know their mean well: what is wrong then isn't chance
     jitter = Jitter(shares=(0.85, 0.15), times=(1.0, 5.0))
@@ -335,6 +339,7 @@ def test_of_launching_neither_the_level_nor_the_spread_counts_twice(found_busy: 
         assert mean * launch.seconds(shape(*rows)) == pytest.approx(true, rel=0.04), regime
 
 
+@pytest.mark.slow
 def test_a_busy_host_is_predicted_which_from_the_grid_alone_it_is_not(found_busy: Calibration) -> None:
     grid = profile_of(gridded(found_busy), True, name="grid")
     with_it, without = (differences(profile, SHORT, seeds=2, **BUSY_HOST) for profile in (found_busy.profile, grid))
