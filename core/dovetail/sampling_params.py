@@ -92,14 +92,14 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # subtracted for each time it was generated, -2 to 2
     logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit, -100 to 100
     allowed_token_ids: Sequence[int] | None = None  # only these can be sampled
-    bad_words: Sequence[str] | None = None  # texts that are never generated in full
+    bad_words: Sequence[str] | None = None  # texts that are never generated in full, unless nothing else is allowed
     logprobs: int | None = None  # return log-probabilities of the sampled token and of the k likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     skip_special_tokens: bool = True  # leave special tokens out of the text
     detokenize: bool = True  # False: token ids only, no text
     output_kind: OutputKind | Literal["cumulative", "delta", "final"] = OutputKind.CUMULATIVE  # a string becomes an `OutputKind`
     extra_args: Mapping[str, Any] = field(default_factory=dict)  # for the sampler; keys that its capabilities don't name are refused
-    truncate_prompt_tokens: int | None = None  # keep only the prompt's last k tokens; -1: as many as fit the model's length
+    truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens; -1: as many as fit the model
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
