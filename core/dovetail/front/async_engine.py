@@ -33,7 +33,7 @@ class _Aborted(Exception):
 
 
 class _Reader:
-    """Who awaits the outputs of one request, and where."""
+    """The reader of one request's outputs, and its event loop."""
 
     __slots__ = ("aborted", "loop", "news", "takes_deltas", "unread")
 
@@ -244,7 +244,7 @@ class AsyncLLMEngine:
         self._wake_readers()
 
     def _take_calls(self) -> None:
-        """Those that are there: who calls without end must not keep the engine from its steps, nor from its end."""
+        """Make the calls that are there now: whoever calls without end must not keep the engine from its steps, nor from its end."""
         self._wake.clear()  # first: who calls from here on sets it again
         for _ in range(self._calls.qsize()):
             if self._stopping and self._failure is None:

@@ -115,7 +115,7 @@ def _in_words(template: ChatTemplate, refusal: Mapping[str, Any], limits: Limits
 
 
 def _place(template: ChatTemplate, refusal: Mapping[str, Any]) -> str:
-    """Where it failed. Whoever sent the template also hears why, in Jinja's words."""
+    """Tell where it failed. Whoever sent the template also hears why, in Jinja's words."""
     why = f": {refusal['reason']}" if template.given else "; something there is missing, or of another type than it expects"
     if (line := refusal["line"]) is None:
         return why

@@ -31,7 +31,7 @@ class GenerationDefaults:
 
     @classmethod
     def read(cls, model_dir: Path, *, sampling: bool = True) -> GenerationDefaults:
-        """Of a model directory. The EOS ids come from `config.json` if `generation_config.json` names none; without `sampling`, nothing but
+        """Read a model directory. The EOS ids come from `config.json` if `generation_config.json` names none; without `sampling`, nothing but
         `config.json` is read. Raises `ModelLoadError` for a file that isn't JSON or holds nonsense."""
         path = model_dir / "generation_config.json"
         generation = _read_json(path) if sampling else {}

@@ -17,7 +17,7 @@ AT_ONCE = 1 << 24  # logits that are worked on without a kernel: each takes some
 def top_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, k: int, rows: torch.Tensor | None = None, asked: torch.Tensor | None = None
 ) -> TopLogprobs:
-    """Of logits [n, vocab], any float dtype: the log-probabilities of `token_ids` [n] int64, then of the k likeliest of each row (all of
+    """From logits [n, vocab], any float dtype, return the log-probabilities of `token_ids` [n] int64, then of the k likeliest of each row (all of
     them if k > vocab), best first, of equals the lowest id. Computed in float32. A token's rank is 1 + how many are strictly likelier.
 
     With `rows` [n] int64, no more than the first asked[rows[i]] ([any] int32, at most k) of the likeliest are defined for the i-th; nothing at all if

@@ -44,7 +44,7 @@ class Part:
         return values if self.copies == 1 else torch.cat([values] * self.copies, dim=self.dim)
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Where it lies in the parameter, with all its copies: a view."""
+        """Its part of the parameter, with all its copies: a view."""
         return parameter.narrow(self.dim, self.at, self.size * self.copies)
 
 

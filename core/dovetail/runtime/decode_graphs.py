@@ -203,7 +203,7 @@ class DecodeGraphs:
         return DecodeGraph(graph, inputs, sampled)
 
     def _padding_inputs(self, kind: Kind, size: int) -> Inputs:
-        """Of a step of padding alone, which reads and writes nothing; the backend is told of it."""
+        """Make the inputs of a step of padding alone, which reads and writes nothing, and tell the backend of it."""
         inputs = Inputs(size, self._rows.max_rows, self._rows.device)
         nobodys = self._rows.block_table[-1:, :1].expand(size, 1)
         self._backend.plan(self._batch(inputs, np.zeros(0, np.int64), nobodys, int(kind is Kind.SHARING)))

@@ -15,7 +15,7 @@ from dovetail.runtime.row_state import RowState
 
 
 def last_tokens(state: RowState, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of rows [n] int64, nobody's among them or not: the ids of their last known tokens, and the positions of these, [n] int64 each."""
+    """Return the ids of the last known tokens of rows [n] int64, which may be padding, and the positions of these, [n] int64 each."""
     if use_kernels(rows):
         from dovetail.runtime import decode_rows_kernels as kernels
 

@@ -25,7 +25,7 @@ def _machine_available() -> int:
 
 
 def _cgroup_available() -> int:
-    """Of a container with a memory limit (cgroup v2); without one, more than any machine has."""
+    """Return the free memory of a container with a limit (cgroup v2); without one, more than any machine has."""
     try:
         limit, used = (_CGROUP / "memory.max").read_text().strip(), (_CGROUP / "memory.current").read_text()
         return max(0, int(limit) - int(used))

@@ -118,7 +118,7 @@ class Recorder:
 
 
 def sharing_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Of `sizes`, rising, the ones for steps that read a shared prefix once: few, for each costs start-up time."""
+    """Choose from `sizes`, rising, the ones for steps that read a shared prefix once: few, for each costs start-up time."""
     return tuple(size for size in sizes if size == sizes[-1] or (size >= 256 and size.bit_count() == 1))
 
 
@@ -180,7 +180,7 @@ class MixedGraphs:
         return recording.hidden
 
     def _padding_inputs(self, shares: bool, size: int) -> FixedInputs:
-        """Of a step of padding alone, which the backend is told of."""
+        """Make the inputs of a step of padding alone, and tell the backend of it."""
         max_rows = self._rows.max_rows
         inputs = FixedInputs(size, max_rows, max_rows if size >= self._all_states_below else 0, self._device)
         self._backend.plan(self._padding(inputs, int(shares)))

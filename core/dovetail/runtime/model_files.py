@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class FoundArchitecture(NamedTuple):
-    """Who serves a directory, and its transformers `PretrainedConfig`."""
+    """The architecture that serves a directory, and the directory's transformers `PretrainedConfig`."""
 
     arch: ModelArch
     config: Any

@@ -86,7 +86,7 @@ class RowState:
             )
 
     def slots(self, rows: Int64, positions: Int64) -> Int64:
-        """Where in the paged cache the K and V of these tokens of these rows lie: block id * block size + offset. [n] each."""
+        """Return the slots in the paged cache of the K and V of these tokens of these rows: block id * block size + offset. [n] each."""
         blocks = self.host_blocks[rows, positions // self.block_size].astype(np.int64)
         return blocks * self.block_size + positions % self.block_size
 

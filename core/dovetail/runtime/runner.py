@@ -87,7 +87,7 @@ class PendingStep:
     span: DeviceSpan | None = None  # on a GPU
 
     def outcome(self, n: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Of the n rows that sample: token ids, and whether they are broken."""
+        """Return the token ids of the n rows that sample, and whether they are broken."""
         if self.replayed is not None:
             token_ids, broken = self.replayed.tokens(n)
             return token_ids, broken
@@ -232,7 +232,7 @@ class Runner:
     def _attention_batch(
         self, batch: Batch, host: HostInputs, inputs: DeviceInputs, shared_blocks: int, recording: Recording | None
     ) -> AttentionBatch:
-        """Of a step that is replayed, attention is told of padding too."""
+        """Describe a step to attention; if it is replayed, its padding too."""
         table = inputs.table
         if table is None:
             table = self.rows.block_table[:, : host.max_blocks].index_select(0, inputs.rows)
@@ -272,7 +272,8 @@ class Runner:
         return asks
 
     def _ask_prompt_logprobs(self, asks: NDArray[np.int64], batch: Batch, host: HostInputs, hidden: torch.Tensor, pending: PendingStep) -> None:
-        """Of the known token after each one computed, for the rows at places `asks` in the batch; a row's last known token has none after it."""
+        """Ask for the log-probability of the known token after each one computed, for the rows `asks` of the batch; a row's last
+        known token has none after it."""
         for index in asks.tolist():
             row, start = int(batch.rows[index]), int(self.rows.computed[batch.rows[index]])
             count = min(int(batch.num_tokens[index]), int(self.rows.known[row]) - start - 1)

@@ -16,7 +16,7 @@ from dovetail.runtime.transfer import HostCopy
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Of `size` rows. The next replay overwrites the tensors."""
+    """The sampled tokens of `size` rows. The next replay overwrites the tensors."""
 
     tokens: torch.Tensor  # [2, size] int64: the sampled ids, and whether the hidden state holds NaN
     packed: torch.Tensor | None = None  # int32: `tokens`, and log-probabilities behind them
@@ -51,7 +51,7 @@ class SampledCopy:
         return self._sorted(words.view(np.int64).reshape(2, -1)[:, :n].T).T
 
     def logprobs(self, n: int, k: int) -> HostLogprobs:
-        """Of each row's token and of the k likeliest, or as many as there are."""
+        """Return those of each row's token and of the k likeliest, or of as many as there are."""
         words, size, columns = self._copy.value, self._size, self._columns
         ends = np.cumsum([4 * size, 2 * size, 2 * size * columns]).tolist()
         _, ranks, token_ids, values = np.split(words, ends)

@@ -80,7 +80,7 @@ class SamplingGraphs:
         return captured.sampled
 
     def _capture(self, full: bool, size: int, like: torch.Tensor, pool: Any) -> SamplingGraph:
-        """Of padding alone."""
+        """Make the inputs of padding alone."""
         places = torch.zeros((2, size), dtype=torch.int64, device=like.device)
         places[0] = self._rows.max_rows
         hidden = like.new_zeros(size, like.shape[1])

@@ -26,7 +26,8 @@ class StepGraphs:
     whole steps of decodes."""
 
     def __init__(self, runner: Runner, cuts: Cuts, max_tokens: int, parameters: int) -> None:
-        """Of steps of up to `max_tokens`, with a model of so many `parameters`. Attention can be recorded, at least beside the model."""
+        """Prepare graphs of steps of up to `max_tokens`, for a model of so many `parameters`. Attention can be recorded, at least
+        beside the model."""
         rows, model, backend = runner.rows, runner.model, runner.backend
         self._runner = runner
         self.mixed = MixedGraphs(model, cuts, backend, rows, most_recorded(max_tokens, parameters))

@@ -32,7 +32,7 @@ class DeviceInputs:
 
 @dataclass(frozen=True, slots=True)
 class HostInputs:
-    """Of the b rows of a batch, and their tokens, one row's after the other's."""
+    """The inputs of the b rows of a batch, and of their tokens, one row's after the other's."""
 
     places: Int64  # [tokens] of the tokens' ids, in those of all rows
     positions: Int64  # [tokens] in their sequences
@@ -95,7 +95,7 @@ class FixedInputs:
         return self._all.positions
 
     def rows(self, count: int, table: torch.Tensor | None = None) -> DeviceInputs:
-        """Of so many rows, which may have this table, and all tokens."""
+        """Return the inputs of so many rows, which may have this table, and of all tokens."""
         every = self._all
         rows, query_starts, kv_lens = every.rows[:count], every.query_starts[: count + 1], every.kv_lens[:count]
         return DeviceInputs(every.places, every.positions, every.slots, rows, query_starts, kv_lens, table)

@@ -1,5 +1,5 @@
-"""Of which sizes steps are recorded as CUDA graphs: numbers of tokens with prefills (`mixed_graphs`), of rows with decodes alone (`decode_graphs`).
-Needs no torch: who simulates such an engine asks too."""
+"""The sizes for which steps are recorded as CUDA graphs: numbers of tokens with prefills (`mixed_graphs`), of rows with decodes alone
+(`decode_graphs`). Needs no torch: simulations of such an engine ask too."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def padded_sizes(most: int) -> tuple[int, ...]:
 
 
 def typical(sizes: Sequence[int]) -> list[int]:
-    """Of `sizes` the largest, the powers of two, and three times these: between two of them, kernels of one kind are launched, mostly."""
+    """Choose the largest of `sizes`, the powers of two, and three times these: between two of them, kernels of one kind are launched, mostly."""
     most = max(sizes, default=0)
     return [size for size in sizes if size == most or size // (size & -size) in (1, 3)]
 
 
 def half_of(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Of `sizes`, rising, the small ones and every second of the others: for recordings that not every engine needs, as each costs start-up time."""
+    """Choose from `sizes`, rising, the small ones and every second of the others: for recordings that not every engine needs, as each costs
+    start-up time."""
     few, many = [size for size in sizes if size <= 8], [size for size in sizes if size > 8]
     return (*few, *reversed(many[::-2]))
 

@@ -118,7 +118,7 @@ def all_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[
 
 
 def _starts(arrays: Sequence[NDArray[Any]]) -> list[int]:
-    """Where each begins, in bytes, if they lie behind each other, aligned as kernels like to read them; and where the last ends."""
+    """Return where each begins, in bytes, if they lie behind each other, aligned as kernels like to read them; and where the last ends."""
     return [0, *accumulate(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]
 
 
@@ -126,7 +126,7 @@ class Mirror:
     """Arrays to write to, and tensors of their shapes and dtypes which get what they hold, all in one copy. Both keep their addresses."""
 
     def __init__(self, arrays: Sequence[NDArray[Any]], device: torch.device) -> None:
-        """They hold what `arrays` do now, the tensors from the first `send` on."""
+        """Make buffers that hold what `arrays` do now; the tensors do from the first `send` on."""
         *starts, size = self._starts = _starts(arrays)
         self._host = np.zeros(size, np.uint8)
         self._target = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -145,7 +145,7 @@ class Mirror:
 
 
 def parts_of(target: torch.Tensor, arrays: Sequence[NDArray[Any]], starts: Sequence[int]) -> list[torch.Tensor]:
-    """Of target [bytes] uint8, filled as `PinnedRing.send` says: tensors with the arrays' shapes and dtypes."""
+    """Cut target [bytes] uint8, filled as `PinnedRing.send` says, into tensors with the arrays' shapes and dtypes."""
     parts = []
     for array, start in zip(arrays, starts, strict=True):
         part = target[start : start + array.nbytes].view(_torch_dtype(array.dtype))

@@ -32,7 +32,7 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Where the rows of a call begin and end. Starts are exclusive sums from 0."""
+    """The beginnings and ends of a call's rows. Starts are exclusive sums from 0."""
 
     query_starts: torch.Tensor  # [rows + 1] int32
     kv_starts: torch.Tensor  # [rows + 1] int32

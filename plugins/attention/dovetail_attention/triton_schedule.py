@@ -58,7 +58,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Of each row: the first token that it reads by itself, the step in which that lies, and its steps. [n] each."""
+    """For each row, return the first token that it reads by itself, the step in which that lies, and its steps. [n] each."""
 
     begins: Int64
     base: Int64

@@ -24,7 +24,7 @@ LEVELS = 3  # groups of parts, groups of these, …: no row is cut into more tha
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of what `prepare` makes room for, and on what."""
+    """The sizes that `prepare` makes room for, and the device."""
 
     rows: int
     tokens: int
@@ -81,7 +81,7 @@ class TileParts:
 
 
 class Schedule:
-    """Who computes what in the layers of one shape, on the device; and how many programs that takes, on the host."""
+    """The work of each program in the layers of one shape, on the device; and how many programs that takes, on the host."""
 
     def __init__(self, limits: Limits, shape: LayerShape) -> None:
         self.limits, self.shape = limits, shape
@@ -111,7 +111,7 @@ class Schedule:
 
     @property
     def prefix_queries(self) -> int:
-        """Of a tile that attends to a shared prefix."""
+        """The queries of a tile that attends to a shared prefix."""
         return 64 if self.limits.on_matrix_units else 16
 
     def fill(self, rows: StepRows, batch: AttentionBatch) -> None:

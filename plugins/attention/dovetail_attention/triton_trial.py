@@ -22,7 +22,7 @@ KV_SCALE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Of each row: its queries, and the tokens that it sees; and the blocks that rows begin with alike."""
+    """The queries of each row, the tokens that it sees, and the blocks that rows begin with alike."""
 
     queries: tuple[int, ...]
     lens: tuple[int, ...]

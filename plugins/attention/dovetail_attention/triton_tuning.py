@@ -39,7 +39,7 @@ class Shape:
 
     @property
     def bytes_per_key(self) -> int:
-        """Of K and of V, for one head."""
+        """The bytes of a token's K and V, for one head."""
         return 2 * self.head_size * self.itemsize
 
 
@@ -54,7 +54,7 @@ class DecodeTiling:
 
     @property
     def registers(self) -> int:
-        """Of a thread, at most, so that all programs fit."""
+        """The registers that a thread may have, so that all programs fit."""
         return min(255, REGISTERS // (self.programs * self.warps * 32) // 8 * 8)
 
     def shared_bytes(self, shape: Shape) -> int:

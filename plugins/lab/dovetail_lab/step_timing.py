@@ -194,8 +194,8 @@ def in_time(cell: Sequence[tuple[Timed, ...]]) -> Sequence[tuple[Timed, ...]]:
 
 
 def _copying_share(middle: Sequence[tuple[Timed, ...]], cells: Cells) -> float:
-    """Of launching decodes: what the device doesn't wait for. A step that was launched late tells, if the same ones launched in time say what it
-    computes."""
+    """Estimate, for launching decodes, what the device doesn't wait for. A step that was launched late tells, if the same ones launched in time
+    say what it computes."""
     decodes = [one for one in middle if not one[0].shape.prefill_rows]
     early = [one for one in decodes if all(step.late_s <= 0 for step in one)]
     steps = [step for cell in cells if not cell[0][0].shape.prefill_rows for steps in cell for step in steps]

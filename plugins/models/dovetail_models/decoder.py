@@ -105,7 +105,7 @@ class Block(nn.Module):
         self.mlp.add_to(residual, self.mlp_norm)
 
     def weights(self, prefix: str) -> Iterator[WeightRule]:
-        """Where the tensors go whose names begin with `prefix`."""
+        """Yield where the tensors go whose names begin with `prefix`."""
         attention, mlp = self.attention, self.mlp
         parts: dict[str, tuple[Layer, str | None]] = {
             "input_layernorm": (self.input_norm, None),
@@ -148,7 +148,7 @@ class Decoder(nn.Module):
         return self.head(hidden)
 
     def weights(self) -> Iterator[WeightRule]:
-        """Where the tensors of a Hugging Face checkpoint go. A tied head shares the embedding's weight, under either name or both."""
+        """Yield where the tensors of a Hugging Face checkpoint go. A tied head shares the embedding's weight, under either name or both."""
         yield WeightRule("model.embed_tokens.weight", self.embedding.weight)
         yield WeightRule("lm_head.weight", self.head.weight, optional=self.head.weight is self.embedding.weight)
         yield WeightRule("model.norm.weight", self.norm.weight)

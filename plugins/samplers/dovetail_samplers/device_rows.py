@@ -35,7 +35,7 @@ RECORD = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Of n rows, on the device: the columns of RECORD, [n] each."""
+    """The columns of RECORD for n rows, on the device, [n] each."""
 
     temperature: torch.Tensor
     top_k: torch.Tensor

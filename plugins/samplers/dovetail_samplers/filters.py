@@ -21,7 +21,7 @@ LEAST = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a row ends: its `count` first tokens stay, in the order of (score, descending; id), and the last of them has the score `value`."""
+    """The end of a row: its `count` first tokens stay, in the order of (score, descending; id), and the last of them has the score `value`."""
 
     value: torch.Tensor  # [n, 1] float32, finite
     count: torch.Tensor  # [n, 1] int64

@@ -38,7 +38,7 @@ def seed_state(seed: int) -> int:
 
 
 def stream_keys(states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Of `seed_state`s [n] int64 and output positions [n] int64: the two keys [n, 2] int32 of each row in this step."""
+    """From `seed_state`s [n] int64 and output positions [n] int64, return the two keys [n, 2] int32 of each row in this step."""
     x = torch.add(states, positions, alpha=SIGNED_64[2])  # [n] int64, wraps around
     x = (x ^ _shift_64(x, 30)) * SIGNED_64[0]
     x = (x ^ _shift_64(x, 27)) * SIGNED_64[1]
@@ -62,7 +62,7 @@ def id_hashes(vocab_size: int) -> torch.Tensor:
 
 
 def noise_bits(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
-    """Of keys [n, 2] int32 and the `id_hashes` of the ids that take part, [ids] or [n, ids] int32: [n, ids] int32 in [0, 2**31).
+    """From keys [n, 2] int32 and the `id_hashes` of the ids that take part, [ids] or [n, ids] int32, return [n, ids] int32 in [0, 2**31).
 
     For a fixed hash each step but the last is a bijection of 32 bits, and the last (whose shift repeats the sign) takes two numbers to one:
     over random keys the bits are exactly uniform.

@@ -92,7 +92,7 @@ class RowRules:
 
 
 def _distances(lens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of [3, 1]: 3, 2, 1, 1."""
+    """Return how far each of the tokens stands before the end of its list: for [3, 1] that is 3, 2, 1, 1."""
     return np.repeat(np.cumsum(lens), lens) - np.arange(lens.sum())
 
 

@@ -141,7 +141,7 @@ def _choose(
 def top_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, most: int, rows: torch.Tensor | None = None, asked: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of logits [n, vocab] and token_ids [n] int64: the ids and log-probabilities of these and of the `most` likeliest, at most vocab,
+    """From logits [n, vocab] and token_ids [n] int64, return the ids and log-probabilities of these and of the `most` likeliest, at most vocab,
     [n, 1 + most] int64 and float32; and ranks [n] int64.
 
     With `rows` [n] int64, the i-th gets as many of the likeliest as asked[rows[i]] says ([any] int32, `most` at most), and nothing at all if that is

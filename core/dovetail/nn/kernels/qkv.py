@@ -98,7 +98,7 @@ def norm_turn_write(
     positions: torch.Tensor,
     cache: FusedCache | None,
 ) -> None:
-    """Of qkv [tokens, heads + 2 * kv_heads, head_size], contiguous: q and k are normed (if `weight` [(heads + kv_heads) * head_size] is given)
+    """In qkv [tokens, heads + 2 * kv_heads, head_size], contiguous, q and k are normed (if `weight` [(heads + kv_heads) * head_size] is given)
     and turned by `table` [max_len, head_size] float32 at `positions` [tokens] int64. q stays in place. So does k without a `cache`; with one, k
     and v go to it, and k's place in qkv is undefined. Computes in float32."""
     tokens, all_heads, size = qkv.shape
