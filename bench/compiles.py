@@ -1,4 +1,4 @@
-"""What every kernel takes of a GPU that isn't there: shared memory, registers, and what these had no room for.
+"""Compiles every kernel for GPUs that aren't there, and tells what each takes: shared memory, registers, and what these had no room for.
 
     python -m bench.compiles                                   # every architecture: for each kernel the most that any of its variants takes
     python -m bench.compiles --arch 75 89 --every              # two of them, a line for each variant
@@ -82,7 +82,7 @@ def cases(arch: int, head_sizes: Iterable[int] = HEAD_SIZES) -> Iterator[Case]:
 
 
 def compiled(case: Case) -> list[Compiled]:
-    """What its launches were compiled to."""
+    """The kernels that its launches were compiled to."""
     with compiling_for(case.arch) as kernels:
         if case.head_size is None:
             launch_layers(getattr(torch, case.dtype))

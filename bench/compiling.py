@@ -36,7 +36,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a launch got: code for the device, and what that takes."""
+    """The result of compiling a launch: code for the device, and what that takes."""
 
     module: str
     name: str
@@ -72,7 +72,7 @@ class NoDevice:
 
 
 class NoKernel:
-    """What is launched."""
+    """Stands where a compiled kernel is launched, and launches nothing."""
 
     function = packed_metadata = None
 

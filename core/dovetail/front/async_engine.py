@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 from dovetail.api.clock import VirtualClock
 from dovetail.errors import EngineDeadError, RequestError
-from dovetail.front.llm_engine import LLMEngine, Prompt, is_text, request_ids
+from dovetail.front.llm_engine import LLMEngine, request_ids
+from dovetail.front.prompts import Prompt, is_text
 from dovetail.front.unread import Unread
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams
@@ -44,7 +45,7 @@ class _Reader:
         self.aborted = False  # while its text was tokenized
 
     async def next(self) -> tuple[RequestOutput | None, BaseException | None]:
-        """What has come since the last call, as one output, and the end, if it has come; waits for either. Rarely neither."""
+        """Return what has come since the last call as one output, and the end, if it has come; wait for either. Rarely it is neither."""
         await self.news.wait()
         self.news.clear()
         return self.unread.take()
@@ -311,7 +312,7 @@ def _wake(readers: list[_Reader]) -> None:
 
 
 def _in_our_order(args: tuple[Any, ...], fields: dict[str, Any]) -> tuple[str, Prompt, SamplingParams | None, dict[str, Any]]:
-    """What `AsyncLLMEngine.generate` was given, in either order: id, prompt, params, and the other fields. Raises `RequestError`."""
+    """Sort the arguments of `AsyncLLMEngine.generate`, given in either order, into id, prompt, params and the other fields. Raises `RequestError`."""
     if "sampling_params" in fields:
         if "params" in fields:
             raise RequestError("params and sampling_params are the same: give one of them")

@@ -66,7 +66,7 @@ class ChatOptions:
 
 
 class _Reads(NamedTuple):
-    """What a template makes of the contents of one role's messages."""
+    """The way in which a template reads the contents of one role's messages."""
 
     text: bool
     parts: bool  # a list of text parts, each rendered as its text

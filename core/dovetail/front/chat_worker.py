@@ -85,7 +85,7 @@ def _to_json(
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates are written for: transformers' `apply_chat_template` has set the fashion."""
+    """Make the environment that chat templates are written for: transformers' `apply_chat_template` has set the fashion."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "namespace": _Namespace}

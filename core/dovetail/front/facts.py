@@ -1,4 +1,4 @@
-"""What an engine says of itself, under the names that vLLM's users know: its model, scheduler, cache and devices, and its counts."""
+"""Facts that an engine tells of itself, under the names that vLLM's users know: its model, scheduler, cache and devices, and its counts."""
 
 from __future__ import annotations
 

@@ -20,8 +20,9 @@ from dovetail.errors import RequestError
 from dovetail.front import facts
 from dovetail.front.chat import ChatFrontEnd, ChatOptions
 from dovetail.front.chat_messages import Message
-from dovetail.front.llm_engine import LLMEngine, Prompt
+from dovetail.front.llm_engine import LLMEngine
 from dovetail.front.own_requests import OwnRequests
+from dovetail.front.prompts import Prompt
 from dovetail.front.vllm_args import check_call, translated
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
@@ -59,7 +60,7 @@ class LLM:
         """
         check_call("generate", others)
         prompts = _as_list(prompts)
-        params = [_with_kind(one, OutputKind.FINAL) for one in _one_each(sampling_params, len(prompts))]
+        params = _one_each(sampling_params, len(prompts), OutputKind.FINAL)
         with _CollectorHeld() as collector, OwnRequests(self.engine, "generate") as requests:  # interrupted or not, nothing stays behind
             requests.add(self.engine.all_tokenized(prompts), params)
             return self._run(requests, len(prompts), use_tqdm, collector)
@@ -74,7 +75,7 @@ class LLM:
         Raises `RequestError` at once if a prompt is wrong. Closing the iterator, or leaving its `with` block, aborts what is unfinished.
         """
         prompts = _as_list(prompts)
-        params = [_with_kind(one, OutputKind.DELTA) for one in _one_each(sampling_params, len(prompts))]
+        params = _one_each(sampling_params, len(prompts), OutputKind.DELTA)
         requests = OwnRequests(self.engine, "stream")
         stream = OutputStream(requests)  # first: it is what gives up its requests if this is interrupted
         requests.add(self.engine.all_tokenized(prompts), params)
@@ -120,7 +121,8 @@ class LLM:
         return self.engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What a request gets that leaves everything open: the model's own defaults, from its `generation_config.json`, where it has any."""
+        """Return the parameters of a request that leaves everything open: the model's own defaults, from its `generation_config.json`, where it
+        has any."""
         return self.engine.default_sampling_params()
 
     def get_metrics(self) -> list[facts.Metric]:
@@ -250,7 +252,7 @@ class _CollectorHeld:
 
 
 class _Speed:
-    """What the progress bar says beside the count."""
+    """The speeds that the progress bar shows beside the count."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
@@ -274,19 +276,15 @@ def _as_list(prompts: Any) -> list[Prompt]:
     return [prompts] if prompts and is_integer(prompts[0]) else prompts
 
 
-def _one_each(params: Any, count: int) -> list[SamplingParams]:
+def _one_each(params: Any, count: int, kind: OutputKind) -> list[SamplingParams]:
+    """Return the parameters of each of `count` prompts, with outputs of that kind. Raises `RequestError`."""
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [changed_unchecked(params or SamplingParams(), output_kind=kind)] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
         raise RequestError(f"sampling_params must be SamplingParams, or a list with one for each prompt, got {shown(params)}")
     if len(params) != count:
         raise RequestError(f"sampling_params must be one or one for each prompt: got {len(params)} for {count} prompts")
-    return list(params)
-
-
-def _with_kind(params: SamplingParams, kind: OutputKind) -> SamplingParams:
-    """`params` as a call wants its outputs."""
-    return changed_unchecked(params, output_kind=kind)
+    return [changed_unchecked(one, output_kind=kind) for one in params]
 
 
 def _conversations(messages: Any) -> Sequence[Any]:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dovetail.api.clock import Clock, WallClock
-from dovetail.checks import BINARY, INT64, MAX_TIME_S, as_number, is_integer, plain_integer, plain_text, shown
+from dovetail.checks import INT64, MAX_TIME_S, as_number, is_integer, plain_integer, plain_text, shown
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.siblings import make_siblings
 from dovetail.engine.stats import EngineStats
@@ -20,6 +20,7 @@ from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front import bounds
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.outputs import OutputBuilder, RequestGroup
+from dovetail.front.prompts import Prompt, as_ids, as_sequence, content_of, is_text
 from dovetail.front.stop_strings import StopStrings
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.front.turns import Turns, in_turn
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dovetail")
 
 Taker = Callable[[RequestOutput | None], None]  # is given the outputs of a request, and None if it was aborted
-Prompt = str | Sequence[int] | Mapping[str, Any] | TokenizedText  # text, token ids, or {"prompt": …} / {"prompt_token_ids": …}
 
 _SHOWN = ("device", "dtype", "attention")  # of what the executor chose, in a repr
 _SEED_BITS = 64
@@ -212,7 +212,7 @@ class LLMEngine:
 
     def all_tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """As `tokenized` each, in a fraction of the time that the texts would take one by one."""
-        texts = {place: content for place, content in enumerate(map(_content, prompts)) if isinstance(content, str)}
+        texts = {place: content for place, content in enumerate(map(content_of, prompts)) if isinstance(content, str)}
         for text in texts.values():
             self._check_text(text)
         ids = iter(self.tokenizer.encode_all(list(texts.values())) if texts else ())
@@ -305,7 +305,7 @@ class LLMEngine:
         return self.tokenizer.transformers
 
     def default_sampling_params(self) -> SamplingParams:
-        """What a request gets that leaves everything open."""
+        """Return the parameters of a request that leaves everything open."""
         return SamplingParams(**self._assembly.defaults.sampling())
 
     def get_model_config(self) -> ModelConfig:
@@ -440,7 +440,7 @@ class LLMEngine:
     def _read_prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, tuple[int, ...], NDArray[np.int64]]:
         """Its text, if it was one, and its token ids, twice."""
         prompt = self.tokenized(prompt)
-        text, given = (prompt.text, prompt.token_ids) if isinstance(prompt, TokenizedText) else (None, _as_sequence(_content(prompt)))
+        text, given = (prompt.text, prompt.token_ids) if isinstance(prompt, TokenizedText) else (None, as_sequence(content_of(prompt)))
         room = self.capacity.max_model_len - 1
         if params.truncate_prompt_tokens is not None:
             given = given[-(room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens) :]
@@ -450,7 +450,7 @@ class LLMEngine:
             raise RequestError(
                 f"the prompt has {len(given)} tokens; with max_model_len {self.capacity.max_model_len} at most {room} leave room for one to generate"
             )
-        token_ids = _as_ids(given)
+        token_ids = as_ids(given)
         vocab_size = self.capacity.vocab_size
         try:
             numbers = token_array(token_ids)
@@ -522,40 +522,3 @@ def request_ids(value: Any) -> list[str]:
     if not isinstance(value, Sequence | Set) or isinstance(value, bytes | bytearray | memoryview) or not all(isinstance(one, str) for one in value):
         raise RequestError(f"a request id must be a string, and several a list of strings, got {shown(value)}")
     return [str.__str__(one) for one in value]
-
-
-def is_text(prompt: Any) -> bool:
-    """Whether it is still to be tokenized. Raises `RequestError` for what can't be a prompt."""
-    return isinstance(_content(prompt), str)
-
-
-def _content(prompt: Any) -> Any:
-    """What a prompt holds: text if it says so, else what should be token ids."""
-    if not isinstance(prompt, Mapping):
-        return prompt
-    if len(prompt) != 1 or next(iter(prompt)) not in ("prompt", "prompt_token_ids"):
-        keys = shown(list(prompt))
-        raise RequestError(f'a prompt given as a mapping must be {{"prompt": …}} or {{"prompt_token_ids": …}}, got the keys {keys}')
-    [(key, content)] = prompt.items()
-    if (key == "prompt") != isinstance(content, str):
-        expected = "text" if key == "prompt" else "a list of token ids"
-        raise RequestError(f'the prompt\'s "{key}" must be {expected}, got {shown(content)}')
-    return content
-
-
-def _as_sequence(prompt: Any) -> Sequence[Any]:
-    """A list, tuple, numpy array or torch tensor, as something to be cut and counted. Raises `RequestError`."""
-    ids = prompt if isinstance(prompt, BINARY) or not hasattr(prompt, "tolist") else prompt.tolist()
-    if isinstance(ids, BINARY) or not isinstance(ids, Sequence):
-        raise RequestError(f"the prompt must be text or a list of token ids, got {shown(prompt)}")
-    return ids if isinstance(ids, list | tuple | range) else tuple(ids)
-
-
-def _as_ids(ids: Sequence[Any]) -> tuple[int, ...]:
-    """Integers of any kind, as ints. Raises `RequestError`."""
-    if [type(token) for token in ids].count(int) == len(ids):  # nearly always, and quickly seen
-        return tuple(ids)
-    for token in ids:
-        if not is_integer(token):
-            raise RequestError(f"the prompt's token ids must be integers, got {shown(token)}")
-    return tuple(int(token) for token in ids)

@@ -12,7 +12,8 @@ from dovetail.request import RequestOutput
 from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from dovetail.front.llm_engine import LLMEngine, Prompt
+    from dovetail.front.llm_engine import LLMEngine
+    from dovetail.front.prompts import Prompt
 
 
 class OwnRequests:
