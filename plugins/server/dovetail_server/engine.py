@@ -1,0 +1,92 @@
+"""The engine as the HTTP side of the server sees it: `ServedEngine`, and the `Listener` that each request has.
+
+Everything here is called in the event loop's thread. What is behind it, an engine in a thread or in a process of its own, routes don't know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dovetail.errors import DovetailError
+from dovetail.front.chat import ChatFrontEnd
+from dovetail.front.prompts import Prompt
+from dovetail.front.tokenizer import Tokenizer
+from dovetail.limits import Limits
+from dovetail.request import RequestOutput
+from dovetail.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine is, once it has started."""
+
+    model: str  # as the config names it
+    max_model_len: int  # tokens, prompt and answer together
+    vocab_size: int
+    block_size: int  # tokens
+    num_blocks: int
+    max_num_seqs: int
+    limits: Limits
+    has_logprobs: bool
+    parts: Mapping[str, str] = field(default_factory=dict)  # kind -> "distribution:name" of the component in use
+    details: Mapping[str, Any] = field(default_factory=dict)  # what the executor chose: device, dtype, attention …
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The engine's load after a step, for admission, metrics and the page."""
+
+    running: int = 0  # requests that hold blocks
+    waiting: int = 0  # requests that have arrived and hold none
+    held_blocks: int = 0  # in the tables of requests
+    free_blocks: int = 0  # without K and V that a lookup may find
+    cached_blocks: int = 0  # in no table, with K and V that a lookup may find
+
+
+class Listener(Protocol):
+    """Who hears of one request. Neither method may block or raise."""
+
+    def on_output(self, output: RequestOutput) -> None:
+        """Take what is new since the last call: `text`, `token_ids` and `logprobs` of the samples that changed (deltas, several steps perhaps in
+        one). The last output has `finished` set."""
+
+    def on_error(self, error: DovetailError) -> None:
+        """Take notice that nothing more comes, and why: the engine died, say. Not called after an abort or a last output."""
+
+
+class ServedEngine(Protocol):
+    """An engine that several clients use at once."""
+
+    @property
+    def facts(self) -> EngineFacts: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def chat(self) -> ChatFrontEnd: ...
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The parameters of a request that leaves everything open (the model's `generation_config.json`)."""
+
+    async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams, listener: Listener, **fields: Any) -> None:
+        """Give the engine a request. `params.output_kind` is taken as delta whatever it is. `fields` are `LLMEngine.add_request`'s: `arrival_time`,
+        `priority`, `client`, `deadline`, `cache_salt`, `extra`, `predicted_tokens`. Long texts are tokenized in a thread.
+
+        Raises `RequestError` if something is wrong with the request, `EngineDeadError` if the engine is dead. Cancelled, it leaves nothing behind.
+        """
+
+    def abort(self, request_id: str) -> None:
+        """End a request: its listener hears nothing more. Does nothing for an unknown id, and raises nothing."""
+
+    def now(self) -> float:
+        """Return the time in seconds on the engine's clock."""
+
+    def check_health(self) -> None:
+        """Raises `EngineDeadError` if the engine is dead, or if a step takes longer than its limit."""
