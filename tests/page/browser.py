@@ -77,6 +77,7 @@ class Browser:
         """Show a page, in a window of this width, to somebody who prefers this colour scheme."""
         self.errors.clear()
         self.command("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
+        self.command("Emulation.setScrollbarsHidden", hidden=True)
         self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.command("Page.navigate", url=url)
 

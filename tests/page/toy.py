@@ -53,7 +53,10 @@ class ToyServer:
 
     def app(self) -> Starlette:
         answers = [Route(path, self.answer, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
-        return Starlette(routes=[*page_routes(self.metrics, cast(ServedEngine, self.engine), FACTS.model), *answers])
+        return Starlette(routes=[*page_routes(self.metrics, cast(ServedEngine, self.engine), FACTS.model), Route("/version", self.version), *answers])
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": "1", "max_model_len": 512, "parts": dict(FACTS.parts), "details": dict(FACTS.details)})
 
     async def answer(self, request: Request) -> Response:
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":

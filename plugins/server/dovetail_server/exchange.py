@@ -24,6 +24,7 @@ from dovetail.sampling_params import SamplingParams
 from dovetail_server.admission import Admission, Ticket
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import ErrorShape, HttpError, http_error, openai_shape
+from dovetail_server.metrics import RequestMeter, ServerMetrics
 from dovetail_server.protocol.decoding import decode
 from dovetail_server.settings import ServerSettings
 from dovetail_server.streams import EventStream, SlowReaderError, until_disconnected
@@ -54,6 +55,7 @@ class Server:
     engine: ServedEngine
     settings: ServerSettings
     admission: Admission
+    metrics: ServerMetrics
     models: tuple[str, ...]  # the names that a request may give; the first is the model's own
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
@@ -70,6 +72,7 @@ class Part:
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
         self.ticket: Ticket | None = None
+        self.meter: RequestMeter | None = None
         self.begun = self.ended = False
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
 
@@ -78,6 +81,8 @@ class Part:
         raise NotImplementedError
 
     def on_output(self, output: RequestOutput) -> None:
+        if self.meter is not None:
+            self.meter.saw(output)
         if not self.begun:
             self._begin(output)
         for sample in output.outputs:
@@ -96,6 +101,8 @@ class Part:
 
     def on_error(self, error: DovetailError) -> None:
         self.ended = True
+        if self.meter is not None:
+            self.meter.ended("error")
         self.exchange.fail(error)
 
     def _begin(self, output: RequestOutput) -> None:
@@ -181,6 +188,7 @@ class Exchange:
             self._left = len(jobs)
             for index, (job, count) in enumerate(zip(jobs, tokens, strict=True)):
                 job.part.ticket = self.server.admission.enter(count)
+                job.part.meter = self.server.metrics.meter(job.fields.get("client"), job.params.n, self.record.began)
                 self._parts[name if len(jobs) == 1 else f"{name}-{index}"] = job.part
             tasks = [asyncio.create_task(self._submit(request_id, job)) for request_id, job in zip(self._parts, jobs, strict=True)]
             try:
@@ -196,6 +204,8 @@ class Exchange:
         try:
             await self.engine.submit(request_id, job.prompt, job.params, job.part, **job.fields)
         except Exception as error:
+            if job.part.meter is not None:
+                job.part.meter.refused()
             job.part.on_error(http_error(error, self.fields, self.renamed))
 
     def part_ended(self, part: Part) -> None:
@@ -225,6 +235,8 @@ class Exchange:
                 self.engine.abort(request_id)
             if part.ticket is not None:
                 part.ticket.leave(begun=False)
+            if part.meter is not None:
+                part.meter.ended("abort")
             self.record.prompt_tokens += part.prompt_tokens
             self.record.cached_tokens += part.cached_tokens
             self.record.completion_tokens += part.completion_tokens
@@ -243,6 +255,7 @@ class Exchange:
         """Answer with an error; amidst a stream, as its last event."""
         told = http_error(error, self.fields, self.renamed)
         self.record.error = self.record.error or told.message
+        self.server.metrics.request_refused(told.status)
         if not self.started:
             await self.reply(told.body(self.shape), told.status, told.headers)
         elif self.stream is not None:

@@ -1,21 +1,19 @@
-"""The page at `/`: its files, and the two answers that it asks for. It shows figures of the engine, and nothing of anybody's requests."""
+"""The page at `/`: its files, and the figures that it asks for each second. It shows figures of the engine, and nothing of anybody's requests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import resources
-from importlib.metadata import version
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dovetail.errors import DISTRIBUTION
 from dovetail_server.engine import ServedEngine
 from dovetail_server.metrics import ServerMetrics
 
-FILES = {
+FILES = {  # what the server gives without an API key: a browser can't send one with them. The figures aren't among them
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
@@ -28,33 +26,22 @@ GUARD = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-OPEN_PATHS = frozenset(FILES)  # a browser can't send a key with these; what has figures in it asks for one if the server does
 
 
 def page_routes(metrics: ServerMetrics, engine: ServedEngine, served_model: str) -> list[Route]:
     """Return the page's routes. `served_model`: the name that requests give as `model`."""
     routes = [Route(path, _file(*file)) for path, file in FILES.items()]
-    facts = engine.facts
-    known = {
-        "model": served_model,
-        "chat": bool(engine.tokenizer.chat_templates),
-        "max_model_len": facts.max_model_len,
-        "parts": {"dovetail": version(DISTRIBUTION), **facts.parts},
-        "details": {name: str(value) for name, value in facts.details.items()},
-    }
-    return [*routes, Route("/page/facts", lambda request: _json(known)), Route("/page/live", _live(metrics))]
+    facts = {"model": served_model, "chat": bool(engine.tokenizer.chat_templates)}
+
+    async def live(request: Request) -> Response:  # a coroutine, since the engine's load is the event loop's
+        return _json(metrics.live() | facts)
+
+    return [*routes, Route("/page/live", live)]
 
 
 def _file(name: str, content_type: str) -> Callable[[Request], Response]:
     content = (resources.files("dovetail_server") / "page" / name).read_bytes()
     return lambda request: Response(content, headers={"content-type": content_type, **GUARD})
-
-
-def _live(metrics: ServerMetrics) -> Callable[[Request], object]:
-    async def live(request: Request) -> Response:  # a coroutine, since the engine's load is the event loop's
-        return _json(metrics.live())
-
-    return live
 
 
 def _json(value: object) -> Response:

@@ -80,7 +80,7 @@ class Finish(NamedTuple):
 class ServerMetrics(Collector):
     """The figures of one front end since it started, and the engine's load. It is called in the event loop's thread; `collect` in any."""
 
-    def __init__(self, engine: ServedEngine, *, front_end: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, engine: ServedEngine, *, front_end: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._clock, self.front_end = engine, clock, front_end
         self.generated_tokens = self.prompt_tokens = self.cached_tokens = self.preemptions = 0
         self.finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0, "rejected": 0}
@@ -93,9 +93,9 @@ class ServerMetrics(Collector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
-    def meter(self, client: str | None = None, samples: int = 1) -> RequestMeter:
-        """Return the meter of a request for `samples` samples that arrives now."""
-        return RequestMeter(self, client, samples, self._clock)
+    def meter(self, client: str | None = None, samples: int = 1, arrived: float | None = None) -> RequestMeter:
+        """Return the meter of a request for `samples` samples. `arrived`: when it came to the server, on the metrics' clock; None is now."""
+        return RequestMeter(self, client, samples, self._clock, self._clock() if arrived is None else arrived)
 
     def request_began(self, first_token_s: float, prompt_tokens: int, cached_tokens: int, client: str | None) -> None:
         """Count a request whose first token came `first_token_s` after its arrival."""
@@ -120,7 +120,7 @@ class ServerMetrics(Collector):
         counts.generated_tokens += finish.generated_tokens
 
     def request_refused(self, status: int) -> None:
-        """Count a request that was answered with an error status and never reached the engine."""
+        """Count a request that was answered with an error status."""
         self.refused[status] = self.refused.get(status, 0) + 1
 
     def live(self) -> dict[str, Any]:
@@ -234,13 +234,13 @@ class ServerMetrics(Collector):
 
 
 class RequestMeter:
-    """The figures of one request while it runs. Its listener calls `saw` with each output, and `ended` if no last output came."""
+    """The figures of one request while it runs. Its listener calls `saw` with each output, and `ended` or `refused` if no last output came."""
 
     __slots__ = ("_arrived", "_client", "_clock", "_ended", "_first", "_last", "_metrics", "_prompt_tokens", "_samples", "_tokens")
 
-    def __init__(self, metrics: ServerMetrics, client: str | None, samples: int, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: ServerMetrics, client: str | None, samples: int, clock: Callable[[], float], arrived: float) -> None:
         self._metrics, self._client, self._samples, self._clock = metrics, client, samples, clock
-        self._arrived = clock()
+        self._arrived = arrived
         self._first = self._last = 0.0  # when its first and latest tokens came
         self._tokens = self._prompt_tokens = 0
         self._ended = False
@@ -266,6 +266,10 @@ class RequestMeter:
         if output.finished:
             self._prompt_tokens = len(output.prompt_token_ids)
             self.ended(next((sample.finish_reason for sample in output.outputs if sample.finish_reason), "stop"), output.metrics)
+
+    def refused(self) -> None:
+        """Count nothing more: the engine didn't take the request."""
+        self._ended = True
 
     def ended(self, reason: FinishReason, times: RequestMetrics | None = None) -> None:
         """Count the request's end. Does nothing if it has ended already."""

@@ -58,7 +58,8 @@ class Chart {
     const bound = this.ceiling ?? (largest > 0 ? roundedUp(largest) : 1);
     lines.forEach((points, line) => this.paths[line].setAttribute("d", pathOf(points, bound)));
     this.top.textContent = inUnits(bound, this.unit);
-    const latest = lines.map((points) => inUnits(points.at(-1)?.[1] ?? null, this.unit));
+    const last = (points) => (this.unit === "s" ? points.findLast(([, value]) => value !== null) : points.at(-1)); // a time stays until the next
+    const latest = lines.map((points) => inUnits(last(points)?.[1] ?? null, this.unit));
     const named = latest.map((value, line) => (this.names[line] ? `${this.names[line]} ${value}` : value));
     this.svg.setAttribute("aria-label", `${this.title}: ${named.join(", ")}; most in two minutes: ${inUnits(largest, this.unit)}`);
     this.values.replaceChildren(...latest.map((value, line) => {
@@ -155,17 +156,28 @@ function showState(text, bad) {
   state.classList.toggle("bad", bad);
 }
 
-let facts = null;
+let model = null; // its name, and whether it chats
 
-async function loadFacts() {
-  const answer = await fetch("page/facts", { headers: headers() });
+function showModel(live) {
+  model = { name: live.model, chat: live.chat };
+  byId("model").textContent = model.name;
+  document.title = `${model.name} · Dovetail`;
+  byId("prompt-label").textContent = model.chat ? "Message" : "Text to go on from";
+}
+
+async function getJson(path) {
+  const answer = await fetch(path, { headers: headers() });
   if (!answer.ok) throw await refusal(answer);
-  facts = await answer.json();
-  byId("model").textContent = facts.model;
-  document.title = `${facts.model} · Dovetail`;
-  byId("max-tokens").max = facts.max_model_len;
-  byId("prompt-label").textContent = facts.chat ? "Message" : "Text to go on from";
-  showList("parts", [...Object.entries(facts.parts), ...Object.entries(facts.details)]);
+  return answer.json();
+}
+
+let partsShown = false;
+
+async function showParts() {
+  const { version, max_model_len, parts, details } = await getJson("version");
+  byId("max-tokens").max = max_model_len;
+  showList("parts", [["dovetail", version], ...Object.entries({ ...parts, ...details }).map(([name, value]) => [name, String(value)])]);
+  partsShown = true;
 }
 
 async function refusal(answer) {
@@ -177,10 +189,9 @@ async function refusal(answer) {
 async function poll() {
   if (!document.hidden) {
     try {
-      if (!facts) await loadFacts();
-      const answer = await fetch("page/live", { headers: headers() });
-      if (!answer.ok) throw await refusal(answer);
-      const live = await answer.json();
+      const live = await getJson("page/live");
+      if (!model) showModel(live);
+      if (!partsShown) await showParts();
       take(live);
       showState(before.size > 1 ? "up, seen through several front ends: rates are those of one" : "up", false);
     } catch (error) {
@@ -209,14 +220,14 @@ async function* eventsOf(answer) {
 
 function requestBody() {
   const common = {
-    model: facts.model,
+    model: model.name,
     max_tokens: Number(byId("max-tokens").value),
     temperature: Number(byId("temperature").value),
     stream: true,
     stream_options: { include_usage: true },
   };
   const prompt = byId("prompt").value;
-  return facts.chat ? { ...common, messages: [{ role: "user", content: prompt }] } : { ...common, prompt };
+  return model.chat ? { ...common, messages: [{ role: "user", content: prompt }] } : { ...common, prompt };
 }
 
 function append(text, className = "") {
@@ -253,8 +264,8 @@ async function ask() {
   let reason = null;
   let tokens = 0;
   try {
-    if (!facts) await loadFacts();
-    const answer = await fetch(facts.chat ? "v1/chat/completions" : "v1/completions", {
+    if (!model) showModel(await getJson("page/live"));
+    const answer = await fetch(model.chat ? "v1/chat/completions" : "v1/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json", ...headers() },
       body: JSON.stringify(requestBody()),
