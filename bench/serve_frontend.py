@@ -18,8 +18,8 @@ from pathlib import Path
 import uvicorn
 
 import dovetail_models
-from dovetail.front.tokenizer import Tokenizer
 from dovetail.errors import DovetailError
+from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import RequestOutput
 from dovetail_server.app import create_app
 from dovetail_server.settings import ServerSettings
@@ -46,8 +46,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--step-ms", type=float, default=5.0, help="time between two steps, if the front end keeps up")
     args = parser.parse_args()
-    asyncio_run = asyncio.Runner(loop_factory=_uvloop)
-    with asyncio_run as runner:
+    with asyncio.Runner(loop_factory=_uvloop) as runner:
         runner.run(_measure(args.streams, args.tokens, args.step_ms / 1000))
 
 
@@ -79,7 +78,9 @@ async def _measure(streams: int, tokens: int, step_s: float) -> None:
     engine.chat.close()
     fake = _fake_alone(engine, streams, tokens)
     each = 1e6 / (streams * tokens)
-    print(f"{streams} streams x {tokens} tokens, {events} events read: {spent * each:.2f} us of CPU a token, of which the fake takes {fake * each:.2f}")
+    print(
+        f"{streams} streams x {tokens} tokens, {events} events read: {spent * each:.2f} us of CPU a token, of which the fake takes {fake * each:.2f}"
+    )
 
 
 async def _steps(engine: FakeEngine, tokens: int, step_s: float) -> float:
