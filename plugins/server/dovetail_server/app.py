@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dovetail_server.admission import Admission
+from dovetail_server.answer_parsing import AnswerParsing
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError, anthropic_shape, openai_shape
 from dovetail_server.exchange import Server
@@ -23,7 +24,7 @@ from dovetail_server.settings import ServerSettings
 
 def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, front_end: int = 0) -> Starlette:
     """Return the app that serves an engine. `front_end`: its number among the processes that speak HTTP. `app.state.draining` set to True makes
-    /ready say 503."""
+    /ready say 503. Raises `ConfigError` for settings that name what isn't there."""
     settings = settings or ServerSettings()
     middleware = [Middleware(RequestLog, settings)]
     if settings.cors_origins:
@@ -44,7 +45,7 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
     if settings.page:
         routes += page_routes(metrics, engine, models[0])
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_exception})
-    app.state.server = Server(engine, settings, Admission(engine, settings), metrics, models)
+    app.state.server = Server(engine, settings, Admission(engine, settings), AnswerParsing(engine, settings), metrics, models)
     app.state.draining = False
     return app
 
