@@ -38,7 +38,8 @@ def figures(client: TestClient) -> dict[str, float]:
     families = text_string_to_metric_families(client.get("/metrics").text)
     samples = [sample for family in families for sample in family.samples if sample.value and not sample.name.endswith("_bucket")]
     assert {sample.labels["front_end"] for sample in samples} == {"3"}
-    return {" ".join([sample.name, *list(sample.labels.values())[2:]]): sample.value for sample in samples}
+    more = [[text for label, text in sample.labels.items() if label not in ("model_name", "front_end")] for sample in samples]
+    return {" ".join([sample.name, *labels]): sample.value for sample, labels in zip(samples, more, strict=True)}
 
 
 def complete(client: TestClient, /, **fields: object) -> int:
