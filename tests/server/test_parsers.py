@@ -8,13 +8,14 @@ from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dovetail.errors import ConfigError
 from dovetail_server.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart, detect, parser_for, starts_in_reasoning
 from dovetail_server.parsers.json_call import MAX_HELD
 
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the claims are about events, not about time
 FORMATS = ("hermes", "llama3_json", "mistral")
 
 
@@ -317,6 +318,7 @@ def cuts_of(data: st.DataObject, text: str) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("tool_parser", FORMATS)
+@PATIENT
 @given(data=st.data())
 def test_any_answer_cut_anywhere_parses_as_the_oracle_reads_it(tool_parser: str, data: st.DataObject) -> None:
     text = data.draw(THOUGHTS) + data.draw(ANSWERS[tool_parser])
@@ -326,6 +328,7 @@ def test_any_answer_cut_anywhere_parses_as_the_oracle_reads_it(tool_parser: str,
 
 
 @pytest.mark.parametrize("tool_parser", FORMATS)
+@PATIENT
 @given(data=st.data())
 def test_any_text_at_all_cut_anywhere_parses_alike(tool_parser: str, data: st.DataObject) -> None:
     pieces = [*MARKS, *NEAR_MISSES, '{"name": "f"', ', "arguments": {"a"', '{"name":"f","parameters":{', "}}", ":", ","]
@@ -336,6 +339,7 @@ def test_any_text_at_all_cut_anywhere_parses_alike(tool_parser: str, data: st.Da
     assert by_characters(text, tool_parser, inside=inside) == whole
 
 
+@PATIENT
 @given(st.lists(st.sampled_from(["<tool_call", ">{", "]", '"x', " y"]), max_size=12).map("".join))
 def test_text_without_a_call_comes_out_unchanged(text: str) -> None:
     for tool_parser in FORMATS:
@@ -367,6 +371,7 @@ def test_content_is_held_no_longer_than_it_may_be_a_mark() -> None:
         ("hermes", '<tool_call>{"na', Answer("", '<tool_call>{"na', ())),
         ("hermes", '<tool_call>{"name": "f"', Answer("", "", (Call("f", ""),))),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', Answer("", "", (Call("f", '{"a": "b'),))),
+        ("hermes", '<tool_call>{"name": "f"}\n</tool_c', Answer("", "", (Call("f", "{}"),))),
         ("mistral", '[TOOL_CALLS]f{"a": [', Answer("", "", (Call("f", '{"a": ['),))),
         ("llama3_json", '{"name": "f", "parameters": {"a', Answer("", "", (Call("f", '{"a'),))),
         ("llama3_json", '{"name": "f"', Answer("", '{"name": "f"', ())),
@@ -455,6 +460,7 @@ def test_a_template_tells_its_parsers_by_its_marks() -> None:
         "answer within <tool_call></tool_call> as {name, arguments}": ("hermes", None),
         "drop all up to </think>, then <tool_call> {name, arguments}": ("hermes", "think"),
         "a header <|start_header_id|> and {'name': …, \"parameters\": …}": ("llama3_json", None),
+        "begin with <think>": (None, "think"),
         "results follow [TOOL_CALLS]": ("mistral", None),
         "within <tool_call>, write <function=name>": (None, None),
         "plain <|im_start|>": (None, None),

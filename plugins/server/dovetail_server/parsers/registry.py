@@ -11,8 +11,7 @@ from dovetail_server.parsers.events import OutputParser
 from dovetail_server.parsers.hermes import HermesCalls
 from dovetail_server.parsers.llama3_json import Llama3JsonCalls
 from dovetail_server.parsers.mistral import MistralCalls
-from dovetail_server.parsers.think import BEGIN as THINK
-from dovetail_server.parsers.think import ThinkReasoning
+from dovetail_server.parsers.think import THINK, THINK_MARKS, ThinkReasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def reasoning_parsers() -> tuple[str, ...]:
 def detect(chat_template: str) -> Detected:
     """Return the parsers that a chat template asks for, by the marks that it writes itself."""
     tool = next((name for name, known in _TOOL_FORMATS.items() if known.fits(chat_template)), None)
-    return Detected(tool, _REASONING if "</think>" in chat_template else None)
+    return Detected(tool, _REASONING if any(mark in chat_template for mark in THINK_MARKS) else None)
 
 
 def starts_in_reasoning(prompt: str, reasoning_parser: str | None) -> bool:
