@@ -1,0 +1,304 @@
+"""Bodies of `/v1/messages` and `/v1/messages/count_tokens` (Anthropic's Messages API), and its conversations as the chat front end reads them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from dovetail.errors import RequestError
+
+# --- requests -----------------------------------------------------------------------------------------------------------------------------------
+
+
+class _Block(Struct, forbid_unknown_fields=True, tag_field="type"):
+    """A content block of a request."""
+
+
+class CacheControl(Struct, forbid_unknown_fields=True):
+    """A hint that has nothing to do here: every prompt's blocks are kept for others with the same beginning, as long as there is room."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class TextBlock(_Block, tag="text"):
+    """Text."""
+
+    text: str
+    cache_control: CacheControl | None = None
+    citations: None = None
+
+
+class ThinkingBlock(_Block, tag="thinking"):
+    """Thoughts of an earlier answer. Signatures aren't looked at."""
+
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(_Block, tag="tool_use"):
+    """A call of a tool in an earlier answer."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+    caller: dict[str, Any] | None = None
+    toolset_name: None = None
+
+
+class ToolResultBlock(_Block, tag="tool_result"):
+    """A tool's answer to a call. That of a failed call (`is_error`) reaches the model with `Error: ` before it."""
+
+    tool_use_id: str
+    content: str | list[TextBlock] = ""
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+    toolset_name: None = None
+
+
+class InputMessage(Struct, forbid_unknown_fields=True):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
+
+
+class Tool(Struct, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    cache_control: CacheControl | None = None
+    strict: Literal[False] | None = None
+    input_examples: None = None
+    eager_input_streaming: bool | None = None  # arguments always come as they are generated
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+class ToolChoice(Struct, forbid_unknown_fields=True):
+    """`auto`: the model decides. `none`: it isn't told of the tools. `any` and `tool` aren't supported yet."""
+
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Struct, forbid_unknown_fields=True):
+    """`disabled` turns a template's thinking off, `adaptive` leaves it as the model has it. A budget can't be held yet."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized"] | None = None
+
+
+class Metadata(Struct, forbid_unknown_fields=True):
+    user_id: str | None = None
+
+
+class OutputConfig(Struct, forbid_unknown_fields=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: None = None
+
+
+class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The conversation: body of `/v1/messages/count_tokens`, and a part of `/v1/messages`."""
+
+    model: str
+    messages: list[InputMessage]
+    system: str | list[TextBlock] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """Body of `/v1/messages`."""
+
+    max_tokens: int
+    stream: bool = False
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    speed: Literal["standard"] | None = None
+    container: None = None
+    inference_geo: None = None
+    diagnostics: None = None
+    # fields that aren't Anthropic's
+    seed: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    priority: int | None = None
+    client: str | None = None
+    deadline_s: float | None = None
+    cache_salt: str | None = None
+
+
+def check_supported(body: CountTokensRequest) -> None:
+    """Raises `RequestError` naming an option that this server can't honour yet."""
+    choice, thinking = body.tool_choice, body.thinking
+    if choice is not None and choice.type in ("any", "tool"):
+        raise RequestError(f"tool_choice: type {choice.type!r} needs structured output, which isn't supported yet; use 'auto' or 'none'")
+    if choice is not None and choice.disable_parallel_tool_use:
+        raise RequestError("tool_choice.disable_parallel_tool_use isn't supported yet: a model may call several tools at once")
+    if thinking is not None and (thinking.type == "enabled" or thinking.budget_tokens is not None):
+        raise RequestError(
+            "thinking: a budget of tokens isn't supported; use {'type': 'adaptive'}, which lets the model think, or {'type': 'disabled'}"
+        )
+
+
+# --- conversations ------------------------------------------------------------------------------------------------------------------------------
+
+
+def conversation(body: CountTokensRequest) -> list[dict[str, Any]]:
+    """Return the messages as the chat front end reads them. One of Anthropic's messages can make several: each tool's result has its own."""
+    messages: list[dict[str, Any]] = []
+    if body.system:
+        messages.append({"role": "system", "content": _content(body.system)})
+    for index, message in enumerate(body.messages):
+        if isinstance(message.content, str):
+            messages.append({"role": message.role, "content": message.content})
+        elif message.role == "assistant":
+            messages.append(_assistant(message.content, f"messages[{index}].content"))
+        else:
+            messages.extend(_others(message.role, message.content, f"messages[{index}].content"))
+    return messages
+
+
+def tools(body: CountTokensRequest) -> list[dict[str, Any]] | None:
+    """Return the tools as chat templates read them; None if the model isn't to call any."""
+    if not body.tools or (body.tool_choice is not None and body.tool_choice.type == "none"):
+        return None
+    return [{"type": "function", "function": _function(tool)} for tool in body.tools]
+
+
+def continues(body: CountTokensRequest) -> bool:
+    """Return True if the last message is the beginning of the answer."""
+    return bool(body.messages) and body.messages[-1].role == "assistant"
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    described = {} if tool.description is None else {"description": tool.description}
+    return {"name": tool.name, **described, "parameters": tool.input_schema}
+
+
+def _content(blocks: str | list[TextBlock]) -> str | list[dict[str, Any]]:
+    return blocks if isinstance(blocks, str) else [{"type": "text", "text": block.text} for block in blocks]
+
+
+def _assistant(blocks: list[Any], place: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant"}
+    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    if any(isinstance(block, ToolResultBlock) for block in blocks):
+        raise RequestError(f"{place}: an assistant's message has no blocks of type 'tool_result'; they belong to the user's next message")
+    if texts or not calls:
+        message["content"] = "".join(block.text for block in texts)
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = [{"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}} for call in calls]
+    return message
+
+
+def _others(role: str, blocks: list[Any], place: str) -> list[dict[str, Any]]:
+    """A user's or system's message: tools' results in messages of their own, what is between them in others."""
+    messages: list[dict[str, Any]] = []
+    for index, block in enumerate(blocks):
+        if isinstance(block, ToolResultBlock) and role == "user":
+            messages.append(_result(block))
+        elif not isinstance(block, TextBlock):
+            raise RequestError(f"{place}[{index}]: a message of role {role!r} has no such block")
+        elif messages and messages[-1]["role"] == role:
+            messages[-1]["content"].append({"type": "text", "text": block.text})
+        else:
+            messages.append({"role": role, "content": [{"type": "text", "text": block.text}]})
+    if not messages:
+        raise RequestError(f"{place} must have at least one block, got an empty list")
+    return messages
+
+
+def _result(block: ToolResultBlock) -> dict[str, Any]:
+    content = block.content if isinstance(block.content, str) else "\n".join(part.text for part in block.content)
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": f"Error: {content}" if block.is_error else content}
+
+
+# --- answers ------------------------------------------------------------------------------------------------------------------------------------
+
+
+class TextAnswer(Struct, tag="text", tag_field="type"):
+    text: str
+
+
+class ThinkingAnswer(Struct, tag="thinking", tag_field="type"):
+    """The model's thoughts. Nothing is signed here; the field is there for clients that ask for it."""
+
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseAnswer(Struct, tag="tool_use", tag_field="type"):
+    """A call. Arguments that are no JSON object (of an answer that was cut, say) come as `{"INVALID_JSON": "…"}`."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class Usage(Struct):
+    """Tokens. `input_tokens` are those that weren't found in the prefix cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class MessageAnswer(Struct, tag="message", tag_field="type", kw_only=True):
+    """Answer of `/v1/messages`."""
+
+    id: str
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[TextAnswer | ThinkingAnswer | ToolUseAnswer]
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    usage: Usage
+
+
+class TokenCount(Struct):
+    """Answer of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+class ErrorDetail(Struct):
+    type: str
+    message: str
+
+
+class ErrorAnswer(Struct, tag="error", tag_field="type", kw_only=True):
+    """An error in Anthropic's shape."""
+
+    error: ErrorDetail
+    request_id: str | None = None
