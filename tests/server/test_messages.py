@@ -13,6 +13,7 @@ from hypothesis import given
 from pydantic import TypeAdapter
 
 from dovetail.errors import RequestError
+from dovetail_server.errors import HttpError
 from dovetail.request import CompletionOutput
 from dovetail_server.parsers.events import Event
 from dovetail_server.protocol import messages as protocol
@@ -123,7 +124,7 @@ def test_a_model_that_may_call_no_tools_hears_of_none() -> None:
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(RequestError, match=name):
+    with pytest.raises(HttpError, match=name):
         protocol.check_supported(read(**fields))
 
 

@@ -12,6 +12,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from dovetail.errors import RequestError
+from dovetail_server.errors import HttpError
 from dovetail_server.parsers.events import Content, Event
 from dovetail_server.protocol import responses as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts
@@ -32,7 +33,7 @@ def messages(*items: dict[str, Any]) -> list[dict[str, Any]]:
 
 def streamed(events: list[Event], finish_reason: Literal["stop", "length"]) -> list[dict[str, Any]]:
     """The events of a stream, each checked by OpenAI's own types."""
-    begun = protocol.begun_answer(read(), "resp_1", 0)
+    begun = protocol.begun_answer(read(), "resp_1", "m", 0)
     writer = ResponseWriter(begun)
     parts = AnswerParts(writer)
     writer.start()
@@ -149,7 +150,7 @@ def test_a_wrong_item_is_named(item: dict[str, Any], said: str) -> None:
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match=next(iter(fields))):
+    with pytest.raises(HttpError, match=next(iter(fields))):
         protocol.check_supported(read(**fields))
 
 

@@ -20,7 +20,7 @@ class PartKind(Enum):
 
 
 @dataclass(slots=True)
-class Part:
+class AnswerPart:
     """One part of an answer, as far as it has come."""
 
     kind: PartKind
@@ -37,11 +37,11 @@ class Part:
 class PartWriter(Protocol):
     """Who hears how an answer's parts grow. One part is open at a time."""
 
-    def opened(self, part: Part) -> None: ...
+    def opened(self, part: AnswerPart) -> None: ...
 
-    def grew(self, part: Part, text: str) -> None: ...
+    def grew(self, part: AnswerPart, text: str) -> None: ...
 
-    def closed(self, part: Part, *, cut: bool) -> None:
+    def closed(self, part: AnswerPart, *, cut: bool) -> None:
         """`cut`: the answer ended with it since there was no room for more."""
 
 
@@ -50,8 +50,8 @@ class AnswerParts:
 
     def __init__(self, writer: PartWriter | None = None) -> None:
         self._writer = writer
-        self.parts: list[Part] = []
-        self._open: Part | None = None
+        self.parts: list[AnswerPart] = []
+        self._open: AnswerPart | None = None
 
     @property
     def has_calls(self) -> bool:
@@ -66,7 +66,7 @@ class AnswerParts:
                 case Reasoning(text):
                     self._grow(PartKind.REASONING, text)
                 case ToolCallStart(_, id, name):
-                    self._begin(Part(PartKind.CALL, len(self.parts), id, name))
+                    self._begin(AnswerPart(PartKind.CALL, len(self.parts), id, name))
                 case ToolCallArguments(_, text):
                     self._grow(PartKind.CALL, text)
 
@@ -77,7 +77,7 @@ class AnswerParts:
                 self._writer.closed(self._open, cut=cut)
             self._open = None
 
-    def _begin(self, part: Part) -> Part:
+    def _begin(self, part: AnswerPart) -> AnswerPart:
         self.finish()
         self.parts.append(part)
         self._open = part
@@ -90,7 +90,7 @@ class AnswerParts:
             return
         part = self._open
         if part is None or part.kind is not kind:
-            part = self._begin(Part(kind, len(self.parts)))
+            part = self._begin(AnswerPart(kind, len(self.parts)))
         part.pieces.append(text)
         if self._writer is not None:
             self._writer.grew(part, text)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from dovetail.request import CompletionOutput
-from dovetail_server.protocol.answer_parts import AnswerParts, Part, PartKind
+from dovetail_server.protocol.answer_parts import AnswerParts, AnswerPart, PartKind
 from dovetail_server.protocol.messages import MessageAnswer, StopReason, TextAnswer, ThinkingAnswer, ToolUseAnswer, Usage
 
 _encode = msgspec.json.Encoder().encode
@@ -36,17 +36,17 @@ class MessageWriter:
         """Begin the stream. `answer` has no content yet."""
         self._chunks += (sse("message_start", message=answer), PING)
 
-    def opened(self, part: Part) -> None:
+    def opened(self, part: AnswerPart) -> None:
         delta, field = _DELTAS[part.kind]
         head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
         self._before_text = head % (part.index, delta.encode(), field.encode())
         block: Any = _empty_block(part)
         self._chunks.append(sse("content_block_start", index=part.index, content_block=block))
 
-    def grew(self, part: Part, text: str) -> None:
+    def grew(self, part: AnswerPart, text: str) -> None:
         self._chunks.append(b"%b%b}}\n\n" % (self._before_text, _encode(text)))
 
-    def closed(self, part: Part, *, cut: bool) -> None:
+    def closed(self, part: AnswerPart, *, cut: bool) -> None:
         self._chunks.append(sse("content_block_stop", index=part.index))
 
     def finish(self, stop_reason: StopReason, stop_sequence: str | None, usage: Usage) -> None:
@@ -70,12 +70,12 @@ def stop_of(output: CompletionOutput, parts: AnswerParts, *, used_tokens: int, m
     return ("tool_use" if parts.has_calls else "end_turn"), None
 
 
-def content_of(parts: Sequence[Part]) -> list[TextAnswer | ThinkingAnswer | ToolUseAnswer]:
+def content_of(parts: Sequence[AnswerPart]) -> list[TextAnswer | ThinkingAnswer | ToolUseAnswer]:
     """Return the content blocks of an answer that isn't streamed."""
     return [_block(part) for part in parts]
 
 
-def _block(part: Part) -> TextAnswer | ThinkingAnswer | ToolUseAnswer:
+def _block(part: AnswerPart) -> TextAnswer | ThinkingAnswer | ToolUseAnswer:
     if part.kind is PartKind.TEXT:
         return TextAnswer(part.text)
     if part.kind is PartKind.REASONING:
@@ -83,8 +83,8 @@ def _block(part: Part) -> TextAnswer | ThinkingAnswer | ToolUseAnswer:
     return ToolUseAnswer(part.id, part.name, _arguments(part.text))
 
 
-def _empty_block(part: Part) -> TextAnswer | ThinkingAnswer | ToolUseAnswer:
-    return _block(Part(part.kind, part.index, part.id, part.name))
+def _empty_block(part: AnswerPart) -> TextAnswer | ThinkingAnswer | ToolUseAnswer:
+    return _block(AnswerPart(part.kind, part.index, part.id, part.name))
 
 
 def _arguments(text: str) -> dict[str, Any]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from dovetail.errors import RequestError
+from dovetail.front.chat import ChatOptions
+from dovetail.sampling_params import SamplingParams
+from dovetail_server.errors import HttpError
+from dovetail_server.protocol.decoding import Only, refuse_unsupported
+from dovetail_server.protocol.openai_common import FurtherFields, sampling_params
 
 # --- requests -----------------------------------------------------------------------------------------------------------------------------------
 
@@ -73,7 +79,7 @@ class Tool(Struct, forbid_unknown_fields=True):
     description: str | None = None
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
     input_examples: None = None
     eager_input_streaming: bool | None = None  # arguments always come as they are generated
     defer_loading: Literal[False] | None = None
@@ -97,76 +103,117 @@ class Thinking(Struct, forbid_unknown_fields=True):
 
 
 class Metadata(Struct, forbid_unknown_fields=True):
+    """Words about the request that change no answer."""
+
     user_id: str | None = None
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: None = None
+    """The form of the answer. Neither is supported yet."""
+
+    effort: str | None = None
+    format: dict[str, Any] | None = None
 
 
-class CountTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The conversation: body of `/v1/messages/count_tokens`, and a part of `/v1/messages`."""
+class Conversation(FurtherFields, forbid_unknown_fields=True, kw_only=True):
+    """What the bodies of both endpoints have."""
 
-    model: str
+    model: str | None = None
     messages: list[InputMessage]
     system: str | list[TextBlock] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-
-class MessagesRequest(CountTokensRequest, kw_only=True):
-    """Body of `/v1/messages`."""
-
-    max_tokens: int
-    stream: bool = False
+    stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    speed: Literal["standard"] | None = None
-    container: None = None
-    inference_geo: None = None
-    diagnostics: None = None
-    # fields that aren't Anthropic's
     seed: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    priority: int | None = None
-    client: str | None = None
-    deadline_s: float | None = None
-    cache_salt: str | None = None
+    logit_bias: dict[int, float] | None = None
+
+    # Harmless: they change no answer
+    metadata: Metadata | None = None
+    inference_geo: str | None = None
+    cache_control: CacheControl | None = None
+
+    # Not every value is supported
+    output_config: OutputConfig | None = None
+    speed: str | None = None
+    service_tier: str | None = None
+    container: Any = None
+    diagnostics: Any = None
 
 
-def check_supported(body: CountTokensRequest) -> None:
-    """Raises `RequestError` naming an option that this server can't honour yet."""
-    choice, thinking = body.tool_choice, body.thinking
+class MessagesRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
+    """A conversation to go on with."""
+
+    max_tokens: int
+
+
+class CountTokensRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
+    """A conversation whose tokens are to be counted: a body of `/v1/messages` as it is, or without what tells how to answer."""
+
+    max_tokens: int | None = None
+
+
+RENAMED = {"stop": "stop_sequences", "prompt": "messages", "conversation": "messages", "a": "messages"}
+_ONLY = (
+    Only("speed", ("standard",), "the server has one speed"),
+    Only("service_tier", ("auto", "standard_only"), "the server has one tier; `priority` is what schedulers look at"),
+    Only("container", (), "the server runs no code"),
+    Only("diagnostics", (), "the server has none for requests"),
+)
+
+
+def check_supported(body: Conversation) -> None:
+    """Raises `HttpError` 400 naming an option that this server can't honour."""
+    refuse_unsupported(body, _ONLY)
+    choice, thinking, config = body.tool_choice, body.thinking, body.output_config
     if choice is not None and choice.type in ("any", "tool"):
-        raise RequestError(f"tool_choice: type {choice.type!r} needs structured output, which isn't supported yet; use 'auto' or 'none'")
+        raise _refusal("tool_choice.type", f"{choice.type!r} comes with structured output, which isn't there yet; use 'auto' or 'none'")
     if choice is not None and choice.disable_parallel_tool_use:
-        raise RequestError("tool_choice.disable_parallel_tool_use isn't supported yet: a model may call several tools at once")
+        raise _refusal("tool_choice.disable_parallel_tool_use", "the model makes as many calls as it likes: true comes with structured output")
     if thinking is not None and (thinking.type == "enabled" or thinking.budget_tokens is not None):
-        raise RequestError(
-            "thinking: a budget of tokens isn't supported; use {'type': 'adaptive'}, which lets the model think, or {'type': 'disabled'}"
-        )
+        raise _refusal("thinking", "a budget can't be held; use {'type': 'adaptive'}, which leaves it to the model, or {'type': 'disabled'}")
+    if config is not None and config.effort is not None:
+        raise _refusal("output_config.effort", "give the chat template's own variable in chat_template_kwargs")
+    if config is not None and config.format is not None:
+        raise _refusal("output_config.format", "it comes with structured output, which isn't there yet")
+    for index, tool in enumerate(body.tools or ()):
+        if tool.strict:
+            raise _refusal(f"tools[{index}].strict", "it comes with structured output, which isn't there yet")
+
+
+def _refusal(param: str, reason: str) -> HttpError:
+    return HttpError(400, f"{param}: {reason}", param=param, code="unsupported_parameter")
+
+
+def chat_options(body: Conversation, templates: Mapping[str, str]) -> ChatOptions:
+    """Return how the conversation becomes a prompt. `templates`: the model's own. Raises `RequestError`."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.thinking is not None and body.thinking.type == "disabled" and any("think" in template for template in templates.values()):
+        variables.setdefault("enable_thinking", False)  # a model whose templates know of no thoughts has none to leave out
+    return ChatOptions(
+        tools=tools(body),
+        chat_template=body.chat_template,
+        chat_template_kwargs=variables or None,
+        continue_final_message=continues(body),
+    )
+
+
+def answer_params(body: MessagesRequest) -> SamplingParams:
+    """Return the parameters of the answer. Raises `RequestError`."""
+    return sampling_params(body, max_tokens=body.max_tokens, stop=body.stop_sequences)
 
 
 # --- conversations ------------------------------------------------------------------------------------------------------------------------------
 
 
-def conversation(body: CountTokensRequest) -> list[dict[str, Any]]:
+def conversation(body: Conversation) -> list[dict[str, Any]]:
     """Return the messages as the chat front end reads them. One of Anthropic's messages can make several: each tool's result has its own."""
     messages: list[dict[str, Any]] = []
     if body.system:
@@ -181,14 +228,14 @@ def conversation(body: CountTokensRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def tools(body: CountTokensRequest) -> list[dict[str, Any]] | None:
+def tools(body: Conversation) -> list[dict[str, Any]] | None:
     """Return the tools as chat templates read them; None if the model isn't to call any."""
     if not body.tools or (body.tool_choice is not None and body.tool_choice.type == "none"):
         return None
     return [{"type": "function", "function": _function(tool)} for tool in body.tools]
 
 
-def continues(body: CountTokensRequest) -> bool:
+def continues(body: Conversation) -> bool:
     """Return True if the last message is the beginning of the answer."""
     return bool(body.messages) and body.messages[-1].role == "assistant"
 

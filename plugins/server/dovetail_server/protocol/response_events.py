@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dovetail_server.protocol.answer_parts import Part, PartKind
+from dovetail_server.protocol.answer_parts import AnswerPart, PartKind
 from dovetail_server.protocol.responses import (
     IncompleteDetails,
     OutputFunctionCall,
@@ -40,7 +40,7 @@ class ResponseWriter:
         self._event("response.created", response=self._answer)
         self._event("response.in_progress", response=self._answer)
 
-    def opened(self, part: Part) -> None:
+    def opened(self, part: AnswerPart) -> None:
         item = item_of(part, self._answer.id, "in_progress", empty=True)
         self._event("response.output_item.added", output_index=part.index, item=item)
         if not isinstance(item, OutputFunctionCall):
@@ -50,12 +50,12 @@ class ResponseWriter:
         logprobs = b',"logprobs":[]' if part.kind is PartKind.TEXT else b""
         self._delta = b'event: %b\ndata: %b,"delta":' % (type.encode(), body), b'%b,"sequence_number":' % logprobs
 
-    def grew(self, part: Part, text: str) -> None:
+    def grew(self, part: AnswerPart, text: str) -> None:
         before, behind = self._delta
         self._chunks.append(b"%b%b%b%d}\n\n" % (before, _encode(text), behind, self._events))
         self._events += 1
 
-    def closed(self, part: Part, *, cut: bool) -> None:
+    def closed(self, part: AnswerPart, *, cut: bool) -> None:
         status: Status = "incomplete" if cut else "completed"
         place = self._place(part)
         if part.kind is PartKind.CALL:
@@ -76,7 +76,7 @@ class ResponseWriter:
         self._chunks.clear()
         return chunks
 
-    def _place(self, part: Part) -> dict[str, Any]:
+    def _place(self, part: AnswerPart) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": item_id(part, self._answer.id), "output_index": part.index}
         return place if part.kind is PartKind.CALL else {**place, "content_index": 0}
 
@@ -86,12 +86,12 @@ class ResponseWriter:
         self._chunks.append(b"event: %b\ndata: %b\n\n" % (type.encode(), data))
 
 
-def item_id(part: Part, response_id: str) -> str:
+def item_id(part: AnswerPart, response_id: str) -> str:
     """Return an id that is the same in a stream and in its last event."""
     return f"{_PREFIXES[part.kind]}_{response_id.removeprefix('resp_')}_{part.index}"
 
 
-def item_of(part: Part, response_id: str, status: Status, *, empty: bool = False) -> OutputItem:
+def item_of(part: AnswerPart, response_id: str, status: Status, *, empty: bool = False) -> OutputItem:
     """Return a part as an item of the output; `empty`: as it begins."""
     id = item_id(part, response_id)
     match part.kind:
@@ -103,13 +103,13 @@ def item_of(part: Part, response_id: str, status: Status, *, empty: bool = False
             return OutputFunctionCall(id=id, status=status, call_id=part.id, name=part.name, arguments="" if empty else part.text)
 
 
-def _content(part: Part, *, empty: bool = False) -> OutputTextPart | ReasoningTextPart:
+def _content(part: AnswerPart, *, empty: bool = False) -> OutputTextPart | ReasoningTextPart:
     text = "" if empty else part.text
     return OutputTextPart(text) if part.kind is PartKind.TEXT else ReasoningTextPart(text)
 
 
 def finished_answer(
-    answer: ResponseAnswer, parts: Sequence[Part], finish_reason: Literal["stop", "length"], usage: ResponseUsage, completed_at: int
+    answer: ResponseAnswer, parts: Sequence[AnswerPart], finish_reason: Literal["stop", "length"], usage: ResponseUsage, completed_at: int
 ) -> ResponseAnswer:
     """Return the whole answer. One that was cut is incomplete, and so is its last item."""
     cut = finish_reason == "length"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from dovetail.checks import shown
 from dovetail.errors import RequestError
+from dovetail.front.chat import ChatOptions
+from dovetail.sampling_params import SamplingParams
+from dovetail_server.errors import HttpError
+from dovetail_server.protocol.decoding import Only, refuse_unsupported
+from dovetail_server.protocol.openai_common import FurtherFields, sampling_params
 
 # --- requests -----------------------------------------------------------------------------------------------------------------------------------
 
@@ -117,6 +122,8 @@ class FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class TextFormat(Struct, forbid_unknown_fields=True):
+    """Text. Others come with structured output."""
+
     type: Literal["text"]
 
 
@@ -128,99 +135,107 @@ class TextConfig(Struct, forbid_unknown_fields=True):
 
 
 class ReasoningConfig(Struct, forbid_unknown_fields=True):
-    """`effort` goes to the chat template as `reasoning_effort`, which has to look at it."""
+    """How the model thinks. Its effort is the chat template's matter (`chat_template_kwargs`); thoughts are told in full, without a summary."""
 
-    effort: str | None = None
+    effort: None = None
     summary: Literal["auto"] | None = None
     generate_summary: Literal["auto"] | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    include_obfuscation: Literal[False] | None = None
+    """Padding is never added."""
+
+    include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Body of `/v1/responses`."""
+_ITEM_SCHEMA = Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in ITEMS.values()]})
 
-    model: str
-    input: str | list[dict[str, Any]]
+
+class ResponsesRequest(FurtherFields, forbid_unknown_fields=True, kw_only=True):
+    """A conversation to go on with."""
+
+    model: str | None = None
+    input: str | list[Annotated[dict[str, Any], _ITEM_SCHEMA]]
     instructions: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning: ReasoningConfig | None = None
-    text: TextConfig | None = None
-    metadata: dict[str, str] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: bool | None = None
-    background: bool | None = None
-    previous_response_id: str | None = None
-    conversation: str | dict[str, Any] | None = None
-    prompt: dict[str, Any] | None = None
-    max_tool_calls: int | None = None
-    top_logprobs: int | None = None
-    context_management: list[dict[str, Any]] | None = None
-    moderation: dict[str, Any] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    # fields that aren't OpenAI's
-    top_k: int | None = None
-    min_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    priority: int | None = None
-    client: str | None = None
-    deadline_s: float | None = None
-    cache_salt: str | None = None
+    logit_bias: dict[int, float] | None = None
+    tools: list[FunctionTool] | None = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    # Harmless: they change no answer. Thoughts are told in the open, so that encrypted ones aren't needed
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
-_NOT_STORED = "this server stores nothing between requests"
-_REFUSED = {
-    "previous_response_id": f"{_NOT_STORED}; send the whole conversation in input",
-    "conversation": f"{_NOT_STORED}; send the whole conversation in input",
-    "prompt": f"{_NOT_STORED}; send the prompt's text in input",
-    "store": f"{_NOT_STORED}; leave store out, or set it to false",
-    "background": f"{_NOT_STORED}; leave background out, or set it to false",
-    "max_tool_calls": "it isn't supported: functions are called by the client",
-    "top_logprobs": "it isn't supported here; /v1/chat/completions has log-probabilities",
-    "context_management": "it isn't supported; send the conversation as it is to be read",
-    "moderation": "it isn't supported",
-}
+    # Not every value is supported
+    store: Any = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    background: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    max_tool_calls: Any = None
+    truncation: Any = None
+    service_tier: Any = None
+    top_logprobs: Any = None
+    context_management: Any = None
+    moderation: Any = None
+
+
+_LATER = "comes with structured output, which isn't there yet"
+_NOTHING_STORED = "nothing is stored between requests: send the whole conversation in input"
+_ONLY = (
+    Only("store", (False,), "answers aren't stored: leave it out, or give false"),
+    Only("previous_response_id", (), _NOTHING_STORED),
+    Only("conversation", (), _NOTHING_STORED),
+    Only("prompt", (), "no prompts are stored: send its text in input"),
+    Only("background", (False,), "answers aren't stored: leave it out, or give false"),
+    Only("tool_choice", ("none", "auto"), f'"none" and "auto" are supported; "required" and named functions {_LATER}'),
+    Only("parallel_tool_calls", (True,), f"the model makes as many calls as it likes: false {_LATER}"),
+    Only("max_tool_calls", (), "there are no tools that the server itself calls"),
+    Only("truncation", ("disabled",), "a conversation that doesn't fit the model is refused"),
+    Only("service_tier", ("auto", "default"), 'there is one tier, "auto"; `priority` is what schedulers look at'),
+    Only("top_logprobs", (0,), "/v1/chat/completions tells log-probabilities"),
+    Only("context_management", (), "the conversation is read as it is sent"),
+    Only("moderation", (), "the server has no moderation"),
+)
+RENAMED = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input", "conversation": "input", "a": "input"}
 
 
 def check_supported(body: ResponsesRequest) -> None:
-    """Raises `RequestError` naming an option that this server doesn't honour."""
-    for name, reason in _REFUSED.items():
-        if getattr(body, name):
-            raise RequestError(f"{name}: {reason}")
-    if body.truncation == "auto":
-        raise RequestError("truncation: 'auto' isn't supported; a conversation that doesn't fit the model is refused, as 'disabled' says")
-    if body.parallel_tool_calls is False:
-        raise RequestError("parallel_tool_calls: false isn't supported yet: a model may call several functions at once")
-    if body.tool_choice not in (None, "auto", "none"):
-        raise RequestError(
-            f"tool_choice must be 'auto' or 'none', got {shown(body.tool_choice)}: others need structured output, which isn't supported yet"
-        )
+    """Raises `HttpError` 400 naming an option that this server doesn't honour."""
+    refuse_unsupported(body, _ONLY)
     for index, tool in enumerate(body.tools or ()):
         if tool.strict:
-            raise RequestError(f"tools[{index}].strict needs structured output, which isn't supported yet; set it to false")
+            raise HttpError(400, f"tools[{index}].strict: it {_LATER}; set it to false", param=f"tools[{index}].strict", code="unsupported_parameter")
+    if body.stream_options is not None and not body.stream:
+        raise HttpError(400, "stream_options: only a stream has them: set stream to true", param="stream_options")
+
+
+def chat_options(body: ResponsesRequest) -> ChatOptions:
+    """Return how the conversation becomes a prompt. Raises `RequestError`."""
+    return ChatOptions(tools=tools(body), chat_template=body.chat_template, chat_template_kwargs=body.chat_template_kwargs)
+
+
+def answer_params(body: ResponsesRequest) -> SamplingParams:
+    """Return the parameters of the answer. Raises `RequestError`."""
+    return sampling_params(body, max_tokens=body.max_output_tokens)
 
 
 # --- conversations ------------------------------------------------------------------------------------------------------------------------------
@@ -402,18 +417,18 @@ class ResponseAnswer(Struct, kw_only=True):
     user: str | None = None
 
 
-def begun_answer(body: ResponsesRequest, response_id: str, created_at: int) -> ResponseAnswer:
+def begun_answer(body: ResponsesRequest, response_id: str, model: str, created_at: int) -> ResponseAnswer:
     """Return an answer without output that repeats what the request asked for."""
     return ResponseAnswer(
         id=response_id,
         created_at=created_at,
-        model=body.model,
+        model=model,
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
         reasoning=body.reasoning or ReasoningConfig(),
         temperature=body.temperature,
-        tool_choice=body.tool_choice if isinstance(body.tool_choice, str) else "auto",
+        tool_choice=body.tool_choice or "auto",
         tools=body.tools or [],
         top_p=body.top_p,
         user=body.user,
