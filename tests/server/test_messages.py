@@ -13,8 +13,8 @@ from hypothesis import given
 from pydantic import TypeAdapter
 
 from dovetail.errors import RequestError
-from dovetail_server.errors import HttpError
 from dovetail.request import CompletionOutput
+from dovetail_server.errors import HttpError
 from dovetail_server.parsers.events import Event
 from dovetail_server.protocol import messages as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from dovetail.request import CompletionOutput
-from dovetail_server.protocol.answer_parts import AnswerParts, AnswerPart, PartKind
+from dovetail_server.protocol.answer_parts import AnswerPart, AnswerParts, PartKind
 from dovetail_server.protocol.messages import MessageAnswer, StopReason, TextAnswer, ThinkingAnswer, ToolUseAnswer, Usage
 
 _encode = msgspec.json.Encoder().encode

@@ -1,38 +1,84 @@
-"""What `/v1/responses` and `/v1/messages` share: conversations become jobs for the engine, and the model's text becomes an answer's parts."""
+"""What `/v1/responses` and `/v1/messages` share: conversations become prompts, and the model's text becomes an answer's parts as it comes."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from dovetail.front.chat import ChatOptions
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request import CompletionOutput, RequestOutput
-from dovetail.sampling_params import SamplingParams
+from dovetail.sampling_params import SamplingParams, changed_unchecked
 from dovetail_server.exchange import Exchange, Part
-from dovetail_server.parsers import Content, OutputParser
+from dovetail_server.parsers import Content, OutputParser, detect, parser_for, starts_in_reasoning
 from dovetail_server.protocol.answer_parts import AnswerParts, PartWriter
+from dovetail_server.streams import EventStream
 
 
-class AnswerListener(Part):
-    """The listener of one answer: it parses the text as it comes. `output` is the last one."""
+class AnswerWriter(PartWriter, Protocol):
+    """Who makes a stream's events."""
 
-    def __init__(self, exchange: Exchange, parser: OutputParser | None, writer: PartWriter | None) -> None:
+    def take(self) -> bytes:
+        """Return the events since the last call."""
+
+
+class Answer(Part):
+    """The listener of one answer. Subclasses write what comes before the parts and behind them, if the answer is streamed."""
+
+    output: CompletionOutput  # the last one
+
+    def __init__(self, exchange: Exchange, parser: OutputParser | None, writer: AnswerWriter | None) -> None:
         super().__init__(exchange)
         self._parser = parser
+        self._writer = writer
+        self._stream: EventStream | None = None if writer is None else exchange.begin_stream("error")
+        self._started = False
         self.parts = AnswerParts(writer)
-        self.output: CompletionOutput | None = None
+
+    def start(self) -> None:
+        """Write what comes before the parts. The prompt's tokens are known."""
+
+    def end(self) -> None:
+        """Write what comes behind them. `output` is known."""
 
     def take(self, output: RequestOutput) -> None:
+        if not self._started:
+            self._started = True
+            self.start()
         sample = output.outputs[0]
-        if self._parser is None:
-            self.parts.add((Content(sample.text),))
-        else:
-            self.parts.add(self._parser.feed(sample.text))
+        self.parts.add((Content(sample.text),) if self._parser is None else self._parser.feed(sample.text))
         if output.finished:
             if self._parser is not None:
                 self.parts.add(self._parser.finish())
             self.parts.finish(cut=sample.finish_reason == "length")
             self.output = sample
+            self.end()
+        if self._stream is not None and self._writer is not None and (data := self._writer.take()):
+            self._stream.write(data)
+
+
+async def rendered(exchange: Exchange, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> TokenizedText:
+    """Return a conversation's prompt. Raises `RequestError`."""
+    return await asyncio.to_thread(exchange.engine.chat.prompt, messages, options)
+
+
+def answer_parser(exchange: Exchange, prompt: TokenizedText, options: ChatOptions) -> OutputParser | None:
+    """Return the parser of an answer to this prompt: those that the settings name, or that the chat template asks for."""
+    settings, templates = exchange.server.settings, exchange.engine.tokenizer.chat_templates
+    given = options.chat_template
+    own = "".join(templates.values())
+    found = detect(own if given is None or given in templates else given)
+    tool_parser = found.tool_parser if settings.tool_parser == "auto" else settings.tool_parser
+    reasoning_parser = found.reasoning_parser if settings.reasoning_parser == "auto" else settings.reasoning_parser
+    return parser_for(
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        has_tools=bool(options.tools),
+        starts_in_reasoning=starts_in_reasoning(prompt.text, reasoning_parser),
+    )
+
+
+def as_parsed(params: SamplingParams, parser: OutputParser | None) -> SamplingParams:
+    """Return the parameters with the special tokens in the text, if the parser looks for them."""
+    return changed_unchecked(params, skip_special_tokens=False) if parser is not None and parser.needs_special_tokens else params
