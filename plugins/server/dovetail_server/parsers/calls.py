@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from dovetail_server.parsers.events import Event
 from dovetail_server.parsers.json_call import JsonCall
-from dovetail_server.parsers.pieces import Marks, PieceReader, after_space, without_space
+from dovetail_server.parsers.pieces import MAX_SPACE, Marks, PieceReader, after_space, without_space
 
 
 class CallParser(PieceReader):
@@ -24,14 +24,15 @@ class CallParser(PieceReader):
     def __init__(self) -> None:
         super().__init__()
         self.marks_now = self.marks
-        self._index = 0  # of the next call
+        self.index = 0  # of the next call
+        self.lead = ""  # the mark, with whitespace and what else goes with the next call; content if that is none
         self._call: JsonCall | None = None
 
     def finish(self) -> list[Event]:
         """Return what was held. A call that was cut off keeps what is out of it; one whose name isn't out yet is content."""
         if self._call is not None and not self._call.started:
             self.content(self._call.release())
-        self.content(self._held)
+        self.content(self.lead + self._held)
         return self._events
 
     def search(self, text: str, pos: int) -> int:
@@ -47,16 +48,44 @@ class CallParser(PieceReader):
         return match.end()
 
     def found(self, mark: str, lead: str) -> None:
-        """Go on after `mark`. `lead` is the mark with the whitespace before it."""
-        raise NotImplementedError
+        """Expect a call after `mark`. `lead` is the mark with the whitespace before it."""
+        self.lead = lead
+        self._state = type(self).expect
+
+    def expect(self, text: str, pos: int) -> int:
+        """State: whitespace, and the character that tells if a call begins."""
+        begin = after_space(text, pos)
+        if begin - pos <= MAX_SPACE:
+            if begin == len(text):
+                return self.hold(text, pos)
+            space = text[pos:begin]
+            self.lead += space
+            if self.begins_call(text[begin]):
+                return begin
+            self.lead = self.lead[: len(self.lead) - len(space)]
+        self.refuse("")
+        return pos
+
+    def begins_call(self, char: str) -> bool:
+        """Return True, with the state set, if a call can begin with `char`, which comes again."""
+        if char == "{":
+            self.begin_call()
+        return char == "{"
+
+    def refuse(self, text: str) -> None:
+        """Give `lead` and `text` out as content: no call follows them."""
+        self.content(self.lead + text)
+        self.lead = ""
+        self._state = type(self).search
 
     def new_id(self) -> str:
         """Return an id for a call, as OpenAI's look."""
         return "call_" + secrets.token_hex(12)
 
-    def begin_call(self, lead: str, *, bare: bool = False) -> None:
-        """Go on with the object of a call, `lead` being content if it is none."""
-        self._call = JsonCall(self._index, self.new_id(), lead, bare=bare)
+    def begin_call(self, *, bare: bool = False) -> None:
+        """Go on with the object of a call."""
+        self._call = JsonCall(self.index, self.new_id(), self.lead, bare=bare)
+        self.lead = ""
         self._state = type(self).read_call
 
     def read_call(self, text: str, pos: int) -> int:
@@ -68,20 +97,15 @@ class CallParser(PieceReader):
         if call.done or call.bad:
             self._call = None
             if call.started:
-                self._index += 1
+                self.index += 1
                 self.after_call(complete=call.done)
             else:
-                self.content(call.release())
-                self.no_call()
+                self.refuse(call.release())
         return pos
 
     def after_call(self, *, complete: bool) -> None:
         """Go on after a call: with content, but for whitespace if the call was complete."""
         self._state = type(self).skip_space if complete else type(self).search
-
-    def no_call(self) -> None:
-        """Go on after text that was no call."""
-        self._state = type(self).search
 
     def skip_space(self, text: str, pos: int) -> int:
         """State: whitespace that isn't content, then `search`."""

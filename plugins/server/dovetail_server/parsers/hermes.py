@@ -22,7 +22,7 @@ class HermesCalls(CallParser):
         """Begin a call, or drop the end mark of the last one."""
         self.marks_now = self.marks
         if mark == _BEGIN:
-            self.begin_call(lead)
+            super().found(mark, lead)
         else:
             self._state = type(self).skip_space
 

@@ -9,6 +9,8 @@ from dovetail.checks import shown
 from dovetail.errors import ConfigError
 from dovetail_server.parsers.events import OutputParser
 from dovetail_server.parsers.hermes import HermesCalls
+from dovetail_server.parsers.llama3_json import Llama3JsonCalls
+from dovetail_server.parsers.mistral import MistralCalls
 from dovetail_server.parsers.think import BEGIN as THINK
 from dovetail_server.parsers.think import ThinkReasoning
 
@@ -31,6 +33,8 @@ class ToolFormat:
 
 _TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": ToolFormat(HermesCalls, (("<tool_call>",),)),
+    "mistral": ToolFormat(MistralCalls, (("[TOOL_CALLS]",),)),
+    "llama3_json": ToolFormat(Llama3JsonCalls, (("<|python_tag|>",), ("<|start_header_id|>", '"parameters"'))),
 }
 _REASONING = "think"
 
