@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
+import anthropic
+import httpx
 import msgspec
 import pytest
-from anthropic import NOT_GIVEN
+from anthropic import NOT_GIVEN, Anthropic
 from anthropic.lib.streaming._messages import accumulate_event
-from anthropic.types import RawMessageStreamEvent
+from anthropic.types import RawMessageStreamEvent, TextBlock
 from hypothesis import given
 from pydantic import TypeAdapter
 
 from dovetail.errors import RequestError
 from dovetail.request import CompletionOutput
+from dovetail_server.app import create_app
 from dovetail_server.errors import HttpError
 from dovetail_server.parsers.events import Event
 from dovetail_server.protocol import messages as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts
 from dovetail_server.protocol.message_events import MessageWriter, content_of, stop_of
+from dovetail_server.settings import ServerSettings
 from tests.server.answers import answers, read_events
+from tests.server.scripted import PATIENCE_S, Script, ScriptedEngine, served
 from tests.support import examples
 
 STREAM_EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
@@ -143,3 +150,133 @@ def test_the_stop_reason_says_why_it_stopped(output: CompletionOutput, expected:
 def test_an_answer_that_filled_the_model_says_so() -> None:
     output = CompletionOutput(0, "", [], finish_reason="length")
     assert stop_of(output, AnswerParts(), used_tokens=4, max_tokens=5) == ("model_context_window_exceeded", None)
+
+
+# Over loopback, by Anthropic's client
+
+
+TOOL: Any = {"name": "weather", "description": "Weather of a city", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+CALL = '<think>Rome?</think>Let me see.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+USER: Any = [{"role": "user", "content": "Weather in Rome?"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def url(engine: ScriptedEngine) -> Iterator[str]:
+    with served(create_app(engine, ServerSettings(api_keys=("secret",)))) as url:
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[Anthropic]:
+    with Anthropic(base_url=url, api_key="secret", max_retries=0, timeout=PATIENCE_S) as client:
+        yield client
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {"model": "scripted", "max_tokens": 500, "messages": USER, **fields}
+
+
+def test_a_message_is_answered(client: Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = Script("Sunny.")
+    told = client.messages.create(**asked(system="Be kind.", extra_body={"temperature": 0.5, "top_k": 7, "top_p": 0.9}))
+    [block] = told.content
+    assert isinstance(block, TextBlock)
+    assert (block.text, told.stop_reason, told.role, told.model) == ("Sunny.", "end_turn", "assistant", "scripted")
+    prompt, params = engine.seen[-1]
+    assert prompt == "<system>Be kind.\n<user>Weather in Rome?\n<assistant>"
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.5, 7, 0.9, 500)
+    assert (told.usage.input_tokens, told.usage.cache_read_input_tokens) == (len(prompt) - 2, 2)
+    assert told.usage.output_tokens == len("Sunny.")
+
+
+def test_thoughts_text_and_calls_are_blocks_streamed_or_not(client: Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = Script(CALL)
+    whole = client.messages.create(**asked(tools=[TOOL]))
+    with client.messages.stream(**asked(tools=[TOOL])) as stream:
+        streamed = stream.get_final_message()
+    assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
+    thinking, text, call = whole.content
+    assert (thinking.thinking, text.text, call.name, call.input) == ("Rome?", "Let me see.", "weather", {"city": "Rome"})  # type: ignore[union-attr]
+    assert (whole.stop_reason, streamed.stop_reason) == ("tool_use", "tool_use")
+    assert without_ids(streamed) == without_ids(whole)
+
+
+def without_ids(message: Any) -> Any:
+    """What two answers to the same request have in common."""
+    return [{**block.to_dict(), "id": None} for block in message.content], message.usage.to_dict()
+
+
+def test_a_conversation_goes_on_with_an_answer_and_a_tools_result(client: Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = Script(CALL)
+    first = client.messages.create(**asked(tools=[TOOL]))
+    engine.script = Script("21 degrees.")
+    result: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "21"}]}  # type: ignore[union-attr]
+    client.messages.create(**asked(tools=[TOOL], messages=[*USER, {"role": "assistant", "content": first.content}, result]))
+    assert engine.seen[-1][0].endswith(f"<assistant>{CALL}\n<tool>21\n<assistant>")
+
+
+def test_the_beginning_of_an_answer_is_gone_on_with(client: Anthropic, engine: ScriptedEngine) -> None:
+    client.messages.create(**asked(messages=[*USER, {"role": "assistant", "content": "It is"}]))
+    assert engine.seen[-1][0].endswith("<assistant>It is")
+
+
+def test_a_stop_sequence_is_told(client: Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = Script("Sunny", stop_reason=".")
+    told = client.messages.create(**asked(stop_sequences=["."]))
+    assert (told.stop_reason, told.stop_sequence) == ("stop_sequence", ".")
+    assert engine.seen[-1][1].stop == (".",)
+
+
+def test_an_answer_that_is_cut_says_so(client: Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = Script("Sunny.")
+    with client.messages.stream(**asked(max_tokens=3)) as stream:
+        told = stream.get_final_message()
+    assert (told.stop_reason, told.content[0].text) == ("max_tokens", "Sun")  # type: ignore[union-attr]
+
+
+def test_thinking_can_be_turned_off(client: Anthropic, engine: ScriptedEngine) -> None:
+    client.messages.create(**asked(thinking={"type": "disabled"}))
+    assert engine.seen[-1][0].endswith("<assistant><think></think>")
+
+
+def test_tokens_are_counted_as_the_model_reads_them(client: Anthropic, engine: ScriptedEngine) -> None:
+    count = client.messages.count_tokens(model="scripted", messages=USER, tools=[TOOL]).input_tokens
+    told = client.messages.create(**asked(tools=[TOOL]))
+    assert count == told.usage.input_tokens + (told.usage.cache_read_input_tokens or 0)
+
+
+def test_errors_have_anthropics_shape(client: Anthropic, url: str) -> None:
+    with pytest.raises(anthropic.NotFoundError, match="isn't served here"):
+        client.messages.create(**asked(model="claude"))
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(**asked(tool_choice={"type": "any"}))
+    assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    stranger = Anthropic(base_url=url, api_key="wrong", max_retries=0)
+    with pytest.raises(anthropic.AuthenticationError) as kept_out:
+        stranger.messages.count_tokens(model="scripted", messages=USER)
+    assert kept_out.value.body["type"] == "error"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"stop_sequences": [""]}, "stop"),
+        ({"messages": []}, "conversation"),
+        ({"mesages": []}, "mesages: unknown parameter, did you mean messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]"),
+    ],
+)
+def test_a_wrong_field_is_named(url: str, fields: dict[str, Any], named: str) -> None:
+    told = httpx.post(f"{url}/v1/messages", json=asked(**fields), headers={"x-api-key": "secret"})
+    assert told.status_code == 400
+    assert re.search(named, told.json()["error"]["message"])

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from dovetail.errors import RequestError
+from dovetail_server.app import create_app
 from dovetail_server.errors import HttpError
 from dovetail_server.parsers.events import Content, Event
 from dovetail_server.protocol import responses as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts
 from dovetail_server.protocol.response_events import ResponseWriter, finished_answer
 from tests.server.answers import answers, read_events
+from tests.server.scripted import PATIENCE_S, Script, ScriptedEngine, served
 from tests.support import examples
 
 STREAM_EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
@@ -156,3 +162,111 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any]) -> N
 
 def test_a_request_that_says_store_false_is_served() -> None:
     protocol.check_supported(read(store=False, tool_choice="auto", truncation="disabled"))
+
+
+# Over loopback, by OpenAI's client
+
+
+TOOL: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "Weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+CALL = '<think>Rome?</think>Let me see.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScriptedEngine]:
+    engine = ScriptedEngine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def client(engine: ScriptedEngine) -> Iterator[OpenAI]:
+    with (
+        served(create_app(engine)) as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
+    ):
+        yield client
+
+
+def test_a_request_is_answered(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = Script("Sunny.")
+    told = client.responses.create(
+        model="scripted",
+        instructions="Be kind.",
+        input="Weather?",
+        max_output_tokens=50,
+        temperature=0.5,
+        store=False,
+        metadata={"a": "b"},
+        extra_body={"top_k": 7},
+    )
+    assert (told.output_text, told.status, told.model, told.metadata) == ("Sunny.", "completed", "scripted", {"a": "b"})
+    prompt, params = engine.seen[-1]
+    assert prompt == "<system>Be kind.\n<user>Weather?\n<assistant>"
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 7, 50)
+    usage = told.usage
+    assert usage is not None
+    assert (usage.input_tokens, usage.output_tokens, usage.input_tokens_details.cached_tokens) == (len(prompt), len("Sunny."), 2)
+
+
+def test_an_answer_without_a_limit_may_fill_the_model(client: OpenAI, engine: ScriptedEngine) -> None:
+    client.responses.create(model="scripted", input="Weather?")
+    assert engine.seen[-1][1].max_tokens is None
+
+
+def test_thoughts_text_and_calls_are_items_streamed_or_not(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = Script(CALL)
+    whole = client.responses.create(model="scripted", input="Weather?", tools=[TOOL])
+    with client.responses.create(model="scripted", input="Weather?", tools=[TOOL], stream=True) as stream:
+        streamed = next(event for event in stream if event.type == "response.completed").response
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+    assert whole.output_text == "Let me see."
+    assert whole.output[-1].arguments == '{"city": "Rome"}'  # type: ignore[union-attr]
+    assert without_ids(streamed) == without_ids(whole)
+
+
+def without_ids(response: Response) -> Any:
+    """What two answers to the same request have in common."""
+    return [{**item.to_dict(), "id": None, "call_id": None} for item in response.output], response.usage
+
+
+def test_a_conversation_goes_on_with_an_answer_and_a_functions_output(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = Script(CALL)
+    user: Any = {"role": "user", "content": "Weather?"}
+    first = client.responses.create(model="scripted", input=[user], tools=[TOOL])
+    engine.script = Script("21 degrees.")
+    result: Any = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "21"}  # type: ignore[union-attr]
+    client.responses.create(model="scripted", input=[user, *first.output, result], tools=[TOOL])  # type: ignore[list-item]
+    assert engine.seen[-1][0].endswith(f"<user>Weather?\n<assistant>{CALL}\n<tool>21\n<assistant>")
+
+
+def test_a_stream_that_is_cut_ends_incomplete(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = Script("Sunny.")
+    with client.responses.create(model="scripted", input="Weather?", max_output_tokens=3, stream=True) as stream:
+        last = list(stream)[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == "Sun"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"input": []}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
+        ({"inputs": "x"}, "inputs"),
+        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+    ],
+)
+def test_a_wrong_field_is_named(client: OpenAI, fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.post("/responses", body={"model": "scripted", "input": "Hi", **fields}, cast_to=object)
+    assert re.search(named, str(refused.value.param))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute
 
-from dovetail_server.routes import chat, service
+from dovetail_server.routes import chat, messages, responses, service
 from dovetail_server.settings import ServerSettings
 
 
@@ -12,5 +12,7 @@ def all_routes(settings: ServerSettings) -> list[BaseRoute]:
     """Return the routes that these settings ask for."""
     return [
         *chat.ROUTES,
+        *responses.ROUTES,
+        *messages.ROUTES,
         *service.ROUTES,
     ]
