@@ -14,6 +14,7 @@ import transformers
 import uvicorn
 from starlette.applications import Starlette
 
+from dovetail.errors import EngineDeadError
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.prompts import Prompt
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
@@ -42,6 +43,7 @@ class Script:
     text: str
     stop_reason: str | None = None
     piece: int = 3  # characters of each output
+    fails: bool = False  # the engine dies before its last piece
 
 
 class ScriptedEngine:
@@ -74,6 +76,9 @@ class ScriptedEngine:
         pieces = [text[at : at + script.piece] for at in range(0, len(text), script.piece)] or [""]
         for place, piece in enumerate(pieces):
             last = place == len(pieces) - 1
+            if last and script.fails:
+                listener.on_error(EngineDeadError("the engine died"))
+                return
             for index in range(params.n):
                 sample = CompletionOutput(index, piece, [65] * len(piece))
                 if last:

@@ -280,3 +280,17 @@ def test_a_wrong_field_is_named(url: str, fields: dict[str, Any], named: str) ->
     told = httpx.post(f"{url}/v1/messages", json=asked(**fields), headers={"x-api-key": "secret"})
     assert told.status_code == 400
     assert re.search(named, told.json()["error"]["message"])
+
+
+def test_a_stream_whose_engine_dies_ends_with_an_error(client: Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = Script("Sunny.", fails=True)
+    with pytest.raises(anthropic.APIStatusError, match="the engine died"), client.messages.stream(**asked()) as stream:
+        stream.get_final_message()
+
+
+def test_an_engine_that_is_dead_is_told_by_the_status(client: Anthropic, engine: ScriptedEngine) -> None:
+    engine.script = Script("", fails=True)
+    for ask in (client.messages.create, lambda **fields: client.messages.create(**fields, stream=True)):
+        with pytest.raises(anthropic.APIStatusError) as dead:
+            ask(**asked())
+        assert (dead.value.status_code, dead.value.body["error"]["type"]) == (503, "overloaded_error")  # type: ignore[index]

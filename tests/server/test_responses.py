@@ -270,3 +270,11 @@ def test_a_wrong_field_is_named(client: OpenAI, fields: dict[str, Any], named: s
     with pytest.raises(openai.BadRequestError) as refused:
         client.post("/responses", body={"model": "scripted", "input": "Hi", **fields}, cast_to=object)
     assert re.search(named, str(refused.value.param))
+
+
+def test_a_stream_whose_engine_dies_ends_with_an_error(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = Script("Sunny.", fails=True)
+    with client.responses.create(model="scripted", input="Weather?", stream=True) as stream:
+        told = list(stream)
+    assert told[-1].type == "error"
+    assert (told[-1].message, told[-1].sequence_number) == ("the engine died", len(told) - 1)

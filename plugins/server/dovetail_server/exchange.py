@@ -167,9 +167,9 @@ class Exchange:
         finally:
             watch.cancel()
 
-    def begin_stream(self, error_event: str | None = None) -> EventStream:
+    def begin_stream(self, error_event: str | None = None, shape: ErrorShape | None = None) -> EventStream:
         """Answer with events; give them to the stream before the jobs begin, or as their outputs come."""
-        self.stream = EventStream(self.scope, self._send, self.shape, self.server.settings.max_backlog_bytes, error_event)
+        self.stream = EventStream(self.scope, self._send, shape or self.shape, self.server.settings.max_backlog_bytes, error_event)
         return self.stream
 
     async def run(self, jobs: Sequence[Job], name: str) -> None:

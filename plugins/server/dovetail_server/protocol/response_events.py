@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dovetail_server.errors import HttpError
 from dovetail_server.protocol.answer_parts import AnswerPart, PartKind
 from dovetail_server.protocol.responses import (
     IncompleteDetails,
@@ -69,6 +70,11 @@ class ResponseWriter:
     def finish(self, answer: ResponseAnswer) -> None:
         """End the stream with the whole answer, after the parts have been closed."""
         self._event(f"response.{answer.status}", response=answer)
+
+    def error(self, error: HttpError) -> dict[str, Any]:
+        """Return an error as the stream's last event."""
+        number, self._events = self._events, self._events + 1
+        return {"type": "error", "code": error.code, "message": error.message, "param": error.param, "sequence_number": number}
 
     def take(self) -> bytes:
         """Return the events since the last call."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute
 
-from dovetail_server.routes import chat, messages, responses, service
+from dovetail_server.routes import chat, messages, openapi, responses, service
 from dovetail_server.settings import ServerSettings
 
 
@@ -14,5 +14,6 @@ def all_routes(settings: ServerSettings) -> list[BaseRoute]:
         *chat.ROUTES,
         *responses.ROUTES,
         *messages.ROUTES,
+        *openapi.ROUTES,
         *service.ROUTES,
     ]

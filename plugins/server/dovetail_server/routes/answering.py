@@ -10,6 +10,7 @@ from dovetail.front.chat import ChatOptions
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request import CompletionOutput, RequestOutput
 from dovetail.sampling_params import SamplingParams, changed_unchecked
+from dovetail_server.errors import ErrorShape
 from dovetail_server.exchange import Exchange, Part
 from dovetail_server.parsers import Content, OutputParser, detect, parser_for, starts_in_reasoning
 from dovetail_server.protocol.answer_parts import AnswerParts, PartWriter
@@ -28,11 +29,12 @@ class Answer(Part):
 
     output: CompletionOutput  # the last one
 
-    def __init__(self, exchange: Exchange, parser: OutputParser | None, writer: AnswerWriter | None) -> None:
+    def __init__(self, exchange: Exchange, parser: OutputParser | None, writer: AnswerWriter | None, shape: ErrorShape | None = None) -> None:
+        """`shape`: how an event tells of an error, if not as other answers do."""
         super().__init__(exchange)
         self._parser = parser
         self._writer = writer
-        self._stream: EventStream | None = None if writer is None else exchange.begin_stream("error")
+        self._stream: EventStream | None = None if writer is None else exchange.begin_stream("error", shape)
         self._started = False
         self.parts = AnswerParts(writer)
 

@@ -48,7 +48,7 @@ class ToldResponse(Answer):
     """A response as it comes."""
 
     def __init__(self, exchange: Exchange, parser: OutputParser | None, head: ResponseAnswer, writer: ResponseWriter | None) -> None:
-        super().__init__(exchange, parser, writer)
+        super().__init__(exchange, parser, writer, None if writer is None else writer.error)
         self._head, self._events = head, writer
 
     def start(self) -> None:
