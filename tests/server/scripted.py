@@ -107,6 +107,7 @@ def served(app: Starlette) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, http=DirectProtocol, log_level="warning", lifespan="off"))
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
+        listening.listen()  # so that who comes before the server is ready waits
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
