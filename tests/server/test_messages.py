@@ -203,7 +203,7 @@ def test_thoughts_text_and_calls_are_blocks_streamed_or_not(client: Anthropic, e
         streamed = stream.get_final_message()
     assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
     thinking, text, call = whole.content
-    assert (thinking.thinking, text.text, call.name, call.input) == ("Rome?", "Let me see.", "weather", {"city": "Rome"})  # type: ignore[union-attr]
+    assert (thinking.thinking, text.text, call.name, call.input) == ("Rome?", "Let me see.", "weather", {"city": "Rome"})
     assert (whole.stop_reason, streamed.stop_reason) == ("tool_use", "tool_use")
     assert without_ids(streamed) == without_ids(whole)
 
@@ -217,7 +217,7 @@ def test_a_conversation_goes_on_with_an_answer_and_a_tools_result(client: Anthro
     engine.script = Script(CALL)
     first = client.messages.create(**asked(tools=[TOOL]))
     engine.script = Script("21 degrees.")
-    result: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "21"}]}  # type: ignore[union-attr]
+    result: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "21"}]}
     client.messages.create(**asked(tools=[TOOL], messages=[*USER, {"role": "assistant", "content": first.content}, result]))
     assert engine.seen[-1][0].endswith(f"<assistant>{CALL}\n<tool>21\n<assistant>")
 

@@ -10,8 +10,10 @@ import msgspec
 from msgspec import Struct
 
 from dovetail_server.protocol.chat import ChatRequest
+from dovetail_server.protocol.completions import CompletionRequest
 from dovetail_server.protocol.messages import CountTokensRequest, ErrorAnswer, MessageAnswer, MessagesRequest, TokenCount
 from dovetail_server.protocol.responses import ITEMS, ResponseAnswer, ResponsesRequest
+from dovetail_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
 _REASONS = {
     200: "The answer",
@@ -60,6 +62,7 @@ class Operation:
 
 
 OPERATIONS = (
+    Operation("post", "/v1/completions", "Go on with a text", "OpenAI", CompletionRequest, errors=_GENERATES, streams=True),
     Operation("post", "/v1/chat/completions", "Go on with a conversation", "OpenAI", ChatRequest, errors=_GENERATES, streams=True),
     Operation("post", "/v1/responses", "Go on with a conversation of items", "OpenAI", ResponsesRequest, ResponseAnswer, _GENERATES, streams=True),
     Operation("get", "/v1/models", "List the models", "OpenAI"),
@@ -75,6 +78,8 @@ OPERATIONS = (
         _TAKES_BODY,
         error_shape=ErrorAnswer,
     ),
+    Operation("post", "/tokenize", "Show the tokens of a text or a conversation", "Tokens", TokenizeRequest, errors=_TAKES_BODY),
+    Operation("post", "/detokenize", "Show the text of tokens", "Tokens", DetokenizeRequest, errors=_TAKES_BODY),
     Operation("get", "/health", "Ask whether the engine lives", "Service", errors=(503,), needs_key=False),
     Operation("get", "/ready", "Ask whether requests are welcome", "Service", errors=(503,), needs_key=False),
     Operation("get", "/version", "Describe the server and its parts", "Service"),

@@ -12,7 +12,7 @@ from dovetail.request import CompletionOutput, RequestOutput
 from dovetail.sampling_params import SamplingParams, changed_unchecked
 from dovetail_server.errors import ErrorShape
 from dovetail_server.exchange import Exchange, Part
-from dovetail_server.parsers import Content, OutputParser, detect, parser_for, starts_in_reasoning
+from dovetail_server.parsers import Content, OutputParser
 from dovetail_server.protocol.answer_parts import AnswerParts, PartWriter
 from dovetail_server.streams import EventStream
 
@@ -66,19 +66,8 @@ async def rendered(exchange: Exchange, messages: Sequence[Mapping[str, Any]], op
 
 
 def answer_parser(exchange: Exchange, prompt: TokenizedText, options: ChatOptions) -> OutputParser | None:
-    """Return the parser of an answer to this prompt: those that the settings name, or that the chat template asks for."""
-    settings, templates = exchange.server.settings, exchange.engine.tokenizer.chat_templates
-    given = options.chat_template
-    own = "".join(templates.values())
-    found = detect(own if given is None or given in templates else given)
-    tool_parser = found.tool_parser if settings.tool_parser == "auto" else settings.tool_parser
-    reasoning_parser = found.reasoning_parser if settings.reasoning_parser == "auto" else settings.reasoning_parser
-    return parser_for(
-        tool_parser=tool_parser,
-        reasoning_parser=reasoning_parser,
-        has_tools=bool(options.tools),
-        starts_in_reasoning=starts_in_reasoning(prompt.text, reasoning_parser),
-    )
+    """Return the parser of an answer to this prompt; None if all of its text is content."""
+    return exchange.server.parsing.parser(prompt, has_tools=bool(options.tools), template=options.chat_template)
 
 
 def as_parsed(params: SamplingParams, parser: OutputParser | None) -> SamplingParams:
