@@ -161,7 +161,7 @@ class CountTokensRequest(Conversation, forbid_unknown_fields=True, kw_only=True)
 
 
 RENAMED = {"stop": "stop_sequences", "prompt": "messages", "conversation": "messages", "a": "messages"}
-_ONLY = (
+ONLY = (
     Only("speed", ("standard",), "the server has one speed"),
     Only("service_tier", ("auto", "standard_only"), "the server has one tier; `priority` is what schedulers look at"),
     Only("container", (), "the server runs no code"),
@@ -171,7 +171,7 @@ _ONLY = (
 
 def check_supported(body: Conversation) -> None:
     """Raises `HttpError` 400 naming an option that this server can't honour."""
-    refuse_unsupported(body, _ONLY)
+    refuse_unsupported(body, ONLY)
     choice, thinking, config = body.tool_choice, body.thinking, body.output_config
     if choice is not None and choice.type in ("any", "tool"):
         raise _refusal("tool_choice.type", f"{choice.type!r} comes with structured output, which isn't there yet; use 'auto' or 'none'")

@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from dovetail_server.protocol import chat, completions, messages, responses
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.completions import CompletionRequest
+from dovetail_server.protocol.decoding import Only
 from dovetail_server.protocol.messages import CountTokensRequest, ErrorAnswer, MessageAnswer, MessagesRequest, TokenCount
 from dovetail_server.protocol.responses import ITEMS, ResponseAnswer, ResponsesRequest
 from dovetail_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
@@ -25,6 +27,13 @@ _REASONS = {
     500: "The server failed",
     503: "The engine is dead or hangs, or the server shuts down",
     504: "The request took too long",
+}
+_ONLY: Mapping[type[Struct], Sequence[Only]] = {  # parameters of which only some values are supported
+    ChatRequest: chat.ONLY,
+    CompletionRequest: completions.ONLY,
+    ResponsesRequest: responses.ONLY,
+    MessagesRequest: messages.ONLY,
+    CountTokensRequest: messages.ONLY,
 }
 _TAKES_BODY = (400, 404, 413, 500, 503)
 _GENERATES = (*_TAKES_BODY, 429, 504)
@@ -114,7 +123,15 @@ def _schemas(operations: Sequence[Operation]) -> tuple[Mapping[type[Struct], Any
         used = (operation.request, operation.answer, operation.error_shape)
         structs |= dict.fromkeys(kind for kind in used if isinstance(kind, type))
     references, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    for kind, table in _ONLY.items():
+        if kind in structs:
+            components[kind.__name__]["properties"] |= {name: _only(values, reason) for name, values, reason in table}
     return dict(zip(structs, references, strict=True)), components
+
+
+def _only(values: Sequence[Any], reason: str) -> dict[str, Any]:
+    """The schema of a parameter of which not every value is supported."""
+    return {"enum": [None, *values], "default": None, "description": reason[:1].upper() + reason[1:]}
 
 
 def _described(operation: Operation, schemas: Mapping[type[Struct], Any], has_keys: bool) -> dict[str, Any]:

@@ -200,13 +200,13 @@ class ResponsesRequest(FurtherFields, forbid_unknown_fields=True, kw_only=True):
 
 _LATER = "comes with structured output, which isn't there yet"
 _NOTHING_STORED = "nothing is stored between requests: send the whole conversation in input"
-_ONLY = (
+ONLY = (
     Only("store", (False,), "answers aren't stored: leave it out, or give false"),
     Only("previous_response_id", (), _NOTHING_STORED),
     Only("conversation", (), _NOTHING_STORED),
     Only("prompt", (), "no prompts are stored: send its text in input"),
     Only("background", (False,), "answers aren't stored: leave it out, or give false"),
-    Only("tool_choice", ("none", "auto"), f'"none" and "auto" are supported; "required" and named functions {_LATER}'),
+    Only("tool_choice", ("none", "auto"), f'"none" and "auto" are supported; what forces a call {_LATER}'),
     Only("parallel_tool_calls", (True,), f"the model makes as many calls as it likes: false {_LATER}"),
     Only("max_tool_calls", (), "there are no tools that the server itself calls"),
     Only("truncation", ("disabled",), "a conversation that doesn't fit the model is refused"),
@@ -220,7 +220,7 @@ RENAMED = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "in
 
 def check_supported(body: ResponsesRequest) -> None:
     """Raises `HttpError` 400 naming an option that this server doesn't honour."""
-    refuse_unsupported(body, _ONLY)
+    refuse_unsupported(body, ONLY)
     for index, tool in enumerate(body.tools or ()):
         if tool.strict:
             raise HttpError(400, f"tools[{index}].strict: it {_LATER}; set it to false", param=f"tools[{index}].strict", code="unsupported_parameter")
