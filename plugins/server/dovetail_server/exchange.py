@@ -17,6 +17,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import DovetailError
+from dovetail.front.bounds import check_params
 from dovetail.front.prompts import Prompt, content_of
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request import CompletionOutput, RequestOutput
@@ -153,6 +154,11 @@ class Exchange:
         self.fields = getattr(kind, "__struct_encode_fields__", ())
         return decode(data, kind)
 
+    def check(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters, if they keep the engine's limits: before anything is made for each of `n` samples. Raises `RequestError`."""
+        check_params(params, self.engine.facts.limits)
+        return params
+
     @asynccontextmanager
     async def attended(self) -> AsyncIterator[None]:
         """Break off, with `ClientGone`, when the client goes away, and with `HttpError` 504 when the time is up. The body must have been read."""
@@ -277,7 +283,7 @@ def _tokens_of(prompt: Prompt) -> int:
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     """Return the body of a request. Raises `HttpError` 413 if it is larger, and `ClientGone` if the client goes away."""
-    too_large = HttpError(413, f"the body is larger than {max_bytes} bytes (max_body_bytes)", code="body_too_large", headers={"Connection": "close"})
+    too_large = HttpError(413, f"the body is larger than {max_bytes} bytes (max_body_bytes)", code="body_too_large")
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > max_bytes):
             raise too_large
