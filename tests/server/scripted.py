@@ -1,28 +1,15 @@
-"""A server of answers that a test writes: a `ServedEngine` without a model behind it, over loopback."""
+"""An engine whose answers a test writes, for the APIs that tell of thoughts and calls: its chat template knows both."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import socket
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import transformers
-import uvicorn
-from starlette.applications import Starlette
 
 from dovetail.errors import EngineDeadError
-from dovetail.front.chat import ChatFrontEnd
-from dovetail.front.prompts import Prompt
-from dovetail.front.tokenizer import TokenizedText, Tokenizer
-from dovetail.limits import Limits
+from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import CompletionOutput, RequestOutput
-from dovetail.sampling_params import SamplingParams
-from dovetail_server.engine import EngineFacts, Listener, Load
-from dovetail_server.wire import DirectProtocol
+from dovetail_server.testing import FakeEngine, FakeRequest
 
 TEMPLATE = """{%- for tool in tools or [] %}{{ tool | tojson + '\n' }}{% endfor %}
 {%- for message in messages %}<{{ message.role }}>
@@ -32,8 +19,8 @@ TEMPLATE = """{%- for tool in tools or [] %}{{ tool | tojson + '\n' }}{% endfor 
     {%- endfor %}{{ '\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"""
-MAX_MODEL_LEN = 2000
-PATIENCE_S = 30  # a hang fails the test
+CACHED_TOKENS = 2  # of each prompt
+_PIECE = 3  # characters of each output
 
 
 @dataclass(frozen=True)
@@ -42,76 +29,38 @@ class Script:
 
     text: str
     stop_reason: str | None = None
-    piece: int = 3  # characters of each output
-    fails: bool = False  # the engine dies before its last piece
+    fails: bool = False  # the engine dies before the last piece
 
 
-class ScriptedEngine:
-    """Answers every request with `script`, a token a character, up to its `max_tokens`. `seen` holds what was asked."""
-
-    default_params = SamplingParams()
-    load = Load()
+class ScriptedEngine(FakeEngine):
+    """Answers every request with `script`, a token a character, up to its `max_tokens`."""
 
     def __init__(self) -> None:
-        self.facts = EngineFacts("scripted", MAX_MODEL_LEN, 384, 16, 1000, 8, Limits(), has_logprobs=False)
-        self.tokenizer = Tokenizer(transformers.ByT5Tokenizer(bos_token="<s>", chat_template=TEMPLATE))
-        self.chat = ChatFrontEnd(self.tokenizer, Limits())
+        super().__init__(Tokenizer(transformers.ByT5Tokenizer(bos_token="<s>", chat_template=TEMPLATE)))
         self.script = Script("Hello!")
-        self.seen: list[tuple[str, SamplingParams]] = []
-        self.fields: dict[str, Any] = {}
-        self._aborted: set[str] = set()
 
-    async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams, listener: Listener, **fields: Any) -> None:
-        if isinstance(prompt, str):
-            prompt = TokenizedText(prompt, self.tokenizer.encode(prompt))
-        text, ids = (prompt.text, prompt.token_ids) if isinstance(prompt, TokenizedText) else ("", list(prompt))
-        self.seen.append((text, params))
-        self.fields = fields
-        asyncio.get_running_loop().call_soon(self._answer, request_id, ids, params, listener)
+    @property
+    def last(self) -> FakeRequest:
+        """The last request."""
+        return self.submitted[-1]
 
-    def _answer(self, request_id: str, ids: Any, params: SamplingParams, listener: Listener) -> None:
+    @property
+    def last_prompt(self) -> str:
+        """Its prompt."""
+        return self.last.prompt or ""
+
+    async def _run(self, request: FakeRequest) -> None:
         script = self.script
-        room = min(params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN)
+        room = request.params.max_tokens or self.facts.max_model_len
         text, cut = script.text[:room], len(script.text) > room
-        pieces = [text[at : at + script.piece] for at in range(0, len(text), script.piece)] or [""]
+        pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)] or [""]
         for place, piece in enumerate(pieces):
-            last = place == len(pieces) - 1
-            if last and script.fails:
-                listener.on_error(EngineDeadError("the engine died"))
-                return
-            for index in range(params.n):
-                sample = CompletionOutput(index, piece, [65] * len(piece))
-                if last:
-                    sample.finish_reason = "length" if cut else "stop"
-                    sample.stop_reason = None if cut else script.stop_reason
-                finished = last and index == params.n - 1
-                if request_id not in self._aborted:
-                    listener.on_output(RequestOutput(request_id, None, ids, [sample], finished, num_cached_tokens=min(2, len(ids))))
-
-    def abort(self, request_id: str) -> None:
-        self._aborted.add(request_id)
-
-    def now(self) -> float:
-        return 0.0
-
-    def check_health(self) -> None:
-        """Always well."""
-
-    def close(self) -> None:
-        self.chat.close()
-
-
-@contextlib.contextmanager
-def served(app: Starlette) -> Iterator[str]:
-    """Serve an app over loopback from a thread; gives its address."""
-    server = uvicorn.Server(uvicorn.Config(app, http=DirectProtocol, log_level="warning", lifespan="off"))
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()  # so that who comes before the server is ready waits
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(PATIENCE_S)
+            sample = CompletionOutput(0, piece, [65] * len(piece))
+            if finished := place == len(pieces) - 1:
+                if script.fails:
+                    request.listener.on_error(EngineDeadError("the engine died"))
+                    return
+                sample.finish_reason, sample.stop_reason = ("length", None) if cut else ("stop", script.stop_reason)
+            output = RequestOutput(request.id, request.prompt, request.prompt_token_ids, [sample], finished, num_cached_tokens=CACHED_TOKENS)
+            request.listener.on_output(output)
+        self.requests.pop(request.id, None)

@@ -17,11 +17,11 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
 
 from dovetail import AsyncLLMEngine
-from dovetail_server.app import create_app
 from dovetail_server.in_process import InProcessEngine
 from dovetail_server.protocol.openapi import OPERATIONS as ENDPOINTS
 from dovetail_server.settings import ServerSettings
-from tests.server.scripted import PATIENCE_S, TEMPLATE, served
+from tests.server.scripted import TEMPLATE
+from tests.server.serving import PATIENCE_S, serving_in_thread
 from tests.support import examples
 
 PATHS_WITH_BODIES = [operation.path for operation in ENDPOINTS if operation.request is not None]
@@ -35,15 +35,11 @@ def url() -> Iterator[str]:
     """A server of a small real model, which answers with a few tokens."""
     engine = AsyncLLMEngine.from_config({"model": "demo", "max_model_len": 128, "max_num_seqs": 4})
     engine.engine.tokenizer.transformers.chat_template = TEMPLATE
-    in_process = InProcessEngine(engine)
-    try:
-        with served(create_app(in_process, ServerSettings(log_requests=False))) as url:
-            schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
-            _known[:] = [operation.ok() for operation in schema.get_all_operations()]
-            yield url
-    finally:
-        in_process.chat.close()
-        engine.close()
+    with serving_in_thread(lambda: InProcessEngine(engine), ServerSettings(log_requests=False)) as url:
+        schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+        _known[:] = [operation.ok() for operation in schema.get_all_operations()]
+        yield url
+    engine.close()
 
 
 @pytest.fixture(scope="module")

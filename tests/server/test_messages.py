@@ -18,7 +18,6 @@ from pydantic import TypeAdapter
 
 from dovetail.errors import RequestError
 from dovetail.request import CompletionOutput
-from dovetail_server.app import create_app
 from dovetail_server.errors import HttpError
 from dovetail_server.parsers.events import Event
 from dovetail_server.protocol import messages as protocol
@@ -26,7 +25,8 @@ from dovetail_server.protocol.answer_parts import AnswerParts
 from dovetail_server.protocol.message_events import MessageWriter, content_of, stop_of
 from dovetail_server.settings import ServerSettings
 from tests.server.answers import answers, read_events
-from tests.server.scripted import PATIENCE_S, Script, ScriptedEngine, served
+from tests.server.scripted import Script, ScriptedEngine
+from tests.server.serving import PATIENCE_S, serving_in_thread
 from tests.support import examples
 
 STREAM_EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
@@ -161,15 +161,13 @@ USER: Any = [{"role": "user", "content": "Weather in Rome?"}]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[ScriptedEngine]:
-    engine = ScriptedEngine()
-    yield engine
-    engine.close()
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
 
 
 @pytest.fixture(scope="module")
 def url(engine: ScriptedEngine) -> Iterator[str]:
-    with served(create_app(engine, ServerSettings(api_keys=("secret",)))) as url:
+    with serving_in_thread(lambda: engine, ServerSettings(api_keys=("secret",))) as url:
         yield url
 
 
@@ -180,7 +178,7 @@ def client(url: str) -> Iterator[Anthropic]:
 
 
 def asked(**fields: Any) -> dict[str, Any]:
-    return {"model": "scripted", "max_tokens": 500, "messages": USER, **fields}
+    return {"model": "fake", "max_tokens": 500, "messages": USER, **fields}
 
 
 def test_a_message_is_answered(client: Anthropic, engine: ScriptedEngine) -> None:
@@ -188,8 +186,8 @@ def test_a_message_is_answered(client: Anthropic, engine: ScriptedEngine) -> Non
     told = client.messages.create(**asked(system="Be kind.", extra_body={"temperature": 0.5, "top_k": 7, "top_p": 0.9}))
     [block] = told.content
     assert isinstance(block, TextBlock)
-    assert (block.text, told.stop_reason, told.role, told.model) == ("Sunny.", "end_turn", "assistant", "scripted")
-    prompt, params = engine.seen[-1]
+    assert (block.text, told.stop_reason, told.role, told.model) == ("Sunny.", "end_turn", "assistant", "fake")
+    prompt, params = engine.last_prompt, engine.last.params
     assert prompt == "<system>Be kind.\n<user>Weather in Rome?\n<assistant>"
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.5, 7, 0.9, 500)
     assert (told.usage.input_tokens, told.usage.cache_read_input_tokens) == (len(prompt) - 2, 2)
@@ -219,19 +217,19 @@ def test_a_conversation_goes_on_with_an_answer_and_a_tools_result(client: Anthro
     engine.script = Script("21 degrees.")
     result: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "21"}]}
     client.messages.create(**asked(tools=[TOOL], messages=[*USER, {"role": "assistant", "content": first.content}, result]))
-    assert engine.seen[-1][0].endswith(f"<assistant>{CALL}\n<tool>21\n<assistant>")
+    assert engine.last_prompt.endswith(f"<assistant>{CALL}\n<tool>21\n<assistant>")
 
 
 def test_the_beginning_of_an_answer_is_gone_on_with(client: Anthropic, engine: ScriptedEngine) -> None:
     client.messages.create(**asked(messages=[*USER, {"role": "assistant", "content": "It is"}]))
-    assert engine.seen[-1][0].endswith("<assistant>It is")
+    assert engine.last_prompt.endswith("<assistant>It is")
 
 
 def test_a_stop_sequence_is_told(client: Anthropic, engine: ScriptedEngine) -> None:
     engine.script = Script("Sunny", stop_reason=".")
     told = client.messages.create(**asked(stop_sequences=["."]))
     assert (told.stop_reason, told.stop_sequence) == ("stop_sequence", ".")
-    assert engine.seen[-1][1].stop == (".",)
+    assert engine.last.params.stop == (".",)
 
 
 def test_an_answer_that_is_cut_says_so(client: Anthropic, engine: ScriptedEngine) -> None:
@@ -243,11 +241,11 @@ def test_an_answer_that_is_cut_says_so(client: Anthropic, engine: ScriptedEngine
 
 def test_thinking_can_be_turned_off(client: Anthropic, engine: ScriptedEngine) -> None:
     client.messages.create(**asked(thinking={"type": "disabled"}))
-    assert engine.seen[-1][0].endswith("<assistant><think></think>")
+    assert engine.last_prompt.endswith("<assistant><think></think>")
 
 
 def test_tokens_are_counted_as_the_model_reads_them(client: Anthropic, engine: ScriptedEngine) -> None:
-    count = client.messages.count_tokens(model="scripted", messages=USER, tools=[TOOL]).input_tokens
+    count = client.messages.count_tokens(model="fake", messages=USER, tools=[TOOL]).input_tokens
     told = client.messages.create(**asked(tools=[TOOL]))
     assert count == told.usage.input_tokens + (told.usage.cache_read_input_tokens or 0)
 
@@ -260,7 +258,7 @@ def test_errors_have_anthropics_shape(client: Anthropic, url: str) -> None:
     assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
     stranger = Anthropic(base_url=url, api_key="wrong", max_retries=0)
     with pytest.raises(anthropic.AuthenticationError) as kept_out:
-        stranger.messages.count_tokens(model="scripted", messages=USER)
+        stranger.messages.count_tokens(model="fake", messages=USER)
     assert kept_out.value.body["type"] == "error"  # type: ignore[index]
 
 

@@ -16,14 +16,14 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from dovetail.errors import RequestError
-from dovetail_server.app import create_app
 from dovetail_server.errors import HttpError
 from dovetail_server.parsers.events import Content, Event
 from dovetail_server.protocol import responses as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts
 from dovetail_server.protocol.response_events import ResponseWriter, finished_answer
 from tests.server.answers import answers, read_events
-from tests.server.scripted import PATIENCE_S, Script, ScriptedEngine, served
+from tests.server.scripted import Script, ScriptedEngine
+from tests.server.serving import PATIENCE_S, serving_in_thread
 from tests.support import examples
 
 STREAM_EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
@@ -178,16 +178,14 @@ CALL = '<think>Rome?</think>Let me see.<tool_call>{"name": "weather", "arguments
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[ScriptedEngine]:
-    engine = ScriptedEngine()
-    yield engine
-    engine.close()
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
 
 
 @pytest.fixture(scope="module")
 def client(engine: ScriptedEngine) -> Iterator[OpenAI]:
     with (
-        served(create_app(engine)) as url,
+        serving_in_thread(lambda: engine) as url,
         OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
     ):
         yield client
@@ -196,7 +194,7 @@ def client(engine: ScriptedEngine) -> Iterator[OpenAI]:
 def test_a_request_is_answered(client: OpenAI, engine: ScriptedEngine) -> None:
     engine.script = Script("Sunny.")
     told = client.responses.create(
-        model="scripted",
+        model="fake",
         instructions="Be kind.",
         input="Weather?",
         max_output_tokens=50,
@@ -205,8 +203,8 @@ def test_a_request_is_answered(client: OpenAI, engine: ScriptedEngine) -> None:
         metadata={"a": "b"},
         extra_body={"top_k": 7},
     )
-    assert (told.output_text, told.status, told.model, told.metadata) == ("Sunny.", "completed", "scripted", {"a": "b"})
-    prompt, params = engine.seen[-1]
+    assert (told.output_text, told.status, told.model, told.metadata) == ("Sunny.", "completed", "fake", {"a": "b"})
+    prompt, params = engine.last_prompt, engine.last.params
     assert prompt == "<system>Be kind.\n<user>Weather?\n<assistant>"
     assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 7, 50)
     usage = told.usage
@@ -215,14 +213,14 @@ def test_a_request_is_answered(client: OpenAI, engine: ScriptedEngine) -> None:
 
 
 def test_an_answer_without_a_limit_may_fill_the_model(client: OpenAI, engine: ScriptedEngine) -> None:
-    client.responses.create(model="scripted", input="Weather?")
-    assert engine.seen[-1][1].max_tokens is None
+    client.responses.create(model="fake", input="Weather?")
+    assert engine.last.params.max_tokens is None
 
 
 def test_thoughts_text_and_calls_are_items_streamed_or_not(client: OpenAI, engine: ScriptedEngine) -> None:
     engine.script = Script(CALL)
-    whole = client.responses.create(model="scripted", input="Weather?", tools=[TOOL])
-    with client.responses.create(model="scripted", input="Weather?", tools=[TOOL], stream=True) as stream:
+    whole = client.responses.create(model="fake", input="Weather?", tools=[TOOL])
+    with client.responses.create(model="fake", input="Weather?", tools=[TOOL], stream=True) as stream:
         streamed = next(event for event in stream if event.type == "response.completed").response
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
     assert whole.output_text == "Let me see."
@@ -238,16 +236,16 @@ def without_ids(response: Response) -> Any:
 def test_a_conversation_goes_on_with_an_answer_and_a_functions_output(client: OpenAI, engine: ScriptedEngine) -> None:
     engine.script = Script(CALL)
     user: Any = {"role": "user", "content": "Weather?"}
-    first = client.responses.create(model="scripted", input=[user], tools=[TOOL])
+    first = client.responses.create(model="fake", input=[user], tools=[TOOL])
     engine.script = Script("21 degrees.")
     result: Any = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "21"}  # type: ignore[union-attr]
-    client.responses.create(model="scripted", input=[user, *first.output, result], tools=[TOOL])  # type: ignore[list-item]
-    assert engine.seen[-1][0].endswith(f"<user>Weather?\n<assistant>{CALL}\n<tool>21\n<assistant>")
+    client.responses.create(model="fake", input=[user, *first.output, result], tools=[TOOL])  # type: ignore[list-item]
+    assert engine.last_prompt.endswith(f"<user>Weather?\n<assistant>{CALL}\n<tool>21\n<assistant>")
 
 
 def test_a_stream_that_is_cut_ends_incomplete(client: OpenAI, engine: ScriptedEngine) -> None:
     engine.script = Script("Sunny.")
-    with client.responses.create(model="scripted", input="Weather?", max_output_tokens=3, stream=True) as stream:
+    with client.responses.create(model="fake", input="Weather?", max_output_tokens=3, stream=True) as stream:
         last = list(stream)[-1]
     assert last.type == "response.incomplete"
     assert last.response.output_text == "Sun"
@@ -268,13 +266,13 @@ def test_a_stream_that_is_cut_ends_incomplete(client: OpenAI, engine: ScriptedEn
 )
 def test_a_wrong_field_is_named(client: OpenAI, fields: dict[str, Any], named: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.post("/responses", body={"model": "scripted", "input": "Hi", **fields}, cast_to=object)
+        client.post("/responses", body={"model": "fake", "input": "Hi", **fields}, cast_to=object)
     assert re.search(named, str(refused.value.param))
 
 
 def test_a_stream_whose_engine_dies_ends_with_an_error(client: OpenAI, engine: ScriptedEngine) -> None:
     engine.script = Script("Sunny.", fails=True)
-    with client.responses.create(model="scripted", input="Weather?", stream=True) as stream:
+    with client.responses.create(model="fake", input="Weather?", stream=True) as stream:
         told = list(stream)
     assert told[-1].type == "error"
     assert (told[-1].message, told[-1].sequence_number) == ("the engine died", len(told) - 1)
