@@ -35,7 +35,7 @@ async def messages(exchange: Exchange) -> None:
     params, options = answer_params(body), chat_options(body, exchange.engine.tokenizer.chat_templates)
     prompt = await rendered(exchange, conversation(body), options)
     parser = answer_parser(exchange, prompt, options)
-    head = MessageAnswer(id=new_id("msg"), model=model, content=[], usage=Usage(0, 0))
+    head = MessageAnswer(id=new_id("msg").replace("-", "_"), model=model, content=[], usage=Usage(0, 0))
     told = ToldMessage(exchange, parser, head, body.max_tokens, MessageWriter() if body.stream else None)
     await exchange.run([Job(prompt, as_parsed(params, parser), told, engine_fields(body, exchange.engine))], head.id)
     if not body.stream:
