@@ -26,12 +26,14 @@ from dovetail_server.admission import Admission, Ticket
 from dovetail_server.answer_parsing import AnswerParsing
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import ErrorShape, HttpError, http_error, openai_shape
+from dovetail_server.outbox import Outbox
 from dovetail_server.protocol.decoding import decode
 from dovetail_server.settings import ServerSettings
 from dovetail_server.streams import EventStream, SlowReaderError, until_disconnected
 
 T = TypeVar("T")
 
+_FAILURES = ("rejected", "error", "abort")
 _CHARS_A_TOKEN = 4  # guessed, of a text that isn't tokenized yet
 
 
@@ -58,6 +60,7 @@ class Server:
     admission: Admission
     parsing: AnswerParsing
     models: tuple[str, ...]  # the names that a request may give; the first is the model's own
+    outbox: Outbox = field(default_factory=Outbox)
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
     def model_named(self, name: str | None) -> str:
@@ -85,7 +88,7 @@ class Part:
             self._begin(output)
         for sample in output.outputs:
             self.completion_tokens += len(sample.token_ids)
-            if sample.finish_reason in ("rejected", "error", "abort"):
+            if sample.finish_reason is not None and sample.finish_reason in _FAILURES:
                 self.ended = output.finished
                 self.on_error(_failure(sample))
                 return
@@ -177,7 +180,7 @@ class Exchange:
 
     def begin_stream(self, error_event: str | None = None) -> EventStream:
         """Answer with events; give them to the stream before the jobs begin, or as their outputs come."""
-        self.stream = EventStream(self.scope, self._send, self.shape, self.server.settings.max_backlog_bytes, error_event)
+        self.stream = EventStream(self.scope, self._send, self.shape, self.server.settings.max_backlog_bytes, self.server.outbox, error_event)
         return self.stream
 
     async def run(self, jobs: Sequence[Job], name: str) -> None:
