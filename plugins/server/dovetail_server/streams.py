@@ -43,12 +43,14 @@ class EventStream:
         self.dropped = False  # because its reader was too slow
 
     def write(self, data: bytes) -> None:
-        """Write whole events."""
+        """Write whole events. After the end it does nothing."""
+        if self._ended:
+            return
         if self._direct is not None:
             if not self._waiting:
                 self._outbox.put(self._flush)
             self._waiting.append(data)
-        elif not self._ended:
+        else:
             if self._waiting_bytes > self._bound:
                 self._drop()
                 return

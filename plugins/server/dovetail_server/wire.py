@@ -43,7 +43,7 @@ class DirectWriter:
 
 
 class DirectProtocol(HttpToolsProtocol):
-    """Puts a `DirectWriter` into the extensions of each request's scope."""
+    """Puts a `DirectWriter` into the extensions of each request's scope. With a uvicorn that doesn't call `_start_asgi_task`, streams go without."""
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["method"] != "HEAD":
