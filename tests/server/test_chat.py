@@ -17,8 +17,17 @@ TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content 
 TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}" + TEMPLATE
 MESSAGES = [{"role": "user", "content": "Who are you?"}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
-FURTHER = ("top_k", "ignore_eos", "min_tokens", "chat_template", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
-FURTHER += ("return_token_ids", "prompt_logprobs")
+FURTHER = (
+    "top_k",
+    "ignore_eos",
+    "min_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "add_generation_prompt",
+    "return_token_ids",
+    "prompt_logprobs",
+)
 
 
 def asked(options: dict[str, Any]) -> dict[str, Any]:

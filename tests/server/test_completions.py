@@ -17,9 +17,25 @@ def ask(api: openai.OpenAI, prompt: Any = PROMPT, /, **options: Any) -> Any:
     return api.completions.create(model="demo", prompt=prompt, **{"seed": 1, "max_tokens": 8, **options}, extra_body=further)
 
 
-FURTHER = ("top_k", "min_p", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens")
-FURTHER += ("bad_words", "allowed_token_ids", "prompt_logprobs", "truncate_prompt_tokens", "priority", "client", "deadline_s", "cache_salt")
-FURTHER += ("return_token_ids",)
+FURTHER = (
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "ignore_eos",
+    "min_tokens",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+    "priority",
+    "client",
+    "deadline_s",
+    "cache_salt",
+    "return_token_ids",
+)
 
 
 def texts(stream: Any) -> dict[int, str]:

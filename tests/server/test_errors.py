@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable
@@ -9,11 +10,17 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dovetail.errors import EngineDeadError, RequestError
+from dovetail_server.app import create_app
+from dovetail_server.protocol.chat import ChatRequest
+from dovetail_server.protocol.completions import CompletionRequest
 from dovetail_server.settings import ServerSettings
 from dovetail_server.testing import FakeEngine
 from tests.server.serving import serving
+from tests.support import examples
 
 PROMPT = {"prompt": "ROMEO:"}
 WRONG: list[tuple[dict[str, Any], str, str]] = [
@@ -161,3 +168,31 @@ async def test_each_request_has_one_log_line_without_its_prompt(fake: Callable[.
     assert lines[0]["completion_tokens"] == 4
     assert lines[0]["trace_id"] == "0af7651916cd43dd8448eb211c80319c"
     assert "trace_id" not in lines[1]
+
+
+def values() -> st.SearchStrategy[Any]:
+    """Values that fit a parameter now and then."""
+    plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
+    return st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=5)
+
+
+@pytest.mark.parametrize(("path", "kind"), [("completions", CompletionRequest), ("chat/completions", ChatRequest)])
+def test_no_body_is_a_fault_of_the_server(fake: Callable[..., FakeEngine], path: str, kind: Any) -> None:
+    chat = {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ messages[0].content }}"}
+    needed = {"prompt": "x"} if kind is CompletionRequest else chat
+    names = [name for name in kind.__struct_encode_fields__ if name != "chat_template"]
+
+    async def statuses(bodies: list[dict[str, Any]]) -> list[int]:
+        engine = fake("x")
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(engine)), base_url="http://x") as http:
+            answers = [await http.post(f"/v1/{path}", content=json.dumps({**needed, **body})) for body in bodies]
+        engine.chat.close()
+        assert engine.requests == {}
+        return [answer.status_code for answer in answers]
+
+    @examples(3, 200)
+    @given(st.lists(st.sampled_from(names).flatmap(lambda name: st.fixed_dictionaries({name: values()})), min_size=30, max_size=60))
+    def check(bodies: list[dict[str, Any]]) -> None:
+        assert set(asyncio.run(statuses(bodies))) <= {200, 400, 404}
+
+    check()

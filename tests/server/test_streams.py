@@ -44,7 +44,7 @@ async def test_a_stream_arrives_whole_with_and_without_the_direct_way(fake: Call
         async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(engine)), base_url="http://x") as http:
             answer = await http.post("/v1/completions", json=STREAM)
     else:
-        config = {} if http_protocol is None else {"http": http_protocol}
+        config: dict[str, Any] = {} if http_protocol is None else {"http": http_protocol}
         async with serving(engine, **config) as url, httpx.AsyncClient(base_url=url) as http:
             answer = await http.post("/v1/completions", json=STREAM)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -160,3 +160,15 @@ async def test_what_ends_badly_is_an_error(fake: Callable[..., FakeEngine], fini
     async with serving(fake(finish=finish)) as url, httpx.AsyncClient(base_url=url) as http:
         answer = await http.post("/v1/completions", json={**STREAM, "stream": False})
     assert answer.status_code == status
+
+
+async def test_a_sample_that_fails_ends_the_others(fake: Callable[..., FakeEngine]) -> None:
+    engine = fake("one", paced=True)
+    async with serving(engine) as url, httpx.AsyncClient(base_url=url) as http:
+        asking = asyncio.create_task(http.post("/v1/completions", json={**STREAM, "n": 2}))
+        await engine.until_requests(1)
+        [request] = engine.requests.values()
+        request.send("x")
+        request.send("", "error", sample=1, stop_reason="the grammar failed")
+        assert "the grammar failed" in (await asking).text
+        await engine.until_aborted(1)

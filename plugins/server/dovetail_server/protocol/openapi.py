@@ -22,6 +22,7 @@ _REASONS = {
     400: "Something is wrong with the request; the message says what",
     401: "An API key is missing, or wrong",
     404: "The model isn't served here",
+    408: "The body took too long to come",
     413: "The body is too large",
     429: "Too many requests wait already; `Retry-After` says when to try again",
     500: "The server failed",
@@ -35,8 +36,8 @@ _ONLY: Mapping[type[Struct], Sequence[Only]] = {  # parameters of which only som
     MessagesRequest: messages.ONLY,
     CountTokensRequest: messages.ONLY,
 }
-_TAKES_BODY = (400, 404, 413, 500, 503)
-_GENERATES = (*_TAKES_BODY, 429, 504)
+_TAKES_BODY = (400, 404, 408, 413, 429, 500, 503)
+_GENERATES = (*_TAKES_BODY, 504)
 
 
 class OpenAIErrorDetail(Struct):

@@ -25,6 +25,7 @@ async def chat(exchange: Exchange) -> None:
     exchange.renamed = renamed_fields(body)
     model = exchange.record.model = exchange.server.model_named(body.model)
     params, options = exchange.check(chat_params(body)), chat_options(body)
+    exchange.admit()
     prompt = await asyncio.to_thread(exchange.engine.chat.prompt, body.messages, options)
     name = new_id("chatcmpl")
     head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": model}

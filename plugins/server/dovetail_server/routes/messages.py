@@ -32,7 +32,8 @@ async def messages(exchange: Exchange) -> None:
     exchange.renamed = RENAMED
     model = exchange.record.model = exchange.server.model_named(body.model)
     check_supported(body)
-    params, options = answer_params(body), chat_options(body, exchange.engine.tokenizer.chat_templates)
+    params, options = exchange.check(answer_params(body)), chat_options(body, exchange.engine.tokenizer.chat_templates)
+    exchange.admit()
     prompt = await rendered(exchange, conversation(body), options)
     parser = answer_parser(exchange, prompt, options)
     head = MessageAnswer(id=new_id("msg").replace("-", "_"), model=model, content=[], usage=Usage(0, 0))
@@ -48,7 +49,9 @@ async def count_tokens(exchange: Exchange) -> None:
     exchange.renamed = RENAMED
     exchange.record.model = exchange.server.model_named(body.model)
     check_supported(body)
-    prompt = await rendered(exchange, conversation(body), chat_options(body, exchange.engine.tokenizer.chat_templates))
+    options = chat_options(body, exchange.engine.tokenizer.chat_templates)
+    exchange.admit()
+    prompt = await rendered(exchange, conversation(body), options)
     await exchange.reply(msgspec.json.encode(TokenCount(len(prompt.token_ids))))
 
 

@@ -34,8 +34,10 @@ async def responses(exchange: Exchange) -> None:
     exchange.renamed = RENAMED
     model = exchange.record.model = exchange.server.model_named(body.model)
     check_supported(body)
-    params, options = answer_params(body), chat_options(body)
-    prompt = await rendered(exchange, conversation(body.instructions, read_items(body.input)), options)
+    params, options = exchange.check(answer_params(body)), chat_options(body)
+    messages = conversation(body.instructions, read_items(body.input))
+    exchange.admit()
+    prompt = await rendered(exchange, messages, options)
     parser = answer_parser(exchange, prompt, options)
     head = begun_answer(body, new_id("resp").replace("-", "_"), model, int(time.time()))
     told = ToldResponse(exchange, parser, head, ResponseWriter(head) if body.stream else None)
