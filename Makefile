@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PACKAGES := core plugins/schedulers plugins/kv_cache plugins/attention plugins/models plugins/samplers plugins/executors plugins/observers plugins/lab plugins/server
 
-.PHONY: demo test test-full lint types rules docs check clean
+.PHONY: demo test test-full test-page lint types rules docs check clean
 
 demo: $(VENV)/.demo  ## generate text from the bundled model
 	$(BIN)/dovetail generate demo "ROMEO:" --max-tokens 120
@@ -16,6 +16,10 @@ test: $(VENV)/.dev  ## the quick test suite
 
 test-full: $(VENV)/.dev  ## with the numbers of examples that a release asks for: about an hour
 	DOVETAIL_TEST_PROFILE=full $(BIN)/python -m pytest -n 2
+
+test-page: $(VENV)/.dev  ## the server's page in headless Chromium, which is installed from Debian's packages if it isn't there
+	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } || true
+	DOVETAIL_TEST_PROFILE=full $(BIN)/python -m pytest -rs tests/page
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

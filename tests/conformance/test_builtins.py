@@ -29,6 +29,7 @@ OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # beside the defaults
     "edf": ({"assume": "longest", "warmup_steps": 0},),
     "lightllm": ({"order": "vtc"},),
     "prefix": ({"reuse": False}, {"hash": "sha256"}),
+    "prometheus": ({"model_name": "m"},),
     "local": ({"num_blocks": 40, "max_in_flight": 3},),
 }
 

@@ -14,5 +14,13 @@ def dovetail_components() -> list[ComponentSpec]:
             target="dovetail_observers.log:LogObserver",
             options="dovetail_observers.log:LogOptions",
             summary="A line every few seconds: requests, tokens per second, KV pool, preemptions",
-        )
+        ),
+        ComponentSpec(
+            kind="observer",
+            name="prometheus",
+            target="dovetail_observers.prometheus:PrometheusObserver",
+            options="dovetail_observers.prometheus:PrometheusOptions",
+            summary="Serves metrics to Prometheus, in vLLM's names, from an engine that has no server",
+            requires=("prometheus-client>=0.20",),
+        ),
     ]

@@ -8,20 +8,23 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from dovetail_server.admission import Admission
 from dovetail_server.answer_parsing import AnswerParsing
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError, anthropic_shape, openai_shape
 from dovetail_server.exchange import Server
+from dovetail_server.live_page import page_routes
+from dovetail_server.metrics import ServerMetrics, metrics_route
 from dovetail_server.middleware import ApiKeys, RequestLog
 from dovetail_server.routes import all_routes
 from dovetail_server.settings import ServerSettings
 
 
-def create_app(engine: ServedEngine, settings: ServerSettings | None = None) -> Starlette:
-    """Return the app that serves an engine. `app.state.draining` set to True makes /ready say 503. Raises `ConfigError` for settings that name
-    what isn't there."""
+def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, front_end: int = 0) -> Starlette:
+    """Return the app that serves an engine. `front_end`: its number among the processes that speak HTTP. `app.state.draining` set to True makes
+    /ready say 503. Raises `ConfigError` for settings that name what isn't there."""
     settings = settings or ServerSettings()
     middleware = [Middleware(RequestLog, settings)]
     if settings.cors_origins:
@@ -36,9 +39,13 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None) -> 
         )
     if settings.api_keys:
         middleware.append(Middleware(ApiKeys, settings))
-    app = Starlette(routes=all_routes(settings), middleware=middleware, exception_handlers={HTTPException: _http_exception})
+    metrics = ServerMetrics(engine, front_end=front_end)
     models = settings.served_model_name or (engine.facts.model,)
-    app.state.server = Server(engine, settings, Admission(engine, settings), AnswerParsing(engine, settings), models)
+    routes = [*all_routes(settings), Route("/metrics", metrics_route(metrics))]
+    if settings.page:
+        routes += page_routes(metrics, engine, models[0])
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_exception})
+    app.state.server = Server(engine, settings, Admission(engine, settings), AnswerParsing(engine, settings), metrics, models)
     app.state.draining = False
     return app
 

@@ -26,6 +26,7 @@ from dovetail_server.admission import Admission, Ticket
 from dovetail_server.answer_parsing import AnswerParsing
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import ErrorShape, HttpError, http_error, openai_shape
+from dovetail_server.metrics import RequestMeter, ServerMetrics
 from dovetail_server.outbox import Outbox
 from dovetail_server.protocol.decoding import decode
 from dovetail_server.settings import ServerSettings
@@ -59,6 +60,7 @@ class Server:
     settings: ServerSettings
     admission: Admission
     parsing: AnswerParsing
+    metrics: ServerMetrics
     models: tuple[str, ...]  # the names that a request may give; the first is the model's own
     outbox: Outbox = field(default_factory=Outbox)
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
@@ -76,6 +78,7 @@ class Part:
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
         self.ticket: Ticket | None = None
+        self.meter: RequestMeter | None = None
         self.begun = self.ended = False
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
 
@@ -84,6 +87,8 @@ class Part:
         raise NotImplementedError
 
     def on_output(self, output: RequestOutput) -> None:
+        if self.meter is not None:
+            self.meter.saw(output)
         if not self.begun:
             self._begin(output)
         self.ended = output.finished
@@ -102,6 +107,8 @@ class Part:
 
     def on_error(self, error: DovetailError) -> None:
         self.ended = True
+        if self.meter is not None:
+            self.meter.ended("error")
         self.exchange.fail(error)
 
     def _begin(self, output: RequestOutput) -> None:
@@ -209,6 +216,7 @@ class Exchange:
             self._left = len(jobs)
             for index, (job, count) in enumerate(zip(jobs, tokens, strict=True)):
                 job.part.ticket = self.server.admission.enter(count)
+                job.part.meter = self.server.metrics.meter(job.fields.get("client"), job.params.n, self.record.began)
                 self._parts[name if len(jobs) == 1 else f"{name}-{index}"] = job.part
             tasks = [asyncio.create_task(self._submit(request_id, job)) for request_id, job in zip(self._parts, jobs, strict=True)]
             try:
@@ -224,6 +232,8 @@ class Exchange:
         try:
             await self.engine.submit(request_id, job.prompt, job.params, job.part, **job.fields)
         except Exception as error:
+            if job.part.meter is not None:
+                job.part.meter.refused()
             job.part.on_error(http_error(error, self.fields, self.renamed))
 
     def part_ended(self) -> None:
@@ -254,6 +264,8 @@ class Exchange:
                 self.engine.abort(request_id)
             if part.ticket is not None:
                 part.ticket.leave(begun=False)
+            if part.meter is not None:
+                part.meter.ended("abort")
             self.record.prompt_tokens += part.prompt_tokens
             self.record.cached_tokens += part.cached_tokens
             self.record.completion_tokens += part.completion_tokens
@@ -272,6 +284,7 @@ class Exchange:
         """Answer with an error; amidst a stream, as its last event."""
         told = http_error(error, self.fields, self.renamed)
         self.record.error = self.record.error or told.message
+        self.server.metrics.request_refused(told.status)
         if not self.started:
             await self.reply(told.body(self.shape), told.status, told.headers)
         elif self.stream is not None:

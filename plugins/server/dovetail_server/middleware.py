@@ -11,13 +11,15 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dovetail_server import live_page
 from dovetail_server.errors import HttpError, anthropic_shape, openai_shape
 from dovetail_server.exchange import Record
 from dovetail_server.settings import ServerSettings
 
 logger = logging.getLogger("dovetail.server")
 
-OPEN_PATHS = ("/health", "/ready")  # without an API key: for those who watch over processes
+OPEN_PATHS = frozenset({"/health", "/ready", *live_page.FILES})  # without an API key: for those who watch over processes, and for browsers
+QUIET_PATHS = frozenset({"/page/live"})  # asked for each second by every page that is open: no line in the log
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/=+-]{1,128}")
 _TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?")
 
@@ -52,7 +54,7 @@ class RequestLog:
             status = status or 500
             raise
         finally:
-            if self._logs:
+            if self._logs and scope["path"] not in QUIET_PATHS:
                 logger.info("%s", _line(scope, record, status, headers.get(b"traceparent", b"")))
 
 

@@ -1,0 +1,48 @@
+"""The page at `/`: its files, and the figures that it asks for each second. It shows figures of the engine, and nothing of anybody's requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import resources
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dovetail_server.engine import ServedEngine
+from dovetail_server.metrics import ServerMetrics
+
+FILES = {  # what the server gives without an API key: a browser can't send one with them. The figures aren't among them
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+# The browser takes nothing from elsewhere for this page, runs no script within its text, and lets no other page frame it.
+GUARD = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def page_routes(metrics: ServerMetrics, engine: ServedEngine, served_model: str) -> list[Route]:
+    """Return the page's routes. `served_model`: the name that requests give as `model`."""
+    routes = [Route(path, _file(*file)) for path, file in FILES.items()]
+    facts = {"model": served_model, "chat": bool(engine.tokenizer.chat_templates)}
+
+    async def live(request: Request) -> Response:  # a coroutine, since the engine's load is the event loop's
+        return _json(metrics.live() | facts)
+
+    return [*routes, Route("/page/live", live)]
+
+
+def _file(name: str, content_type: str) -> Callable[[Request], Response]:
+    content = (resources.files("dovetail_server") / "page" / name).read_bytes()
+    return lambda request: Response(content, headers={"content-type": content_type, **GUARD})
+
+
+def _json(value: object) -> Response:
+    return Response(orjson.dumps(value), headers={"content-type": "application/json", "cache-control": "no-store"})

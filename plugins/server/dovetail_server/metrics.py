@@ -1,0 +1,305 @@
+"""The server's metrics: `ServerMetrics` counts what requests do, `RequestMeter` watches one of them, `/metrics` tells Prometheus.
+
+Names are vLLM's where they mean the same, so that gateways and dashboards work; docs/serving/metrics.md has the table. What a token costs here is a
+bisection and an addition: nothing of prometheus_client runs before somebody asks.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from prometheus_client.core import CollectorRegistry, CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dovetail.request import FinishReason, RequestMetrics, RequestOutput
+from dovetail_server.engine import ServedEngine
+
+MAX_CLIENTS = 100  # clients with figures of their own; those that come later are counted together
+MAX_CLIENT_CHARS = 64  # a client with a longer name is counted with them
+OTHER_CLIENTS = "other"
+
+# vLLM's bounds; those of a token's latency begin lower, since small models on fast devices take less than its lowest one, 10 ms.
+FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
+TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+
+
+def token_bounds(largest: int) -> tuple[float, ...]:
+    """Return 1, 2, 5, 10, 20, 50 … up to `largest`."""
+    return tuple(digit * 10**power for power in range(len(str(largest))) for digit in (1, 2, 5) if digit * 10**power <= largest)
+
+
+class Histogram:
+    """Counts of values by upper bounds: `counts[i]` is the number of values above the bound before and at most `bounds[i]`; the last, of the rest."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0  # the sum of the values
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def cumulated(self) -> list[tuple[str, float]]:
+        """Return Prometheus' buckets: the number of values up to each bound."""
+        names = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
+        return list(zip(names, accumulate(self.counts), strict=True))
+
+
+class ClientCounts:
+    """Counts of one client's requests."""
+
+    __slots__ = ("cached_tokens", "generated_tokens", "prompt_tokens", "requests")
+
+    def __init__(self) -> None:
+        self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
+
+
+class Finish(NamedTuple):
+    """The facts of a request that has ended. Times in seconds; None: it never got so far."""
+
+    reason: FinishReason
+    client: str | None
+    prompt_tokens: int
+    generated_tokens: int
+    latency_s: float  # from its arrival at the server to its end
+    per_token_s: float | None  # mean time from one token to the next, of requests with at least two tokens
+    engine: RequestMetrics | None  # the times of the engine's events, on the engine's clock
+
+
+class ServerMetrics(Collector):
+    """The figures of one front end since it started, and the engine's load. It is called in the event loop's thread; `collect` in any."""
+
+    def __init__(self, engine: ServedEngine, *, front_end: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine, self._clock, self.front_end = engine, clock, front_end
+        self.generated_tokens = self.prompt_tokens = self.cached_tokens = self.preemptions = 0
+        self.finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0, "rejected": 0}
+        self.refused: dict[int, int] = {}  # HTTP status -> requests refused with it
+        self.clients: dict[str, ClientCounts] = {}
+        self.first_token, self.gap, self.per_token = Histogram(FIRST_TOKEN_S), Histogram(TOKEN_S), Histogram(TOKEN_S)
+        self.latency, self.queue, self.prefill, self.decode, self.inference = (Histogram(REQUEST_S) for _ in range(5))
+        largest = engine.facts.max_model_len
+        self.request_prompt, self.request_generated = Histogram(token_bounds(largest)), Histogram(token_bounds(largest))
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def meter(self, client: str | None = None, samples: int = 1, arrived: float | None = None) -> RequestMeter:
+        """Return the meter of a request for `samples` samples. `arrived`: when it came to the server, on the metrics' clock; None is now."""
+        return RequestMeter(self, client, samples, self._clock, self._clock() if arrived is None else arrived)
+
+    def request_began(self, first_token_s: float, prompt_tokens: int, cached_tokens: int, client: str | None) -> None:
+        """Count a request whose first token came `first_token_s` after its arrival."""
+        self.first_token.add(first_token_s)
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+        counts = self._client(client)
+        counts.prompt_tokens += prompt_tokens
+        counts.cached_tokens += cached_tokens
+
+    def request_finished(self, finish: Finish) -> None:
+        self.finished[finish.reason] += 1
+        self.latency.add(finish.latency_s)
+        self.request_prompt.add(finish.prompt_tokens)
+        self.request_generated.add(finish.generated_tokens)
+        if finish.per_token_s is not None:
+            self.per_token.add(finish.per_token_s)
+        if finish.engine is not None:
+            self._engine_times(finish.engine)
+        counts = self._client(finish.client)
+        counts.requests += 1
+        counts.generated_tokens += finish.generated_tokens
+
+    def request_refused(self, status: int) -> None:
+        """Count a request that was answered with an error status."""
+        self.refused[status] = self.refused.get(status, 0) + 1
+
+    def live(self) -> dict[str, Any]:
+        """Return what the page at `/` draws. Counts are since the start: the page makes rates of two of them."""
+        load = self._engine.load
+        return {
+            "front_end": self.front_end,
+            "time_s": self._clock(),
+            "running": load.running,
+            "waiting": load.waiting,
+            "blocks": {"held": load.held_blocks, "cached": load.cached_blocks, "free": load.free_blocks},
+            "generated_tokens": self.generated_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "preemptions": self.preemptions,
+            "first_token": {"count": sum(self.first_token.counts), "sum_s": self.first_token.total},
+            "gap": {"count": sum(self.gap.counts), "sum_s": self.gap.total},
+            "finished": self.finished,
+        }
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics. In a thread, a histogram's sum may be ahead of its counts by what arrives meanwhile."""
+        yield from self._load()
+        yield from self._counts()
+        yield from self._histograms()
+        yield from self._by_client()
+
+    def _engine_times(self, times: RequestMetrics) -> None:
+        self.preemptions += times.preemptions
+        scheduled, first, end = times.first_scheduled_time, times.first_token_time, times.finished_time
+        if scheduled is not None:
+            self.queue.add(scheduled - times.arrival_time)
+            if end is not None:
+                self.inference.add(end - scheduled)
+            if first is not None:
+                self.prefill.add(first - scheduled)
+        if first is not None and end is not None:
+            self.decode.add(end - first)
+
+    def _client(self, client: str | None) -> ClientCounts:
+        name = client or ""
+        if name not in self.clients and (len(self.clients) >= MAX_CLIENTS or len(name) > MAX_CLIENT_CHARS):
+            name = OTHER_CLIENTS
+        return self.clients.setdefault(name, ClientCounts())
+
+    @property
+    def _labels(self) -> dict[str, str]:
+        return {"model_name": self._engine.facts.model, "front_end": str(self.front_end)}
+
+    def _load(self) -> Iterator[Metric]:
+        load, facts, labels = self._engine.load, self._engine.facts, self._labels
+        yield gauge("vllm:num_requests_running", "Requests that hold blocks", labels, load.running)
+        yield gauge("vllm:num_requests_waiting", "Requests that have arrived and hold no blocks", labels, load.waiting)
+        yield gauge(
+            "vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1", labels, load.held_blocks / max(1, facts.num_blocks)
+        )
+        blocks = GaugeMetricFamily("dovetail_kv_blocks", "KV blocks by state", labels=[*labels, "state"])
+        for state, number in (("held", load.held_blocks), ("cached", load.cached_blocks), ("free", load.free_blocks)):
+            blocks.add_metric([*labels.values(), state], number)
+        yield blocks
+        cache = {"block_size": str(facts.block_size), "num_gpu_blocks": str(facts.num_blocks)}
+        yield gauge("vllm:cache_config_info", "The KV cache's size, as labels", labels | cache, 1)
+        parts = {f"part_{kind}": name for kind, name in sorted(facts.parts.items())}
+        yield gauge("dovetail_engine_info", "The components in use, as labels", labels | parts, 1)
+
+    def _counts(self) -> Iterator[Metric]:
+        labels = self._labels
+        yield counter("vllm:prompt_tokens", "Prompt tokens of requests whose first token has come", labels, self.prompt_tokens)
+        yield counter("vllm:generation_tokens", "Generated tokens", labels, self.generated_tokens)
+        yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", labels, self.prompt_tokens)
+        yield counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", labels, self.cached_tokens)
+        yield counter("vllm:num_preemptions", "Preemptions, counted when their request ends", labels, self.preemptions)
+        finished = CounterMetricFamily("vllm:request_success", "Requests that have ended, by reason", labels=[*labels, "finished_reason"])
+        for reason, number in self.finished.items():
+            finished.add_metric([*labels.values(), reason], number)
+        yield finished
+        refused = CounterMetricFamily("dovetail_requests_refused", "Requests answered with an error, by HTTP status", labels=[*labels, "status"])
+        for status, number in list(self.refused.items()):
+            refused.add_metric([*labels.values(), str(status)], number)
+        yield refused
+
+    def _histograms(self) -> Iterator[Metric]:
+        for name, documentation, histogram in (
+            ("vllm:time_to_first_token_seconds", "Seconds from a request's arrival to its first token", self.first_token),
+            ("vllm:inter_token_latency_seconds", "Seconds between two outputs of a sample", self.gap),
+            ("vllm:request_time_per_output_token_seconds", "A request's mean seconds from one token to the next", self.per_token),
+            ("vllm:e2e_request_latency_seconds", "Seconds from a request's arrival to its end", self.latency),
+            ("vllm:request_queue_time_seconds", "Seconds from a request's arrival to its first step", self.queue),
+            ("vllm:request_prefill_time_seconds", "Seconds from a request's first step to its first token", self.prefill),
+            ("vllm:request_decode_time_seconds", "Seconds from a request's first token to its end", self.decode),
+            ("vllm:request_inference_time_seconds", "Seconds from a request's first step to its end", self.inference),
+            ("vllm:request_prompt_tokens", "A request's prompt tokens", self.request_prompt),
+            ("vllm:request_generation_tokens", "A request's generated tokens", self.request_generated),
+        ):
+            family = HistogramMetricFamily(name, documentation, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), histogram.cumulated(), histogram.total)
+            yield family
+
+    def _by_client(self) -> Iterator[Metric]:
+        labels, clients = self._labels, list(self.clients.items())
+        for name, documentation, count in (
+            ("dovetail_client_requests", "Requests that have ended, by client", "requests"),
+            ("dovetail_client_prompt_tokens", "Prompt tokens, by client", "prompt_tokens"),
+            ("dovetail_client_cached_tokens", "Prompt tokens found in the prefix cache, by client", "cached_tokens"),
+            ("dovetail_client_generation_tokens", "Generated tokens of requests that have ended, by client", "generated_tokens"),
+        ):
+            family = CounterMetricFamily(name, documentation, labels=[*labels, "client"])
+            for client, counts in clients:
+                family.add_metric([*labels.values(), client], getattr(counts, count))
+            yield family
+
+
+class RequestMeter:
+    """The figures of one request while it runs. Its listener calls `saw` with each output, and `ended` or `refused` if no last output came."""
+
+    __slots__ = ("_arrived", "_client", "_clock", "_ended", "_first", "_last", "_metrics", "_prompt_tokens", "_samples", "_tokens")
+
+    def __init__(self, metrics: ServerMetrics, client: str | None, samples: int, clock: Callable[[], float], arrived: float) -> None:
+        self._metrics, self._client, self._samples, self._clock = metrics, client, samples, clock
+        self._arrived = arrived
+        self._first = self._last = 0.0  # when its first and latest tokens came
+        self._tokens = self._prompt_tokens = 0
+        self._ended = False
+
+    def saw(self, output: RequestOutput) -> None:
+        """Count what is new in `output`, which holds deltas."""
+        tokens = samples = 0
+        for sample in output.outputs:
+            if new := len(sample.token_ids):
+                tokens += new
+                samples += 1
+        if tokens:
+            now = self._clock()
+            if self._tokens:
+                self._metrics.gap.add(now - self._last, samples)
+            else:
+                self._first = now
+                self._prompt_tokens = len(output.prompt_token_ids)
+                self._metrics.request_began(now - self._arrived, self._prompt_tokens, output.num_cached_tokens, self._client)
+            self._last = now
+            self._tokens += tokens
+            self._metrics.generated_tokens += tokens
+        if output.finished:
+            self._prompt_tokens = len(output.prompt_token_ids)
+            self.ended(next((sample.finish_reason for sample in output.outputs if sample.finish_reason), "stop"), output.metrics)
+
+    def refused(self) -> None:
+        """Count nothing more: the engine didn't take the request."""
+        self._ended = True
+
+    def ended(self, reason: FinishReason, times: RequestMetrics | None = None) -> None:
+        """Count the request's end. Does nothing if it has ended already."""
+        if self._ended:
+            return
+        self._ended = True
+        gaps = self._tokens / self._samples - 1  # from token to token, in a sample of mean length
+        per_token = (self._last - self._first) / gaps if gaps > 0 else None
+        latency = self._clock() - self._arrived
+        self._metrics.request_finished(Finish(reason, self._client, self._prompt_tokens, self._tokens, latency, per_token, times))
+
+
+def gauge(name: str, documentation: str, labels: dict[str, str], value: float) -> Metric:
+    family = GaugeMetricFamily(name, documentation, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def counter(name: str, documentation: str, labels: dict[str, str], value: float) -> Metric:
+    family = CounterMetricFamily(name, documentation, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def metrics_route(metrics: ServerMetrics) -> Callable[[Request], Response]:
+    """Return the handler of `/metrics`. It isn't a coroutine: Starlette calls it in a thread, and streams go on meanwhile."""
+
+    def scraped(request: Request) -> Response:
+        encode: Callable[[CollectorRegistry], bytes]
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(metrics.registry), headers={"content-type": content_type})
+
+    return scraped

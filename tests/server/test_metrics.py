@@ -1,0 +1,160 @@
+"""The server's metrics: what they count, that their number is bounded, and that Prometheus' own parser reads them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from dovetail.limits import Limits
+from dovetail.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from dovetail_server.engine import EngineFacts, Load, ServedEngine
+from dovetail_server.metrics import MAX_CLIENT_CHARS, MAX_CLIENTS, OTHER_CLIENTS, Histogram, ServerMetrics, metrics_route, token_bounds
+
+
+@dataclass
+class IdleEngine:
+    """An engine that has facts and a load, and does nothing."""
+
+    load: Load = field(default_factory=Load)
+    facts: EngineFacts = field(
+        default_factory=lambda: EngineFacts("demo", 256, 64, 16, 100, 8, Limits(), True, parts={"scheduler": "dovetail-llm:fcfs"})
+    )
+
+
+@dataclass
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    time: float = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def metrics(clock: Clock) -> ServerMetrics:
+    return ServerMetrics(cast(ServedEngine, IdleEngine(Load(3, 2, held_blocks=25, free_blocks=65, cached_blocks=10))), front_end=1, clock=clock)
+
+
+def output(*tokens: int, reason: FinishReason | None = None, cached: int = 0, times: RequestMetrics | None = None) -> RequestOutput:
+    """An output of one sample for each number of new tokens, of a prompt of ten tokens."""
+    samples = [CompletionOutput(index, "", [7] * new, finish_reason=reason) for index, new in enumerate(tokens)]
+    return RequestOutput("r", None, [1] * 10, samples, reason is not None, num_cached_tokens=cached, metrics=times)
+
+
+def value(metrics: ServerMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(name, {"model_name": "demo", "front_end": "1", **labels})
+
+
+def scraped(metrics: ServerMetrics, **headers: str) -> Any:
+    return TestClient(Starlette(routes=[Route("/metrics", metrics_route(metrics))])).get("/metrics", headers=headers)
+
+
+def test_a_request_is_timed_from_its_arrival_to_each_of_its_tokens(metrics: ServerMetrics, clock: Clock) -> None:
+    meter = metrics.meter("alice")
+    clock.time += 0.5
+    meter.saw(output(1, cached=4))
+    for _ in range(4):
+        clock.time += 0.125
+        meter.saw(output(1))
+    clock.time += 1
+    meter.saw(output(0, reason="length"))
+    assert value(metrics, "vllm:time_to_first_token_seconds_sum") == 0.5
+    assert value(metrics, "vllm:inter_token_latency_seconds_sum") == 0.5
+    assert value(metrics, "vllm:inter_token_latency_seconds_count") == 4
+    assert value(metrics, "vllm:request_time_per_output_token_seconds_sum") == 0.125
+    assert value(metrics, "vllm:e2e_request_latency_seconds_sum") == 2.0
+    assert value(metrics, "vllm:generation_tokens_total") == 5
+    assert value(metrics, "vllm:prompt_tokens_total") == 10
+    assert value(metrics, "vllm:prefix_cache_hits_total") == 4
+    assert value(metrics, "vllm:request_success_total", finished_reason="length") == 1
+    assert value(metrics, "dovetail_client_generation_tokens_total", client="alice") == 5
+
+
+def test_the_engines_times_part_a_request_into_queue_prefill_and_decode(metrics: ServerMetrics) -> None:
+    metrics.meter().saw(output(1, reason="stop", times=RequestMetrics(10.0, 12.0, 15.0, 19.0, preemptions=3)))
+    parts = {name: value(metrics, f"vllm:request_{name}_time_seconds_sum") for name in ("queue", "prefill", "decode", "inference")}
+    assert parts == {"queue": 2.0, "prefill": 3.0, "decode": 4.0, "inference": 7.0}
+    assert value(metrics, "vllm:num_preemptions_total") == 3
+
+
+def test_samples_of_one_prompt_have_a_gap_each_and_a_mean_of_their_own(metrics: ServerMetrics, clock: Clock) -> None:
+    meter = metrics.meter(samples=2)
+    meter.saw(output(1, 1))
+    clock.time += 1
+    meter.saw(output(1, 1, reason="stop"))
+    assert value(metrics, "vllm:inter_token_latency_seconds_count") == 2
+    assert value(metrics, "vllm:request_time_per_output_token_seconds_sum") == 1.0
+
+
+def test_a_request_that_goes_away_ends_once_and_without_a_first_token_it_has_no_time_of_one(metrics: ServerMetrics) -> None:
+    meter = metrics.meter()
+    meter.ended("abort")
+    meter.ended("error")
+    assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 1
+    assert value(metrics, "vllm:request_success_total", finished_reason="error") == 0
+    assert value(metrics, "vllm:time_to_first_token_seconds_count") == 0
+
+
+def test_the_load_is_the_engines_at_the_time_of_the_question(metrics: ServerMetrics) -> None:
+    assert value(metrics, "vllm:num_requests_running") == 3
+    assert value(metrics, "vllm:num_requests_waiting") == 2
+    assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
+    assert value(metrics, "dovetail_kv_blocks", state="cached") == 10
+    assert value(metrics, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
+    assert value(metrics, "dovetail_engine_info", part_scheduler="dovetail-llm:fcfs") == 1
+
+
+def test_no_number_of_clients_and_no_name_makes_more_than_so_many_figures(metrics: ServerMetrics) -> None:
+    for client in ["x" * (MAX_CLIENT_CHARS + 1), *(f"client {number}" for number in range(3 * MAX_CLIENTS))]:
+        metrics.meter(client).saw(output(1, reason="stop"))
+    assert len(metrics.clients) <= MAX_CLIENTS + 1
+    assert sum(counts.requests for counts in metrics.clients.values()) == 3 * MAX_CLIENTS + 1
+    assert metrics.clients[OTHER_CLIENTS].requests > MAX_CLIENTS
+
+
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
+def test_a_scrape_is_in_the_format_that_was_asked_for(metrics: ServerMetrics, accept: str) -> None:
+    metrics.request_refused(429)
+    metrics.meter('a "quoted"\nname').saw(output(1, reason="stop"))
+    answer = scraped(metrics, accept=accept)
+    assert answer.headers["content-type"].startswith(accept.split(";")[0] or "text/plain")
+    if not accept:
+        families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+        assert families["vllm:time_to_first_token_seconds"].type == "histogram"
+        assert {sample.labels["client"] for sample in families["dovetail_client_requests"].samples} == {'a "quoted"\nname'}
+        assert [sample.value for sample in families["dovetail_requests_refused"].samples] == [1]
+
+
+@given(st.lists(st.floats(0, 1e4)))
+def test_a_histograms_buckets_hold_what_is_at_most_their_bound(values: list[float]) -> None:
+    histogram = Histogram((0.5, 1, 10))
+    for number in values:
+        histogram.add(number)
+    assert [count for _, count in histogram.cumulated()] == [sum(number <= bound for number in values) for bound in (0.5, 1, 10, math.inf)]
+
+
+def test_bounds_of_token_counts_are_round_and_end_with_the_longest_request() -> None:
+    assert token_bounds(256) == (1, 2, 5, 10, 20, 50, 100, 200)
+    assert token_bounds(1) == (1,)
+
+
+def test_what_the_page_gets_holds_no_name_of_a_client_and_no_text(metrics: ServerMetrics) -> None:
+    metrics.meter("a secret name").saw(output(2, reason="stop"))
+    live = metrics.live()
+    assert "secret" not in repr(live)
+    assert (live["running"], live["generated_tokens"], live["finished"]["stop"]) == (3, 2, 1)
