@@ -1,0 +1,55 @@
+"""`create_app`: the Starlette application of one front end. The processes around it are `command`'s."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dovetail_server.admission import Admission
+from dovetail_server.engine import ServedEngine
+from dovetail_server.errors import HttpError, anthropic_shape, openai_shape
+from dovetail_server.exchange import Server
+from dovetail_server.middleware import ApiKeys, RequestLog
+from dovetail_server.routes import all_routes
+from dovetail_server.settings import ServerSettings
+
+
+def create_app(engine: ServedEngine, settings: ServerSettings | None = None) -> Starlette:
+    """Return the app that serves an engine. `app.state.draining` set to True makes /ready say 503."""
+    settings = settings or ServerSettings()
+    middleware = [Middleware(RequestLog, settings)]
+    if settings.cors_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.cors_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        )
+    if settings.api_keys:
+        middleware.append(Middleware(ApiKeys, settings))
+    app = Starlette(routes=all_routes(settings), middleware=middleware, exception_handlers={HTTPException: _http_exception})
+    app.state.server = Server(engine, settings, Admission(engine, settings), settings.served_model_name or (engine.facts.model,))
+    app.state.draining = False
+    return app
+
+
+def _http_exception(request: Request, error: Exception) -> Response:
+    """An unknown path or method, in the API's own shape."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    headers = dict((error.headers if isinstance(error, HTTPException) else None) or {})
+    if status == 404:
+        message = f"nothing is served at {request.url.path[:200]}"
+    elif status == 405:
+        message = f"{request.url.path[:200]} takes {headers.get('Allow', 'another method')}, not {request.method}"
+    else:
+        message = str(error)
+    told = HttpError(status, message)
+    shape = anthropic_shape if request.url.path.startswith("/v1/messages") else openai_shape
+    return Response(told.body(shape), status, headers, "application/json")

@@ -1,0 +1,316 @@
+"""`Exchange`: one HTTP request to the engine and its answer, and `Endpoint`, which makes a route of a function that takes one.
+
+However an exchange ends (answered, refused, its client gone, its task cancelled), nothing of it stays in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import orjson
+from starlette.types import Receive, Scope, Send
+
+from dovetail.errors import DovetailError
+from dovetail.front.prompts import Prompt
+from dovetail.front.tokenizer import TokenizedText
+from dovetail.request import CompletionOutput, RequestOutput
+from dovetail.sampling_params import SamplingParams
+from dovetail_server.admission import Admission, Ticket
+from dovetail_server.engine import ServedEngine
+from dovetail_server.errors import ErrorShape, HttpError, http_error, openai_shape
+from dovetail_server.protocol.decoding import decode
+from dovetail_server.settings import ServerSettings
+from dovetail_server.streams import EventStream, SlowReaderError, until_disconnected
+
+T = TypeVar("T")
+
+_CHARS_A_TOKEN = 4  # guessed, of a text that isn't tokenized yet
+
+
+@dataclass(slots=True)
+class Record:
+    """Numbers of one request, for its log line. Times are seconds of `time.monotonic`."""
+
+    began: float = field(default_factory=time.monotonic)
+    first_output: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    model: str | None = None
+    error: str | None = None
+    gone: bool = False  # the client went away before the end
+
+
+@dataclass(frozen=True)
+class Server:
+    """What all routes share; `app.state.server`."""
+
+    engine: ServedEngine
+    settings: ServerSettings
+    admission: Admission
+    models: tuple[str, ...]  # the names that a request may give; the first is the model's own
+    started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
+
+    def model_named(self, name: str | None) -> str:
+        """Return the name that the answer tells. Raises `HttpError` 404 for an unknown one."""
+        if name is None or name in self.models:
+            return name or self.models[0]
+        raise HttpError(404, f"the model {name[:200]!r} isn't served here; served is {', '.join(self.models)}", param="model", code="model_not_found")
+
+
+class Part:
+    """A `Listener` for one of the engine's requests that belong to an exchange. Subclasses have `take`, and `lost` if nobody else hears of errors."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.ticket: Ticket | None = None
+        self.begun = self.ended = False
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+
+    def take(self, output: RequestOutput) -> None:
+        """Take what is new. Raises nothing but `DovetailError`, which ends the exchange."""
+        raise NotImplementedError
+
+    def on_output(self, output: RequestOutput) -> None:
+        if not self.begun:
+            self._begin(output)
+        for sample in output.outputs:
+            self.completion_tokens += len(sample.token_ids)
+            if sample.finish_reason in ("rejected", "error", "abort"):
+                self.ended = output.finished
+                self.on_error(_failure(sample))
+                return
+        try:
+            self.take(output)
+        except Exception as error:  # it is this request's alone
+            self.on_error(http_error(error))
+        if output.finished:
+            self.ended = True
+            self.exchange.part_ended(self)
+
+    def on_error(self, error: DovetailError) -> None:
+        self.ended = True
+        self.exchange.fail(error)
+
+    def _begin(self, output: RequestOutput) -> None:
+        self.begun = True
+        self.prompt_tokens, self.cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens
+        if self.exchange.record.first_output is None:
+            self.exchange.record.first_output = time.monotonic()
+        if self.ticket is not None:
+            self.ticket.leave(begun=True)
+
+
+def _failure(sample: CompletionOutput) -> HttpError:
+    if sample.finish_reason == "rejected":
+        return HttpError(503, f"the scheduler rejected the request: {sample.stop_reason}", code="rejected")
+    if sample.finish_reason == "abort":
+        return HttpError(503, "the request was aborted by the server", code="aborted")
+    return HttpError(500, f"the request failed: {sample.stop_reason}", code="request_failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request for the engine."""
+
+    prompt: Prompt
+    params: SamplingParams
+    part: Part
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Exchange:
+    """One HTTP request and its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, shape: ErrorShape = openai_shape) -> None:
+        self.scope, self.receive, self.send, self.shape = scope, receive, send, shape
+        self.server: Server = scope["app"].state.server
+        self.record: Record = scope.setdefault("dovetail.record", Record())
+        self.fields: Sequence[str] = ()  # parameters that a `RequestError` may name
+        self.renamed: Mapping[str, str] = {}
+        self.started = False  # the answer's head is sent
+        self.stream: EventStream | None = None
+        self._parts: dict[str, Part] = {}  # by the engine's request id
+        self.on_finished: Callable[[], None] = lambda: None  # called when the last part has ended, to write last events
+        self._left = 0  # parts that haven't ended
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def engine(self) -> ServedEngine:
+        return self.server.engine
+
+    async def body(self, kind: type[T]) -> T:
+        """Read the body as a msgspec struct. Raises `HttpError` 400 or 413."""
+        data = await read_body(self.scope, self.receive, self.server.settings.max_body_bytes)
+        self.fields = getattr(kind, "__struct_encode_fields__", ())
+        return decode(data, kind)
+
+    @asynccontextmanager
+    async def attended(self) -> AsyncIterator[None]:
+        """Break off, with `ClientGone`, when the client goes away, and with `HttpError` 504 when the time is up. The body must have been read."""
+        timeout_s = self.server.settings.request_timeout_s
+        watch = asyncio.create_task(until_disconnected(self.receive))
+        try:
+            async with asyncio.timeout(timeout_s) as scope:
+                watch.add_done_callback(lambda _: None if scope.expired() else _expire(scope))
+                yield
+        except TimeoutError:
+            if watch.done():
+                raise ClientGone from None
+            raise HttpError(504, f"the request took longer than {timeout_s:g} s (request_timeout_s)", code="timeout") from None
+        finally:
+            watch.cancel()
+
+    def begin_stream(self, error_event: str | None = None) -> EventStream:
+        """Answer with events; give them to the stream before the jobs begin, or as their outputs come."""
+        self.stream = EventStream(self.scope, self._send, self.shape, self.server.settings.max_backlog_bytes, error_event)
+        return self.stream
+
+    async def run(self, jobs: Sequence[Job], name: str) -> None:
+        """Have the jobs done; of a stream, send it to its end. `name` begins their ids in the engine. Raises what `attended` does, and the error
+        of the first job that fails before an event was written."""
+        async with self.attended():
+            tokens = [_tokens_of(job.prompt) for job in jobs]
+            self.server.admission.check(len(jobs), sum(tokens))
+            self._left = len(jobs)
+            for index, (job, count) in enumerate(zip(jobs, tokens, strict=True)):
+                job.part.ticket = self.server.admission.enter(count)
+                self._parts[name if len(jobs) == 1 else f"{name}-{index}"] = job.part
+            tasks = [asyncio.create_task(self._submit(request_id, job)) for request_id, job in zip(self._parts, jobs, strict=True)]
+            try:
+                if self.stream is not None:
+                    await self.stream.serve()
+                else:
+                    await self._done
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def _submit(self, request_id: str, job: Job) -> None:
+        try:
+            await self.engine.submit(request_id, job.prompt, job.params, job.part, **job.fields)
+        except Exception as error:
+            job.part.on_error(http_error(error, self.fields, self.renamed))
+
+    def part_ended(self, part: Part) -> None:
+        """A part's last output has been taken."""
+        self._left -= 1
+        if not self._left:
+            self.on_finished()
+            if not self._done.done():
+                self._done.set_result(None)
+            if self.stream is not None:
+                self.stream.end()
+
+    def fail(self, error: DovetailError) -> None:
+        """A part failed: so does the exchange."""
+        error = http_error(error, self.fields, self.renamed)
+        self.record.error = self.record.error or str(error)
+        if self.stream is not None:
+            self.stream.fail(error)
+        elif not self._done.done():
+            self._done.set_exception(error)
+
+    def close(self) -> None:
+        """Abort what is left in the engine, and note the numbers."""
+        parts, self._parts = self._parts, {}
+        for request_id, part in parts.items():
+            if not part.ended:
+                self.engine.abort(request_id)
+            if part.ticket is not None:
+                part.ticket.leave(begun=False)
+            self.record.prompt_tokens += part.prompt_tokens
+            self.record.cached_tokens += part.cached_tokens
+            self.record.completion_tokens += part.completion_tokens
+        if self._done.done() and not self._done.cancelled():
+            self._done.exception()  # seen
+
+    async def reply(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """Answer with JSON; bytes are JSON already."""
+        data = value if isinstance(value, bytes) else orjson.dumps(value)
+        head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+        head += [(name.lower().encode(), text.encode()) for name, text in (headers or {}).items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": head})
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def refuse(self, error: BaseException) -> None:
+        """Answer with an error; amidst a stream, as its last event."""
+        told = http_error(error, self.fields, self.renamed)
+        self.record.error = self.record.error or told.message
+        if not self.started:
+            await self.reply(told.body(self.shape), told.status, told.headers)
+        elif self.stream is not None:
+            self.stream.fail(told)
+            await self.stream.finish()
+
+    async def _send(self, message: Any) -> None:
+        self.started = True
+        await self.send(message)
+
+
+class ClientGone(DovetailError):
+    """The client went away: nobody is there to be told."""
+
+
+def _expire(scope: asyncio.Timeout) -> None:
+    try:
+        scope.reschedule(asyncio.get_running_loop().time())
+    except RuntimeError:  # it is over
+        return
+
+
+def _tokens_of(prompt: Prompt) -> int:
+    """Number of a prompt's tokens, guessed from the length of a text that isn't tokenized."""
+    if isinstance(prompt, TokenizedText):
+        return len(prompt.token_ids)
+    return len(prompt) // _CHARS_A_TOKEN + 1 if isinstance(prompt, str) else len(prompt)
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """Return the body of a request. Raises `HttpError` 413 if it is larger, and `ClientGone` if the client goes away."""
+    too_large = HttpError(413, f"the body is larger than {max_bytes} bytes (max_body_bytes)", code="body_too_large", headers={"Connection": "close"})
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > max_bytes):
+            raise too_large
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > max_bytes:
+            raise too_large
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def new_id(prefix: str) -> str:
+    """Return an id that no other request has."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+class Endpoint:
+    """A route as a bare ASGI app around a function that answers an `Exchange`. `shape`: how the route's API words errors."""
+
+    def __init__(self, handler: Callable[[Exchange], Awaitable[None]], shape: ErrorShape = openai_shape) -> None:
+        self._handler, self._shape = handler, shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, self._shape)
+        try:
+            await self._handler(exchange)
+        except (ClientGone, SlowReaderError) as error:
+            exchange.record.gone = True
+            exchange.record.error = "the reader was too slow" if isinstance(error, SlowReaderError) else None
+        except Exception as error:
+            exchange.close()
+            await exchange.refuse(error)
+        finally:
+            exchange.close()

@@ -1,0 +1,105 @@
+"""Bare ASGI middleware: a request id and a log line for each request, and API keys."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dovetail_server.errors import HttpError, anthropic_shape, openai_shape
+from dovetail_server.exchange import Record
+from dovetail_server.settings import ServerSettings
+
+logger = logging.getLogger("dovetail.server")
+
+OPEN_PATHS = ("/health", "/ready")  # without an API key: for those who watch over processes
+_SANE_ID = re.compile(rb"[A-Za-z0-9._:/=+-]{1,128}")
+_TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?")
+
+
+class RequestLog:
+    """Gives each answer a request id, that of the client if it is sane, and logs one line of JSON when it has ended."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app, self._logs = app, settings.log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        scope["dovetail.request_id"] = request_id.decode()
+        record: Record = scope.setdefault("dovetail.record", Record())
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            status = status or 500
+            raise
+        finally:
+            if self._logs:
+                logger.info("%s", _line(scope, record, status, headers.get(b"traceparent", b"")))
+
+
+def _line(scope: Scope, record: Record, status: int, traceparent: bytes) -> str:
+    now = time.monotonic()
+    line = {
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "request_id": scope["dovetail.request_id"],
+        "duration_s": round(now - record.began, 6),
+    }
+    if record.model is not None:
+        line |= {"model": record.model, "prompt_tokens": record.prompt_tokens, "cached_tokens": record.cached_tokens}
+        line["completion_tokens"] = record.completion_tokens
+    if record.first_output is not None:
+        line["first_output_s"] = round(record.first_output - record.began, 6)
+    if record.gone:
+        line["client_gone"] = True
+    if record.error is not None:
+        line["error"] = record.error[:500]
+    if traced := _TRACEPARENT.fullmatch(traceparent):
+        line |= {"trace_id": traced[1].decode(), "parent_id": traced[2].decode()}
+    return json.dumps(line)
+
+
+class ApiKeys:
+    """Lets nobody in without a key."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._keys = tuple(key.encode() for key in settings.api_keys)
+        self._root = settings.root_path.rstrip("/")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].removeprefix(self._root) in OPEN_PATHS or self._has_key(dict(scope["headers"])):
+            await self._app(scope, receive, send)
+            return
+        message = "this server needs an API key: send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
+        error = HttpError(401, message, code="invalid_api_key")
+        body = error.body(anthropic_shape if scope["path"].endswith("/messages") else openai_shape)
+        head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"www-authenticate", b"Bearer")]
+        await send({"type": "http.response.start", "status": 401, "headers": head})
+        await send({"type": "http.response.body", "body": body})
+
+    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        offered = [headers.get(b"x-api-key", b""), bearer.strip() if scheme.lower() == b"bearer" else b""]
+        found = [hmac.compare_digest(key, one) for key in self._keys for one in offered]  # all, so that the time tells nothing
+        return any(found)

@@ -1,0 +1,105 @@
+"""Tool calls as Mistral's models write them, behind the token `[TOOL_CALLS]`.
+
+Older ones write an array, `[TOOL_CALLS][{"name": …, "arguments": …}, …]`; newer ones a name and an object, `[TOOL_CALLS]name{…}` or
+`[TOOL_CALLS]name[ARGS]{…}`, perhaps with `[CALL_ID]id` after the name, and a mark for each further call.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+
+from dovetail_server.parsers.calls import CallParser
+from dovetail_server.parsers.events import ToolCallArguments, ToolCallStart
+from dovetail_server.parsers.json_value import JsonValue
+from dovetail_server.parsers.pieces import Marks, after_space
+
+MAX_HEAD = 512  # characters of a name and an id, with the marks between
+_HEAD = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-]+)\s*)?(?:\[ARGS\]\s*)?", re.ASCII)
+_NOT_IN_HEAD = re.compile(r"[^A-Za-z0-9_.\-\[\] \t\r\n]")
+
+
+class MistralCalls(CallParser):
+    """All marks are special tokens. An id is nine letters and digits: the templates refuse all others when the call comes back in a conversation."""
+
+    marks = Marks("[TOOL_CALLS]")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_array = False  # of the older format
+        self._value: JsonValue | None = None  # the arguments that are being read, in the newer format
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """True: without its mark a call looks like any text."""
+        return True
+
+    def new_id(self) -> str:
+        """Return an id for a call to which the model gave none."""
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+    def found(self, mark: str, lead: str) -> None:
+        """Expect an array or a name after the mark."""
+        self._in_array = False
+        super().found(mark, lead)
+
+    def begins_call(self, char: str) -> bool:
+        """Tell the two formats apart, and go on with the object of an array's call."""
+        if self._in_array:
+            return super().begins_call(char)
+        self._state = type(self).open_array if char == "[" else type(self).head
+        return True
+
+    def open_array(self, text: str, pos: int) -> int:
+        """State: the bracket of an array."""
+        self._in_array = True
+        self.lead += "["
+        self._state = type(self).expect
+        return pos + 1
+
+    def after_call(self, *, complete: bool) -> None:
+        """Go on with the array."""
+        self._state = type(self).after_element if complete else type(self).search
+
+    def after_element(self, text: str, pos: int) -> int:
+        """State: what follows a call in an array."""
+        pos = after_space(text, pos)
+        if pos == len(text):
+            return pos
+        if text[pos] == ",":
+            self.lead = ","
+            self._state = type(self).expect
+            return pos + 1
+        self._state = type(self).skip_space if text[pos] == "]" else type(self).search
+        return pos + 1 if text[pos] == "]" else pos
+
+    def head(self, text: str, pos: int) -> int:
+        """State: the name, and what else stands before the arguments."""
+        stop = min(len(text), pos + MAX_HEAD)
+        brace = text.find("{", pos, stop)
+        end = brace if brace >= 0 else stop
+        stranger = _NOT_IN_HEAD.search(text, pos, end)
+        if stranger is None and brace < 0 and stop < pos + MAX_HEAD:
+            return self.hold(text, pos)
+        head = _HEAD.fullmatch(text, pos, end) if brace >= 0 else None
+        if head is None:
+            end = stranger.start() if stranger else end
+            self.refuse(text[pos:end])
+            return end
+        self._events.append(ToolCallStart(self.index, head[2] or self.new_id(), head[1]))
+        self.lead = ""
+        self._value = JsonValue("{")
+        self._state = type(self).arguments
+        return end
+
+    def arguments(self, text: str, pos: int) -> int:
+        """State: the arguments of a call."""
+        if self._value is None:
+            raise AssertionError("arguments are read that never began")
+        end = self._value.feed(text, pos)
+        self._events.append(ToolCallArguments(self.index, text[pos:end]))
+        if self._value.done:
+            self.index += 1
+            self._state = type(self).skip_space
+        return end

@@ -1,0 +1,89 @@
+"""Reasoning between `<think>` and `</think>` at the beginning of an answer, as Qwen3's, DeepSeek-R1's and many other models write it."""
+
+from __future__ import annotations
+
+from dovetail_server.parsers.events import Event, OutputParser, Reasoning
+from dovetail_server.parsers.pieces import MAX_SPACE, Marks, PieceReader, after_space, without_space
+
+BEGIN = "<think>"
+_END = Marks("</think>")
+
+
+class ThinkReasoning(PieceReader):
+    """A parser of reasoning that hands the rest of the answer to the parser of tool calls, if there is one.
+
+    Whitespace directly inside and directly after the marks goes with them. An answer without the mark at its beginning has no reasoning, and marks
+    further on are content. An answer that ends before `</think>` is reasoning all through. Both marks are ordinary added tokens.
+    """
+
+    def __init__(self, calls: OutputParser | None = None, *, starts_inside: bool = False) -> None:
+        """Begin an answer. `starts_inside` says that the prompt ended with `<think>`; if the model writes it again, that is dropped."""
+        super().__init__()
+        self._calls = calls
+        self._inside = starts_inside
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """True if the parser of tool calls needs them."""
+        return self._calls is not None and self._calls.needs_special_tokens
+
+    def finish(self) -> list[Event]:
+        """Return what was held."""
+        held, self._held = self._held, ""
+        if self._inside:
+            self._reason(held)
+        else:
+            self.rest(held, 0)
+        if self._calls is not None:
+            self._events += self._calls.finish()
+        return self._events
+
+    def search(self, text: str, pos: int) -> int:
+        """State: the beginning of the answer."""
+        begin = after_space(text, pos)
+        head = text[begin : begin + len(BEGIN)]
+        if head == BEGIN:
+            self._inside = True
+            self._state = type(self).skip_space_inside
+            return begin + len(BEGIN)
+        if begin - pos <= MAX_SPACE and BEGIN.startswith(head) and begin + len(head) == len(text):
+            return self.hold(text, pos)
+        self._state = type(self).skip_space_inside if self._inside else type(self).rest
+        return pos
+
+    def skip_space_inside(self, text: str, pos: int) -> int:
+        """State: whitespace before the reasoning."""
+        pos = after_space(text, pos)
+        if pos < len(text):
+            self._state = type(self).reason
+        return pos
+
+    def reason(self, text: str, pos: int) -> int:
+        """State: reasoning, up to its end mark."""
+        match = _END.find(text, pos)
+        end = without_space(text, pos, match.start() if match else _END.certain(text, pos))
+        self._reason(text[pos:end])
+        if match is None:
+            return self.hold(text, end)
+        self._inside = False
+        self._state = type(self).skip_space
+        return match.end()
+
+    def skip_space(self, text: str, pos: int) -> int:
+        """State: whitespace after the reasoning."""
+        pos = after_space(text, pos)
+        if pos < len(text):
+            self._state = type(self).rest
+        return pos
+
+    def rest(self, text: str, pos: int) -> int:
+        """State: all that follows the reasoning."""
+        if self._calls is None:
+            self.content(text[pos:])
+        else:
+            self._events += self._calls.feed(text[pos:])
+        return len(text)
+
+    def _reason(self, text: str) -> None:
+        if text:
+            self._events.append(Reasoning(text))

@@ -1,0 +1,86 @@
+"""The body of `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dovetail.front.chat import ChatOptions
+from dovetail.sampling_params import SamplingParams
+from dovetail_server.errors import HttpError
+from dovetail_server.protocol.decoding import Only, refuse_unsupported
+from dovetail_server.protocol.openai_common import OPENAI_ONLY, OpenAIFields, check_stream, sampling_params
+
+RENAMED = {"prompt": "messages", "conversation": "messages", "a": "messages"}
+
+
+class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
+    """A conversation to go on with."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
+
+    # Not every value is supported
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    functions: Any = None
+    function_call: Any = None
+    web_search_options: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+
+
+_LATER = "comes with structured output, which isn't there yet"
+_ONLY = (
+    *OPENAI_ONLY,
+    Only("response_format", ({"type": "text"},), f'only {{"type": "text"}} is supported; JSON {_LATER}'),
+    Only("tool_choice", ("none", "auto"), f'"none" and "auto" are supported; "required" and named functions {_LATER}'),
+    Only("parallel_tool_calls", (True,), f"the model makes as many calls as it likes: false {_LATER}"),
+    Only("modalities", (["text"],), 'only ["text"] is supported: models here read and write text'),
+    Only("audio", (), "models here write text"),
+    Only("prediction", (), "predicted outputs aren't supported"),
+    Only("functions", (), "use tools, which replaced it"),
+    Only("function_call", (), "use tool_choice, which replaced it"),
+    Only("web_search_options", (), "the server searches no web"),
+    Only("reasoning_effort", (), "give the chat template's own variable in chat_template_kwargs"),
+    Only("verbosity", ("medium",), "no model here knows it"),
+)
+
+
+def chat_options(body: ChatRequest) -> ChatOptions:
+    """Return how the conversation becomes a prompt. Raises `RequestError`."""
+    return ChatOptions(
+        tools=None if body.tool_choice == "none" or not body.tools else body.tools,
+        chat_template=body.chat_template,
+        chat_template_kwargs=body.chat_template_kwargs,
+        continue_final_message=body.continue_final_message,
+        add_generation_prompt=body.add_generation_prompt,
+    )
+
+
+def chat_params(body: ChatRequest) -> SamplingParams:
+    """Return the parameters of the answer. Raises `HttpError` for what isn't supported, `RequestError` for what is wrong."""
+    refuse_unsupported(body, _ONLY)
+    check_stream(body)
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise HttpError(400, "max_completion_tokens: max_tokens is its old name: give one of them", param="max_completion_tokens")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise HttpError(400, "top_logprobs: it needs logprobs: true", param="top_logprobs")
+    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    return sampling_params(body, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+
+
+def renamed_fields(body: ChatRequest) -> dict[str, str]:
+    """Return the names that the client used, by those that errors of the engine use."""
+    names = {**RENAMED, "logprobs": "top_logprobs"}
+    return names | ({"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {})

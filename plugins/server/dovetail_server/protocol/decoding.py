@@ -1,0 +1,71 @@
+"""JSON bodies into msgspec structs, with errors that name the field and say what would be right."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from dovetail.checks import did_you_mean, shown
+from dovetail_server.errors import HttpError
+
+T = TypeVar("T")
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_PLACE = re.compile(r" - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
+
+
+@lru_cache(maxsize=64)
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Return a body as a struct. Raises `HttpError` 400 naming the field that is wrong."""
+    try:
+        body: T = _decoder(kind).decode(data)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), kind) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError(400, f"the body isn't valid JSON: {error}", code="invalid_json") from None
+    return body
+
+
+def _explained(text: str, kind: Any) -> HttpError:
+    found = _PLACE.search(text)
+    place = found[1][:200] if found else ""
+    reason = _PLACE.sub("", text)
+    if unknown := _UNKNOWN.match(reason):
+        name, known = unknown[1], getattr(kind, "__struct_encode_fields__", ())
+        meant = did_you_mean(name, known) if not place else ""
+        param = f"{place}.{name}" if place else name
+        return HttpError(400, f"{param[:200]}: unknown parameter{meant}", param=param[:200], code="unknown_parameter")
+    if missing := _MISSING.match(reason):
+        param = f"{place}.{missing[1]}" if place else missing[1]
+        return HttpError(400, f"{param}: it is required", param=param, code="missing_parameter")
+    return HttpError(400, f"{place or 'the body'}: {reason[:1].lower()}{reason[1:]}", param=place or None, code="invalid_type")
+
+
+class Only(NamedTuple):
+    """A parameter of which not every value is supported: the values that are, and why not the others."""
+
+    name: str
+    values: tuple[Any, ...]  # besides null
+    reason: str
+
+
+def refuse_unsupported(body: Any, table: Sequence[Only]) -> None:
+    """Raises `HttpError` 400 for the first parameter with a value that isn't supported."""
+    for name, values, reason in table:
+        value = getattr(body, name)
+        if value is not None and not any(type(value) is type(one) and value == one for one in values):
+            raise HttpError(400, f"{name}: {reason}, got {shown(value)}", param=name, code="unsupported_parameter")
+
+
+def given(**fields: Any) -> Mapping[str, Any]:
+    """Return the fields that aren't None."""
+    return {name: value for name, value in fields.items() if value is not None}

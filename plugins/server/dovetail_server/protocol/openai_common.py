@@ -1,0 +1,132 @@
+"""Parameters that OpenAI's APIs have in common, Dovetail's further ones, and how both become `SamplingParams`: for all APIs, in this one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from dovetail.request import TokenLogprobMap
+from dovetail.sampling_params import OutputKind, SamplingParams
+from dovetail_server.engine import ServedEngine
+from dovetail_server.errors import HttpError
+from dovetail_server.protocol.decoding import Only, given
+
+RENAMED = {"id": "request_id", "deadline": "deadline_s"}  # the engine's names of parameters that have another one in the APIs
+
+
+class FurtherFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Dovetail's own parameters, of every API that generates."""
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    client: str | None = None
+    deadline_s: float | None = None
+    cache_salt: str | None = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What a stream tells besides its text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = None  # harmless: padding is never added
+
+
+class OpenAIFields(FurtherFields, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of completions and of chat."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+
+    # Harmless: they change no answer
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+
+
+OPENAI_ONLY = (
+    Only("store", (False,), "answers aren't kept: leave it out, or give false"),
+    Only("service_tier", ("auto", "default"), 'there is one tier, "auto"; `priority` is what schedulers look at'),
+)
+
+
+def sampling_params(body: FurtherFields, **own: Any) -> SamplingParams:
+    """Return the parameters of a request. `own`: the fields of `SamplingParams` that the API has by other names or in other forms; what is None
+    keeps its default, `max_tokens` excepted. Raises `RequestError`."""
+    names = ("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "n", "prompt_logprobs")
+    fields = {name: getattr(body, name, None) for name in (*_FURTHER, *names)} | own
+    max_tokens = fields.pop("max_tokens")
+    return SamplingParams(**given(**fields), max_tokens=max_tokens, output_kind=OutputKind.DELTA)
+
+
+_FURTHER = tuple(name for name in FurtherFields.__struct_fields__ if name not in ("priority", "client", "deadline_s", "cache_salt"))
+
+
+def engine_fields(body: FurtherFields, engine: ServedEngine) -> Mapping[str, Any]:
+    """Return what `ServedEngine.submit` takes besides prompt and parameters."""
+    deadline = None if body.deadline_s is None else engine.now() + body.deadline_s
+    return given(priority=body.priority, client=body.client, cache_salt=body.cache_salt, deadline=deadline)
+
+
+def check_stream(body: OpenAIFields) -> StreamOptions:
+    """Return the options of a stream. Raises `HttpError` for what contradicts `stream`."""
+    if body.stream_options is not None and not body.stream:
+        raise HttpError(400, "stream_options: only a stream has them: set stream to true", param="stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise HttpError(400, "prompt_logprobs: a stream doesn't tell them: set stream to false", param="prompt_logprobs")
+    return body.stream_options or StreamOptions()
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Return the tokens of a request as OpenAI's clients read them."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def at_least(logprob: float) -> float:
+    """Return a log-probability that JSON can hold: OpenAI's least is -9999."""
+    return max(logprob, -9999.0)
+
+
+def prompt_logprobs_json(prompt_logprobs: list[TokenLogprobMap | None] | None) -> list[dict[str, Any] | None] | None:
+    """Return the log-probabilities of a prompt's tokens, by token id; null for the first."""
+    if prompt_logprobs is None:
+        return None
+    return [
+        None
+        if position is None
+        else {str(token): {"logprob": at_least(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token} for token, one in position.items()}
+        for position in prompt_logprobs
+    ]

@@ -1,0 +1,75 @@
+"""What operators and clients ask of the server itself: /v1/models, /health, /ready, /version."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from starlette.routing import Route
+
+from dovetail.errors import DISTRIBUTION, DovetailError
+from dovetail_server.errors import HttpError
+from dovetail_server.exchange import Endpoint, Exchange
+
+
+async def health(exchange: Exchange) -> None:
+    """200 while the engine lives; 503 with the reason when it is dead, or hangs."""
+    _check_health(exchange)
+    await exchange.reply({"status": "ok"})
+
+
+async def ready(exchange: Exchange) -> None:
+    """200 while new requests are welcome; 503 when the server drains, or isn't healthy."""
+    _check_health(exchange)
+    if exchange.scope["app"].state.draining:
+        raise HttpError(503, "the server is shutting down: it ends what is under way, and takes nothing new", code="draining")
+    await exchange.reply({"status": "ready"})
+
+
+async def version(exchange: Exchange) -> None:
+    facts = exchange.engine.facts
+    await exchange.reply(
+        {
+            "version": importlib.metadata.version(DISTRIBUTION),
+            "model": facts.model,
+            "max_model_len": facts.max_model_len,
+            "parts": dict(facts.parts),
+            "details": {name: value if isinstance(value, str | int | float | bool | None) else str(value) for name, value in facts.details.items()},
+        }
+    )
+
+
+async def models(exchange: Exchange) -> None:
+    await exchange.reply({"object": "list", "data": [_model(exchange, name) for name in exchange.server.models]})
+
+
+async def model(exchange: Exchange) -> None:
+    await exchange.reply(_model(exchange, exchange.server.model_named(exchange.scope["path_params"]["model"])))
+
+
+def _model(exchange: Exchange, name: str) -> dict[str, Any]:
+    facts = exchange.engine.facts
+    return {
+        "id": name,
+        "object": "model",
+        "created": exchange.server.started_at,
+        "owned_by": "dovetail",
+        "root": facts.model,
+        "max_model_len": facts.max_model_len,
+    }
+
+
+def _check_health(exchange: Exchange) -> None:
+    try:
+        exchange.engine.check_health()
+    except DovetailError as error:
+        raise HttpError(503, str(error), code="engine_dead") from None
+
+
+ROUTES = [
+    Route("/health", Endpoint(health), methods=["GET"]),
+    Route("/ready", Endpoint(ready), methods=["GET"]),
+    Route("/version", Endpoint(version), methods=["GET"]),
+    Route("/v1/models", Endpoint(models), methods=["GET"]),
+    Route("/v1/models/{model:path}", Endpoint(model), methods=["GET"]),
+]
