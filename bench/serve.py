@@ -1,4 +1,4 @@
-"""Throughput and latency of an OpenAI-compatible server under load, over `/v1/completions`, streamed, with prompts of token ids.
+"""Throughput and latency of an OpenAI-compatible server under load, over `/v1/completions`, streamed, with prompts of token ids (or `--chat`).
 
     python -m bench.serve --url http://127.0.0.1:8000 --workload nano --concurrency 256 --processes 4 --json out.json    # closed loop
     python -m bench.serve --url http://127.0.0.1:8000 --prompt 512 --output 128 --rate 4 16 60 --seconds 30              # Poisson arrivals
@@ -190,6 +190,7 @@ def plans_of(args: argparse.Namespace) -> list[tuple[str, Plan]]:
         processes=args.processes,
         disconnects=args.disconnects,
         checked=args.check_toy,
+        chat=args.chat,
         params={"temperature": args.temperature, **params_of(args.param)},
         api_key=args.api_key,
         timeout_s=args.timeout,
@@ -261,6 +262,7 @@ def parse() -> argparse.Namespace:
     what.add_argument("--output", type=int, default=128, help="tokens on average, without a workload")
     what.add_argument("--requests", type=int, help="how many; otherwise those of the workload, or as many as come in --seconds")
     what.add_argument("--max-id", type=int, default=10_000, help="largest token id of a prompt")
+    what.add_argument("--chat", action="store_true", help="/v1/chat/completions, with messages of about as many letters as a prompt has tokens")
     what.add_argument("--temperature", type=float, default=0.6)
     what.add_argument("--param", action="append", default=[], metavar="KEY=VALUE", help="a further field of each request")
     how = parser.add_argument_group("load")

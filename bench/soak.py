@@ -175,6 +175,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
             processes=args.processes,
             disconnects=args.disconnects,
             checked=True,
+            chat=args.chat,
             seed=args.seed,
         )
         watch = MemoryWatch(server.process.pid, min(60.0, args.seconds / 6))
@@ -212,6 +213,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--disconnects", type=float, default=0.0, help="share of requests whose client hangs up on the way")
     parser.add_argument("--prompt", type=int, default=32, help="tokens, on average")
     parser.add_argument("--output", type=int, default=128, help="tokens, on average")
+    parser.add_argument("--chat", action="store_true", help="over /v1/chat/completions")
     parser.add_argument("--step-ms", type=float, default=100.0, help="milliseconds of a step")
     parser.add_argument("--processes", type=int, default=1, help="of clients")
     parser.add_argument("--serve", default="", metavar="OPTIONS", help="further options of `dovetail serve`, in one word")

@@ -1,4 +1,4 @@
-"""A client of an OpenAI-compatible server that costs little: `Client` keeps streams open by the hundred in one process and stamps what arrives.
+"""A client of an OpenAI-compatible server that costs little. `Client` keeps streams open by the hundred in one process and stamps what arrives.
 
 `bench/serve.py` and `bench/soak.py` run it. A connection is an asyncio protocol with httptools' parser: no task, future or object for each token.
 """
@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from bench.toy import answer
+from bench.toy import FIRST_LETTER, LETTERS, answer
 from bench.workloads import Workload
 from dovetail_lab.token_ids import prompt_ids
 from dovetail_lab.traces import TraceRequest
@@ -50,6 +50,7 @@ class Plan:
     processes: int = 1
     disconnects: float = 0.0  # share of requests whose client hangs up on the way
     checked: bool = False  # the server runs the executor `toy`: compare every text
+    chat: bool = False  # /v1/chat/completions, with a message of about as many letters as the prompt has tokens
     params: Mapping[str, Any] = field(default_factory=dict)
     api_key: str | None = None
     timeout_s: float = 600.0  # for one request
@@ -70,7 +71,7 @@ class Plan:
         hangs_up = rng.random() < self.disconnects
         body = {
             "model": self.model,
-            "prompt": prompt,
+            **({"messages": [{"role": "user", "content": letters(prompt)}]} if self.chat else {"prompt": prompt}),
             "max_tokens": output_tokens,
             "ignore_eos": True,
             "stream": True,
@@ -94,6 +95,11 @@ class Plan:
     def streams(self, process: int) -> int:
         """The streams that a process of a closed loop keeps open."""
         return len(range(process, self.concurrency, self.processes))
+
+
+def letters(ids: list[int]) -> str:
+    """Return as many letters as there are ids."""
+    return "".join(chr(FIRST_LETTER + token % LETTERS) for token in ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +144,13 @@ class Record:
         return Counter(outcome.kind for outcome in self.outcomes if outcome.kind not in (COMPLETED, HUNG_UP))
 
 
+class _Delta(msgspec.Struct):
+    content: str | None = ""
+
+
 class _Choice(msgspec.Struct):
     text: str | None = ""
+    delta: _Delta | None = None
 
 
 class _Details(msgspec.Struct):
@@ -257,7 +268,8 @@ class Connection(asyncio.Protocol):
             self._events += 1
             self._record.events += 1
             if self._texts is not None:
-                self._texts.append(event.choices[0].text or "")
+                choice = event.choices[0]
+                self._texts.append((choice.text if choice.delta is None else choice.delta.content) or "")
             if self._events == self._job.hangs_up_after:
                 self._hang_up()
         if event.usage is not None:
@@ -310,7 +322,7 @@ class Client:
         self._address = urlsplit(plan.url)
         self._host = self._address.hostname or "127.0.0.1"
         key = f"Authorization: Bearer {plan.api_key}\r\n" if plan.api_key else ""
-        path = f"{self._address.path.rstrip('/')}/v1/completions"
+        path = f"{self._address.path.rstrip('/')}/v1/{'chat/completions' if plan.chat else 'completions'}"
         head = f"POST {path} HTTP/1.1\r\nHost: {self._address.netloc}\r\nContent-Type: application/json\r\nAccept: text/event-stream\r\n{key}"
         self._headers = head.encode()
         self._idle: list[Connection] = []

@@ -66,15 +66,12 @@ class FakeServer:
             text = text[:2] + text[3:]
         size = 3 if self.behave == "bundle" else 1
         for start in range(0, len(text) // (2 if self.behave == "cut" else 1), size):
-            yield _event({"choices": [{"index": 0, "text": text[start : start + size], "finish_reason": None}]})
+            piece = text[start : start + size]
+            yield _event({"choices": [{"index": 0, **({"delta": {"content": piece}} if "messages" in body else {"text": piece})}]})
         if self.behave == "error":
             yield _event({"error": {"message": "the engine died", "code": 500}})
-        usage = {
-            "prompt_tokens": len(body["prompt"]),
-            "completion_tokens": len(text),
-            "total_tokens": 0,
-            "prompt_tokens_details": {"cached_tokens": 1},
-        }
+        prompt = body.get("prompt") or body["messages"][0]["content"]
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(text), "prompt_tokens_details": {"cached_tokens": 1}}
         if self.behave != "cut":
             yield b": a comment\n\n"
             yield _event({"choices": [], "usage": usage})

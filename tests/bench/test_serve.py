@@ -33,9 +33,10 @@ def kinds(record: Record) -> Counter[str]:
     return Counter(outcome.kind for outcome in record.outcomes)
 
 
+@pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("behave", ["well", "split", "bundle"])
-def test_a_good_answer_is_completed_however_it_is_cut(behave: str) -> None:
-    record, lens = ended(behave), drawn_workload(8, 10, 12, seed=1, max_id=90).lens
+def test_a_good_answer_is_completed_however_it_is_cut(behave: str, chat: bool) -> None:
+    record, lens = ended(behave, chat=chat), drawn_workload(8, 10, 12, seed=1, max_id=90).lens
     assert kinds(record) == {COMPLETED: 12}
     assert sorted((one.prompt_tokens, one.output_tokens) for one in record.outcomes) == sorted(lens), "as usage says, not as events are"
     assert all(one.sent <= one.first <= one.last for one in record.outcomes)
