@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dovetail_server.admission import Admission
+from dovetail_server.answer_parsing import AnswerParsing
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError, anthropic_shape, openai_shape
 from dovetail_server.exchange import Server
@@ -19,7 +20,8 @@ from dovetail_server.settings import ServerSettings
 
 
 def create_app(engine: ServedEngine, settings: ServerSettings | None = None) -> Starlette:
-    """Return the app that serves an engine. `app.state.draining` set to True makes /ready say 503."""
+    """Return the app that serves an engine. `app.state.draining` set to True makes /ready say 503. Raises `ConfigError` for settings that name
+    what isn't there."""
     settings = settings or ServerSettings()
     middleware = [Middleware(RequestLog, settings)]
     if settings.cors_origins:
@@ -35,7 +37,8 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None) -> 
     if settings.api_keys:
         middleware.append(Middleware(ApiKeys, settings))
     app = Starlette(routes=all_routes(settings), middleware=middleware, exception_handlers={HTTPException: _http_exception})
-    app.state.server = Server(engine, settings, Admission(engine, settings), settings.served_model_name or (engine.facts.model,))
+    models = settings.served_model_name or (engine.facts.model,)
+    app.state.server = Server(engine, settings, Admission(engine, settings), AnswerParsing(engine, settings), models)
     app.state.draining = False
     return app
 

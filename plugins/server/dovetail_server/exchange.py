@@ -17,11 +17,12 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import DovetailError
-from dovetail.front.prompts import Prompt
+from dovetail.front.prompts import Prompt, content_of
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request import CompletionOutput, RequestOutput
 from dovetail.sampling_params import SamplingParams
 from dovetail_server.admission import Admission, Ticket
+from dovetail_server.answer_parsing import AnswerParsing
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import ErrorShape, HttpError, http_error, openai_shape
 from dovetail_server.protocol.decoding import decode
@@ -54,6 +55,7 @@ class Server:
     engine: ServedEngine
     settings: ServerSettings
     admission: Admission
+    parsing: AnswerParsing
     models: tuple[str, ...]  # the names that a request may give; the first is the model's own
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
@@ -269,7 +271,8 @@ def _tokens_of(prompt: Prompt) -> int:
     """Number of a prompt's tokens, guessed from the length of a text that isn't tokenized."""
     if isinstance(prompt, TokenizedText):
         return len(prompt.token_ids)
-    return len(prompt) // _CHARS_A_TOKEN + 1 if isinstance(prompt, str) else len(prompt)
+    content = content_of(prompt)
+    return len(content) // _CHARS_A_TOKEN + 1 if isinstance(content, str) else len(content)
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:

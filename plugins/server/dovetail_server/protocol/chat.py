@@ -8,9 +8,7 @@ from dovetail.front.chat import ChatOptions
 from dovetail.sampling_params import SamplingParams
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
-from dovetail_server.protocol.openai_common import OPENAI_ONLY, OpenAIFields, check_stream, sampling_params
-
-RENAMED = {"prompt": "messages", "conversation": "messages", "a": "messages"}
+from dovetail_server.protocol.openai_common import OPENAI_ONLY, RENAMED, OpenAIFields, check_stream, sampling_params
 
 
 class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
@@ -82,5 +80,5 @@ def chat_params(body: ChatRequest) -> SamplingParams:
 
 def renamed_fields(body: ChatRequest) -> dict[str, str]:
     """Return the names that the client used, by those that errors of the engine use."""
-    names = {**RENAMED, "logprobs": "top_logprobs"}
+    names = {**RENAMED, "prompt": "messages", "logprobs": "top_logprobs"}
     return names | ({"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {})

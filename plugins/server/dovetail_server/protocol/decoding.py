@@ -27,7 +27,7 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 def decode(data: bytes, kind: type[T]) -> T:
     """Return a body as a struct. Raises `HttpError` 400 naming the field that is wrong."""
     try:
-        body: T = _decoder(kind).decode(data)
+        body: T = _decoder(kind).decode(data)  # type: ignore[arg-type]
     except msgspec.ValidationError as error:
         raise _explained(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dovetail.request import TokenLogprobMap
+from dovetail.request import Logprob, TokenLogprobMap
 from dovetail.sampling_params import OutputKind, SamplingParams
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
@@ -118,6 +118,11 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 def at_least(logprob: float) -> float:
     """Return a log-probability that JSON can hold: OpenAI's least is -9999."""
     return max(logprob, -9999.0)
+
+
+def likeliest(position: TokenLogprobMap, top: int) -> list[Logprob]:
+    """Return the `top` likeliest tokens of a position, without the sampled one if that isn't among them."""
+    return sorted(position.values(), key=lambda one: one.rank or 0)[:top]
 
 
 def prompt_logprobs_json(prompt_logprobs: list[TokenLogprobMap | None] | None) -> list[dict[str, Any] | None] | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute
 
-from dovetail_server.routes import chat, service
+from dovetail_server.routes import chat, completions, service, tokenize
 from dovetail_server.settings import ServerSettings
 
 
 def all_routes(settings: ServerSettings) -> list[BaseRoute]:
     """Return the routes that these settings ask for."""
     return [
+        *completions.ROUTES,
         *chat.ROUTES,
+        *tokenize.ROUTES,
         *service.ROUTES,
     ]

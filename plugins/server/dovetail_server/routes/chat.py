@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 from starlette.routing import Route
 
-from dovetail.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobMap
+from dovetail.request import CompletionOutput, Logprob, RequestOutput
 from dovetail_server.exchange import Endpoint, Exchange, Job, Part, new_id
+from dovetail_server.parsers import Content, Event, OutputParser, Reasoning, ToolCallArguments, ToolCallStart
 from dovetail_server.protocol.chat import ChatRequest, chat_options, chat_params, renamed_fields
-from dovetail_server.protocol.openai_common import StreamOptions, at_least, check_stream, engine_fields, prompt_logprobs_json, usage
+from dovetail_server.protocol.openai_common import StreamOptions, at_least, check_stream, engine_fields, likeliest, prompt_logprobs_json, usage
 from dovetail_server.streams import DONE, event
 
 
@@ -26,42 +29,91 @@ async def chat(exchange: Exchange) -> None:
     name = new_id("chatcmpl")
     head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": model}
     fields = engine_fields(body, exchange.engine)
+    parsers = [exchange.server.parsing.parser(prompt, has_tools=bool(options.tools), template=body.chat_template) for _ in range(params.n)]
+    if any(parser is not None and parser.needs_special_tokens for parser in parsers):
+        params = dataclasses.replace(params, skip_special_tokens=False)
     if body.stream:
-        stream = ChatStream(exchange, body, head, params.n)
+        stream = ChatStream(exchange, body, head, parsers)
         exchange.on_finished = stream.finish
         await exchange.run([Job(prompt, params, stream, fields)], name)
     else:
-        answer = ChatAnswer(exchange, body, params.n)
+        answer = ChatAnswer(exchange, body, parsers)
         await exchange.run([Job(prompt, params, answer, fields)], name)
         await exchange.reply({**head, **answer.content()})
+
+
+class Message:
+    """An assistant's message as its parser's events build it up."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[ToolCallStart, list[str]]] = []
+
+    def take(self, events: Sequence[Event]) -> None:
+        for one in events:
+            match one:
+                case Content(text):
+                    self._content.append(text)
+                case Reasoning(text):
+                    self._reasoning.append(text)
+                case ToolCallStart():
+                    self._calls.append((one, []))
+                case ToolCallArguments(index, text):
+                    self._calls[index][1].append(text)
+
+    def json(self) -> dict[str, Any]:
+        made: dict[str, Any] = {"role": "assistant", "content": "".join(self._content), "refusal": None}
+        if self._reasoning:
+            made["reasoning_content"] = made["reasoning"] = "".join(self._reasoning)
+        if self._calls:
+            made["content"] = made["content"] or None
+            made["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": "".join(arguments)}}
+                for call, arguments in self._calls
+            ]
+        return made
 
 
 class Choice:
     """One sample of an answer that is told at its end."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.text: list[str] = []
+    def __init__(self, index: int, parser: OutputParser | None) -> None:
+        self.index, self._parser = index, parser
+        self._text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[dict[str, Any]] = []
-        self.last: CompletionOutput | None = None
+        self.stop_reason: int | str | None = None
+        self._finish: str | None = None
 
     def take(self, sample: CompletionOutput, top: int | None) -> None:
-        self.text.append(sample.text)
+        self._text.append(sample.text)
         self.token_ids += sample.token_ids
         if top is not None:
             self.logprobs += logprobs_json(sample, top)
-        self.last = sample
+        self._finish, self.stop_reason = sample.finish_reason, sample.stop_reason
+
+    def message(self) -> tuple[dict[str, Any], str | None]:
+        """Return the message, and why it ended."""
+        message, text = Message(), "".join(self._text)
+        message.take([Content(text)] if self._parser is None else [*self._parser.feed(text), *self._parser.finish()])
+        made = message.json()
+        return made, finish_reason(self._finish, "tool_calls" in made)
+
+
+def finish_reason(reason: str | None, called: bool) -> str | None:
+    """Return OpenAI's word for why an answer ended; `called`: it has tool calls."""
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 class ChatAnswer(Part):
     """An answer in one piece."""
 
-    def __init__(self, exchange: Exchange, body: ChatRequest, n: int) -> None:
+    def __init__(self, exchange: Exchange, body: ChatRequest, parsers: Sequence[OutputParser | None]) -> None:
         super().__init__(exchange)
         self._body = body
         self._top = (body.top_logprobs or 0) if body.logprobs else None
-        self._choices = [Choice(index) for index in range(n)]
+        self._choices = [Choice(index, parser) for index, parser in enumerate(parsers)]
         self._last: RequestOutput | None = None
 
     def take(self, output: RequestOutput) -> None:
@@ -82,13 +134,13 @@ class ChatAnswer(Part):
         return content
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        last = choice.last
+        message, finish = choice.message()
         made: dict[str, Any] = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "message": message,
             "logprobs": None if self._top is None else {"content": choice.logprobs, "refusal": None},
-            "finish_reason": last.finish_reason if last is not None else None,
-            "stop_reason": last.stop_reason if last is not None else None,
+            "finish_reason": finish,
+            "stop_reason": choice.stop_reason,
         }
         if self._body.return_token_ids:
             made["token_ids"] = choice.token_ids
@@ -98,17 +150,19 @@ class ChatAnswer(Part):
 class ChatStream(Part):
     """An answer as chunks. A sample's plain text goes out between two ready pieces of JSON; all else is made with dicts."""
 
-    def __init__(self, exchange: Exchange, body: ChatRequest, head: dict[str, Any], n: int) -> None:
+    def __init__(self, exchange: Exchange, body: ChatRequest, head: dict[str, Any], parsers: Sequence[OutputParser | None]) -> None:
         super().__init__(exchange)
         self._head = {**head, "object": "chat.completion.chunk"}
         self._stream = exchange.begin_stream()
         self._options: StreamOptions = check_stream(body)
         self._top = (body.top_logprobs or 0) if body.logprobs else None
         self._token_ids = bool(body.return_token_ids)
-        self._said_role = [False] * n
-        self._plain = self._top is None and not self._token_ids and not self._options.continuous_usage_stats
+        self._said_role = [False] * len(parsers)
+        self._parsers = parsers
+        self._called = [False] * len(parsers)  # there were tool calls
+        self._plain = parsers[0] is None and self._top is None and not self._token_ids and not self._options.continuous_usage_stats
         self._prefixes, self._suffix = [], b""
-        for index in range(n):
+        for index in range(len(parsers)):
             whole = event(self._chunk([self._choice(index, {"content": "@"})]))
             prefix, _, self._suffix = whole.partition(b'"@"')
             self._prefixes.append(prefix)
@@ -141,18 +195,37 @@ class ChatStream(Part):
             if self._token_ids:
                 first["prompt_token_ids"] = [int(token) for token in output.prompt_token_ids]
             events.append(event(first))
-        if sample.text or not self._plain:
-            choice = self._choice(index, {"content": sample.text})
+        deltas = self._deltas(index, sample)
+        if deltas or not self._plain:
+            choice = self._choice(index, deltas.pop(0) if deltas else {"content": ""})
             if self._top is not None:
                 choice["logprobs"] = {"content": logprobs_json(sample, self._top), "refusal": None}
             if self._token_ids:
                 choice["token_ids"] = list(sample.token_ids)
-            events.append(event(self._chunk([choice])))
+            chunks = [choice, *(self._choice(index, delta) for delta in deltas)]
+            if self._tells(sample) or chunks[0]["delta"] != {"content": ""}:
+                events += [event(self._chunk([one])) for one in chunks]
         if sample.finish_reason is not None:
-            choice = {**self._choice(index, {}), "finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason}
+            reason = finish_reason(sample.finish_reason, self._called[index])
+            choice = {**self._choice(index, {}), "finish_reason": reason, "stop_reason": sample.stop_reason}
             events.append(event(self._chunk([choice])))
         if events:
             self._stream.write(b"".join(events))
+
+    def _deltas(self, index: int, sample: CompletionOutput) -> list[dict[str, Any]]:
+        """Return what is new of a sample's message."""
+        parser = self._parsers[index]
+        if parser is None:
+            return [{"content": sample.text}] if sample.text else []
+        events = parser.feed(sample.text)
+        if sample.finish_reason is not None:
+            events = [*events, *parser.finish()]
+        self._called[index] |= any(type(one) is ToolCallStart for one in events)
+        return [delta_json(one) for one in events]
+
+    def _tells(self, sample: CompletionOutput) -> bool:
+        """Return True if an output is told though it brought no text: because its tokens are counted or told."""
+        return not self._plain and (self._top is not None or self._token_ids or self._options.continuous_usage_stats) and bool(sample.token_ids)
 
     def _choice(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -169,6 +242,19 @@ class ChatStream(Part):
         return usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
 
+def delta_json(one: Event) -> dict[str, Any]:
+    """Return an event of a parser as the delta of a chunk."""
+    match one:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case ToolCallStart(index, call_id, name):
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}]}
+        case ToolCallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
 def logprobs_json(sample: CompletionOutput, top: int) -> list[dict[str, Any]]:
     """Return a sample's log-probabilities, one item a token, with the `top` likeliest beside each."""
     items = []
@@ -177,11 +263,6 @@ def logprobs_json(sample: CompletionOutput, top: int) -> list[dict[str, Any]]:
         item["top_logprobs"] = [_logprob_json(one) for one in likeliest(position, top)]
         items.append(item)
     return items
-
-
-def likeliest(position: TokenLogprobMap, top: int) -> list[Logprob]:
-    """Return the `top` likeliest tokens of a position, without the sampled one if that isn't among them."""
-    return sorted(position.values(), key=lambda one: one.rank or 0)[:top]
 
 
 def _logprob_json(one: Logprob) -> dict[str, Any]:

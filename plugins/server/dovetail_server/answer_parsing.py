@@ -1,0 +1,45 @@
+"""`AnswerParsing`: which parsers of tool calls and reasoning a server uses, made for each answer. For the routes of all chat APIs."""
+
+from __future__ import annotations
+
+from dovetail.errors import ConfigError, DovetailError
+from dovetail.front.tokenizer import TokenizedText
+from dovetail_server.engine import ServedEngine
+from dovetail_server.parsers import Detected, OutputParser, detect, parser_for, reasoning_parsers, starts_in_reasoning, tool_parsers
+from dovetail_server.settings import ServerSettings
+
+
+class AnswerParsing:
+    """The parsers that the settings name, or that the model's chat template asks for."""
+
+    def __init__(self, engine: ServedEngine, settings: ServerSettings) -> None:
+        """Raises `ConfigError` for a parser that isn't known."""
+        self._settings = settings
+        for option, name, known in (
+            ("tool_parser", settings.tool_parser, tool_parsers()),
+            ("reasoning_parser", settings.reasoning_parser, reasoning_parsers()),
+        ):
+            if name not in (None, "auto", *known):
+                raise ConfigError(f"{option}: there is no parser {name!r}; valid are auto, {', '.join(known)}")
+        self._own = self._chosen(detect("\n".join(_templates(engine))))
+
+    def parser(self, prompt: TokenizedText, *, has_tools: bool, template: str | None = None) -> OutputParser | None:
+        """Return a parser for one sample's text; None if all of it is content. `template`: the chat template that the request brought."""
+        names = self._own if template is None or "{" not in template else self._chosen(detect(template))
+        return parser_for(
+            tool_parser=names.tool_parser,
+            reasoning_parser=names.reasoning_parser,
+            has_tools=has_tools,
+            starts_in_reasoning=starts_in_reasoning(prompt.text, names.reasoning_parser),
+        )
+
+    def _chosen(self, found: Detected) -> Detected:
+        tool, reasoning = self._settings.tool_parser, self._settings.reasoning_parser
+        return Detected(found.tool_parser if tool == "auto" else tool, found.reasoning_parser if reasoning == "auto" else reasoning)
+
+
+def _templates(engine: ServedEngine) -> list[str]:
+    try:
+        return list(engine.tokenizer.chat_templates.values())
+    except DovetailError:  # a model without a tokenizer is served with token ids
+        return []

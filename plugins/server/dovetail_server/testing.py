@@ -1,0 +1,142 @@
+"""`FakeEngine`: a `ServedEngine` with scripted answers, for tests of routes and for measuring the HTTP side alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.errors import DovetailError, EngineDeadError
+from dovetail.front.chat import ChatFrontEnd
+from dovetail.front.prompts import Prompt, content_of
+from dovetail.front.tokenizer import TokenizedText, Tokenizer
+from dovetail.limits import Limits
+from dovetail.request import CompletionOutput, FinishReason, RequestOutput
+from dovetail.sampling_params import SamplingParams
+from dovetail_server.engine import EngineFacts, Listener, Load
+
+
+@dataclass(slots=True)
+class FakeRequest:
+    """A request under way in a `FakeEngine`."""
+
+    id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    listener: Listener
+    fields: dict[str, Any]
+    left: Iterator[str]
+    sent: int = 0
+    ended: set[int] = field(default_factory=set)  # samples
+
+    def send(self, text: str, finish: FinishReason | None = None, *, sample: int = 0, stop_reason: str | int | None = None) -> None:
+        """Give a sample one more token."""
+        if finish is not None:
+            self.ended.add(sample)
+        self.sent += 1
+        output = CompletionOutput(sample, text, (self.sent,), finish_reason=finish, stop_reason=stop_reason)
+        finished = len(self.ended) == self.params.n
+        self.listener.on_output(RequestOutput(self.id, self.prompt, self.prompt_token_ids, [output], finished))
+
+
+class FakeEngine:
+    """Answers each request with the same pieces of text, a token each: by itself (`paced=False`), or one for each call of `step`."""
+
+    def __init__(self, tokenizer: Tokenizer, pieces: Sequence[str] = ("Hello", ",", " world"), *, paced: bool = False, finish: FinishReason = "stop"):
+        self.pieces, self.paced, self.finish = pieces, paced, finish
+        self.facts = EngineFacts("fake", 4096, tokenizer.vocab_size, 16, 256, 1024, Limits(), has_logprobs=False)
+        self.tokenizer = tokenizer
+        self.chat = ChatFrontEnd(tokenizer, Limits())
+        self.default_params = SamplingParams()
+        self.load = Load()
+        self.requests: dict[str, FakeRequest] = {}  # under way
+        self.submitted: list[FakeRequest] = []
+        self.aborted: list[str] = []
+        self.failure: DovetailError | None = None
+        self.refusal: DovetailError | None = None  # of the next requests
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams, listener: Listener, **fields: Any) -> None:
+        self.check_health()
+        if self.refusal is not None:
+            raise self.refusal
+        text, ids = _read(prompt, self.tokenizer)
+        request = FakeRequest(request_id, text, ids, params, listener, fields, iter(self.pieces))
+        self.requests[request_id] = request
+        self.submitted.append(request)
+        self._notify()
+        if not self.paced:
+            task = asyncio.create_task(self._run(request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def abort(self, request_id: str) -> None:
+        if self.requests.pop(request_id, None) is not None:
+            self.aborted.append(request_id)
+            self._notify()
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def check_health(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def step(self) -> None:
+        """Give every request its next token."""
+        for request in list(self.requests.values()):
+            self._advance(request)
+
+    def die(self, reason: str = "a step failed") -> None:
+        """Fail as an engine does whose process has ended."""
+        self.failure = EngineDeadError(reason)
+        requests, self.requests = self.requests, {}
+        for request in requests.values():
+            request.listener.on_error(EngineDeadError(reason))
+
+    async def until_requests(self, number: int) -> None:
+        """Wait until so many requests are under way."""
+        await self._until(lambda: len(self.requests) == number)
+
+    async def until_aborted(self, number: int) -> None:
+        """Wait until so many have been aborted."""
+        await self._until(lambda: len(self.aborted) >= number)
+
+    async def _until(self, condition: Any) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+
+    async def _run(self, request: FakeRequest) -> None:
+        while request.id in self.requests:
+            await asyncio.sleep(0)
+            self._advance(request)
+
+    def _advance(self, request: FakeRequest) -> None:
+        piece = next(request.left, None)
+        for sample in range(request.params.n):
+            if request.id not in self.requests:
+                return
+            if piece is None:
+                request.send("", self.finish, sample=sample)
+            else:
+                limit = request.params.max_tokens
+                done = limit is not None and request.sent // request.params.n + 1 >= limit
+                request.send(piece, "length" if done else None, sample=sample)
+        if len(request.ended) == request.params.n:
+            self.requests.pop(request.id, None)
+            self._notify()
+
+
+def _read(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, Sequence[int]]:
+    if isinstance(prompt, TokenizedText):
+        return prompt.text, prompt.token_ids
+    content = content_of(prompt)
+    return (content, tokenizer.encode(content)) if isinstance(content, str) else (None, content)
