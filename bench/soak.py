@@ -121,6 +121,23 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process, 0 if it has ended."""
+    try:
+        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    except OSError:
+        return 0.0
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def name_of(pid: int) -> str:
+    """Return the module that a process runs, with its id."""
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        return f"{next((word for word in words[1:] if word.startswith('dovetail')), words[0])} {pid}"
+    return str(pid)
+
+
 class MemoryWatch(threading.Thread):
     """Notes the memory of a server's processes now and then."""
 
@@ -178,12 +195,19 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
             chat=args.chat,
             seed=args.seed,
         )
+        names = {pid: name_of(pid) for pid in (server.process.pid, *processes_of(server.process.pid))}
+        spent = {pid: cpu_seconds(pid) for pid in names}
         watch = MemoryWatch(server.process.pid, min(60.0, args.seconds / 6))
         watch.start()
-        row = {"load": f"{args.streams} streams", "url": server.url, **serve.metrics(serve.run(plan))}
+        records = serve.run(plan)
         watch.end()
-        row["memory_mib"] = [{"s": round(at), **{str(pid): round(size / 2**20) for pid, size in sizes.items()}} for at, sizes in watch.samples]
-        row["growing"] = watch.growing()
+        row = {"load": f"{args.streams} streams", "url": server.url, **serve.metrics(records)}
+        events = max(1, sum(record.events for record in records))
+        row["cpu_us_per_event"] = {names[pid]: 1e6 * (cpu_seconds(pid) - before) / events for pid, before in spent.items()}
+        row["memory_mib"] = [
+            {"s": round(at), **{names.get(pid, str(pid)): round(size / 2**20, 1) for pid, size in sizes.items()}} for at, sizes in watch.samples
+        ]
+        row["growing"] = [names.get(pid, str(pid)) for pid in watch.growing()]
         row["left"] = server.idle()
         row["status"] = server.stop()
         row["log_end"] = server.log.read_text(errors="replace")[-2000:]
@@ -197,7 +221,7 @@ def _wrong(row: dict[str, Any]) -> Iterator[str]:
     if not row["completed"]:
         yield "no request was completed"
     if row["growing"]:
-        yield f"the memory of {row['growing']} grows"
+        yield f"the memory of {', '.join(row['growing'])} grows"
     if row["left"] is None:
         yield "the server has no /metrics: what is left behind can't be told"
     elif any(row["left"].values()):
@@ -227,7 +251,8 @@ def main() -> None:
     row = soak(args)
     serve.show({**row, "missing_tokens": None})
     for sample in row["memory_mib"]:
-        print(f"  memory after {sample['s']:4} s, MiB: " + "  ".join(f"{pid} {size}" for pid, size in sample.items() if pid != "s"))
+        print(f"  after {sample['s']:4} s, MiB: " + "; ".join(f"{name}: {size}" for name, size in sample.items() if name != "s"))
+    print("  CPU, us an event: " + "; ".join(f"{name}: {spent:.1f}" for name, spent in row["cpu_us_per_event"].items()))
     print(f"  left behind: {row['left']}; the server's exit status: {row['status']}")
     if args.json:
         Path(args.json).write_text(json.dumps(row, indent=2))
