@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -41,20 +41,19 @@ GROWTH, GROWTH_BYTES = 1.05, 8 * 2**20
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
-class ToyServer:
-    """`dovetail serve` on the executor `toy`, in processes of its own. Its log goes to a file."""
+class ServerProcess:
+    """`dovetail serve` in processes of its own. Its log goes to a file."""
 
-    def __init__(self, directory: Path, config: dict[str, Any], arguments: list[str]) -> None:
-        settings = directory / "engine.yaml"
-        settings.write_text(yaml.safe_dump({"model": "demo", **config}))
+    def __init__(self, directory: Path, source: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
+        """`directory` is for the log, `source` a model or a config file."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = directory / "server.log"
-        command = [sys.executable, "-m", "dovetail", "serve", str(settings), "--host", "127.0.0.1", "--port", str(port), *arguments]
+        command = [sys.executable, "-m", "dovetail", "serve", source, "--host", "127.0.0.1", "--port", str(port), *arguments]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, env=installed_in(directory / "toy"), stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def wait_until_ready(self) -> None:
         """Raises `SystemExit` with the end of the log if it ends before, or takes too long."""
@@ -167,10 +166,10 @@ class MemoryWatch(threading.Thread):
 
 
 @contextmanager
-def running(config: dict[str, Any], arguments: list[str]) -> Iterator[ToyServer]:
-    """A server that is ready. It is killed if it hasn't been stopped."""
+def serving(source: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+    """Yield a server that is ready, and end it if that hasn't been done."""
     with tempfile.TemporaryDirectory() as directory:
-        server = ToyServer(Path(directory), config, arguments)
+        server = ServerProcess(Path(directory), source, arguments, environment)
         try:
             server.wait_until_ready()
             yield server
@@ -179,10 +178,20 @@ def running(config: dict[str, Any], arguments: list[str]) -> Iterator[ToyServer]
                 server.stop()
 
 
+@contextmanager
+def serving_toy(config: Mapping[str, Any], arguments: Sequence[str] = ()) -> Iterator[ServerProcess]:
+    """Yield a server with the demo model's tokenizer and the executor `toy`. `config`: keys of `engine.yaml`."""
+    with tempfile.TemporaryDirectory() as directory:
+        settings = Path(directory) / "engine.yaml"
+        settings.write_text(yaml.safe_dump({"model": "demo", **config}))
+        with serving(str(settings), arguments, installed_in(Path(directory) / "toy")) as server:
+            yield server
+
+
 def soak(args: argparse.Namespace) -> dict[str, Any]:
     """Run it, and return what was seen. `wrong` is empty if all is well."""
     executor = {"name": "toy", "step_s": 1e-3 * args.step_ms, "num_blocks": args.streams * 16}
-    with running({"executor": executor, "max_num_seqs": args.streams}, shlex.split(args.serve)) as server:
+    with serving_toy({"executor": executor, "max_num_seqs": args.streams}, shlex.split(args.serve)) as server:
         plan = Plan(
             url=server.url,
             model=serve.model_of(server.url, None),
