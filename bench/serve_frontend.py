@@ -53,7 +53,8 @@ def main() -> None:
 def _uvloop() -> asyncio.AbstractEventLoop:
     import uvloop
 
-    return uvloop.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
 
 
 async def _measure(streams: int, tokens: int, step_s: float) -> None:

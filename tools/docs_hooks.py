@@ -100,6 +100,13 @@ def limits_keys() -> str:
     return _table(Limits, Limits.model_json_schema()["properties"], "key", prefix="limits.")
 
 
+def server_settings() -> str:
+    """The options of `dovetail serve`."""
+    from dovetail_server.settings import ServerSettings
+
+    return _table(ServerSettings, ServerSettings.model_json_schema()["properties"], "option")
+
+
 def built_in_components() -> str:
     """Every built-in component with its options."""
     return "\n".join(line for kind in KINDS for line in _components_of(kind))
@@ -246,6 +253,7 @@ PIECES: dict[str, Callable[[], str]] = {
     "config keys": config_keys,
     "plugins keys": plugins_keys,
     "limits keys": limits_keys,
+    "server settings": server_settings,
     "built-in components": built_in_components,
     "api versions": api_versions,
     "vllm arguments": vllm_arguments,

@@ -96,11 +96,17 @@ def test_a_value_of_another_type_is_not_taken_for_what_is_so_anyway(value: Any) 
 
 def test_each_translation_is_told_in_one_line_and_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        translated({"enforce_eager": True, "swap_space": 4, "max_model_len": 64, "seed": 0, "seed_typo": 1})
+        translated({"enforce_eager": True, "swap_space": 4, "max_model_len": 64, "seed": 0})
     assert [(record.levelno, record.name, record.message) for record in caplog.records] == [
         (logging.WARNING, "dovetail", "enforce_eager=True: here cuda_graphs=False"),
         (logging.WARNING, "dovetail", "swap_space=4: left out, a request that is preempted is computed again, nothing is swapped"),
     ]
+
+
+@pytest.mark.parametrize("name", ["enforce_eger", "tensor_paralel_size", "max_model_length"])
+def test_a_misspelt_argument_is_answered_with_the_right_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: unknown key, did you mean (enforce_eager|tensor_parallel_size|max_model_len)"):
+        LLM("demo", **{name: 1})
 
 
 def test_a_token_for_the_hub_is_shown_to_nobody(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dovetail.checks import as_number, shown
+from dovetail.checks import as_number, did_you_mean, shown
 from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError, RequestError
 from dovetail.sampling_params import SamplingParams
@@ -59,8 +59,10 @@ def engine_config_of(arguments: EngineArgs | EngineConfig) -> EngineConfig:
 
 
 def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides of `EngineConfig`: keys that aren't in the table stay as they are. Raises `ConfigError` for a value that is refused, and for two
-    arguments that set the same key."""
+    """Return overrides of `EngineConfig`: keys that aren't in the table stay as they are. Raises `ConfigError` for a value that is refused, for two
+    arguments that set the same key, and for a name that seems to be a misspelt one of the table."""
+    for name in arguments:
+        _check_spelling(name)
     overrides = {name: value for name, value in arguments.items() if name not in TABLE}
     for name, value in arguments.items():
         if name not in TABLE:
@@ -76,6 +78,14 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if instead != {name: value}:
             _tell(row, value, instead)
     return overrides
+
+
+def _check_spelling(name: str) -> None:
+    """Raises `ConfigError` if `name` is nearer to one of the table than to any key of `engine.yaml`, whose check knows only those keys."""
+    if name in TABLE or name.partition(".")[0] in EngineConfig.model_fields:
+        return
+    if near := did_you_mean(name, [*EngineConfig.model_fields, *TABLE]):
+        raise ConfigError(f"{name}: unknown key{near}")
 
 
 def _is_given(key: str, overrides: Mapping[str, Any]) -> bool:
@@ -199,10 +209,14 @@ _ROWS = (
     _anyway("enable_expert_parallel", *_OFF, why=_ONE_DEVICE, otherwise=_EXPERTS, refused=True),
     _never_matters("disable_custom_all_reduce", True, "one device has nothing to reduce"),
     _renamed("device", "executor.device", {"auto": None, "cpu": "cpu", "cuda": "cuda"}, "executor.device names a device", "tpu"),
+    _anyway("worker_use_ray", *_OFF, why=_ONE_DEVICE, otherwise=_GPUS, refused=True),
     # Memory
     _never_matters("swap_space", 4, "a request that is preempted is computed again, nothing is swapped"),
     _anyway(
         "cpu_offload_gb", 0, why="all weights are on the device", otherwise="weights can't be offloaded: choose a smaller model or dtype", refused=4
+    ),
+    _anyway(
+        "enable_sleep_mode", *_OFF, why="nothing sleeps", otherwise="`LLM.close()` gives the device's memory back; make a new LLM then", refused=True
     ),
     _number("kv_cache_memory_bytes", "kv_cache_memory", 2**30),
     _number("num_gpu_blocks_override", "executor.num_blocks", 512),
@@ -238,6 +252,9 @@ _ROWS = (
     _anyway("num_scheduler_steps", 1, why="each step is planned", otherwise="overlap hides the time of planning; leave it out", refused=8),
     _never_matters("use_v2_block_manager", True, "there is one: `kv_cache` chooses it"),
     _never_matters("max_seq_len_to_capture", 8192, "CUDA graphs serve every length"),
+    _anyway(
+        "additional_config", None, {}, why="there is nothing to add to", otherwise="options belong to components: see configuration", refused={"x": 1}
+    ),
     _anyway("compilation_config", None, {}, 0, why="CUDA graphs are recorded at the start", otherwise="cuda_graphs is the only switch", refused=3),
     _renamed(
         "attention_backend",
@@ -283,9 +300,14 @@ _ROWS = (
     _anyway("guided_decoding_backend", None, "auto", why="there are no grammars", otherwise=_GRAMMARS, refused="xgrammar"),
     _anyway("reasoning_parser", None, "", why="text isn't parsed", otherwise=_SERVER, refused="qwen3"),
     _anyway("logits_processors", None, why="the sampler decides", otherwise="write a sampler plugin, and name it: sampler", refused=["my.Processor"]),
+    _anyway(
+        "logprobs_mode", "raw_logprobs", why="they are those of the raw distribution", otherwise="only raw_logprobs is there", refused="raw_logits"
+    ),
     _number("max_logprobs", "limits.max_logprobs", 20),
     # What it tells
     _renamed("disable_log_stats", "observers", {True: None, False: ["log"]}, "observers=['log'] logs", "no"),
+    _anyway("disable_log_requests", None, True, why="no request is logged", otherwise="observers hear of each request: write one", refused=False),
+    _anyway("enable_log_requests", *_OFF, why="no request is logged", otherwise="observers hear of each request: write one", refused=True),
     _never_matters("use_tqdm_on_load", True, "`LLM` shows no bar while it loads"),
     _anyway("served_model_name", None, why="nothing is served", otherwise=_SERVER, refused="my-model"),
     _anyway("otlp_traces_endpoint", None, why="observers tell", otherwise="write an observer plugin, and name it: observers", refused="http://x"),

@@ -7,4 +7,7 @@ from dovetail.api.component import CommandSpec, hookimpl
 
 @hookimpl
 def dovetail_commands() -> list[CommandSpec]:
-    return [CommandSpec("serve", "dovetail_server.command:serve", "Serve a model over HTTP, as OpenAI's and Anthropic's clients expect it")]
+    return [
+        CommandSpec("serve", "dovetail_server.command:serve", "Serve a model over HTTP, as OpenAI's and Anthropic's clients expect it"),
+        CommandSpec("chat", "dovetail_server.chat_command:chat", "Talk to a model, here or on a server"),
+    ]

@@ -17,6 +17,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import DovetailError
+from dovetail.front.bounds import check_params
 from dovetail.front.prompts import Prompt, content_of
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request import CompletionOutput, RequestOutput
@@ -26,12 +27,14 @@ from dovetail_server.answer_parsing import AnswerParsing
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import ErrorShape, HttpError, http_error, openai_shape
 from dovetail_server.metrics import RequestMeter, ServerMetrics
+from dovetail_server.outbox import Outbox
 from dovetail_server.protocol.decoding import decode
 from dovetail_server.settings import ServerSettings
 from dovetail_server.streams import EventStream, SlowReaderError, until_disconnected
 
 T = TypeVar("T")
 
+_FAILURES = ("rejected", "error", "abort")
 _CHARS_A_TOKEN = 4  # guessed, of a text that isn't tokenized yet
 
 
@@ -59,6 +62,7 @@ class Server:
     parsing: AnswerParsing
     metrics: ServerMetrics
     models: tuple[str, ...]  # the names that a request may give; the first is the model's own
+    outbox: Outbox = field(default_factory=Outbox)
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
     def model_named(self, name: str | None) -> str:
@@ -69,7 +73,7 @@ class Server:
 
 
 class Part:
-    """A `Listener` for one of the engine's requests that belong to an exchange. Subclasses have `take`, and `lost` if nobody else hears of errors."""
+    """A `Listener` for one of the engine's requests that belong to an exchange. Subclasses have `take`."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -79,7 +83,7 @@ class Part:
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
 
     def take(self, output: RequestOutput) -> None:
-        """Take what is new. Raises nothing but `DovetailError`, which ends the exchange."""
+        """Take what is new. An error ends the exchange, and the engine's requests with it."""
         raise NotImplementedError
 
     def on_output(self, output: RequestOutput) -> None:
@@ -87,19 +91,19 @@ class Part:
             self.meter.saw(output)
         if not self.begun:
             self._begin(output)
+        self.ended = output.finished
         for sample in output.outputs:
             self.completion_tokens += len(sample.token_ids)
-            if sample.finish_reason in ("rejected", "error", "abort"):
-                self.ended = output.finished
-                self.on_error(_failure(sample))
+            if sample.finish_reason is not None and sample.finish_reason in _FAILURES:
+                self.exchange.fail(_failure(sample))
                 return
         try:
             self.take(output)
         except Exception as error:  # it is this request's alone
-            self.on_error(http_error(error))
+            self.exchange.fail(http_error(error))
+            return
         if output.finished:
-            self.ended = True
-            self.exchange.part_ended(self)
+            self.exchange.part_ended()
 
     def on_error(self, error: DovetailError) -> None:
         self.ended = True
@@ -145,6 +149,7 @@ class Exchange:
         self.renamed: Mapping[str, str] = {}
         self.started = False  # the answer's head is sent
         self.stream: EventStream | None = None
+        self._ticket: Ticket | None = None  # while the prompt is made
         self._parts: dict[str, Part] = {}  # by the engine's request id
         self.on_finished: Callable[[], None] = lambda: None  # called when the last part has ended, to write last events
         self._left = 0  # parts that haven't ended
@@ -155,10 +160,29 @@ class Exchange:
         return self.server.engine
 
     async def body(self, kind: type[T]) -> T:
-        """Read the body as a msgspec struct. Raises `HttpError` 400 or 413."""
-        data = await read_body(self.scope, self.receive, self.server.settings.max_body_bytes)
+        """Read the body as a msgspec struct. Raises `HttpError` 400, 408 or 413."""
+        timeout_s = self.server.settings.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                data = await read_body(self.scope, self.receive, self.server.settings.max_body_bytes)
+        except TimeoutError:
+            raise HttpError(408, f"the body took longer than {timeout_s:g} s (request_timeout_s)", code="timeout") from None
         self.fields = getattr(kind, "__struct_encode_fields__", ())
         return decode(data, kind)
+
+    def admit(self) -> None:
+        """Let the request in, to wait for its prompt to be made: that takes time, too, and memory. Raises `HttpError` 429."""
+        self.server.admission.check(1, 0)
+        self._ticket = self.server.admission.enter(0)
+
+    def _leave(self) -> None:
+        if self._ticket is not None:
+            self._ticket.leave(begun=False)
+
+    def check(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters, if they keep the engine's limits: before anything is made for each of `n` samples. Raises `RequestError`."""
+        check_params(params, self.engine.facts.limits)
+        return params
 
     @asynccontextmanager
     async def attended(self) -> AsyncIterator[None]:
@@ -176,9 +200,10 @@ class Exchange:
         finally:
             watch.cancel()
 
-    def begin_stream(self, error_event: str | None = None) -> EventStream:
+    def begin_stream(self, error_event: str | None = None, shape: ErrorShape | None = None) -> EventStream:
         """Answer with events; give them to the stream before the jobs begin, or as their outputs come."""
-        self.stream = EventStream(self.scope, self._send, self.shape, self.server.settings.max_backlog_bytes, error_event)
+        bound = self.server.settings.max_backlog_bytes
+        self.stream = EventStream(self.scope, self._send, shape or self.shape, bound, self.server.outbox, error_event)
         return self.stream
 
     async def run(self, jobs: Sequence[Job], name: str) -> None:
@@ -186,6 +211,7 @@ class Exchange:
         of the first job that fails before an event was written."""
         async with self.attended():
             tokens = [_tokens_of(job.prompt) for job in jobs]
+            self._leave()
             self.server.admission.check(len(jobs), sum(tokens))
             self._left = len(jobs)
             for index, (job, count) in enumerate(zip(jobs, tokens, strict=True)):
@@ -210,7 +236,7 @@ class Exchange:
                 job.part.meter.refused()
             job.part.on_error(http_error(error, self.fields, self.renamed))
 
-    def part_ended(self, part: Part) -> None:
+    def part_ended(self) -> None:
         """A part's last output has been taken."""
         self._left -= 1
         if not self._left:
@@ -231,6 +257,7 @@ class Exchange:
 
     def close(self) -> None:
         """Abort what is left in the engine, and note the numbers."""
+        self._leave()
         parts, self._parts = self._parts, {}
         for request_id, part in parts.items():
             if not part.ended:
@@ -290,7 +317,7 @@ def _tokens_of(prompt: Prompt) -> int:
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     """Return the body of a request. Raises `HttpError` 413 if it is larger, and `ClientGone` if the client goes away."""
-    too_large = HttpError(413, f"the body is larger than {max_bytes} bytes (max_body_bytes)", code="body_too_large", headers={"Connection": "close"})
+    too_large = HttpError(413, f"the body is larger than {max_bytes} bytes (max_body_bytes)", code="body_too_large")
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > max_bytes):
             raise too_large

@@ -95,7 +95,7 @@ class ApiKeys:
             return
         message = "this server needs an API key: send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
         error = HttpError(401, message, code="invalid_api_key")
-        body = error.body(anthropic_shape if scope["path"].endswith("/messages") else openai_shape)
+        body = error.body(anthropic_shape if "/v1/messages" in scope["path"] else openai_shape)
         head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"www-authenticate", b"Bearer")]
         await send({"type": "http.response.start", "status": 401, "headers": head})
         await send({"type": "http.response.body", "body": body})

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import DovetailError
 from dovetail_server.errors import ErrorShape, HttpError, http_error
+from dovetail_server.outbox import Outbox
 from dovetail_server.wire import EXTENSION, DirectWriter
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -28,13 +29,13 @@ class EventStream:
     The head of the answer waits for the first event: what fails before is an ordinary error with its own status.
     """
 
-    def __init__(self, scope: Scope, send: Send, shape: ErrorShape, max_backlog_bytes: int, error_event: str | None = None) -> None:
+    def __init__(self, scope: Scope, send: Send, shape: ErrorShape, max_backlog_bytes: int, outbox: Outbox, error_event: str | None = None) -> None:
         """`error_event`: the type of the event that tells of an error, if it has one."""
         self._send, self._shape, self._error_event = send, shape, error_event
-        self._bound = max_backlog_bytes
+        self._bound, self._outbox = max_backlog_bytes, outbox
         self._extension: DirectWriter | None = (scope.get("extensions") or {}).get(EXTENSION)
         self._direct: DirectWriter | None = None  # once the head is sent
-        self._waiting: list[bytes] = []  # before, or without a direct writer
+        self._waiting: list[bytes] = []  # to be written
         self._waiting_bytes = 0
         self._news = asyncio.Event()
         self._ended = self._finished = False
@@ -42,18 +43,20 @@ class EventStream:
         self.dropped = False  # because its reader was too slow
 
     def write(self, data: bytes) -> None:
-        """Write whole events."""
-        direct = self._direct
-        if direct is not None:
-            direct.write(data)
-            if direct.backlog() > self._bound:
+        """Write whole events. After the end it does nothing."""
+        if self._ended:
+            return
+        if self._direct is not None:
+            if not self._waiting:
+                self._outbox.put(self._flush)
+            self._waiting.append(data)
+        else:
+            if self._waiting_bytes > self._bound:
                 self._drop()
-        elif not self._ended:
+                return
             self._waiting.append(data)
             self._waiting_bytes += len(data)
             self._news.set()
-            if self._waiting_bytes > self._bound:
-                self._drop()
 
     def end(self) -> None:
         """Nothing more comes."""
@@ -64,7 +67,7 @@ class EventStream:
         """Nothing more comes, and why. Before the first event `serve` raises it; afterwards it is told in an event."""
         if self._ended:
             return
-        if self._direct is not None or self._waiting:
+        if self._direct is not None or self._waiting:  # or else nothing was written yet
             self.write(self._told(http_error(error)))
         else:
             self._error = error
@@ -78,10 +81,8 @@ class EventStream:
             raise self._error
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         if self._extension is not None and not self.dropped:
-            if self._waiting:
-                self._extension.write(b"".join(self._waiting))
-                self._waiting = []
             self._direct = self._extension
+            self._flush()
         while not self._ended:
             self._news.clear()
             await self._pass_on()
@@ -99,7 +100,19 @@ class EventStream:
         await self._pass_on()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    def _flush(self) -> None:
+        """Write what waits, the direct way."""
+        waiting, direct = self._waiting, self._direct
+        if direct is None or not waiting:
+            return
+        if direct.backlog() > self._bound:  # of what was written before: one large event is nobody's fault
+            self._drop()
+            return
+        direct.write(waiting[0] if len(waiting) == 1 else b"".join(waiting))
+        self._waiting = []
+
     async def _pass_on(self) -> None:
+        self._flush()
         while self._waiting:
             data, self._waiting, self._waiting_bytes = b"".join(self._waiting), [], 0
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -111,7 +124,8 @@ class EventStream:
         self.dropped = True
         told = self._told(HttpError(400, f"more than {self._bound} bytes (max_backlog_bytes) wait to be read: the reader is too slow"))
         if self._direct is not None:
-            self._direct.drop(told)
+            self._direct.drop(b"".join([*self._waiting, told]))
+            self._waiting = []
             self._direct = None
         else:
             self._waiting.append(told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -38,18 +39,11 @@ class DirectWriter:
         cycle.disconnected = True
         cycle.message_event.set()
         cycle.flow.resume_writing()  # whoever waits for the reader waits no more
-        abort_later(transport)
-
-
-def abort_later(transport: Any) -> None:
-    """Cut a closing connection whose reader doesn't read."""
-    import asyncio
-
-    asyncio.get_running_loop().call_later(_TOLD_S, transport.abort)
+        asyncio.get_running_loop().call_later(_TOLD_S, transport.abort)
 
 
 class DirectProtocol(HttpToolsProtocol):
-    """Puts a `DirectWriter` into the extensions of each request's scope."""
+    """Puts a `DirectWriter` into the extensions of each request's scope. With a uvicorn that doesn't call `_start_asgi_task`, streams go without."""
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["method"] != "HEAD":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dovetail_server.parsers.calls import CallParser
+from dovetail_server.parsers.events import Event
 from dovetail_server.parsers.pieces import Marks
 
 _BEGIN = "<tool_call>"
@@ -30,3 +31,10 @@ class HermesCalls(CallParser):
         """Look for the end mark from here on."""
         self.marks_now = self._marks_after_call
         super().after_call(complete=complete)
+
+    def finish(self) -> list[Event]:
+        """Return what was held. The beginning of an end mark that was cut off is markup too."""
+        begun = self._held.strip()
+        if self.marks_now is self._marks_after_call and begun and _END.startswith(begun):
+            self._held = ""
+        return super().finish()

@@ -159,7 +159,8 @@ class JsonCall:
     def _read(self, value: JsonValue, text: str, pos: int) -> int:
         end = value.feed(text, pos)
         if self._role is _Role.ARGUMENTS and self._arguments is not None:
-            self._arguments.append(text[pos:end])
+            if end > pos:
+                self._arguments.append(text[pos:end])
         elif self._role in (_Role.KEY, _Role.NAME):
             room = MAX_NAME - self._string_size
             if end - pos > room:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dovetail.checks import shown
 from dovetail.errors import ConfigError
@@ -11,8 +11,7 @@ from dovetail_server.parsers.events import OutputParser
 from dovetail_server.parsers.hermes import HermesCalls
 from dovetail_server.parsers.llama3_json import Llama3JsonCalls
 from dovetail_server.parsers.mistral import MistralCalls
-from dovetail_server.parsers.think import BEGIN as THINK
-from dovetail_server.parsers.think import ThinkReasoning
+from dovetail_server.parsers.think import THINK, THINK_MARKS, ThinkReasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +24,21 @@ class Detected:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A format of tool calls. `marks` tell it from a chat template: each alternative is a tuple of texts that a template has all of."""
+    """A format of tool calls, and what tells it from a chat template."""
 
-    make: Callable[[], OutputParser]
-    marks: tuple[tuple[str, ...], ...] = field(default=())
+    make: Callable[[], OutputParser]  # makes the parser of one answer
+    marks: tuple[tuple[str, ...], ...] = ()  # alternatives: a template of this format has all texts of one of them
+    foreign_marks: tuple[str, ...] = ()  # a template that has one of these is of another format all the same
+
+    def fits(self, chat_template: str) -> bool:
+        """Return True if a template is of this format."""
+        if any(mark in chat_template for mark in self.foreign_marks):
+            return False
+        return any(all(mark in chat_template for mark in marks) for marks in self.marks)
 
 
 _TOOL_FORMATS: dict[str, ToolFormat] = {
-    "hermes": ToolFormat(HermesCalls, (("<tool_call>",),)),
+    "hermes": ToolFormat(HermesCalls, (("<tool_call>",),), ("<function=", "<arg_key>")),  # Qwen3-Coder and GLM write no JSON in the mark
     "mistral": ToolFormat(MistralCalls, (("[TOOL_CALLS]",),)),
     "llama3_json": ToolFormat(Llama3JsonCalls, (("<|python_tag|>",), ("<|start_header_id|>", '"parameters"'))),
 }
@@ -51,8 +57,8 @@ def reasoning_parsers() -> tuple[str, ...]:
 
 def detect(chat_template: str) -> Detected:
     """Return the parsers that a chat template asks for, by the marks that it writes itself."""
-    tool = next((name for name, known in _TOOL_FORMATS.items() if any(all(mark in chat_template for mark in marks) for marks in known.marks)), None)
-    return Detected(tool, _REASONING if THINK in chat_template or "</think>" in chat_template else None)
+    tool = next((name for name, known in _TOOL_FORMATS.items() if known.fits(chat_template)), None)
+    return Detected(tool, _REASONING if any(mark in chat_template for mark in THINK_MARKS) else None)
 
 
 def starts_in_reasoning(prompt: str, reasoning_parser: str | None) -> bool:

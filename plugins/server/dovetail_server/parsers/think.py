@@ -5,7 +5,9 @@ from __future__ import annotations
 from dovetail_server.parsers.events import Event, OutputParser, Reasoning
 from dovetail_server.parsers.pieces import MAX_SPACE, Marks, PieceReader, after_space, without_space
 
-BEGIN = "<think>"
+THINK = "<think>"
+THINK_MARKS = (THINK, "</think>")
+
 _END = Marks("</think>")
 
 
@@ -41,12 +43,12 @@ class ThinkReasoning(PieceReader):
     def search(self, text: str, pos: int) -> int:
         """State: the beginning of the answer."""
         begin = after_space(text, pos)
-        head = text[begin : begin + len(BEGIN)]
-        if head == BEGIN:
+        head = text[begin : begin + len(THINK)]
+        if head == THINK:
             self._inside = True
             self._state = type(self).skip_space_inside
-            return begin + len(BEGIN)
-        if begin - pos <= MAX_SPACE and BEGIN.startswith(head) and begin + len(head) == len(text):
+            return begin + len(THINK)
+        if begin - pos <= MAX_SPACE and THINK.startswith(head) and begin + len(head) == len(text):
             return self.hold(text, pos)
         self._state = type(self).skip_space_inside if self._inside else type(self).rest
         return pos

@@ -39,7 +39,7 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
 
 
 _LATER = "comes with structured output, which isn't there yet"
-_ONLY = (
+ONLY = (
     *OPENAI_ONLY,
     Only("response_format", ({"type": "text"},), f'only {{"type": "text"}} is supported; JSON {_LATER}'),
     Only("tool_choice", ("none", "auto"), f'"none" and "auto" are supported; "required" and named functions {_LATER}'),
@@ -68,7 +68,7 @@ def chat_options(body: ChatRequest) -> ChatOptions:
 
 def chat_params(body: ChatRequest) -> SamplingParams:
     """Return the parameters of the answer. Raises `HttpError` for what isn't supported, `RequestError` for what is wrong."""
-    refuse_unsupported(body, _ONLY)
+    refuse_unsupported(body, ONLY)
     check_stream(body)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise HttpError(400, "max_completion_tokens: max_tokens is its old name: give one of them", param="max_completion_tokens")

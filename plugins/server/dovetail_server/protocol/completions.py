@@ -26,12 +26,12 @@ class CompletionRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     suffix: Any = None
 
 
-_ONLY = (*OPENAI_ONLY, Only("suffix", ("",), "models here only go on with a text, they don't fill gaps"))
+ONLY = (*OPENAI_ONLY, Only("suffix", ("",), "models here only go on with a text, they don't fill gaps"))
 
 
 def completion_params(body: CompletionRequest) -> SamplingParams:
     """Return the parameters of each answer. Raises `HttpError` for what isn't supported, `RequestError` for what is wrong."""
-    refuse_unsupported(body, _ONLY)
+    refuse_unsupported(body, ONLY)
     check_stream(body)
     if body.best_of not in (None, body.n or 1):
         raise HttpError(400, f"best_of: it must equal n ({body.n or 1}): all samples are told, got {body.best_of}", param="best_of")

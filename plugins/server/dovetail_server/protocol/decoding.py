@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
-_PLACE = re.compile(r" - at `(?:key in )?\$\.?(.*)`$", re.DOTALL)
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$", re.DOTALL)
 
 
 @lru_cache(maxsize=64)

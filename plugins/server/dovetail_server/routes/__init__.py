@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.routing import BaseRoute
 
-from dovetail_server.routes import chat, completions, service, tokenize
+from dovetail_server.routes import chat, completions, messages, openapi, responses, service, tokenize
 from dovetail_server.settings import ServerSettings
 
 
@@ -13,6 +13,9 @@ def all_routes(settings: ServerSettings) -> list[BaseRoute]:
     return [
         *completions.ROUTES,
         *chat.ROUTES,
+        *responses.ROUTES,
+        *messages.ROUTES,
+        *openapi.ROUTES,
         *tokenize.ROUTES,
         *service.ROUTES,
     ]

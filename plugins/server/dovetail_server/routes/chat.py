@@ -24,7 +24,8 @@ async def chat(exchange: Exchange) -> None:
     body = await exchange.body(ChatRequest)
     exchange.renamed = renamed_fields(body)
     model = exchange.record.model = exchange.server.model_named(body.model)
-    params, options = chat_params(body), chat_options(body)
+    params, options = exchange.check(chat_params(body)), chat_options(body)
+    exchange.admit()
     prompt = await asyncio.to_thread(exchange.engine.chat.prompt, body.messages, options)
     name = new_id("chatcmpl")
     head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": model}

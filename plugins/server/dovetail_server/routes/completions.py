@@ -21,7 +21,7 @@ async def completions(exchange: Exchange) -> None:
     body = await exchange.body(CompletionRequest)
     exchange.renamed = RENAMED
     model = exchange.record.model = exchange.server.model_named(body.model)
-    params, prompts = completion_params(body), prompts_of(body)
+    params, prompts = exchange.check(completion_params(body)), prompts_of(body)
     fields = engine_fields(body, exchange.engine)
     name = new_id("cmpl")
     head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}

@@ -1,0 +1,96 @@
+"""An answer as a row of parts: a thought, a text, a call of a tool, made of what the parsers find in the model's text.
+
+Both `/v1/responses` and `/v1/messages` give answers this way. Their event encoders are `PartWriter`s; an answer that isn't streamed has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from dovetail_server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+
+
+class PartKind(Enum):
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(slots=True)
+class AnswerPart:
+    """One part of an answer, as far as it has come."""
+
+    kind: PartKind
+    index: int  # its place in the answer
+    id: str = ""  # of a call
+    name: str = ""  # of the function that a call calls
+    pieces: list[str] = field(default_factory=list)  # of its text; of a call's arguments as JSON
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class PartWriter(Protocol):
+    """Who hears how an answer's parts grow. One part is open at a time."""
+
+    def opened(self, part: AnswerPart) -> None: ...
+
+    def grew(self, part: AnswerPart, text: str) -> None: ...
+
+    def closed(self, part: AnswerPart, *, cut: bool) -> None:
+        """`cut`: the answer ended with it since there was no room for more."""
+
+
+class AnswerParts:
+    """The parts of one answer. A part ends where an event of another kind comes, or another call."""
+
+    def __init__(self, writer: PartWriter | None = None) -> None:
+        self._writer = writer
+        self.parts: list[AnswerPart] = []
+        self._open: AnswerPart | None = None
+
+    @property
+    def has_calls(self) -> bool:
+        return any(part.kind is PartKind.CALL for part in self.parts)
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Take what a parser found."""
+        for event in events:
+            match event:
+                case Content(text):
+                    self._grow(PartKind.TEXT, text)
+                case Reasoning(text):
+                    self._grow(PartKind.REASONING, text)
+                case ToolCallStart(_, id, name):
+                    self._begin(AnswerPart(PartKind.CALL, len(self.parts), id, name))
+                case ToolCallArguments(_, text):
+                    self._grow(PartKind.CALL, text)
+
+    def finish(self, *, cut: bool = False) -> None:
+        """Close the last part. `cut`: there was no room for more."""
+        if self._open is not None:
+            if self._writer is not None:
+                self._writer.closed(self._open, cut=cut)
+            self._open = None
+
+    def _begin(self, part: AnswerPart) -> AnswerPart:
+        self.finish()
+        self.parts.append(part)
+        self._open = part
+        if self._writer is not None:
+            self._writer.opened(part)
+        return part
+
+    def _grow(self, kind: PartKind, text: str) -> None:
+        if not text:
+            return
+        part = self._open
+        if part is None or part.kind is not kind:
+            part = self._begin(AnswerPart(kind, len(self.parts)))
+        part.pieces.append(text)
+        if self._writer is not None:
+            self._writer.grew(part, text)

@@ -1,0 +1,164 @@
+"""The OpenAPI document of the server, made of the structs that its routes read and write. `OPERATIONS` says which those are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from dovetail_server.protocol import chat, completions, messages, responses
+from dovetail_server.protocol.chat import ChatRequest
+from dovetail_server.protocol.completions import CompletionRequest
+from dovetail_server.protocol.decoding import Only
+from dovetail_server.protocol.messages import CountTokensRequest, ErrorAnswer, MessageAnswer, MessagesRequest, TokenCount
+from dovetail_server.protocol.responses import ITEMS, ResponseAnswer, ResponsesRequest
+from dovetail_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+
+_REASONS = {
+    200: "The answer",
+    400: "Something is wrong with the request; the message says what",
+    401: "An API key is missing, or wrong",
+    404: "The model isn't served here",
+    408: "The body took too long to come",
+    413: "The body is too large",
+    429: "Too many requests wait already; `Retry-After` says when to try again",
+    500: "The server failed",
+    503: "The engine is dead or hangs, or the server shuts down",
+    504: "The request took too long",
+}
+_ONLY: Mapping[type[Struct], Sequence[Only]] = {  # parameters of which only some values are supported
+    ChatRequest: chat.ONLY,
+    CompletionRequest: completions.ONLY,
+    ResponsesRequest: responses.ONLY,
+    MessagesRequest: messages.ONLY,
+    CountTokensRequest: messages.ONLY,
+}
+_TAKES_BODY = (400, 404, 408, 413, 429, 500, 503)
+_GENERATES = (*_TAKES_BODY, 504)
+
+
+class OpenAIErrorDetail(Struct):
+    """What is wrong; `param` names the parameter, `code` is for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(Struct):
+    """An error in OpenAI's shape."""
+
+    error: OpenAIErrorDetail
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One endpoint. `answer` None: an object that isn't described further; `errors`: the statuses besides 200 and 401."""
+
+    method: str
+    path: str
+    summary: str
+    tag: str
+    request: type[Struct] | None = None
+    answer: type[Struct] | str | None = None  # a string: its media type, if it isn't JSON
+    errors: tuple[int, ...] = ()
+    streams: bool = False
+    error_shape: type[Struct] = OpenAIError
+    needs_key: bool = True
+
+
+OPERATIONS = (
+    Operation("post", "/v1/completions", "Go on with a text", "OpenAI", CompletionRequest, errors=_GENERATES, streams=True),
+    Operation("post", "/v1/chat/completions", "Go on with a conversation", "OpenAI", ChatRequest, errors=_GENERATES, streams=True),
+    Operation("post", "/v1/responses", "Go on with a conversation of items", "OpenAI", ResponsesRequest, ResponseAnswer, _GENERATES, streams=True),
+    Operation("get", "/v1/models", "List the models", "OpenAI"),
+    Operation("get", "/v1/models/{model}", "Describe a model", "OpenAI", errors=(404,)),
+    Operation("post", "/v1/messages", "Go on with a conversation", "Anthropic", MessagesRequest, MessageAnswer, _GENERATES, True, ErrorAnswer),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "Count a conversation's tokens",
+        "Anthropic",
+        CountTokensRequest,
+        TokenCount,
+        _TAKES_BODY,
+        error_shape=ErrorAnswer,
+    ),
+    Operation("post", "/tokenize", "Show the tokens of a text or a conversation", "Tokens", TokenizeRequest, errors=_TAKES_BODY),
+    Operation("post", "/detokenize", "Show the text of tokens", "Tokens", DetokenizeRequest, errors=_TAKES_BODY),
+    Operation("get", "/health", "Ask whether the engine lives", "Service", errors=(503,), needs_key=False),
+    Operation("get", "/ready", "Ask whether requests are welcome", "Service", errors=(503,), needs_key=False),
+    Operation("get", "/version", "Describe the server and its parts", "Service"),
+    Operation("get", "/openapi.json", "Describe the endpoints", "Service"),
+)
+
+
+def document(*, paths: Collection[str], version: str, root_path: str, has_keys: bool) -> dict[str, Any]:
+    """Return the OpenAPI document of the operations at `paths`. `has_keys`: the server lets nobody in without an API key."""
+    operations = [operation for operation in OPERATIONS if operation.path in paths]
+    schemas, components = _schemas(operations)
+    described: dict[str, dict[str, Any]] = {}
+    for operation in operations:
+        described.setdefault(operation.path, {})[operation.method] = _described(operation, schemas, has_keys)
+    made: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Dovetail", "version": version},
+        "servers": [{"url": root_path or "/"}],
+        "paths": described,
+        "components": {"schemas": components},
+    }
+    if has_keys:
+        bearer, header = {"type": "http", "scheme": "bearer"}, {"type": "apiKey", "in": "header", "name": "x-api-key"}
+        made["components"]["securitySchemes"] = {"bearer": bearer, "x_api_key": header}
+    return made
+
+
+def _schemas(operations: Sequence[Operation]) -> tuple[Mapping[type[Struct], Any], Mapping[str, Any]]:
+    """References to the operations' structs, and what they refer to."""
+    structs: dict[type[Struct], None] = dict.fromkeys(ITEMS.values())  # of the input of /v1/responses, which names them by itself
+    for operation in operations:
+        used = (operation.request, operation.answer, operation.error_shape)
+        structs |= dict.fromkeys(kind for kind in used if isinstance(kind, type))
+    references, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    for kind, table in _ONLY.items():
+        if kind in structs:
+            components[kind.__name__]["properties"] |= {name: _only(values, reason) for name, values, reason in table}
+    return dict(zip(structs, references, strict=True)), components
+
+
+def _only(values: Sequence[Any], reason: str) -> dict[str, Any]:
+    """The schema of a parameter of which not every value is supported."""
+    return {"enum": [None, *values], "default": None, "description": reason[:1].upper() + reason[1:]}
+
+
+def _described(operation: Operation, schemas: Mapping[type[Struct], Any], has_keys: bool) -> dict[str, Any]:
+    statuses = sorted({200, *operation.errors, *((401,) if has_keys and operation.needs_key else ())})
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "tags": [operation.tag],
+        "operationId": f"{operation.method}{operation.path}".replace("/", "_").replace("{", "").replace("}", "").replace(".", "_"),
+        "responses": {str(status): _response(operation, status, schemas) for status in statuses},
+    }
+    if operation.request is not None:
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas[operation.request]}}}
+    if "{model}" in operation.path:
+        described["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if has_keys and operation.needs_key:
+        described["security"] = [{"bearer": []}, {"x_api_key": []}]
+    return described
+
+
+def _response(operation: Operation, status: int, schemas: Mapping[type[Struct], Any]) -> dict[str, Any]:
+    answer = operation.answer if status == 200 else operation.error_shape
+    content: dict[str, Any]
+    if isinstance(answer, str):
+        content = {answer: {"schema": {"type": "string"}}}
+    else:
+        content = {"application/json": {"schema": {"type": "object"} if answer is None else schemas[answer]}}
+    if status == 200 and operation.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return {"description": _REASONS[status], "content": content}

@@ -1,0 +1,50 @@
+"""A server of the demo model for all tests of routes, and faked engines for those that script what comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from dovetail import AsyncLLMEngine
+from dovetail_server.in_process import InProcessEngine
+from dovetail_server.testing import FakeEngine
+from tests.server.serving import demo_tokenizer, serving_in_thread
+
+
+@pytest.fixture(scope="session")
+def demo_engine() -> Iterator[AsyncLLMEngine]:
+    engine = AsyncLLMEngine.from_config({"model": "demo", "max_num_seqs": 16})
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def server_url(demo_engine: AsyncLLMEngine) -> Iterator[str]:
+    """The URL of a server of the demo model."""
+    with serving_in_thread(lambda: InProcessEngine(demo_engine)) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def openai_client(server_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def fake() -> Callable[..., FakeEngine]:
+    """Makes a `FakeEngine` with the demo model's tokenizer; call it in an event loop."""
+
+    def make(*pieces: str, **options: Any) -> FakeEngine:
+        return FakeEngine(demo_tokenizer(), pieces or ("Hello", ",", " world"), **options)
+
+    return make
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """The event loop of tests marked `anyio`."""
+    return "asyncio"

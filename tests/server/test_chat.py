@@ -1,0 +1,158 @@
+"""`/v1/chat/completions`, driven by the openai package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from dovetail_server.settings import ServerSettings
+from dovetail_server.testing import FakeEngine
+from tests.server.serving import serving
+
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}" + TEMPLATE
+MESSAGES = [{"role": "user", "content": "Who are you?"}]
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+FURTHER = (
+    "top_k",
+    "ignore_eos",
+    "min_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "add_generation_prompt",
+    "return_token_ids",
+    "prompt_logprobs",
+)
+
+
+def asked(options: dict[str, Any]) -> dict[str, Any]:
+    own = dict(options)
+    further = {"chat_template": TEMPLATE} | {name: own.pop(name) for name in FURTHER if name in own}
+    return {"model": "demo", "messages": MESSAGES, "seed": 1, "max_completion_tokens": 8, **own, "extra_body": further}
+
+
+def ask(api: openai.OpenAI, **options: Any) -> Any:
+    return api.chat.completions.create(**asked(options))
+
+
+def contents(stream: Any) -> dict[int, str]:
+    joined: dict[int, str] = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            joined[choice.index] = joined.get(choice.index, "") + (choice.delta.content or "")
+    return joined
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"n": 2},
+    {"temperature": 0},
+    {"stop": [" "]},
+    {"top_k": 2},
+    {"logprobs": True},
+    {"logprobs": True, "top_logprobs": 2, "n": 2},
+    {"chat_template_kwargs": {"flag": True}, "chat_template": TEMPLATE + "{% if flag %}{% endif %}"},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]}]},
+    {"messages": [*MESSAGES, {"role": "assistant", "content": "I am"}], "continue_final_message": True},
+    {"add_generation_prompt": False},
+    {"response_format": {"type": "text"}, "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"], "store": False},
+    {"tools": [TOOL], "chat_template": TOOLS_TEMPLATE},
+    {"return_token_ids": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_stream_adds_up_to_the_whole_answer(openai_client: openai.OpenAI, options: dict[str, Any]) -> None:
+    whole = ask(openai_client, **options)
+    assert contents(ask(openai_client, stream=True, **options)) == {choice.index: choice.message.content for choice in whole.choices}
+    assert len(whole.choices) == options.get("n", 1)
+
+
+def test_an_answer_without_max_tokens_has_all_the_room(openai_client: openai.OpenAI) -> None:
+    answer = ask(openai_client, max_completion_tokens=None, ignore_eos=True)
+    assert answer.usage.total_tokens == 1024
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_the_first_chunk_says_who_speaks_and_the_last_why_it_ended(openai_client: openai.OpenAI) -> None:
+    chunks = [chunk.choices[0] for chunk in ask(openai_client, stream=True)]
+    assert chunks[0].delta.role == "assistant"
+    assert [choice.finish_reason for choice in chunks] == [None] * (len(chunks) - 1) + ["length"]
+
+
+def test_logprobs_say_each_token_with_its_bytes(openai_client: openai.OpenAI) -> None:
+    choice = ask(openai_client, logprobs=True, top_logprobs=2).choices[0]
+    assert b"".join(bytes(one.bytes) for one in choice.logprobs.content).decode() == choice.message.content
+    assert all(len(one.top_logprobs) == 2 for one in choice.logprobs.content)
+
+
+def test_usage_comes_in_a_stream_that_asks_for_it(openai_client: openai.OpenAI) -> None:
+    *chunks, last = ask(openai_client, stream=True, stream_options={"include_usage": True})
+    assert last.choices == []
+    assert last.usage.completion_tokens == 8
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+REFUSED = {
+    "response_format": {"type": "json_object"},
+    "tool_choice": "required",
+    "modalities": ["audio"],
+    "audio": {"voice": "x", "format": "wav"},
+    "prediction": {"type": "content", "content": "x"},
+    "functions": [{"name": "f"}],
+    "function_call": "auto",
+    "web_search_options": {},
+    "reasoning_effort": "high",
+    "verbosity": "low",
+    "store": True,
+    "service_tier": "flex",
+    "parallel_tool_calls": False,
+    "top_logprobs": 2,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_supported_is_refused_by_name(openai_client: openai.OpenAI, name: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(openai_client, **{name: REFUSED[name]})
+    assert refused.value.param == name
+    assert name in refused.value.message
+
+
+def test_an_image_is_refused_by_its_place(openai_client: openai.OpenAI) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    with pytest.raises(openai.BadRequestError, match="image_url") as refused:
+        ask(openai_client, messages=[{"role": "user", "content": [image]}])
+    assert refused.value.param == "messages[0].content[0]"
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Berlin"}}\n</tool_call>'
+
+
+@pytest.mark.anyio
+async def test_tool_calls_and_reasoning_come_parsed_whole_and_streamed(fake: Callable[..., FakeEngine]) -> None:
+    text = f"<think>\nHm.\n</think>\n\nLet me see. {CALL}"
+    engine = fake(*text)
+    options = asked({"tools": [TOOL], "chat_template": TOOLS_TEMPLATE, "max_completion_tokens": None})
+    options["model"] = "fake"
+    async with serving(engine, ServerSettings(reasoning_parser="think")) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as api:
+        [choice] = (await api.chat.completions.create(**options)).choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content.strip() == "Let me see."
+        [call] = choice.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Berlin"})
+        name = content = thoughts = arguments = ""
+        async for chunk in await api.chat.completions.create(**options, stream=True):
+            delta = chunk.choices[0].delta
+            content, thoughts = content + (delta.content or ""), thoughts + getattr(delta, "reasoning_content", "")
+            for part in delta.tool_calls or ():
+                name, arguments = name + (part.function.name or ""), arguments + (part.function.arguments or "")
+        assert chunk.choices[0].finish_reason == "tool_calls"
+        assert (name, json.loads(arguments)) == ("weather", {"city": "Berlin"})
+        assert (content, thoughts) == (choice.message.content, choice.message.reasoning_content)
+        assert thoughts.strip() == "Hm."

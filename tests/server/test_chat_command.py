@@ -1,0 +1,235 @@
+"""`dovetail chat`: with a server, which a thread plays here, with the demo model, through pipes and in a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from dovetail.cli.app import app
+
+DEADLINE_S = 60.0
+
+
+class Parrot(BaseHTTPRequestHandler):
+    """A server that answers with the last message, a word at a time. Some words have it do other things."""
+
+    bodies: list[dict[str, Any]]
+    keys: list[str | None]
+    hung_up: threading.Event
+
+    def do_GET(self) -> None:
+        self._send(200, {"data": [{"id": "parrot"}, {"id": "raven"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append(body)
+        self.keys.append(self.headers["Authorization"])
+        said = body["messages"][-1]["content"]
+        if said == "refuse":
+            self._send(400, {"error": {"message": "this model has no chat template", "type": "invalid_request_error"}})
+            return
+        self.send_response(200)
+        self.end_headers()
+        self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        try:
+            for word in said.split():
+                self._event({"choices": [{"delta": {"content": f"{word} "}, "finish_reason": None}]})
+                while said.startswith("endless"):
+                    self._event({"choices": [{"delta": {"content": "and on "}}]})
+                    time.sleep(0.01)
+        except OSError:
+            self.hung_up.set()
+            return
+        if said == "die":
+            self._event({"error": {"message": "the engine died"}})
+        elif said != "break off":
+            self._event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, value: Any) -> None:
+        self.wfile.write(b"data: %s\n\n" % json.dumps(value).encode())
+        self.wfile.flush()
+
+    def _send(self, status: int, value: Any) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def parrot() -> Iterator[tuple[str, type[Parrot]]]:
+    class Mine(Parrot):
+        bodies, keys, hung_up = [], [], threading.Event()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Mine) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", Mine
+        server.shutdown()
+        thread.join()
+
+
+def chat(*arguments: str, said: str = "") -> Result:
+    return CliRunner().invoke(app, ["chat", *arguments], input=said)
+
+
+def test_a_server_hears_the_whole_conversation(parrot: tuple[str, type[Parrot]]) -> None:
+    url, server = parrot
+    result = chat(f"{url}/v1/", "--system", "Be kind.", "--temperature", "0", "--api-key", "secret", said="good day\n\nand you?\n")
+    assert (result.exit_code, result.stdout) == (0, "good day \nand you? \n")
+    assert server.bodies[1] == {
+        "model": "parrot",
+        "messages": [
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": "good day"},
+            {"role": "assistant", "content": "good day "},
+            {"role": "user", "content": "and you?"},
+        ],
+        "stream": True,
+        "temperature": 0.0,
+    }
+    assert server.keys == ["Bearer secret"] * 2
+
+
+def test_commands_begin_with_a_slash(parrot: tuple[str, type[Parrot]]) -> None:
+    url, server = parrot
+    result = chat(url, "--model", "raven", said="one\n/reset\n/system Caw.\ntwo\n/system\n//three\n/what\n/quit\nfour\n")
+    assert result.exit_code == 0
+    assert [[one["content"] for one in body["messages"]] for body in server.bodies] == [["one"], ["Caw.", "two"], ["two", "two ", "/three"]]
+    assert {body["model"] for body in server.bodies} == {"raven"}
+    assert "there is no /what" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [("refuse", "answers 400: this model has no chat template"), ("die", "the engine died"), ("break off", "broke off amidst the answer")],
+)
+def test_an_answer_that_fails_is_told_and_forgotten(parrot: tuple[str, type[Parrot]], said: str, told: str) -> None:
+    url, server = parrot
+    result = chat(url, said=f"{said}\nagain\n")
+    assert result.exit_code == 1, "whoever reads the pipe must know"
+    assert told in " ".join(result.stderr.split())
+    assert result.stderr.count("error:") == 1
+    assert [one["content"] for one in server.bodies[-1]["messages"]] == ["again"]
+
+
+def test_what_an_answer_says_commands_no_terminal(parrot: tuple[str, type[Parrot]]) -> None:
+    assert chat(parrot[0], said="\x1b]0;mine\x07 [bold] :smile:\n").stdout == "]0;mine [bold] :smile: \n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["http://127.0.0.1:1"], "doesn't answer: Connection refused"),
+        (["http://"], "expected the URL of a server"),
+        (["http://127.0.0.1:x"], "Port could not be cast"),
+        (["http://127.0.0.1:1", "--set", "seed=1"], "give the setting to `dovetail serve`"),
+        (["demo", "--model", "x"], "--model names a model of a server"),
+        (["demo", "--chat-template", "/nowhere"], "--chat-template: /nowhere: can't be read"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_sentence(arguments: list[str], told: str) -> None:
+    result = chat(*arguments)
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_model_here_answers(tmp_path: Path) -> None:
+    result = chat("demo", "--max-tokens", "5", "--temperature", "0", "--set", "max_model_len=128", said="Where art thou?\nSay more.\n")
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.splitlines()) >= 2
+    template = tmp_path / "strict.jinja"
+    template.write_text("{{ raise_exception('no words for this') if messages else '' }}")
+    refused = chat("demo", "--chat-template", str(template), "--set", "max_model_len=128", said="Where art thou?\n")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "no words for this" in refused.stderr
+
+
+def test_a_model_without_a_template_is_told_of_with_the_remedy(demo_without_template: Path) -> None:
+    result = chat(str(demo_without_template), "--set", "max_model_len=128", said="hello\n")
+    assert result.exit_code == 2
+    assert "has no chat template" in result.stderr
+    assert "dovetail generate" in result.stderr
+    assert "--chat-template FILE" in result.stderr
+
+
+@pytest.fixture
+def demo_without_template(tmp_path: Path) -> Path:
+    import dovetail_models
+
+    source, directory = Path(next(iter(dovetail_models.__path__))) / "demo", tmp_path / "plain"
+    directory.mkdir()
+    for file in source.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+class Terminal:
+    """A command in a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.pid, self._fd = pty.fork()
+        if not self.pid:
+            os.execve(sys.executable, [sys.executable, "-m", "dovetail", *arguments], {**os.environ, "TERM": "dumb"})
+        self._unread = b""
+
+    def until(self, text: bytes) -> None:
+        """Read on until the text has come."""
+        deadline = time.monotonic() + DEADLINE_S
+        while text not in self._unread:
+            assert time.monotonic() < deadline, f"{text!r} doesn't come after {self._unread!r}"
+            if select.select([self._fd], [], [], 1.0)[0]:
+                self._unread += os.read(self._fd, 4096)
+        self._unread = self._unread.partition(text)[2]
+
+    def type(self, text: bytes) -> None:
+        os.write(self._fd, text)
+
+    def status(self) -> int:
+        try:
+            while os.read(self._fd, 4096):
+                pass
+        except OSError:  # the other end is closed
+            pass
+        os.close(self._fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(parrot: tuple[str, type[Parrot]]) -> None:
+    url, server = parrot
+    terminal = Terminal("chat", url)
+    terminal.until(b"> ")
+    terminal.type(b"endless\n")
+    terminal.until(b"and on and on")
+    terminal.type(b"\x03")
+    terminal.until(b"(stopped)")
+    assert server.hung_up.wait(DEADLINE_S), "the server computes no further"
+    terminal.until(b"> ")
+    terminal.type(b"\x03")
+    terminal.until(b"Ctrl-D ends")
+    terminal.until(b"> ")
+    terminal.type(b"\x1b[A -- or not?\n")  # the line before, from the history
+    terminal.until(b"and on and on")
+    terminal.type(b"\x03")
+    terminal.until(b"> ")
+    terminal.type(b"\x04")
+    assert terminal.status() == 0
+    assert server.bodies[-1]["messages"][-1]["content"] == "endless -- or not?"

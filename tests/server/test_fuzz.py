@@ -1,0 +1,92 @@
+"""Bodies that nobody in their right mind sends, to every endpoint that `/openapi.json` describes: the server answers each, and never with a 5xx."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from hypothesis import given
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
+
+from dovetail import AsyncLLMEngine
+from dovetail_server.in_process import InProcessEngine
+from dovetail_server.protocol.openapi import OPERATIONS as ENDPOINTS
+from dovetail_server.settings import ServerSettings
+from tests.server.scripted import TEMPLATE
+from tests.server.serving import PATIENCE_S, serving_in_thread
+from tests.support import examples
+
+PATHS_WITH_BODIES = [operation.path for operation in ENDPOINTS if operation.request is not None]
+SERVER_ERRORS = (b'"internal_error"', b'"server_error"', b'"api_error"')
+OPERATIONS = st.deferred(lambda: st.sampled_from(_known))
+_known: list[Any] = []  # the operations, once a server has told them
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server of a small real model, which answers with a few tokens."""
+    engine = AsyncLLMEngine.from_config({"model": "demo", "max_model_len": 128, "max_num_seqs": 4})
+    engine.engine.tokenizer.transformers.chat_template = TEMPLATE
+    with serving_in_thread(lambda: InProcessEngine(engine), ServerSettings(log_requests=False)) as url:
+        schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+        _known[:] = [operation.ok() for operation in schema.get_all_operations()]
+        yield url
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    with requests.Session() as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    with httpx.Client() as client:
+        yield client
+
+
+@given(data=st.data())
+@examples(quick=100, full=5_000)
+def test_no_request_makes_the_server_fail(url: str, session: requests.Session, data: st.DataObject) -> None:
+    case = data.draw(data.draw(OPERATIONS).as_strategy(data.draw(st.sampled_from(GenerationMode))))
+    answer = case.call(base_url=url, session=session, timeout=PATIENCE_S)
+    case.validate_response(answer, checks=[not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance])
+    assert not any(word in answer.content for word in SERVER_ERRORS)  # amidst a stream
+
+
+@given(data=st.data())
+@examples(quick=100, full=5_000)
+def test_a_malformed_body_is_always_refused(url: str, session: requests.Session, data: st.DataObject) -> None:
+    operation = data.draw(OPERATIONS.filter(lambda operation: operation.path in PATHS_WITH_BODIES))
+    case = data.draw(operation.as_strategy(GenerationMode.NEGATIVE))
+    answer = case.call(base_url=url, session=session, timeout=PATIENCE_S)
+    assert 400 <= answer.status_code < 500, case.body
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+@given(path=st.sampled_from(PATHS_WITH_BODIES), body=st.binary() | st.text().map(str.encode) | _JSON.map(lambda value: json.dumps(value).encode()))
+@examples(quick=100, full=10_000)
+def test_bytes_that_are_no_request_are_always_refused(url: str, client: httpx.Client, path: str, body: bytes) -> None:
+    answer = client.post(url + path, content=body, timeout=PATIENCE_S)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", PATHS_WITH_BODIES)
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"messages":' * 100_000, b'{"a":"\\ud800"}', b"\xff\xfe", b"1" * 10_000, b'{"max_tokens":1e999}'])
+def test_bodies_that_break_parsers_are_refused(url: str, client: httpx.Client, path: str, body: bytes) -> None:
+    assert client.post(url + path, content=body, timeout=PATIENCE_S).status_code == 400

@@ -1,0 +1,496 @@
+"""Claims about the parsers of tool calls and reasoning, against an oracle that reads a whole text with regular expressions and `json.loads`."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import combinations, pairwise
+from typing import NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dovetail.errors import ConfigError
+from dovetail_server.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart, detect, parser_for, starts_in_reasoning
+from dovetail_server.parsers.json_call import MAX_HELD
+
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the claims are about events, not about time
+FORMATS = ("hermes", "llama3_json", "mistral")
+
+
+class Call(NamedTuple):
+    """A tool call, its arguments as the model wrote them."""
+
+    name: str
+    arguments: str
+
+
+class Answer(NamedTuple):
+    """A whole answer: what all deltas add up to."""
+
+    reasoning: str
+    content: str
+    calls: tuple[Call, ...]
+
+
+def events_of(pieces: list[str], tool_parser: str | None, *, thinks: bool = True, inside: bool = False) -> list[Event]:
+    reasoning_parser = "think" if thinks else None
+    parser = parser_for(tool_parser=tool_parser, reasoning_parser=reasoning_parser, has_tools=True, starts_in_reasoning=inside)
+    assert parser is not None
+    return [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+
+
+def joined(events: list[Event]) -> Answer:
+    """Add the deltas up, and check their order: a call's start, then its arguments, then the next call."""
+    names: list[str] = []
+    arguments: list[str] = []
+    for event in events:
+        if isinstance(event, ToolCallStart):
+            assert event.index == len(names)
+            assert event.id
+            names.append(event.name)
+            arguments.append("")
+        elif isinstance(event, ToolCallArguments):
+            assert event.index == len(names) - 1, "arguments come for the call that began last"
+            assert event.text, "no delta is empty"
+            arguments[-1] += event.text
+        else:
+            assert event.text, "no delta is empty"
+    reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    return Answer(reasoning, content, tuple(map(Call, names, arguments)))
+
+
+def parse(text: str, tool_parser: str | None, *, cuts: tuple[int, ...] = (), inside: bool = False) -> Answer:
+    bounds = [0, *cuts, len(text)]
+    return joined(events_of([text[a:b] for a, b in pairwise(bounds)], tool_parser, inside=inside))
+
+
+def by_characters(text: str, tool_parser: str | None, *, inside: bool = False) -> Answer:
+    return joined(events_of(list(text), tool_parser, inside=inside))
+
+
+# The oracle. It reads whole, well-formed answers and near-misses; answers that break off within a call have tests of their own.
+
+DECODER = json.JSONDecoder()
+MEMBER = re.compile(r'[{,]\s*("(?:[^"\\]|\\.)*")\s*:\s*')
+HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?(?={)")
+
+
+def call_at(text: str, pos: int) -> tuple[Call, int] | None:
+    """Return the call whose object begins at `pos`, its arguments as they stand there, and where it ends."""
+    try:
+        value, end = DECODER.raw_decode(text, pos)
+    except ValueError:
+        return None
+    if not isinstance(value, dict) or not value.get("name") or not isinstance(value["name"], str):
+        return None
+    arguments = "{}"
+    while (member := MEMBER.match(text, pos)) is not None:
+        _, pos = DECODER.raw_decode(text, member.end())
+        if json.loads(member[1]) in ("arguments", "parameters"):
+            arguments = text[member.end() : pos]
+        pos += len(text[pos:]) - len(text[pos:].lstrip())
+    return Call(value["name"], arguments), end
+
+
+def space_at(text: str, pos: int) -> int:
+    return pos + len(text[pos:]) - len(text[pos:].lstrip())
+
+
+def hermes_oracle(text: str) -> tuple[str, list[Call]]:
+    content, calls, pos = "", [], 0
+    while (mark := text.find("<tool_call>", pos)) >= 0:
+        begin = mark + len("<tool_call>")
+        found = call_at(text, space_at(text, begin))
+        if found is None:
+            content, pos = content + text[pos:begin], begin
+        else:
+            content += text[pos:mark].rstrip()
+            calls.append(found[0])
+            pos = space_at(text, found[1])
+            if text.startswith("</tool_call>", pos):
+                pos = space_at(text, pos + len("</tool_call>"))
+    return content + text[pos:], calls
+
+
+def only_a_call(value: dict[str, object]) -> bool:
+    others = {key: part for key, part in value.items() if key not in ("name", "type", "id")}
+    return len(others) == 1 and isinstance(others.get("arguments", others.get("parameters")), dict)
+
+
+def llama_oracle(text: str) -> tuple[str, list[Call]]:
+    content, tag, rest = ("", "", text) if text.lstrip().startswith("{") else text.partition("<|python_tag|>")
+    content, rest = (content.rstrip(), rest) if tag else ("", text)
+    calls: list[Call] = []
+    while (found := call_at(rest, space_at(rest, 0))) is not None and only_a_call(json.loads(rest[: found[1]])):
+        calls.append(found[0])
+        rest = rest[space_at(rest, found[1]) :]
+        if not rest.startswith(";"):
+            break
+        rest = rest[1:]
+    return (content + rest, calls) if calls else (text, [])
+
+
+def mistral_oracle(text: str) -> tuple[str, list[Call]]:
+    content, _mark, rest = text.partition("[TOOL_CALLS]")
+    calls: list[Call] = []
+    if (array := re.match(r"\s*\[", rest)) is not None:
+        pos, end = array.end(), DECODER.raw_decode(rest, space_at(rest, 0))[1]
+        while (found := call_at(rest, space_at(rest, pos))) is not None:
+            calls.append(found[0])
+            pos = rest.index(",", found[1]) + 1 if rest[space_at(rest, found[1])] == "," else end
+        return content.rstrip() + rest[space_at(rest, end) :], calls
+    while (head := HEAD.match(rest)) is not None:
+        end = DECODER.raw_decode(rest, head.end())[1]
+        calls.append(Call(head[1], rest[head.end() : end]))
+        rest = rest[space_at(rest, end) :].removeprefix("[TOOL_CALLS]")
+    return (content.rstrip() + rest, calls) if calls else (text, [])
+
+
+ORACLES = {"hermes": hermes_oracle, "llama3_json": llama_oracle, "mistral": mistral_oracle}
+
+
+def oracle(text: str, tool_parser: str) -> Answer:
+    thought = re.fullmatch(r"\s*<think>\s*(.*?)\s*</think>\s*(.*)", text, re.DOTALL)
+    reasoning, rest = thought.groups() if thought else ("", text)
+    content, calls = ORACLES[tool_parser](rest)
+    return Answer(reasoning, content, tuple(calls))
+
+
+# Answers
+
+SHORT = {
+    "hermes": [
+        "Hi.",
+        '<tool_call>{"name":"f","arguments":{}}</tool_call>',
+        'A\n<tool_call>\n{"name": "f", "arguments": {"a": "}\\"<"}}\n</tool_call>',
+        '<tool_call>{"arguments":[1],"name":"f"}</tool_call>B',
+        "a <tool_cal> <<tool_call",
+        "<tool_call>no</tool_call>",
+        '<think>x</think><tool_call>{"name":"f"}</tool_call>',
+    ],
+    "llama3_json": [
+        "Hi.",
+        "{",
+        '{"name":"J","age":3}',
+        '{"name":"f","parameters":{}}',
+        ' <|python_tag|>{"name":"f","parameters":{}}',
+        '{"name":"f","parameters":{}};{"name":"g","parameters":{}}',
+        '<think>x</think>{"parameters":{"a":";"},"name":"f"}',
+    ],
+    "mistral": [
+        "Hi [TOOL_CALL].",
+        '[TOOL_CALLS][{"name":"f","arguments":{}}]',
+        '[TOOL_CALLS] [{"name":"f","arguments":{"a":"]"}}, {"arguments":{},"name":"g"}]',
+        "A [TOOL_CALLS]f{}[TOOL_CALLS]g[ARGS]{}",
+        '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a":"}"}B',
+        "[TOOL_CALLS]Hello, you",
+    ],
+}
+BROKEN = {
+    "hermes": [
+        '<tool_call>{"name":"f",oops</tool_call>x',
+        '<tool_call>{"name":"f","arguments":{"a":"b',
+        '<tool_call>{"name":"f","arguments":nonsense}</tool_call>',
+        '<tool_call><tool_call>{"name":"f","arguments":{}}',
+        '<tool_call>{"name":"f","arguments":{}}}</tool_call>',
+        '<tool_call>{"x":tru,"name":"f"}</tool_call>',
+        '<tool_call>{"name":"f"} <tool_call>{"name":"g"}</tool_call></tool_call>',
+    ],
+    "llama3_json": ['{"name":"f","parameters":5}', '{"name":"f","parameters":{}};{"na', '{"name":"f","parameters":{}} x', "<|python_tag|>print(1)"],
+    "mistral": [
+        '[TOOL_CALLS][{"name":"f","arguments":{}};',
+        "[TOOL_CALLS]f[ARGS]x{}",
+        "[TOOL_CALLS][]",
+        '[TOOL_CALLS]f{"a',
+        "[TOOL_CALLS]f[TOOL_CALLS]g{}",
+    ],
+}
+
+
+def cases(table: dict[str, list[str]]) -> list[tuple[str, str]]:
+    return [(tool_parser, text) for tool_parser, texts in table.items() for text in texts]
+
+
+@pytest.mark.parametrize(("tool_parser", "text"), cases(SHORT))
+def test_an_answer_parses_as_the_oracle_reads_it(tool_parser: str, text: str) -> None:
+    assert parse(text, tool_parser) == oracle(text, tool_parser)
+
+
+@pytest.mark.parametrize(("tool_parser", "text"), cases(SHORT) + cases(BROKEN))
+def test_the_cuts_between_pieces_change_nothing(tool_parser: str, text: str) -> None:
+    """Every pair of cuts, and characters one by one with every bound left uncut."""
+    whole = parse(text, tool_parser)
+    bounds = range(1, len(text))
+    for pair in combinations(bounds, 2):
+        assert parse(text, tool_parser, cuts=pair) == whole
+    for spared in bounds:
+        assert parse(text, tool_parser, cuts=tuple(bound for bound in bounds if bound != spared)) == whole
+
+
+@pytest.mark.parametrize("tool_parser", FORMATS)
+@pytest.mark.parametrize("text", ['<th</think>{"', "<tool_call>{ ", '{"name":"f",', "[TOOL_CALLS]", " <think>\n</t", "f{}[TOOL_CAL"])
+def test_all_chunkings_of_a_few_characters_parse_alike(tool_parser: str, text: str) -> None:
+    whole = parse(text, tool_parser)
+    for number in range(len(text)):
+        for cuts in combinations(range(1, len(text)), number):
+            assert parse(text, tool_parser, cuts=cuts) == whole
+
+
+MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"]
+NEAR_MISSES = [
+    "<tool_cal",
+    "</tool_call",
+    "<<",
+    "<",
+    "[TOOL_CALL",
+    "[",
+    "{",
+    "}",
+    "<|python_tag",
+    "<thin",
+    '"',
+    "\\",
+    ";",
+    "\n",
+    " ",
+    "é",
+    "\U0001f600",
+    "text",
+]
+STRINGS = st.lists(st.sampled_from(MARKS + NEAR_MISSES) | st.text(max_size=3), max_size=3).map("".join)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | STRINGS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(STRINGS, inner, max_size=3),
+    max_leaves=4,
+)
+ARGUMENTS = st.dictionaries(STRINGS, VALUES, max_size=2)
+NAMES = st.from_regex(r"[A-Za-z0-9_.-]{1,12}", fullmatch=True)
+PROSE = st.lists(st.sampled_from(NEAR_MISSES), max_size=6).map("|".join)
+SPACES = st.sampled_from(["", " ", "\n", "\n\n "])
+
+
+@st.composite
+def written_object(draw: st.DrawFn, *, arguments: str = "arguments") -> str:
+    """Return a call's object as some model might write it."""
+    members = [("name", draw(NAMES)), (arguments, draw(ARGUMENTS))]
+    if draw(st.booleans()):
+        members.reverse()
+    return json.dumps(dict(members), ensure_ascii=draw(st.booleans()), indent=draw(st.sampled_from([None, 1])))
+
+
+@st.composite
+def hermes_answer(draw: st.DrawFn) -> str:
+    calls = draw(st.lists(written_object(), max_size=3))
+    blocks = [f"<tool_call>{draw(SPACES)}{call}{draw(SPACES)}</tool_call>{draw(SPACES)}" for call in calls]
+    return "".join(block + draw(PROSE) for block in ["", *blocks])
+
+
+@st.composite
+def llama_answer(draw: st.DrawFn) -> str:
+    calls = draw(st.lists(written_object(arguments="parameters"), max_size=3))
+    tag = draw(st.sampled_from(["", "<|python_tag|>", "Well.\n<|python_tag|>"]))
+    return tag + f"{draw(SPACES)};{draw(SPACES)}".join(calls) if calls else draw(PROSE)
+
+
+@st.composite
+def mistral_answer(draw: st.DrawFn) -> str:
+    head = draw(PROSE)
+    calls = draw(st.lists(written_object(), min_size=1, max_size=3))
+    if draw(st.booleans()):
+        return f"{head}[TOOL_CALLS]{draw(SPACES)}[{draw(SPACES)}{(draw(SPACES) + ',' + draw(SPACES)).join(calls)}{draw(SPACES)}]{draw(SPACES)}"
+    named = [
+        f"[TOOL_CALLS]{draw(NAMES)}{draw(st.sampled_from(['', '[ARGS]', '[CALL_ID]a1b2c3d4e[ARGS]']))}{json.dumps(draw(ARGUMENTS))}" for _ in calls
+    ]
+    return head + draw(SPACES).join(named)
+
+
+ANSWERS = {"hermes": hermes_answer(), "llama3_json": llama_answer(), "mistral": mistral_answer()}
+THOUGHTS = st.just("") | PROSE.map(str.strip).map("<think>\n{}\n</think>\n\n".format)
+
+
+def cuts_of(data: st.DataObject, text: str) -> tuple[int, ...]:
+    if len(text) < 2:
+        return ()
+    return tuple(sorted(data.draw(st.sets(st.integers(1, len(text) - 1), max_size=20))))
+
+
+@pytest.mark.parametrize("tool_parser", FORMATS)
+@PATIENT
+@given(data=st.data())
+def test_any_answer_cut_anywhere_parses_as_the_oracle_reads_it(tool_parser: str, data: st.DataObject) -> None:
+    text = data.draw(THOUGHTS) + data.draw(ANSWERS[tool_parser])
+    expected = oracle(text, tool_parser)
+    assert parse(text, tool_parser, cuts=cuts_of(data, text)) == expected
+    assert by_characters(text, tool_parser) == expected
+
+
+@pytest.mark.parametrize("tool_parser", FORMATS)
+@PATIENT
+@given(data=st.data())
+def test_any_text_at_all_cut_anywhere_parses_alike(tool_parser: str, data: st.DataObject) -> None:
+    pieces = [*MARKS, *NEAR_MISSES, '{"name": "f"', ', "arguments": {"a"', '{"name":"f","parameters":{', "}}", ":", ","]
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=12)))
+    inside = data.draw(st.booleans())
+    whole = parse(text, tool_parser, inside=inside)
+    assert parse(text, tool_parser, cuts=cuts_of(data, text), inside=inside) == whole
+    assert by_characters(text, tool_parser, inside=inside) == whole
+
+
+@PATIENT
+@given(st.lists(st.sampled_from(["<tool_call", ">{", "]", '"x', " y"]), max_size=12).map("".join))
+def test_text_without_a_call_comes_out_unchanged(text: str) -> None:
+    for tool_parser in FORMATS:
+        assert by_characters(text, tool_parser) == Answer("", text, ())
+
+
+def test_a_name_comes_before_its_arguments_are_there() -> None:
+    parser = parser_for(tool_parser="hermes", reasoning_parser=None, has_tools=True, starts_in_reasoning=False)
+    assert parser is not None
+    (start,) = parser.feed('<tool_call>\n{"name": "find"')
+    assert isinstance(start, ToolCallStart)
+    assert start.name == "find"
+    assert parser.feed(', "arguments": {"a') == [ToolCallArguments(0, '{"a')]
+    assert parser.feed('": 1}') == [ToolCallArguments(0, '": 1}')]
+    assert parser.feed("}\n</tool_call>") == parser.finish() == []
+
+
+def test_content_is_held_no_longer_than_it_may_be_a_mark() -> None:
+    parser = parser_for(tool_parser="hermes", reasoning_parser="think", has_tools=True, starts_in_reasoning=False)
+    assert parser is not None
+    assert parser.feed("Let a") == [Content("Let a")]
+    assert parser.feed(" <tool_") == []
+    assert parser.feed("box") == [Content(" <tool_box")]
+
+
+@pytest.mark.parametrize(
+    ("tool_parser", "text", "expected"),
+    [
+        ("hermes", '<tool_call>{"na', Answer("", '<tool_call>{"na', ())),
+        ("hermes", '<tool_call>{"name": "f"', Answer("", "", (Call("f", ""),))),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', Answer("", "", (Call("f", '{"a": "b'),))),
+        ("hermes", '<tool_call>{"name": "f"}\n</tool_c', Answer("", "", (Call("f", "{}"),))),
+        ("mistral", '[TOOL_CALLS]f{"a": [', Answer("", "", (Call("f", '{"a": ['),))),
+        ("llama3_json", '{"name": "f", "parameters": {"a', Answer("", "", (Call("f", '{"a'),))),
+        ("llama3_json", '{"name": "f"', Answer("", '{"name": "f"', ())),
+    ],
+)
+def test_a_call_that_is_cut_off_keeps_what_has_come_of_it(tool_parser: str, text: str, expected: Answer) -> None:
+    assert by_characters(text, tool_parser) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('<tool_call>{"name": "f", oops</tool_call> so', Answer("", "oopsso", (Call("f", ""),))),
+        ('<tool_call>{"name": "f", "arguments": {}}}</tool_call>', Answer("", "}", (Call("f", "{}"),))),
+        ('<tool_call>{"name": "\\ud800", "arguments": {}}', Answer("", '<tool_call>{"name": "\\ud800", "arguments": {}}', ())),
+        ('<tool_call>{"x": tru, "name": "f"}', Answer("", '<tool_call>{"x": tru, "name": "f"}', ())),
+        ('<tool_call><tool_call>{"name": "f"}', Answer("", "<tool_call>", (Call("f", "{}"),))),
+    ],
+)
+def test_what_is_wrong_with_a_call_costs_no_text(text: str, expected: Answer) -> None:
+    assert by_characters(text, "hermes") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "expected"),
+    [
+        ("<think>\na\n</think>\n\nb", False, Answer("a", "b", ())),
+        ("a\n</think>\n\nb", True, Answer("a", "b", ())),
+        ("<think>a</think>b", True, Answer("a", "b", ())),
+        ("<think>a<tool_call>", False, Answer("a<tool_call>", "", ())),
+        ("a", True, Answer("a", "", ())),
+        (" a <think>b</think>", False, Answer("", " a <think>b</think>", ())),
+        ("<think>\n\n</think>\n\n", False, Answer("", "", ())),
+    ],
+)
+def test_reasoning_is_what_stands_between_its_marks_at_the_beginning(text: str, inside: bool, expected: Answer) -> None:
+    assert by_characters(text, "hermes", inside=inside) == parse(text, None, inside=inside) == expected
+
+
+def test_each_call_has_an_id_of_its_own_that_its_template_takes() -> None:
+    text = '<tool_call>{"name":"f"}</tool_call>' * 9
+    ids = [event.id for event in events_of([text], "hermes") if isinstance(event, ToolCallStart)]
+    assert len(set(ids)) == 9
+    events = events_of(["[TOOL_CALLS]f{}[TOOL_CALLS]g[CALL_ID]abc123[ARGS]{}"], "mistral")
+    made, given_id = (event.id for event in events if isinstance(event, ToolCallStart))
+    assert re.fullmatch("[A-Za-z0-9]{9}", made)
+    assert given_id == "abc123"
+
+
+ENDLESS = {
+    "hermes": [
+        "<tool_call>",
+        '<tool_call>{"k":[',
+        '<tool_call>{"arguments":{"a":"',
+        '<tool_call>{"name":"f"}',
+        " ",
+        "<",
+        '<tool_call>{"name":"' + "f" * 300,
+    ],
+    "llama3_json": ['{"parameters":{"a":[', '{"name":"f","parameters":{"a":1}};', '{"type":"', "<|python_tag|>", " ", ";"],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS][", "[TOOL_CALLS]f{}", '[TOOL_CALLS][{"arguments":[', "[TOOL_CALLS]f", "[", "f" * 300],
+}
+
+
+@pytest.mark.parametrize(("tool_parser", "pattern"), cases(ENDLESS))
+def test_what_is_held_back_has_a_limit(tool_parser: str, pattern: str) -> None:
+    parser = parser_for(tool_parser=tool_parser, reasoning_parser=None, has_tools=True, starts_in_reasoning=False)
+    assert parser is not None
+    text = pattern + (pattern * (3 * MAX_HELD))[: 3 * MAX_HELD]
+    for begin in range(0, len(text), 97):
+        parser.feed(text[begin : begin + 97])
+    held = sum(len(event.text) for event in parser.finish() if isinstance(event, Content))
+    assert held <= MAX_HELD + 1_000
+
+
+@pytest.mark.parametrize(("tool_parser", "pattern"), cases(ENDLESS))
+def test_the_limit_does_not_depend_on_the_cuts(tool_parser: str, pattern: str) -> None:
+    text = pattern + '"' + "x" * (MAX_HELD + 10) + pattern
+    whole = parse(text, tool_parser)
+    assert parse(text, tool_parser, cuts=tuple(range(7, len(text), 61))) == whole
+    assert parse(text, tool_parser, cuts=(MAX_HELD, MAX_HELD + 1)) == whole
+
+
+def test_a_template_tells_its_parsers_by_its_marks() -> None:
+    templates = {
+        "answer within <tool_call></tool_call> as {name, arguments}": ("hermes", None),
+        "drop all up to </think>, then <tool_call> {name, arguments}": ("hermes", "think"),
+        "a header <|start_header_id|> and {'name': …, \"parameters\": …}": ("llama3_json", None),
+        "begin with <think>": (None, "think"),
+        "results follow [TOOL_CALLS]": ("mistral", None),
+        "within <tool_call>, write <function=name>": (None, None),
+        "plain <|im_start|>": (None, None),
+        "": (None, None),
+    }
+    for template, names in templates.items():
+        found = detect(template)
+        assert (found.tool_parser, found.reasoning_parser) == names, template
+
+
+def test_a_prompt_that_opens_reasoning_is_known_by_its_end() -> None:
+    assert starts_in_reasoning("<|im_start|>assistant\n<think>\n", "think")
+    assert not starts_in_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n", "think")
+    assert not starts_in_reasoning("<|im_start|>assistant\n<think>\n", None)
+
+
+def test_an_unknown_parser_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="tool_parser is 'hermse', which isn't known; known are hermes, mistral, llama3_json"):
+        parser_for(tool_parser="hermse", reasoning_parser=None, has_tools=True, starts_in_reasoning=False)
+    with pytest.raises(ConfigError, match="reasoning_parser is 'thnk', which isn't known; known are think"):
+        parser_for(tool_parser=None, reasoning_parser="thnk", has_tools=False, starts_in_reasoning=False)
+
+
+def test_without_tools_and_reasoning_there_is_nothing_to_parse() -> None:
+    assert parser_for(tool_parser="hermes", reasoning_parser=None, has_tools=False, starts_in_reasoning=False) is None
+
+
+@pytest.mark.parametrize(("tool_parser", "needed"), [("hermes", False), ("mistral", True), ("llama3_json", True)])
+def test_a_parser_says_if_its_marks_are_special_tokens(tool_parser: str, needed: bool) -> None:
+    for reasoning_parser in (None, "think"):
+        parser = parser_for(tool_parser=tool_parser, reasoning_parser=reasoning_parser, has_tools=True, starts_in_reasoning=False)
+        assert parser is not None
+        assert parser.needs_special_tokens is needed

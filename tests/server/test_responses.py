@@ -1,0 +1,278 @@
+"""`/v1/responses`: what conversations and answers look like there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai import OpenAI
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from dovetail.errors import RequestError
+from dovetail_server.errors import HttpError
+from dovetail_server.parsers.events import Content, Event
+from dovetail_server.protocol import responses as protocol
+from dovetail_server.protocol.answer_parts import AnswerParts
+from dovetail_server.protocol.response_events import ResponseWriter, finished_answer
+from tests.server.answers import answers, read_events
+from tests.server.scripted import Script, ScriptedEngine
+from tests.server.serving import PATIENCE_S, serving_in_thread
+from tests.support import examples
+
+STREAM_EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
+
+
+def read(**fields: Any) -> protocol.ResponsesRequest:
+    return msgspec.convert({"model": "m", "input": "Hi", **fields}, protocol.ResponsesRequest)
+
+
+def messages(*items: dict[str, Any]) -> list[dict[str, Any]]:
+    return protocol.conversation(None, protocol.read_items(items))
+
+
+def streamed(events: list[Event], finish_reason: Literal["stop", "length"]) -> list[dict[str, Any]]:
+    """The events of a stream, each checked by OpenAI's own types."""
+    begun = protocol.begun_answer(read(), "resp_1", "m", 0)
+    writer = ResponseWriter(begun)
+    parts = AnswerParts(writer)
+    writer.start()
+    parts.add(events)
+    parts.finish(cut=finish_reason == "length")
+    usage = protocol.ResponseUsage(input_tokens=1, input_tokens_details=protocol.InputTokensDetails(), output_tokens=2, total_tokens=3)
+    writer.finish(finished_answer(begun, parts.parts, finish_reason, usage, 9))
+    told: list[dict[str, Any]] = read_events(writer.take())
+    for event in told:
+        STREAM_EVENT.validate_python(event)
+    return told
+
+
+@given(answers(), st.sampled_from(["stop", "length"]))
+@examples(quick=50, full=2000)
+def test_a_streams_deltas_add_up_to_the_whole_answer(events: list[Event], finish_reason: Literal["stop", "length"]) -> None:
+    told = streamed(events, finish_reason)
+    whole = told[-1]["response"]
+    deltas = ["" for _ in whole["output"]]
+    for event in told:
+        if event["type"].endswith(".delta"):
+            deltas[event["output_index"]] += event["delta"]
+    assert deltas == [item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"] for item in whole["output"]]
+    assert [event["item"] for event in told if event["type"] == "response.output_item.done"] == whole["output"]
+
+
+@given(answers())
+@examples(quick=50, full=2000)
+def test_events_are_numbered_and_items_begin_and_end_in_turn(events: list[Event]) -> None:
+    told = streamed(events, "stop")
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    bounds = [(event["type"], event["output_index"]) for event in told if event["type"].startswith("response.output_item")]
+    items = range(len(told[-1]["response"]["output"]))
+    assert bounds == [(f"response.output_item.{what}", index) for index in items for what in ("added", "done")]
+    assert [event["type"] for event in (told[0], told[1], told[-1])] == ["response.created", "response.in_progress", "response.completed"]
+
+
+def test_an_answer_without_room_is_incomplete() -> None:
+    last = streamed([Content("Once")], "length")[-1]
+    response = Response.model_validate(last["response"])
+    assert (last["type"], response.status) == ("response.incomplete", "incomplete")
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
+
+
+def test_instructions_come_first() -> None:
+    assert protocol.conversation("Be kind.", protocol.read_items("Hi")) == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+    ]
+
+
+def test_an_answers_items_become_one_message() -> None:
+    assert messages(
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "id": "msg_1", "role": "assistant", "content": [{"type": "output_text", "text": "See.", "annotations": []}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'},
+        {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "21"},
+    ) == [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "reasoning_content": "Hm.",
+            "content": "See.",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+                {"id": "c2", "type": "function", "function": {"name": "weather", "arguments": "{}"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "21"},
+    ]
+
+
+@given(answers())
+@examples(quick=50, full=2000)
+def test_an_answers_items_can_be_sent_back(events: list[Event]) -> None:
+    output = streamed(events, "stop")[-1]["response"]["output"]
+    sent = messages({"role": "user", "content": "Hi"}, *output)
+    thoughts = [message.get("reasoning_content") for message in sent if message.get("reasoning_content")]
+    assert thoughts == [item["content"][0]["text"] for item in output if item["type"] == "reasoning"]
+    calls = [call["function"]["arguments"] for message in sent for call in message.get("tool_calls", ())]
+    assert calls == [item["arguments"] for item in output if item["type"] == "function_call"]
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ({"type": "web_search_call"}, r"input\[0\]\.type must be one of message, .* got 'web_search_call'"),
+        ({"role": "user"}, r"input\[0\]: .*content"),
+        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, r"input\[0\]: .*input_image"),
+        ({"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}, r"input\[0\]: .*arguments"),
+    ],
+)
+def test_a_wrong_item_is_named(item: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        protocol.read_items([item])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"previous_response_id": "resp_1"},
+        {"conversation": "conv_1"},
+        {"store": True},
+        {"background": True},
+        {"truncation": "auto"},
+        {"parallel_tool_calls": False},
+        {"tool_choice": "required"},
+        {"max_tool_calls": 1},
+        {"top_logprobs": 1},
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any]) -> None:
+    with pytest.raises(HttpError, match=next(iter(fields))):
+        protocol.check_supported(read(**fields))
+
+
+def test_a_request_that_says_store_false_is_served() -> None:
+    protocol.check_supported(read(store=False, tool_choice="auto", truncation="disabled"))
+
+
+# Over loopback, by OpenAI's client
+
+
+TOOL: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "Weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+CALL = '<think>Rome?</think>Let me see.<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture(scope="module")
+def client(engine: ScriptedEngine) -> Iterator[OpenAI]:
+    with (
+        serving_in_thread(lambda: engine) as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
+    ):
+        yield client
+
+
+def test_a_request_is_answered(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = Script("Sunny.")
+    told = client.responses.create(
+        model="fake",
+        instructions="Be kind.",
+        input="Weather?",
+        max_output_tokens=50,
+        temperature=0.5,
+        store=False,
+        metadata={"a": "b"},
+        extra_body={"top_k": 7},
+    )
+    assert (told.output_text, told.status, told.model, told.metadata) == ("Sunny.", "completed", "fake", {"a": "b"})
+    prompt, params = engine.last_prompt, engine.last.params
+    assert prompt == "<system>Be kind.\n<user>Weather?\n<assistant>"
+    assert (params.temperature, params.top_k, params.max_tokens) == (0.5, 7, 50)
+    usage = told.usage
+    assert usage is not None
+    assert (usage.input_tokens, usage.output_tokens, usage.input_tokens_details.cached_tokens) == (len(prompt), len("Sunny."), 2)
+
+
+def test_an_answer_without_a_limit_may_fill_the_model(client: OpenAI, engine: ScriptedEngine) -> None:
+    client.responses.create(model="fake", input="Weather?")
+    assert engine.last.params.max_tokens is None
+
+
+def test_thoughts_text_and_calls_are_items_streamed_or_not(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = Script(CALL)
+    whole = client.responses.create(model="fake", input="Weather?", tools=[TOOL])
+    with client.responses.create(model="fake", input="Weather?", tools=[TOOL], stream=True) as stream:
+        streamed = next(event for event in stream if event.type == "response.completed").response
+    assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
+    assert whole.output_text == "Let me see."
+    assert whole.output[-1].arguments == '{"city": "Rome"}'  # type: ignore[union-attr]
+    assert without_ids(streamed) == without_ids(whole)
+
+
+def without_ids(response: Response) -> Any:
+    """What two answers to the same request have in common."""
+    return [{**item.to_dict(), "id": None, "call_id": None} for item in response.output], response.usage
+
+
+def test_a_conversation_goes_on_with_an_answer_and_a_functions_output(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = Script(CALL)
+    user: Any = {"role": "user", "content": "Weather?"}
+    first = client.responses.create(model="fake", input=[user], tools=[TOOL])
+    engine.script = Script("21 degrees.")
+    result: Any = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "21"}  # type: ignore[union-attr]
+    client.responses.create(model="fake", input=[user, *first.output, result], tools=[TOOL])  # type: ignore[list-item]
+    assert engine.last_prompt.endswith(f"<user>Weather?\n<assistant>{CALL}\n<tool>21\n<assistant>")
+
+
+def test_a_stream_that_is_cut_ends_incomplete(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = Script("Sunny.")
+    with client.responses.create(model="fake", input="Weather?", max_output_tokens=3, stream=True) as stream:
+        last = list(stream)[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == "Sun"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"input": []}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
+        ({"inputs": "x"}, "inputs"),
+        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+    ],
+)
+def test_a_wrong_field_is_named(client: OpenAI, fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.post("/responses", body={"model": "fake", "input": "Hi", **fields}, cast_to=object)
+    assert re.search(named, str(refused.value.param))
+
+
+def test_a_stream_whose_engine_dies_ends_with_an_error(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = Script("Sunny.", fails=True)
+    with client.responses.create(model="fake", input="Weather?", stream=True) as stream:
+        told = list(stream)
+    assert told[-1].type == "error"
+    assert (told[-1].message, told[-1].sequence_number) == ("the engine died", len(told) - 1)
