@@ -134,7 +134,7 @@ class Finished(msgspec.Struct, array_like=True, gc=False):
 class Logprobs(msgspec.Struct, array_like=True, gc=False):
     """`HostLogprobs`: rows of `width` entries."""
 
-    numbers: bytes  # int32, the sample of each row; empty if all are of one
+    numbers: bytes  # int64, the sample of each row; empty if all are of one
     width: int
     token_ids: bytes  # int32 [rows, width]
     logprobs: bytes  # float32 [rows, width]
@@ -165,7 +165,7 @@ class StepFrame(msgspec.Struct, array_like=True, tag=14, gc=False):
 
     step: int
     time: float  # of its results, seconds on the engine's clock
-    numbers: bytes  # int32 [n]
+    numbers: bytes  # int64 [n]
     counts: bytes  # int32 [n]; empty if there is one of each
     token_ids: bytes  # int32 [sum of counts]
     load: Load
@@ -182,13 +182,21 @@ decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_front_end = msgspec.msgpack.Decoder(ToFrontEnd).decode
 
 
-def column(values: Iterable[int]) -> bytes:
-    """Pack int32 numbers."""
-    return array("i", values).tobytes()
+def pack_numbers(numbers: Iterable[int]) -> bytes:
+    """Pack numbers of samples: int64, for a front end that is up for years must not run out of them."""
+    return array("q", numbers).tobytes()
 
 
-def numbers_of(packed: bytes) -> list[int]:
-    """Unpack what `column` packed."""
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Pack token ids: int32."""
+    return array("i", token_ids).tobytes()
+
+
+def unpack_numbers(packed: bytes) -> list[int]:
+    return array("q", packed).tolist()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
     return array("i", packed).tolist()
 
 
