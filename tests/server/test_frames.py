@@ -83,7 +83,7 @@ def test_a_frame_is_the_same_at_the_other_end(pairs: list[tuple[int, int]]) -> N
     numbers, tokens = [number for number, _ in pairs], [token for _, token in pairs]
     ends = (Finished(3, "stop", "</s>", 0), Finished(4, "stop", 17, 1), Finished(5, "length", None, 0))
     first = (First(3, 16, 0.5, 0.75), First(4, 0, None, None))
-    sent = StepFrame(9, 1.5, pack_numbers(numbers), b"", pack_tokens(tokens), Load(1, 2, 3, 4, 5), first, ends)
+    sent = StepFrame(9, 1.5, pack_numbers(numbers), pack_tokens(tokens), Load(1, 2, 3, 4, 5), first, ends)
     frame = decode_to_front_end(encode(sent))
     assert frame == sent
     assert isinstance(frame, StepFrame)
@@ -93,7 +93,7 @@ def test_a_frame_is_the_same_at_the_other_end(pairs: list[tuple[int, int]]) -> N
 def test_log_probabilities_are_the_same_at_the_other_end() -> None:
     hosts = HostLogprobs(np.arange(12).reshape(4, 3), np.linspace(-1, 0, 12, dtype=np.float32).reshape(4, 3), np.arange(4))
     sent = Extra(Logprobs.of(hosts, pack_numbers([5, 6]), [3, 1]), ((8, Logprobs.of(hosts)),))
-    frame = decode_to_front_end(encode(StepFrame(0, 0.0, b"", b"", b"", Load(), extra=sent)))
+    frame = decode_to_front_end(encode(StepFrame(0, 0.0, b"", b"", Load(), extra=sent)))
     assert isinstance(frame, StepFrame)
     assert frame.extra is not None
     assert frame.extra.logprobs is not None

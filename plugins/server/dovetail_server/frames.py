@@ -161,13 +161,12 @@ class Extra(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag=14, gc=False):
-    """What one step brought one front end. `counts[i]` tokens of `token_ids` are new for the sample `numbers[i]`."""
+    """What one step brought one front end: `token_ids[i]` is new for the sample `numbers[i]`."""
 
     step: int
     time: float  # of its results, seconds on the engine's clock
     numbers: bytes  # int64 [n]
-    counts: bytes  # int32 [n]; empty if there is one of each
-    token_ids: bytes  # int32 [sum of counts]
+    token_ids: bytes  # int32 [n]
     load: Load
     first: tuple[First, ...] = ()
     finished: tuple[Finished, ...] = ()

@@ -266,7 +266,7 @@ class EngineHost:
     def _tell_load(self) -> None:
         """Send all front ends a frame that has the load alone."""
         self._changed = False
-        frame = StepFrame(self._core.stats.steps, self._core.clock.now(), b"", b"", b"", self._load())
+        frame = StepFrame(self._core.stats.steps, self._core.clock.now(), b"", b"", self._load())
         for front_end in list(self._front_ends.values()):
             self._send(front_end, frame)
 
@@ -284,7 +284,7 @@ class EngineHost:
         load, step, now = self._load(), self._core.stats.steps, self._core.clock.now()
         for front_end, part in parts.items():
             numbers, token_ids = pack_numbers(part.numbers), pack_tokens(part.tokens)
-            frame = StepFrame(step, now, numbers, b"", token_ids, load, tuple(part.first), tuple(part.finished), part.extra)
+            frame = StepFrame(step, now, numbers, token_ids, load, tuple(part.first), tuple(part.finished), part.extra)
             self._send(front_end, frame)
 
     def _parts(self, delivery: Delivery, finished: dict[LiveRequest, Finish]) -> dict[_FrontEnd, _Columns]:

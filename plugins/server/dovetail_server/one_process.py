@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from dovetail.config import EngineConfig
-from dovetail.errors import DovetailError, EngineDeadError
+from dovetail.errors import DovetailError, EngineDeadError, describe
 from dovetail.front.assembly import Assembly, assemble
 from dovetail_server.front_end import FrontEnd, new_event_loop
 from dovetail_server.host import EngineHost
@@ -39,9 +39,9 @@ class HostThread:
     def _run(self) -> None:
         try:
             self.host.run()
-        except EngineDeadError as error:
+        except BaseException as error:  # whatever it is, those who wait must hear of it
             if self._failed is not None:
-                self._failed(str(error))
+                self._failed(str(error) if isinstance(error, EngineDeadError) else describe(error))
 
 
 def serve_in_one_process(source: str, overrides: list[str], settings: ServerSettings) -> int:

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import logging
 import random
+import time
 from array import array
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -167,9 +168,7 @@ class RemoteEngine:
         await self._idle.wait()
 
     def now(self) -> float:
-        from time import perf_counter  # the engine's clock, on the same host
-
-        return perf_counter() if self._facts.wall_clock else self._time
+        return time.perf_counter() if self._facts.wall_clock else self._time  # which is what the engine's clock reads, on the same host
 
     def check_health(self) -> None:
         if self._failure is not None:
