@@ -118,6 +118,11 @@ class EngineCore:
         except Exception as error:
             self._die(error)
 
+    @property
+    def is_computing(self) -> bool:
+        """True while a step is in flight."""
+        return bool(self._flights)
+
     def has_unfinished(self) -> bool:
         return bool(self._requests or self._finished)
 

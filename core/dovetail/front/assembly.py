@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,19 +13,17 @@ from dovetail.api.clock import Clock, VirtualClock, WallClock
 from dovetail.api.executor import Capacity, Executor, ExecutorContext
 from dovetail.api.kv_cache import KVContext
 from dovetail.api.observer import EngineStarted, ObserverContext
-from dovetail.api.sampler import RowSampling
 from dovetail.api.scheduler import SchedulerContext
 from dovetail.checks import shown
 from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.observers import ObserverHub
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError
-from dovetail.front.bounds import at_most
-from dovetail.front.generation_defaults import GenerationDefaults, resolve_sampling
+from dovetail.front.generation_defaults import GenerationDefaults
+from dovetail.front.intake import IntakeFacts
 from dovetail.parts import Parts, read_parts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
-from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.front.tokenizer import Tokenizer
@@ -43,6 +41,7 @@ class Assembly:
     has_logprobs: bool = True
     extra_args: frozenset[str] = frozenset()  # keys of `SamplingParams.extra_args` that the sampler understands
     extra_models: Mapping[str, Any] = field(default_factory=dict)  # distribution -> pydantic model of what requests carry for it
+    parts: Mapping[str, str] = field(default_factory=dict)  # kind -> "distribution:name" of the component in use, without attention
     freezes: bool = False  # what lasts, so that the garbage collector doesn't go through it while a step waits
 
     def tokenizer(self) -> Tokenizer:
@@ -59,21 +58,19 @@ class Assembly:
             gc.freeze()
         return tokenizer
 
-    def sampling(self, params: SamplingParams, seed: int) -> RowSampling:
-        """`params` with nothing left open. Raises `RequestError` for bad words that can't be kept out, or are too many tokens."""
-        return resolve_sampling(params, self.defaults, seed, self._bad_word_ids(params.bad_words or ()))
-
-    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each text as tokens, as it stands at the start of a line and after a space."""
-        if not words:
-            return ()
-        ids = self.tokenizer().encode_all([*words, *(f" {word.lstrip()}" for word in words)], special_tokens=False)
-        for word, *variants in zip(words, ids[: len(words)], ids[len(words) :], strict=True):
-            if not any(variants):
-                raise RequestError(f"bad_words: {shown(word)} is no token of this model's tokenizer, so it can't be kept out")
-        sequences = dict.fromkeys(tuple(variant) for variant in ids if variant)
-        at_most("bad_words: the tokens of all together", sum(map(len, sequences)), self.config.limits, "max_bad_word_tokens")
-        return tuple(sequences)
+    @property
+    def intake_facts(self) -> IntakeFacts:
+        """The facts by which requests are checked."""
+        return IntakeFacts(
+            limits=self.config.limits,
+            max_model_len=self.capacity.max_model_len,
+            vocab_size=self.capacity.vocab_size,
+            defaults=self.defaults,
+            executor=self.config.executor.name,
+            sampler=self.config.sampler.name,
+            has_logprobs=self.has_logprobs,
+            extra_args=self.extra_args,
+        )
 
     def check_extra(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         """What a request carries for components, validated by their own models. Raises `RequestError`."""
@@ -123,6 +120,12 @@ def assemble(
             has_logprobs=executor.capabilities.logprobs,
             extra_args=frozenset() if executor.capabilities.virtual_clock else frozenset(parts.sampler.load().capabilities.extra_args),
             extra_models={part.distribution: model for part in (parts.scheduler, parts.kv_cache) if (model := part.request_extra()) is not None},
+            parts={
+                "scheduler": parts.scheduler.qualified_name,
+                "kv_cache": parts.kv_cache.qualified_name,
+                "sampler": parts.sampler.qualified_name,
+                "executor": parts.executor.qualified_name,
+            },
             freezes=freezes,
         )
     except BaseException:

@@ -12,28 +12,23 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dovetail.api.clock import Clock, WallClock
-from dovetail.checks import INT64, MAX_TIME_S, as_number, is_integer, plain_integer, plain_text, shown
+from dovetail.checks import plain_text, shown
 from dovetail.engine.live_request import LiveRequest
-from dovetail.engine.siblings import make_siblings
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front import bounds
 from dovetail.front.assembly import Assembly, assemble
+from dovetail.front.generation_defaults import resolve_sampling
+from dovetail.front.intake import Intake, RequestFields, make_samples
 from dovetail.front.outputs import OutputBuilder, RequestGroup
-from dovetail.front.prompts import Prompt, as_ids, as_sequence, content_of, is_text
-from dovetail.front.stop_strings import StopStrings
-from dovetail.front.tokenizer import TokenizedText, Tokenizer
+from dovetail.front.prompts import Prompt
+from dovetail.front.tokenizer import Tokenizer
 from dovetail.front.turns import Turns, in_turn
-from dovetail.request import RequestOutput, token_array
-from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
+from dovetail.request import RequestOutput
+from dovetail.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from dovetail.api.sampler import RowSampling
     from dovetail.config import EngineConfig
-    from dovetail.front.detokenizer import IncrementalText
     from dovetail.front.facts import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
     from dovetail.front.vllm_args import EngineArgs
     from dovetail.registry.registry import Registry
@@ -43,8 +38,6 @@ logger = logging.getLogger("dovetail")
 Taker = Callable[[RequestOutput | None], None]  # is given the outputs of a request, and None if it was aborted
 
 _SHOWN = ("device", "dtype", "attention")  # of what the executor chose, in a repr
-_SEED_BITS = 64
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of samples
 
 
 class LLMEngine:
@@ -65,8 +58,8 @@ class LLMEngine:
         self.config = assembly.config
         self.core = assembly.core
         self.capacity = assembly.capacity
-        self._groups: dict[str, RequestGroup] = {}
-        self._random = random.Random(assembly.config.seed)
+        self._groups: dict[str, RequestGroup[LiveRequest]] = {}
+        self._intake = Intake(assembly.intake_facts, lambda: self.tokenizer, random.Random(assembly.config.seed))
         self._builder = OutputBuilder(None)
         self._closed = False
         self._taking_list = False  # within `add_list`
@@ -157,45 +150,18 @@ class LLMEngine:
         self._check_open()
         if not self._taking_list:
             self._check_waiting()
-        request_id, client, cache_salt, priority, predicted_tokens = map(_plain, (request_id, client, cache_salt, priority, predicted_tokens))
-        arrival_time, deadline = map(_seconds, (arrival_time, deadline))
-        self._check_fields(request_id, arrival_time, priority, client, deadline, cache_salt, predicted_tokens)
-        text, token_ids, prompt_array = self._read_prompt(prompt, params)
-        self._check_params(params)
-        bounds.check_size("extra", extra, self.config.limits)
+        fields = RequestFields(arrival_time, priority, client, deadline, cache_salt, predicted_tokens)
+        checked = self._intake.check(request_id, prompt, params, fields, extra)
+        request_id, params = checked.request_id, checked.params
+        if request_id in self._groups:
+            raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
         extras = self._assembly.check_extra(extra)
-        came = self.now() if arrival_time is None else arrival_time
-        arrival = self.core.earliest_arrival(came)
-        room = self.capacity.max_model_len - len(token_ids)
-        limit = room if params.max_tokens is None else min(params.max_tokens, room)
-        if params.min_tokens > limit:  # more than there is room for: all that there is room for
-            params = changed_unchecked(params, min_tokens=limit)
-        texts = self._texts(params, token_ids)
-        seed = params.seed if params.seed is not None else self._random.getrandbits(_SEED_BITS)
-        sampling = self._assembly.sampling(params, seed % 2**_SEED_BITS)
-        samples = []
-        for index, sample_text in enumerate(texts):
-            request = LiveRequest(
-                request_id if params.n == 1 else f"{request_id}#{index}",
-                prompt_array,
-                params if params.n == 1 else _params_of_sample(params, index),
-                max_tokens=limit,
-                sampling=sampling if index == 0 else _sampling_of_sample(sampling, seed, index),
-                stop_ids=sampling.stop_token_ids,
-                stopper=sample_text.append_and_check if sample_text is not None and params.stop else None,
-                arrival_time=arrival,
-                client=client,
-                priority=priority,
-                deadline=deadline,
-                predicted_tokens=predicted_tokens,
-                parent=None if params.n == 1 else request_id,
-                cache_keys=() if cache_salt is None else (f"salt:{cache_salt}",),
-                extra=extras,
-            )
-            samples.append(request)
-        if params.n > 1:
-            make_siblings(samples)
-        self._groups[request_id] = group = RequestGroup(request_id, text, token_ids, params, samples)
+        came = self.now() if checked.fields.arrival_time is None else checked.fields.arrival_time
+        texts = self._intake.texts(params, checked.token_ids)
+        sampling = resolve_sampling(params, self._assembly.defaults, self._intake.seed_of(params), self._intake.bad_word_ids(params))
+        stoppers = [text.append_and_check if text is not None and params.stop else None for text in texts]
+        samples = make_samples(checked, sampling, self.core.earliest_arrival(came), stoppers, extras)
+        self._groups[request_id] = group = RequestGroup(request_id, checked.text, checked.token_ids, params, samples)
         group.metrics.arrival_time = came
         self._builder.expect(group, texts)
         try:
@@ -208,15 +174,11 @@ class LLMEngine:
     def tokenized(self, prompt: Prompt) -> Prompt:
         """A prompt of text with its token ids, so that `add_request` needn't tokenize it, which takes milliseconds for a long one; any other as it
         is. May be called in another thread than the engine's. Raises as `add_request` does."""
-        return self.all_tokenized([prompt])[0] if is_text(prompt) else prompt
+        return self._intake.tokenized(prompt)
 
     def all_tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """As `tokenized` each, in a fraction of the time that the texts would take one by one."""
-        texts = {place: content for place, content in enumerate(map(content_of, prompts)) if isinstance(content, str)}
-        for text in texts.values():
-            self._check_text(text)
-        ids = iter(self.tokenizer.encode_all(list(texts.values())) if texts else ())
-        return [TokenizedText(texts[place], next(ids)) if place in texts else prompt for place, prompt in enumerate(prompts)]
+        return self._intake.all_tokenized(prompts)
 
     @in_turn
     def abort_request(self, request_id: str | Sequence[str] | Set[str]) -> None:
@@ -407,112 +369,12 @@ class LLMEngine:
         if self._closed:
             raise EngineDeadError("the engine was closed")
 
-    def _check_fields(self, request_id: Any, arrival: Any, priority: Any, client: Any, deadline: Any, salt: Any, predicted: Any) -> None:
-        if not isinstance(request_id, str) or not request_id:
-            raise RequestError(f"request_id must be a non-empty string, got {shown(request_id)}")
-        for name, value in (("request_id", request_id), ("client", client), ("cache_salt", salt)):
-            if value is None:
-                continue
-            if not isinstance(value, str):
-                raise RequestError(f"{name} must be a string or None, got {shown(value)}")
-            bounds.at_most(f"{name}: its characters", len(value), self.config.limits, "max_name_chars")
-        if request_id in self._groups:
-            raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
-        for name, value in (("arrival_time", arrival), ("deadline", deadline)):
-            if value is not None and ((seconds := as_number(value)) is None or abs(seconds) > MAX_TIME_S):
-                raise RequestError(
-                    f"{name} must be a finite number of seconds or None, got {shown(value)}: on the engine's clock (engine.now()), from "
-                    f"-{MAX_TIME_S:g} to {MAX_TIME_S:g}"
-                )
-        if not is_integer(priority) or not INT64[0] <= priority <= INT64[1]:
-            raise RequestError(f"priority must be an integer from {INT64[0]} to {INT64[1]}, got {shown(priority)}")
-        if predicted is not None and not (is_integer(predicted) and 0 <= predicted <= INT64[1]):
-            raise RequestError(f"predicted_tokens must be an integer from 0 to {INT64[1]} or None, got {shown(predicted)}")
-
-    def _check_text(self, text: str) -> None:
-        """Before it is tokenized, which takes a while for a text that is far too long."""
-        most = self.config.limits.max_prompt_chars
-        if most is None and len(text) > self.capacity.max_model_len:
-            most = self.capacity.max_model_len * self.tokenizer.longest_token
-        if most is not None and len(text) > most:
-            raise RequestError(f"the prompt has {len(text)} characters: at most {most} are tokenized (limits.max_prompt_chars)")
-
-    def _read_prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, tuple[int, ...], NDArray[np.int64]]:
-        """Its text, if it was one, and its token ids, twice."""
-        prompt = self.tokenized(prompt)
-        text, given = (prompt.text, prompt.token_ids) if isinstance(prompt, TokenizedText) else (None, as_sequence(content_of(prompt)))
-        room = self.capacity.max_model_len - 1
-        if params.truncate_prompt_tokens is not None:
-            given = given[-(room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens) :]
-        if not given:
-            raise RequestError("the prompt is empty: it needs at least one token")
-        if len(given) > room:
-            raise RequestError(
-                f"the prompt has {len(given)} tokens; with max_model_len {self.capacity.max_model_len} at most {room} leave room for one to generate"
-            )
-        token_ids = as_ids(given)
-        vocab_size = self.capacity.vocab_size
-        try:
-            numbers = token_array(token_ids)
-            wrong = [int(token) for token in (numbers.min(), numbers.max()) if not 0 <= token < vocab_size]
-        except OverflowError:
-            wrong = [max(token_ids, key=abs)]
-        if wrong:
-            raise RequestError(f"prompt token id {shown(wrong[0])} is out of the vocabulary: allowed are 0 to {vocab_size - 1}")
-        return text, token_ids, numbers
-
-    def _check_params(self, params: SamplingParams) -> None:
-        bounds.check_params(params, self.config.limits)
-        vocab_size = self.capacity.vocab_size
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            wrong = [token for token in getattr(params, name) or () if token >= vocab_size]
-            if wrong:
-                raise RequestError(f"{name}: token id {shown(wrong[0])} is out of the vocabulary: allowed are 0 to {vocab_size - 1}")
-        if not self._assembly.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
-            raise RequestError(f"logprobs: executor {self.config.executor.name} can't return them")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > vocab_size:
-                raise RequestError(f"{name} must be at most the vocabulary's {vocab_size} tokens, got {getattr(params, name)}")
-        unknown = sorted(set(params.extra_args) - self._assembly.extra_args)
-        if unknown:
-            known = ", ".join(sorted(self._assembly.extra_args)) or "none"
-            raise RequestError(f"extra_args: {shown(unknown[0])} means nothing to sampler {self.config.sampler.name}; it understands: {known}")
-
-    def _texts(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> list[IncrementalText | None]:
-        """The text that each sample will grow; None, if nobody wants it."""
-        if not params.detokenize:
-            return [None] * params.n
-        from dovetail.front.detokenizer import IncrementalText  # the tokenizers package, only if there is text to make
-
-        stops = StopStrings(params.stop) if params.stop else None
-        return [IncrementalText(self.tokenizer, params, prompt_token_ids, stops) for _ in range(params.n)]
-
-    def _forget(self, group: RequestGroup) -> None:
+    def _forget(self, group: RequestGroup[LiveRequest]) -> None:
+        """It is over. Its samples refer to each other: so they would wait for the garbage collector, which looks through all of their tokens and lets
+        a step wait meanwhile."""
         self._builder.forget(group)
-        group.take_apart()
-
-
-def _params_of_sample(params: SamplingParams, index: int) -> SamplingParams:
-    """The prompt's log-probabilities are the first sample's business alone."""
-    return changed_unchecked(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
-
-
-def _sampling_of_sample(sampling: RowSampling, seed: int, index: int) -> RowSampling:
-    """That of a sample but the first, whose lists it shares."""
-    return dataclasses.replace(sampling, seed=(seed + index * _GOLDEN) % 2**_SEED_BITS, prompt_logprobs=None)
-
-
-def _plain(value: Any) -> Any:
-    """Text and integers of exactly the types `str` and `int`, so that what was checked is what policies count with; anything else as it is, for the
-    checks to refuse."""
-    plain = plain_text(value) if isinstance(value, str) else plain_integer(value)
-    return value if plain is None else plain
-
-
-def _seconds(value: Any) -> Any:
-    """As `_plain`, for floats."""
-    number = as_number(value)
-    return value if number is None else number
+        for sample in group.samples:
+            sample.siblings = ()
 
 
 def request_ids(value: Any) -> list[str]:

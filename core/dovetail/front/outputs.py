@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from dovetail.engine.flight import Delivery, Finish
-from dovetail.engine.live_request import LiveRequest
+from dovetail.engine.flight import Finish
 from dovetail.front.logprobs import LogprobLog, TokenLogprobs, TokenTexts
 from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobMap
 from dovetail.sampling_params import OutputKind, SamplingParams
@@ -17,14 +17,55 @@ if TYPE_CHECKING:
     from dovetail.front.tokenizer import Tokenizer
 
 
-class RequestGroup:
+class SampleState(Protocol):
+    """The progress of one sample, as outputs tell of it: a `LiveRequest`, or what is known of one that is in another process."""
+
+    output_token_ids: array[int]
+    first_scheduled_time: float | None
+    first_token_time: float | None
+
+    @property
+    def arrival_time(self) -> float: ...
+
+    @property
+    def stopper(self) -> Any:
+        """None, or what was called with each of its tokens already, so that its text has grown by them."""
+
+    @property
+    def preemptions(self) -> int: ...
+
+    @property
+    def cached_tokens(self) -> int: ...
+
+
+S = TypeVar("S", bound=SampleState)
+
+
+class News(Protocol):
+    """What a step brought: a `Delivery`, or what a frame of another process says. The keys of the mappings are `SampleState`s."""
+
+    @property
+    def requests(self) -> Sequence[SampleState]: ...
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def finished(self) -> Mapping[Any, Finish]: ...
+
+    @property
+    def logprobs(self) -> Mapping[Any, tuple[HostLogprobs, int]]: ...
+
+    @property
+    def prompt_logprobs(self) -> Sequence[tuple[SampleState, HostLogprobs]]: ...
+
+
+class RequestGroup(Generic[S]):
     """One user request: its samples, and what the outputs of all have in common."""
 
     __slots__ = ("kind", "metrics", "params", "prompt", "prompt_logprobs", "prompt_token_ids", "request_id", "samples")
 
-    def __init__(
-        self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams, samples: Sequence[LiveRequest]
-    ) -> None:
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams, samples: Sequence[S]) -> None:
         self.request_id = request_id
         self.prompt = prompt  # its text, if it was one
         self.prompt_token_ids = prompt_token_ids
@@ -41,19 +82,13 @@ class RequestGroup:
         metrics.first_token_time = _earliest(s.first_token_time for s in samples)
         metrics.preemptions = sum(s.preemptions for s in samples)
 
-    def take_apart(self) -> None:
-        """It is over. Its samples refer to each other: so they would wait for the garbage collector, which looks through all of their tokens and lets
-        a step wait meanwhile."""
-        for sample in self.samples:
-            sample.siblings = ()
-
 
 class SampleOutput:
     """One sample's text and log-probabilities so far."""
 
     __slots__ = ("finish", "group", "index", "logprobs", "plain", "request", "sent_tokens", "text")
 
-    def __init__(self, group: RequestGroup, index: int, text: IncrementalText | None, texts: TokenTexts) -> None:
+    def __init__(self, group: RequestGroup[Any], index: int, text: IncrementalText | None, texts: TokenTexts) -> None:
         params = group.params
         self.group = group
         self.index = index
@@ -97,7 +132,7 @@ class OutputBuilder:
     """Feeds text and log-probabilities of each delivery to the samples that it expects, and makes the outputs."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._samples: dict[LiveRequest, SampleOutput] = {}
+        self._samples: dict[SampleState, SampleOutput] = {}
         self._texts = {True: TokenTexts(tokenizer), False: TokenTexts(None)}  # for log-probabilities; whether a request wants text
 
     @property
@@ -108,25 +143,25 @@ class OutputBuilder:
     def tokenizer(self, tokenizer: Tokenizer) -> None:
         self._texts[True].tokenizer = tokenizer
 
-    def expect(self, group: RequestGroup, texts: Sequence[IncrementalText | None]) -> None:
+    def expect(self, group: RequestGroup[Any], texts: Sequence[IncrementalText | None]) -> None:
         """Take note of a request that was given to the core; `texts` has one for each sample."""
         for index, (request, text) in enumerate(zip(group.samples, texts, strict=True)):
             self._samples[request] = SampleOutput(group, index, text, self._texts[group.params.detokenize])
 
-    def forget(self, group: RequestGroup) -> None:
+    def forget(self, group: RequestGroup[Any]) -> None:
         """Nothing more will be delivered of it."""
         for request in group.samples:
             del self._samples[request]
 
-    def ended_by(self, delivery: Delivery) -> set[RequestGroup]:
+    def ended_by(self, delivery: News) -> set[RequestGroup[Any]]:
         """The requests all of whose samples have finished, by this delivery."""
         groups = {self._samples[request].group for request in delivery.finished}
         return {group for group in groups if self._has_finished(group)}
 
-    def build(self, delivery: Delivery, now: float) -> list[RequestOutput]:
+    def build(self, delivery: News, now: float) -> list[RequestOutput]:
         """In the order in which requests first appear in the delivery."""
         outputs: list[RequestOutput] = []
-        samples, finished, changed = self._samples, delivery.finished, dict[RequestGroup, list[SampleOutput]]()
+        samples, finished, changed = self._samples, delivery.finished, dict[RequestGroup[Any], list[SampleOutput]]()
         for request, hosts in delivery.prompt_logprobs:
             self._add_prompt_logprobs(samples[request].group, hosts)
         for request, token in zip(delivery.requests, delivery.token_ids, strict=True):
@@ -153,10 +188,10 @@ class OutputBuilder:
                 outputs.append(output)
         return outputs
 
-    def _has_finished(self, group: RequestGroup) -> bool:
+    def _has_finished(self, group: RequestGroup[Any]) -> bool:
         return all(self._samples[request].finish is not None for request in group.samples)
 
-    def _output(self, group: RequestGroup, fresh: Sequence[SampleOutput]) -> RequestOutput | None:
+    def _output(self, group: RequestGroup[Any], fresh: Sequence[SampleOutput]) -> RequestOutput | None:
         """A request's output after this delivery, in which the samples `fresh` changed; None, if its kind says to wait."""
         kind, finished = group.kind, self._has_finished(group)
         if kind is OutputKind.FINAL and not finished:
@@ -198,7 +233,7 @@ class OutputBuilder:
             sample.text.flush(stopped=isinstance(finish.stop_reason, str) and finish.reason == "stop")
         sample.group.metrics.finished_time = now
 
-    def _add_prompt_logprobs(self, group: RequestGroup, hosts: HostLogprobs) -> None:
+    def _add_prompt_logprobs(self, group: RequestGroup[Any], hosts: HostLogprobs) -> None:
         known, params = group.prompt_logprobs, group.params
         if known is None:
             return

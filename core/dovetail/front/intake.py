@@ -1,0 +1,275 @@
+"""The checks of a request at the door: `Intake`. An `LLMEngine` has one, and so has a front end whose engine is in another process.
+
+What is checked is a `CheckedRequest`; `make_samples` makes of it what the core takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dovetail.checks import INT64, MAX_TIME_S, as_number, is_integer, plain_integer, plain_text, shown
+from dovetail.engine.live_request import LiveRequest, Stopper
+from dovetail.engine.siblings import make_siblings
+from dovetail.errors import RequestError
+from dovetail.front import bounds
+from dovetail.front.generation_defaults import GenerationDefaults
+from dovetail.front.prompts import Prompt, as_ids, as_sequence, content_of, is_text
+from dovetail.front.stop_strings import StopStrings
+from dovetail.front.tokenizer import TokenizedText, Tokenizer
+from dovetail.limits import Limits
+from dovetail.request import token_array
+from dovetail.sampling_params import SamplingParams, changed_unchecked
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from dovetail.api.sampler import RowSampling
+    from dovetail.front.detokenizer import IncrementalText
+
+_SEED_BITS = 64
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of samples
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeFacts:
+    """All that the checks need to know of an engine. Plain values: they can be sent to another process."""
+
+    limits: Limits
+    max_model_len: int  # tokens, prompt and output together
+    vocab_size: int
+    defaults: GenerationDefaults
+    executor: str  # its name, as the config has it
+    sampler: str
+    has_logprobs: bool = True
+    extra_args: frozenset[str] = frozenset()  # keys of `SamplingParams.extra_args` that the sampler understands
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFields:
+    """What a request has besides its prompt and parameters. `LLMEngine.add_request` says what each means."""
+
+    arrival_time: float | None = None
+    priority: int = 0
+    client: str | None = None
+    deadline: float | None = None
+    cache_salt: str | None = None
+    predicted_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A request in which nothing was found wrong. What its `extra` holds is checked elsewhere, by the components it is for."""
+
+    request_id: str
+    text: str | None  # the prompt's, if it was one
+    token_ids: tuple[int, ...]
+    prompt_array: NDArray[np.int64]  # the same
+    params: SamplingParams  # with `min_tokens` cut to the room that there is
+    max_tokens: int  # with the room that the model's length leaves
+    fields: RequestFields
+
+
+class Intake:
+    """Checks requests, and resolves what they leave open. One thread at a time calls `check` and `seed_of`; any may call `tokenized`."""
+
+    def __init__(self, facts: IntakeFacts, tokenizer: Callable[[], Tokenizer], seeds: random.Random) -> None:
+        """`tokenizer` loads it when first called. `seeds` draws those of requests that name none."""
+        self.facts = facts
+        self._tokenizer = tokenizer
+        self._seeds = seeds
+
+    def check(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, fields: RequestFields, extra: Mapping[str, Any] | None
+    ) -> CheckedRequest:
+        """Raises `RequestError` for anything wrong with a request but the content of `extra`, `ModelLoadError` if it needs a tokenizer that the
+        model doesn't have."""
+        request_id = _plain(request_id)
+        fields = RequestFields(
+            _seconds(fields.arrival_time),
+            _plain(fields.priority),
+            _plain(fields.client),
+            _seconds(fields.deadline),
+            _plain(fields.cache_salt),
+            _plain(fields.predicted_tokens),
+        )
+        self._check_fields(request_id, fields)
+        text, token_ids, prompt_array = self._read_prompt(prompt, params)
+        self._check_params(params)
+        bounds.check_size("extra", extra, self.facts.limits)
+        room = self.facts.max_model_len - len(token_ids)
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.min_tokens > limit:  # more than there is room for: all that there is room for
+            params = changed_unchecked(params, min_tokens=limit)
+        return CheckedRequest(request_id, text, token_ids, prompt_array, params, limit, fields)
+
+    def seed_of(self, params: SamplingParams) -> int:
+        """Return the seed of a request, 64 bits: a new one if it names none."""
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(_SEED_BITS)
+        return int(seed % 2**_SEED_BITS)
+
+    def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Return each bad word as tokens, as it stands at the start of a line and after a space. Raises `RequestError` for one that can't be kept
+        out, or if they are too many tokens."""
+        if not (words := params.bad_words):
+            return ()
+        ids = self._tokenizer().encode_all([*words, *(f" {word.lstrip()}" for word in words)], special_tokens=False)
+        for word, *variants in zip(words, ids[: len(words)], ids[len(words) :], strict=True):
+            if not any(variants):
+                raise RequestError(f"bad_words: {shown(word)} is no token of this model's tokenizer, so it can't be kept out")
+        sequences = dict.fromkeys(tuple(variant) for variant in ids if variant)
+        bounds.at_most("bad_words: the tokens of all together", sum(map(len, sequences)), self.facts.limits, "max_bad_word_tokens")
+        return tuple(sequences)
+
+    def texts(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> list[IncrementalText | None]:
+        """Return the text that each sample will grow; None, if nobody wants it."""
+        if not params.detokenize:
+            return [None] * params.n
+        from dovetail.front.detokenizer import IncrementalText  # the tokenizers package, only if there is text to make
+
+        stops = StopStrings(params.stop) if params.stop else None
+        return [IncrementalText(self._tokenizer(), params, prompt_token_ids, stops) for _ in range(params.n)]
+
+    def tokenized(self, prompt: Prompt) -> Prompt:
+        """Return a prompt of text with its token ids, any other as it is. Raises `RequestError` for what can't be a prompt."""
+        return self.all_tokenized([prompt])[0] if is_text(prompt) else prompt
+
+    def all_tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Do as `tokenized` with each, in a fraction of the time that the texts would take one by one."""
+        texts = {place: content for place, content in enumerate(map(content_of, prompts)) if isinstance(content, str)}
+        for text in texts.values():
+            self._check_text(text)
+        ids = iter(self._tokenizer().encode_all(list(texts.values())) if texts else ())
+        return [TokenizedText(texts[place], next(ids)) if place in texts else prompt for place, prompt in enumerate(prompts)]
+
+    def _check_fields(self, request_id: Any, fields: RequestFields) -> None:
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"request_id must be a non-empty string, got {shown(request_id)}")
+        for name, value in (("request_id", request_id), ("client", fields.client), ("cache_salt", fields.cache_salt)):
+            if value is None:
+                continue
+            if not isinstance(value, str):
+                raise RequestError(f"{name} must be a string or None, got {shown(value)}")
+            bounds.at_most(f"{name}: its characters", len(value), self.facts.limits, "max_name_chars")
+        for name, instant in (("arrival_time", fields.arrival_time), ("deadline", fields.deadline)):
+            if instant is not None and ((seconds := as_number(instant)) is None or abs(seconds) > MAX_TIME_S):
+                raise RequestError(
+                    f"{name} must be a finite number of seconds or None, got {shown(instant)}: on the engine's clock (engine.now()), from "
+                    f"-{MAX_TIME_S:g} to {MAX_TIME_S:g}"
+                )
+        priority, predicted = fields.priority, fields.predicted_tokens
+        if not is_integer(priority) or not INT64[0] <= priority <= INT64[1]:
+            raise RequestError(f"priority must be an integer from {INT64[0]} to {INT64[1]}, got {shown(priority)}")
+        if predicted is not None and not (is_integer(predicted) and 0 <= predicted <= INT64[1]):
+            raise RequestError(f"predicted_tokens must be an integer from 0 to {INT64[1]} or None, got {shown(predicted)}")
+
+    def _check_text(self, text: str) -> None:
+        """Before it is tokenized, which takes a while for a text that is far too long."""
+        most = self.facts.limits.max_prompt_chars
+        if most is None and len(text) > self.facts.max_model_len:
+            most = self.facts.max_model_len * self._tokenizer().longest_token
+        if most is not None and len(text) > most:
+            raise RequestError(f"the prompt has {len(text)} characters: at most {most} are tokenized (limits.max_prompt_chars)")
+
+    def _read_prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, tuple[int, ...], NDArray[np.int64]]:
+        """Its text, if it was one, and its token ids, twice."""
+        prompt = self.tokenized(prompt)
+        text, given = (prompt.text, prompt.token_ids) if isinstance(prompt, TokenizedText) else (None, as_sequence(content_of(prompt)))
+        room = self.facts.max_model_len - 1
+        if params.truncate_prompt_tokens is not None:
+            given = given[-(room if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens) :]
+        if not given:
+            raise RequestError("the prompt is empty: it needs at least one token")
+        if len(given) > room:
+            raise RequestError(
+                f"the prompt has {len(given)} tokens; with max_model_len {self.facts.max_model_len} at most {room} leave room for one to generate"
+            )
+        token_ids = as_ids(given)
+        vocab_size = self.facts.vocab_size
+        try:
+            numbers = token_array(token_ids)
+            wrong = [int(token) for token in (numbers.min(), numbers.max()) if not 0 <= token < vocab_size]
+        except OverflowError:
+            wrong = [max(token_ids, key=abs)]
+        if wrong:
+            raise RequestError(f"prompt token id {shown(wrong[0])} is out of the vocabulary: allowed are 0 to {vocab_size - 1}")
+        return text, token_ids, numbers
+
+    def _check_params(self, params: SamplingParams) -> None:
+        bounds.check_params(params, self.facts.limits)
+        vocab_size = self.facts.vocab_size
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            wrong = [token for token in getattr(params, name) or () if token >= vocab_size]
+            if wrong:
+                raise RequestError(f"{name}: token id {shown(wrong[0])} is out of the vocabulary: allowed are 0 to {vocab_size - 1}")
+        if not self.facts.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
+            raise RequestError(f"logprobs: executor {self.facts.executor} can't return them")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocab_size:
+                raise RequestError(f"{name} must be at most the vocabulary's {vocab_size} tokens, got {getattr(params, name)}")
+        unknown = sorted(set(params.extra_args) - self.facts.extra_args)
+        if unknown:
+            known = ", ".join(sorted(self.facts.extra_args)) or "none"
+            raise RequestError(f"extra_args: {shown(unknown[0])} means nothing to sampler {self.facts.sampler}; it understands: {known}")
+
+
+def make_samples(
+    request: CheckedRequest,
+    sampling: RowSampling,
+    arrival_time: float,
+    stoppers: Sequence[Stopper | None],
+    extra: Mapping[str, Any],
+) -> list[LiveRequest]:
+    """Return what the core takes of a request: a `LiveRequest` for each of its samples, in order. `sampling` is that of the first, `stoppers` has one
+    for each, `extra` holds each distribution's validated model."""
+    params, fields = request.params, request.fields
+    samples = [
+        LiveRequest(
+            request.request_id if params.n == 1 else f"{request.request_id}#{index}",
+            request.prompt_array,
+            params if params.n == 1 else _params_of_sample(params, index),
+            max_tokens=request.max_tokens,
+            sampling=sampling if index == 0 else _sampling_of_sample(sampling, index),
+            stop_ids=sampling.stop_token_ids,
+            stopper=stopper,
+            arrival_time=arrival_time,
+            client=fields.client,
+            priority=fields.priority,
+            deadline=fields.deadline,
+            predicted_tokens=fields.predicted_tokens,
+            parent=None if params.n == 1 else request.request_id,
+            cache_keys=() if fields.cache_salt is None else (f"salt:{fields.cache_salt}",),
+            extra=extra,
+        )
+        for index, stopper in enumerate(stoppers)
+    ]
+    if params.n > 1:
+        make_siblings(samples)
+    return samples
+
+
+def _params_of_sample(params: SamplingParams, index: int) -> SamplingParams:
+    """The prompt's log-probabilities are the first sample's business alone."""
+    return changed_unchecked(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
+
+
+def _sampling_of_sample(sampling: RowSampling, index: int) -> RowSampling:
+    """That of a sample but the first, whose lists it shares."""
+    return dataclasses.replace(sampling, seed=(sampling.seed + index * _GOLDEN) % 2**_SEED_BITS, prompt_logprobs=None)
+
+
+def _plain(value: Any) -> Any:
+    """Text and integers of exactly the types `str` and `int`, so that what was checked is what policies count with; anything else as it is, for the
+    checks to refuse."""
+    plain = plain_text(value) if isinstance(value, str) else plain_integer(value)
+    return value if plain is None else plain
+
+
+def _seconds(value: Any) -> Any:
+    """As `_plain`, for floats."""
+    number = as_number(value)
+    return value if number is None else number

@@ -1,0 +1,88 @@
+"""The command `dovetail serve`. Its options are the fields of `ServerSettings`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from dovetail.checks import shown
+from dovetail.cli.settings import RequiredSource, Settings
+from dovetail.errors import ConfigError
+from dovetail_server.settings import ServerSettings
+
+NULL = "null"  # how an option says that there is no limit
+
+
+def serve(source: str, settings: list[str], in_process: bool, **options: Any) -> None:
+    """Serve a model over HTTP until SIGTERM or Ctrl-C, as OpenAI's and Anthropic's clients expect it."""
+    server = _read(options)
+    if in_process:
+        from dovetail_server.one_process import serve_in_one_process
+
+        code = serve_in_one_process(source, settings, server)
+    else:
+        from dovetail_server.supervisor import Supervisor
+
+        code = Supervisor(source, settings, server).run()
+    raise typer.Exit(code)
+
+
+def _read(options: dict[str, Any]) -> ServerSettings:
+    """Return the settings, with those options that were given. Raises `ConfigError` naming each that is wrong."""
+    given = {name: None if value == NULL and _is_nullable(name) else value for name, value in options.items() if value not in (None, [])}
+    try:
+        return ServerSettings.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError("\n".join(map(_told, error.errors()))) from None
+
+
+def _told(detail: Any) -> str:
+    """Return what pydantic found wrong, for the user of a command line."""
+    if not detail["loc"]:
+        return str(detail["msg"]).removeprefix("Value error, ")
+    return f"{_option(str(detail['loc'][0]))}: {detail['msg']}, got {shown(detail['input'])}"
+
+
+def _option(name: str) -> str:
+    """Return the name of a field's option: without its unit, which the help tells, and of a list in the singular, as it is given one by one."""
+    is_list = get_origin(ServerSettings.model_fields[name].annotation) is tuple
+    return "--" + name.removesuffix("s" if is_list else "_s").replace("_", "-")
+
+
+def _is_nullable(name: str) -> bool:
+    return type(None) in get_args(ServerSettings.model_fields[name].annotation)
+
+
+def _parameters() -> list[inspect.Parameter]:
+    """Return the parameters of the command as Typer reads them."""
+    in_process = Annotated[bool, typer.Option("--in-process", help="Keep the engine in a thread of the server's own process, for debugging.")]
+    listed: list[tuple[str, Any, Any]] = [("source", RequiredSource, inspect.Parameter.empty), ("settings", Settings, [])]
+    listed += [_parameter(name, field) for name, field in ServerSettings.model_fields.items()]
+    listed.append(("in_process", in_process, False))
+    return [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind, default=default) for name, kind, default in listed]
+
+
+def _parameter(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
+    """Return name, annotation and default of a field's option. The default of the field itself is only told: what isn't given is left to the model,
+    which may look elsewhere."""
+    kind, text = _plain(field.annotation), " ".join((field.description or "").replace("`", "").split())
+    if kind is list:
+        return name, Annotated[list[str], typer.Option(_option(name), help=f"{text} May be repeated.", show_default=False)], []
+    text += f"  [default: {NULL if field.default is None else field.default}]"
+    names = f"{_option(name)}/--no-{_option(name)[2:]}" if kind is bool else _option(name)
+    return name, Annotated[kind | None, typer.Option(names, help=text, show_default=False)], None
+
+
+def _plain(annotation: Any) -> Any:
+    """Return the type that a command line reads for a field's: bool, int, float, list, or str, which is also for numbers that may be null."""
+    if annotation in (bool, int, float):
+        return annotation
+    return list if get_origin(annotation) is tuple else str
+
+
+serve.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
+serve.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters()}

@@ -1,0 +1,77 @@
+"""The engine's process: `python -m dovetail_server.engine_process DESCRIPTOR`, as the supervisor starts it.
+
+It puts the engine together and runs an `EngineHost`. A thread heeds the supervisor, another tells it that the engine is alive.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from dovetail_server.channel import Channel, Message, channel_of_process, end_orphaned, heed
+
+if TYPE_CHECKING:
+    from dovetail_server.host import EngineHost
+    from dovetail_server.links import ZmqPost
+
+BEAT_S = 0.25
+
+
+def main() -> int:
+    """Return the exit code: 2 if the engine can't be started, 1 if it has failed."""
+    channel = channel_of_process(sys.argv[1])
+    start, early = channel.first()
+    orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    for message in early:
+        orders.put(message)
+    heed(channel, orders.put, partial(end_orphaned, start["directory"]))
+    from dovetail.config import EngineConfig
+    from dovetail.errors import DovetailError, EngineDeadError
+    from dovetail.front.assembly import assemble
+    from dovetail_server.host import EngineHost
+    from dovetail_server.links import ZmqPost
+
+    try:
+        config = EngineConfig.load_with(start["source"], EngineConfig.read_settings(start["set"]), origin="--set")
+        assembly = assemble(config, {})
+    except DovetailError as error:
+        channel.send(refused=str(error))
+        return 2
+    post = ZmqPost(start["address"])
+    host = EngineHost(assembly, post)
+
+    channel.send(ready=True)
+    for target in (partial(_beat, channel, host), partial(_obey, orders, host, post)):
+        threading.Thread(target=target, daemon=True).start()
+    try:
+        host.run()
+    except EngineDeadError as error:
+        channel.send(dead=str(error))
+        return 1
+    finally:
+        post.close()
+    return 0
+
+
+def _obey(orders: queue.SimpleQueue[Message], host: EngineHost, post: ZmqPost) -> None:
+    while True:
+        message = orders.get()
+        if "gone" in message:
+            post.tell_gone(message["gone"].encode())
+        elif "stop" in message:
+            host.stop()
+            post.wake()
+
+
+def _beat(channel: Channel, host: EngineHost) -> None:
+    while True:
+        channel.send(busy_s=host.busy_s())
+        time.sleep(BEAT_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""The messages between front ends and the engine's process: requests and aborts in, a `StepFrame` a step and front end out.
+
+Columns, not objects: a step of 1,024 tokens is encoded in microseconds. Both ends are of one installation, so there is no version in them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dovetail.api.executor import HostLogprobs
+from dovetail.front.generation_defaults import GenerationDefaults
+from dovetail.front.intake import CheckedRequest, IntakeFacts, RequestFields
+from dovetail.limits import Limits
+from dovetail.request import FinishReason
+from dovetail.sampling_params import OutputKind, SamplingParams
+from dovetail_server.engine import Load
+
+_NEUTRAL = SamplingParams(output_kind=OutputKind.DELTA)
+
+
+# From front ends to the engine
+
+
+class Hello(msgspec.Struct, array_like=True, tag=0):
+    """The first message of a front end, which is answered by `Facts`."""
+
+
+class Add(msgspec.Struct, array_like=True, tag=1):
+    """A request. Its samples have the numbers `number`, `number` + 1, …, which the front end gives: each once."""
+
+    number: int
+    request_id: str
+    token_ids: bytes  # int32 [prompt tokens]
+    params: dict[str, Any]  # those fields of `SamplingParams` that aren't the default
+    max_tokens: int
+    seed: int
+    bad_words: list[list[int]]
+    arrival_time: float | None
+    priority: int
+    client: str | None
+    deadline: float | None
+    cache_salt: str | None
+    predicted_tokens: int | None
+    extra: dict[str, Any] | None
+    confirms: bool  # the front end waits for `Accepted` or `Refused`; else it hears of a refusal alone
+
+
+class Abort(msgspec.Struct, array_like=True, tag=2):
+    """Samples of which nothing more is wanted. Unknown numbers are those of samples that have ended."""
+
+    numbers: list[int]
+
+
+# From the engine to front ends
+
+
+class Facts(msgspec.Struct, array_like=True, tag=10):
+    """What the engine is."""
+
+    model: str
+    tokenizer_dir: str
+    seed: int  # the config's
+    limits: dict[str, Any]
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    defaults: GenerationDefaults
+    executor: str
+    sampler: str
+    has_logprobs: bool
+    extra_args: list[str]
+    parts: dict[str, str]
+    details: dict[str, Any]
+    wall_clock: bool  # the engine's clock is this host's; else its time is that of the last frame
+
+    @property
+    def intake(self) -> IntakeFacts:
+        return IntakeFacts(
+            Limits.model_validate(self.limits),
+            self.max_model_len,
+            self.vocab_size,
+            self.defaults,
+            self.executor,
+            self.sampler,
+            self.has_logprobs,
+            frozenset(self.extra_args),
+        )
+
+
+class Accepted(msgspec.Struct, array_like=True, tag=11):
+    """A request that confirms is in the engine."""
+
+    number: int
+
+
+class Refused(msgspec.Struct, array_like=True, tag=12):
+    """A request that the engine didn't take, and why."""
+
+    number: int
+    reason: str
+
+
+class Dropped(msgspec.Struct, array_like=True, tag=13):
+    """The front end didn't take its frames: the engine has ended its samples with numbers below this one."""
+
+    below: int
+
+
+class First(msgspec.Struct, array_like=True, gc=False):
+    """A sample had its first token."""
+
+    number: int
+    cached_tokens: int
+    scheduled: float | None  # seconds on the engine's clock
+    token: float | None
+
+
+class Finished(msgspec.Struct, array_like=True, gc=False):
+    """A sample has ended."""
+
+    number: int
+    reason: FinishReason
+    stop_reason: int | str | None
+    preemptions: int
+
+
+class Logprobs(msgspec.Struct, array_like=True, gc=False):
+    """`HostLogprobs`: rows of `width` entries."""
+
+    numbers: bytes  # int64, the sample of each row; empty if all are of one
+    width: int
+    token_ids: bytes  # int32 [rows, width]
+    logprobs: bytes  # float32 [rows, width]
+    ranks: bytes  # int32 [rows]
+
+    @classmethod
+    def of(cls, hosts: HostLogprobs, numbers: bytes = b"", rows: Sequence[int] | None = None) -> Logprobs:
+        """Pack these rows, or all."""
+        kept = slice(None) if rows is None else np.asarray(rows)
+        token_ids, ranks = hosts.token_ids[kept].astype(np.int32), hosts.ranks[kept].astype(np.int32)
+        return cls(numbers, token_ids.shape[1], token_ids.tobytes(), hosts.logprobs[kept].astype(np.float32).tobytes(), ranks.tobytes())
+
+    def hosts(self) -> HostLogprobs:
+        token_ids = np.frombuffer(self.token_ids, np.int32).reshape(-1, self.width).astype(np.int64)
+        logprobs = np.frombuffer(self.logprobs, np.float32).reshape(-1, self.width)
+        return HostLogprobs(token_ids, logprobs, np.frombuffer(self.ranks, np.int32).astype(np.int64))
+
+
+class Extra(msgspec.Struct, array_like=True, gc=False):
+    """What a step brought the few that asked for more than tokens."""
+
+    logprobs: Logprobs | None = None
+    prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()  # number, rows
+
+
+class StepFrame(msgspec.Struct, array_like=True, tag=14, gc=False):
+    """What one step brought one front end: `token_ids[i]` is new for the sample `numbers[i]`."""
+
+    step: int
+    time: float  # of its results, seconds on the engine's clock
+    numbers: bytes  # int64 [n]
+    token_ids: bytes  # int32 [n]
+    load: Load
+    first: tuple[First, ...] = ()
+    finished: tuple[Finished, ...] = ()
+    extra: Extra | None = None
+
+
+ToEngine = Hello | Add | Abort
+ToFrontEnd = Facts | Accepted | Refused | Dropped | StepFrame
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_front_end = msgspec.msgpack.Decoder(ToFrontEnd).decode
+
+
+def pack_numbers(numbers: Iterable[int]) -> bytes:
+    """Pack numbers of samples: int64, for a front end that is up for years must not run out of them."""
+    return array("q", numbers).tobytes()
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Pack token ids: int32."""
+    return array("i", token_ids).tobytes()
+
+
+def unpack_numbers(packed: bytes) -> list[int]:
+    return array("q", packed).tolist()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    return array("i", packed).tolist()
+
+
+def add_of(number: int, request: CheckedRequest, seed: int, bad_words: Sequence[Sequence[int]], extra: Mapping[str, Any] | None) -> Add:
+    """Return the message that gives the engine a checked request. `extra` isn't checked here: who sends some waits for the engine's word."""
+    params, fields = request.params, request.fields
+    return Add(
+        number=number,
+        request_id=request.request_id,
+        token_ids=request.prompt_array.astype(np.int32).tobytes(),
+        params={
+            name: value for name in params.__match_args__ if (value := getattr(params, name)) != getattr(_NEUTRAL, name) and name != "output_kind"
+        },
+        max_tokens=request.max_tokens,
+        seed=seed,
+        bad_words=[list(words) for words in bad_words],
+        arrival_time=fields.arrival_time,
+        priority=fields.priority,
+        client=fields.client,
+        deadline=fields.deadline,
+        cache_salt=fields.cache_salt,
+        predicted_tokens=fields.predicted_tokens,
+        extra=None if not extra else dict(extra),
+        confirms=bool(extra),
+    )
+
+
+def request_of(add: Add) -> CheckedRequest:
+    """Return the request that a message gives. Its text stays with the front end."""
+    prompt_array = np.frombuffer(add.token_ids, np.int32).astype(np.int64)
+    prompt_array.flags.writeable = False
+    params = SamplingParams(**add.params, output_kind=OutputKind.DELTA)
+    fields = RequestFields(add.arrival_time, add.priority, add.client, add.deadline, add.cache_salt, add.predicted_tokens)
+    return CheckedRequest(add.request_id, None, (), prompt_array, params, add.max_tokens, fields)

@@ -1,0 +1,179 @@
+"""`FrontEnd`: uvicorn with the app and its engine, from the engine's first answer to the last of its own. In a process of its own
+(`python -m dovetail_server.front_end DESCRIPTOR`, as the supervisor starts it), or beside the engine's thread (`one_process`)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from dovetail.errors import ConfigError, DovetailError
+from dovetail_server.app import create_app
+from dovetail_server.channel import Message, channel_of_process, end_orphaned
+from dovetail_server.links import Line, ZmqLine
+from dovetail_server.remote import RemoteEngine
+from dovetail_server.settings import ServerSettings
+from dovetail_server.wire import DirectProtocol
+
+LAST_ANSWERS_S = 3  # how long connections may take to end once there are no more requests
+FAILED_S = 1.0  # how long a server whose engine has died still says so
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which leaves signals to others, and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class FrontEnd:
+    """All methods are called in the event loop."""
+
+    def __init__(self, line: Line, name: str, settings: ServerSettings, sock: socket.socket, ready: Callable[[], None]) -> None:
+        """`name` is no other front end's, before or after; `ready` is called once it listens."""
+        self._line, self._name, self._settings, self._socket, self._ready = line, name, settings, sock, ready
+        self._engine: RemoteEngine | None = None
+        self._app: Any = None
+        self._server: _Server | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._failure: str | None = None
+
+    async def run(self) -> None:
+        """Serve until `drain` or `fail` has ended it. Raises `DovetailError` if it can't start."""
+        self._engine = engine = await RemoteEngine.connect(self._line, self._name)
+        try:
+            self._app = create_app(engine, self._settings)
+            self._app.state.draining, self._app.state.failure = False, None
+            config = self._config()
+            try:
+                config.load()
+            except OSError as error:  # of TLS files
+                raise ConfigError(f"tls_cert, tls_key: {self._settings.tls_cert}, {self._settings.tls_key}: {error}") from None
+            self._server = _Server(config, self._ready)
+            if self._failure is not None:
+                raise DovetailError(self._failure)
+            await self._server.serve([self._socket])
+            if not self._server.started:
+                raise DovetailError("the HTTP app couldn't start: see the log")
+        finally:
+            engine.close()
+
+    def drain(self, seconds: float) -> None:
+        """Take no more requests; end when those under way are answered, or after so many seconds."""
+        self._end_by(self._drain(seconds))
+
+    def fail(self, reason: str) -> None:
+        """Take notice that the engine is dead: tell all who wait, and end."""
+        self._failure = reason
+        if self._engine is not None and self._app is not None:
+            self._app.state.failure = reason
+            self._engine.fail(reason)
+        if self._ending is not None:
+            self._ending.cancel()
+            self._ending = None
+        self._end_by(asyncio.sleep(FAILED_S))
+
+    def _end_by(self, way: Any) -> None:
+        async def end() -> None:
+            await way
+            if self._server is not None:
+                self._server.should_exit = True
+
+        if self._ending is None:
+            self._ending = asyncio.create_task(end())
+        else:
+            way.close()
+
+    async def _drain(self, seconds: float) -> None:
+        engine, app = self._engine, self._app
+        if engine is None or app is None:
+            return
+        app.state.draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(engine.wait_until_idle(), seconds)
+        engine.end_all("the server is shutting down")
+
+    def _config(self) -> uvicorn.Config:
+        return uvicorn.Config(
+            self._app,
+            http=DirectProtocol,  # through which streams write
+            loop="none",
+            access_log=False,
+            log_level="warning",
+            lifespan="on",
+            root_path=self._settings.root_path,
+            ssl_certfile=self._settings.tls_cert,
+            ssl_keyfile=self._settings.tls_key,
+            timeout_graceful_shutdown=LAST_ANSWERS_S,
+        )
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return one of uvloop, where that is to be had."""
+    if sys.platform == "win32":
+        return asyncio.new_event_loop()
+    import uvloop
+
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def main() -> int:
+    """Return the exit code: 2 if it can't be started."""
+    channel = channel_of_process(sys.argv[1])
+    start, early = channel.first()
+    settings = ServerSettings.model_validate(start["settings"])
+    gone = partial(end_orphaned, start["directory"], settings.uds)
+
+    async def serve() -> None:
+        line = ZmqLine(start["address"], start["name"].encode())
+        sock = socket.socket(fileno=start["socket"])
+        front_end = FrontEnd(line, start["name"], settings, sock, lambda: channel.send(ready=True))
+        channel.socket.setblocking(False)
+
+        def obey() -> None:
+            messages = channel.receive()
+            if messages is None:
+                gone()
+            for message in messages or ():
+                _obey(front_end, message)
+
+        for message in early:
+            _obey(front_end, message)
+        asyncio.get_running_loop().add_reader(channel.socket, obey)
+        await front_end.run()
+
+    try:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(serve())
+    except DovetailError as error:
+        channel.send(refused=str(error))
+        return 2
+    return 0
+
+
+def _obey(front_end: FrontEnd, message: Message) -> None:
+    if "failed" in message:
+        front_end.fail(message["failed"])
+    elif "drain_s" in message:
+        front_end.drain(message["drain_s"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

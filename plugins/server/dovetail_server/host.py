@@ -1,0 +1,347 @@
+"""`EngineHost`: the loop around the core where it runs for front ends, in a process of its own (`engine_process`) or in a thread (`--in-process`).
+
+It takes requests from front ends, steps the core, and sends each front end one frame a step. It makes no text and waits for no front end.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from dovetail.api.clock import VirtualClock, WallClock
+from dovetail.engine.flight import Delivery, Finish
+from dovetail.engine.live_request import LiveRequest
+from dovetail.errors import DovetailError, EngineDeadError, RequestError
+from dovetail.front.assembly import Assembly
+from dovetail.front.generation_defaults import resolve_sampling
+from dovetail.front.intake import make_samples
+from dovetail_server.engine import Load
+from dovetail_server.frames import (
+    Abort,
+    Accepted,
+    Add,
+    Dropped,
+    Extra,
+    Facts,
+    Finished,
+    First,
+    Hello,
+    Logprobs,
+    Refused,
+    StepFrame,
+    ToEngine,
+    ToFrontEnd,
+    pack_numbers,
+    pack_tokens,
+    request_of,
+)
+
+logger = logging.getLogger("dovetail")
+
+
+class Post(Protocol):
+    """How the host hears of front ends, and they of it. Front ends are known by names, which are never used again. One thread calls it."""
+
+    def take(self) -> Sequence[tuple[bytes, ToEngine]]:
+        """Return the messages that have come, with their senders'."""
+
+    def wait(self, seconds: float | None) -> None:
+        """Wait until a message comes, or somebody wants the host's attention, but no longer than this."""
+
+    def gone(self) -> Iterable[bytes]:
+        """Return the front ends that have ended since the last call."""
+
+    def send(self, front_end: bytes, message: ToFrontEnd) -> bool:
+        """Send without waiting. Returns False if the front end doesn't take what it is sent."""
+
+
+class _FrontEnd:
+    """A front end's samples that haven't ended."""
+
+    __slots__ = ("live", "lost_below", "name", "top")
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+        self.live: dict[int, LiveRequest] = {}  # by number
+        self.top = 0  # greater than each number that it gave
+        self.lost_below = 0  # it hasn't been told that these ended; 0: nothing to tell
+
+
+class _Columns:
+    """What a delivery has for one front end."""
+
+    __slots__ = ("extra", "finished", "first", "numbers", "tokens")
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.tokens: list[int] = []
+        self.first: list[First] = []
+        self.finished: list[Finished] = []
+        self.extra: Extra | None = None
+
+
+class EngineHost:
+    """`run` is called once, in the thread whose engine it is from then on; other threads may call `stop` and `busy_s`."""
+
+    def __init__(self, assembly: Assembly, post: Post) -> None:
+        self._assembly = assembly
+        self._core = assembly.core
+        self._post = post
+        self._front_ends: dict[bytes, _FrontEnd] = {}
+        self._gone: set[bytes] = set()  # front ends that have ended, some of whose messages may be still to come
+        self._places: dict[LiveRequest, tuple[_FrontEnd, int]] = {}  # of samples that haven't ended
+        self._new: set[LiveRequest] = set()  # those of them without a token
+        self._later: list[tuple[bytes, ToEngine]] = []  # messages that came amidst a step, and can't be heeded there
+        self._changed = False  # the load, since the last frame, without a step
+        self._stopping = False
+        self._busy_since: float | None = None
+        self._core.pacing.expects_arrivals = True
+        if type(self._core.clock) is WallClock:
+            self._core.pacing.wait_until = self._wait_until
+
+    def run(self) -> None:
+        """Serve until `stop` is called. Raises `EngineDeadError` if the engine fails; front ends have had then what it computed before."""
+        core, post = self._core, self._post
+        try:
+            while not self._stopping:
+                self._hear()
+                if core.has_unfinished():
+                    self._busy_since = time.monotonic()
+                    delivery = core.step()
+                    self._busy_since = None
+                    self._deliver(delivery)
+                if core.dead is not None:
+                    raise EngineDeadError(f"{type(core.dead).__name__}: {core.dead}") from core.dead
+                if not core.has_unfinished():
+                    if self._changed:
+                        self._tell_load()
+                    post.wait(None if not self._lost() else 0.1)
+        finally:
+            self._busy_since = None
+            core.stop()
+
+    def stop(self) -> None:
+        """Have `run` return, once the step under way is done. Whoever calls it ends the post's wait, too."""
+        self._stopping = True
+
+    def busy_s(self) -> float:
+        """Return for how many seconds the present step has computed; 0 between steps. Steps that wait for an arrival don't count."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    # What comes in
+
+    def _hear(self) -> None:
+        """Heed all that has come."""
+        later, self._later = self._later, []
+        for sender, message in later:
+            self._heed(sender, message)
+        for sender, message in self._post.take():
+            self._heed(sender, message)
+        for name in self._post.gone():
+            self._gone.add(name)
+            if (front_end := self._front_ends.pop(name, None)) is not None:
+                self._end(front_end)
+        for front_end in self._lost():
+            if self._post.send(front_end.name, Dropped(front_end.lost_below)):
+                front_end.lost_below = 0
+
+    def _heed(self, sender: bytes, message: ToEngine) -> None:
+        if sender in self._gone:
+            return
+        front_end = self._front_ends.get(sender)
+        if front_end is None:
+            front_end = self._front_ends[sender] = _FrontEnd(sender)
+        match message:
+            case Add():
+                self._add(front_end, message)
+            case Abort():
+                for number in message.numbers:
+                    if (request := front_end.live.get(number)) is not None:
+                        self._drop(request)
+            case Hello():
+                self._send(front_end, self.facts())
+
+    def _add(self, front_end: _FrontEnd, add: Add) -> None:
+        front_end.top = max(front_end.top, add.number + int(add.params.get("n", 1)))
+        try:
+            self._admit(front_end, add)
+        except DovetailError as error:
+            self._send(front_end, Refused(add.number, str(error)))
+        except Exception as error:  # it is this request's alone, whatever it is
+            logger.exception("a request couldn't be taken")
+            self._send(front_end, Refused(add.number, f"{type(error).__name__}: {error}"))
+        else:
+            if add.confirms:
+                self._send(front_end, Accepted(add.number))
+
+    def _admit(self, front_end: _FrontEnd, add: Add) -> None:
+        """Raises `RequestError`."""
+        core = self._core
+        extra = self._assembly.check_extra(add.extra)
+        request = request_of(add)
+        sampling = resolve_sampling(request.params, self._assembly.defaults, add.seed, tuple(tuple(words) for words in add.bad_words))
+        arrival = core.earliest_arrival(core.clock.now() if add.arrival_time is None else add.arrival_time)
+        samples = make_samples(request, sampling, arrival, [None] * request.params.n, extra)
+        for index, sample in enumerate(samples):
+            try:
+                core.add(sample)
+            except RequestError:  # the id is another's
+                for added in samples[:index]:
+                    self._drop(added)
+                raise
+            self._places[sample] = (front_end, add.number + index)
+            front_end.live[add.number + index] = sample
+            self._new.add(sample)
+
+    def _end(self, front_end: _FrontEnd) -> None:
+        """End all of its samples."""
+        for request in list(front_end.live.values()):
+            self._drop(request)
+
+    def _drop(self, request: LiveRequest) -> None:
+        """End a sample of which nobody wants more."""
+        self._forget(request)
+        self._core.abort(request)
+        self._changed = True
+
+    def _forget(self, request: LiveRequest) -> None:
+        front_end, number = self._places.pop(request)
+        del front_end.live[number]
+        self._new.discard(request)
+        siblings = request.siblings
+        if siblings and not any(sibling in self._places for sibling in siblings):  # they refer to each other: see `LLMEngine`
+            for sibling in siblings:
+                sibling.siblings = ()
+
+    def _wait_until(self, instant: float) -> None:
+        """The core's wait. Requests that come meanwhile are given to it, so that the step it is about to plan has them; while it is idle they end
+        the wait. What else comes is heeded after the step."""
+        busy, self._busy_since = self._busy_since, None
+        core = self._core
+        while (remaining := instant - core.clock.now()) > 0 and not self._stopping and not self._later:
+            self._post.wait(remaining)
+            messages = self._post.take()
+            for place, (sender, message) in enumerate(messages):
+                if not isinstance(message, Add) or sender not in self._front_ends:
+                    self._later += messages[place:]
+                    break
+                self._add(self._front_ends[sender], message)
+            if not core.is_computing:
+                break
+        self._busy_since = None if busy is None else time.monotonic()
+
+    # What goes out
+
+    def facts(self) -> Facts:
+        """Return what front ends must know."""
+        assembly, capacity, config = self._assembly, self._assembly.capacity, self._assembly.config
+        intake = assembly.intake_facts
+        return Facts(
+            model=config.model,
+            tokenizer_dir=str(assembly.tokenizer_dir),
+            seed=config.seed,
+            limits=config.limits.model_dump(),
+            max_model_len=capacity.max_model_len,
+            vocab_size=capacity.vocab_size,
+            block_size=capacity.layout.block_size,
+            num_blocks=capacity.num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            defaults=assembly.defaults,
+            executor=intake.executor,
+            sampler=intake.sampler,
+            has_logprobs=intake.has_logprobs,
+            extra_args=sorted(intake.extra_args),
+            parts=dict(assembly.parts),
+            details={key: value if isinstance(value, str | int | float | None) else str(value) for key, value in capacity.details.items()},
+            wall_clock=not isinstance(self._core.clock, VirtualClock),
+        )
+
+    def _load(self) -> Load:
+        stats = self._core.update_stats()
+        return Load(stats.running, stats.waiting, stats.blocks.held, stats.blocks.free, stats.blocks.cached)
+
+    def _tell_load(self) -> None:
+        """Send all front ends a frame that has the load alone."""
+        self._changed = False
+        frame = StepFrame(self._core.stats.steps, self._core.clock.now(), b"", b"", self._load())
+        for front_end in list(self._front_ends.values()):
+            self._send(front_end, frame)
+
+    def _deliver(self, delivery: Delivery) -> None:
+        """Send each front end its part."""
+        if not delivery.requests and not delivery.finished and not delivery.prompt_logprobs:
+            return
+        self._changed = False
+        failed = self._core.dead is not None  # who ends by that hears of it as an error
+        finished = {request: finish for request, finish in delivery.finished.items() if not (failed and finish.reason == "error")}
+        parts = self._parts(delivery, finished)
+        for request in delivery.finished:
+            if request in self._places:
+                self._forget(request)
+        load, step, now = self._load(), self._core.stats.steps, self._core.clock.now()
+        for front_end, part in parts.items():
+            numbers, token_ids = pack_numbers(part.numbers), pack_tokens(part.tokens)
+            frame = StepFrame(step, now, numbers, token_ids, load, tuple(part.first), tuple(part.finished), part.extra)
+            self._send(front_end, frame)
+
+    def _parts(self, delivery: Delivery, finished: dict[LiveRequest, Finish]) -> dict[_FrontEnd, _Columns]:
+        places = self._places
+        parts: dict[_FrontEnd, _Columns] = {}
+
+        def part_of(front_end: _FrontEnd) -> _Columns:
+            part = parts.get(front_end)
+            if part is None:
+                part = parts[front_end] = _Columns()
+            return part
+
+        if len(self._front_ends) == 1:  # the quick way, which looks at each token once
+            [front_end] = self._front_ends.values()
+            part = part_of(front_end)
+            part.numbers, part.tokens = [places[request][1] for request in delivery.requests], delivery.token_ids
+        else:
+            for request, token in zip(delivery.requests, delivery.token_ids, strict=True):
+                front_end, number = places[request]
+                part = part_of(front_end)
+                part.numbers.append(number)
+                part.tokens.append(token)
+        if self._new:
+            for request in self._new.intersection(delivery.requests):
+                front_end, number = places[request]
+                times = request.first_scheduled_time, request.first_token_time
+                part_of(front_end).first.append(First(number, request.cached_tokens, *times))
+                self._new.discard(request)
+        for request, finish in finished.items():
+            front_end, number = places[request]
+            part_of(front_end).finished.append(Finished(number, finish.reason, finish.stop_reason, request.preemptions))
+        if delivery.logprobs or delivery.prompt_logprobs:
+            self._put_logprobs(delivery, part_of)
+        return parts
+
+    def _put_logprobs(self, delivery: Delivery, part_of: Callable[[_FrontEnd], _Columns]) -> None:
+        rows: dict[_FrontEnd, list[tuple[int, int]]] = {}  # number, row of the step's log-probabilities
+        prompts: dict[_FrontEnd, list[tuple[int, Logprobs]]] = {}
+        for request, (_, row) in delivery.logprobs.items():
+            front_end, number = self._places[request]
+            rows.setdefault(front_end, []).append((number, row))
+        for request, hosts in delivery.prompt_logprobs:
+            front_end, number = self._places[request]
+            prompts.setdefault(front_end, []).append((number, Logprobs.of(hosts)))
+        for front_end in {**rows, **prompts}:
+            packed = None
+            if front_end in rows:
+                numbers, kept = zip(*rows[front_end], strict=True)
+                hosts, _ = next(iter(delivery.logprobs.values()))  # a delivery is of one step, whose are all of them
+                packed = Logprobs.of(hosts, pack_numbers(numbers), kept)
+            part_of(front_end).extra = Extra(packed, tuple(prompts.get(front_end, ())))
+
+    def _send(self, front_end: _FrontEnd, message: ToFrontEnd) -> None:
+        """Send it; or end the front end's samples if it takes nothing, and tell it when it does again."""
+        if front_end.lost_below or not self._post.send(front_end.name, message):
+            front_end.lost_below = max(front_end.lost_below, front_end.top)
+            self._end(front_end)
+
+    def _lost(self) -> list[_FrontEnd]:
+        return [front_end for front_end in self._front_ends.values() if front_end.lost_below]

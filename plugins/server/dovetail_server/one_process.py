@@ -1,0 +1,100 @@
+"""`dovetail serve --in-process`: the engine in a thread of the server's own process, for debugging and tests. The rest is as with processes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from dovetail.config import EngineConfig
+from dovetail.errors import DovetailError, EngineDeadError, describe
+from dovetail.front.assembly import Assembly, assemble
+from dovetail_server.front_end import FrontEnd, new_event_loop
+from dovetail_server.host import EngineHost
+from dovetail_server.links import ThreadLine, ThreadPost
+from dovetail_server.settings import ServerSettings
+from dovetail_server.sockets import bind
+
+
+class HostThread:
+    """An `EngineHost` in a thread. `line` leads to it."""
+
+    def __init__(self, assembly: Assembly, failed: Callable[[str], None] | None = None) -> None:
+        """`failed` is called in the thread if the engine dies."""
+        self._post = ThreadPost()
+        self._failed = failed
+        self.line = ThreadLine(self._post)
+        self.host = EngineHost(assembly, self._post)
+        self._thread = threading.Thread(target=self._run, name="dovetail-engine", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the engine, when the step under way is done."""
+        self.host.stop()
+        self._post.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self.host.run()
+        except BaseException as error:  # whatever it is, those who wait must hear of it
+            if self._failed is not None:
+                self._failed(str(error) if isinstance(error, EngineDeadError) else describe(error))
+
+
+def serve_in_one_process(source: str, overrides: list[str], settings: ServerSettings) -> int:
+    """Serve until a signal ends it, and return the exit code. Raises `DovetailError` if it can't start or the engine dies."""
+    if settings.front_ends != 1:
+        raise DovetailError("--in-process is one front end beside the engine: --front-ends must be 1")
+    sockets, url = bind(settings)
+    config = EngineConfig.load_with(source, EngineConfig.read_settings(overrides), origin="--set")
+    assembly = assemble(config, {})
+
+    async def serve() -> int:
+        loop = asyncio.get_running_loop()
+        failures: list[str] = []
+        signals: list[int] = []
+
+        def fail(reason: str) -> None:
+            if not failures:
+                failures.append(reason)
+                front_end.fail(reason)
+
+        def take_signal(number: int) -> None:
+            signals.append(number)
+            if len(signals) > 1:
+                running.cancel()
+            front_end.drain(settings.drain_timeout_s)
+
+        async def watch() -> None:
+            while True:
+                await asyncio.sleep(0.25)
+                if thread.host.busy_s() > settings.step_timeout_s:
+                    fail(f"a step took longer than {settings.step_timeout_s:g} s (--step-timeout)")
+
+        def fail_soon(reason: str) -> None:
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(fail, reason)
+
+        thread = HostThread(assembly, fail_soon)
+        front_end = FrontEnd(thread.line, "", settings, sockets[0], lambda: print(f"dovetail serves {source} at {url}", flush=True))
+        watching = asyncio.create_task(watch())
+        running = asyncio.create_task(front_end.run())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, take_signal, number)
+        try:
+            await running
+        except asyncio.CancelledError:
+            return 128 + signals[-1]
+        finally:
+            watching.cancel()
+            if not failures:
+                thread.close()
+        if failures:
+            raise EngineDeadError(failures[0])
+        return 0
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(serve())

@@ -1,0 +1,405 @@
+"""`RemoteEngine`: the engine as a front end has it. It checks and tokenizes requests, and makes text of the frames that the engine's host sends.
+
+What makes outputs of frames is what makes them offline, `OutputBuilder`: so the text of a request is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import random
+import time
+from array import array
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.api.executor import HostLogprobs
+from dovetail.engine.flight import Finish
+from dovetail.engine.live_request import Stopper
+from dovetail.errors import DovetailError, EngineDeadError, RequestError
+from dovetail.front import bounds
+from dovetail.front.chat import ChatFrontEnd
+from dovetail.front.detokenizer import byte_pieces
+from dovetail.front.intake import CheckedRequest, Intake, RequestFields
+from dovetail.front.outputs import OutputBuilder, RequestGroup
+from dovetail.front.prompts import Prompt, content_of
+from dovetail.front.tokenizer import Tokenizer
+from dovetail.request import RequestOutput
+from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
+from dovetail_server.engine import EngineFacts, Listener, Load
+from dovetail_server.frames import (
+    Abort,
+    Accepted,
+    Dropped,
+    Facts,
+    Finished,
+    Hello,
+    Refused,
+    StepFrame,
+    ToFrontEnd,
+    add_of,
+    unpack_numbers,
+    unpack_tokens,
+)
+from dovetail_server.links import Line
+
+logger = logging.getLogger("dovetail")
+
+SHORT = 2000  # characters of a text that is tokenized at once: a thread would take longer
+_FIELDS = tuple(field.name for field in dataclasses.fields(RequestFields))
+
+
+class Sample:
+    """What a front end knows of one sample in the engine: a `SampleState`."""
+
+    __slots__ = (
+        "arrival_time",
+        "cached_tokens",
+        "first_scheduled_time",
+        "first_token_time",
+        "number",
+        "output_token_ids",
+        "preemptions",
+        "stopper",
+    )
+
+    def __init__(self, number: int, arrival_time: float, stopper: Stopper | None) -> None:
+        self.number = number
+        self.arrival_time = arrival_time
+        self.stopper = stopper
+        self.output_token_ids: array[int] = array("q")
+        self.first_scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.preemptions = 0
+        self.cached_tokens = 0
+
+
+@dataclass(slots=True)
+class FrameNews:
+    """A frame, with the front end's samples for their numbers: `News`."""
+
+    requests: list[Sample] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finished: dict[Sample, Finish] = field(default_factory=dict)
+    logprobs: dict[Sample, tuple[HostLogprobs, int]] = field(default_factory=dict)
+    prompt_logprobs: list[tuple[Sample, HostLogprobs]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A request that hasn't ended."""
+
+    group: RequestGroup[Sample]
+    listener: Listener
+    confirmed: asyncio.Future[None] | None  # the engine's word on it, if somebody waits for that
+
+    def confirm(self) -> None:
+        if self.confirmed is not None and not self.confirmed.done():
+            self.confirmed.set_result(None)
+
+
+class RemoteEngine:
+    """A `ServedEngine` at the other end of a line."""
+
+    def __init__(self, line: Line, facts: Facts, tokenizer: Tokenizer, name: str) -> None:
+        """Made by `connect`."""
+        self._line = line
+        self._facts = facts
+        self.tokenizer = tokenizer
+        intake = facts.intake
+        self._intake = Intake(intake, lambda: tokenizer, random.Random(f"{facts.seed} {name}"))
+        self.chat = ChatFrontEnd(tokenizer, intake.limits)
+        self.facts = EngineFacts(
+            model=facts.model,
+            max_model_len=facts.max_model_len,
+            vocab_size=facts.vocab_size,
+            block_size=facts.block_size,
+            num_blocks=facts.num_blocks,
+            max_num_seqs=facts.max_num_seqs,
+            limits=intake.limits,
+            has_logprobs=facts.has_logprobs,
+            parts=facts.parts,
+            details=facts.details,
+        )
+        self.default_params = SamplingParams(**facts.defaults.sampling())
+        self.load = Load(free_blocks=facts.num_blocks)
+        self._builder = OutputBuilder(tokenizer)
+        self._open: dict[str, _Open] = {}  # by request id
+        self._samples: dict[int, Sample] = {}  # by number, those that haven't ended
+        self._ids: dict[Sample, str] = {}  # of the requests of all samples of `_open`
+        self._arriving: dict[str, bool] = {}  # ids of requests that are being tokenized -> whether they were aborted meanwhile
+        self._tokenizing = ThreadPoolExecutor(1, "dovetail-tokenizer")  # one thread: texts stay in order
+        self._next_number = 1
+        self._time = 0.0  # of the last frame
+        self._failure: str | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @classmethod
+    async def connect(cls, line: Line, name: str) -> RemoteEngine:
+        """Wait until the engine answers, and load the tokenizer. `name` is the front end's, by which seeds of requests differ that name none. Raises
+        `ModelLoadError` if the model has no tokenizer."""
+        answer: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
+        engine: RemoteEngine | None = None
+
+        def take(message: ToFrontEnd) -> None:
+            if isinstance(message, Facts):
+                if not answer.done():
+                    answer.set_result(message)
+            elif engine is not None:
+                engine._take(message)
+
+        line.open(take)
+        line.send(Hello())
+        facts = await answer
+        engine = cls(line, facts, await asyncio.to_thread(_load_tokenizer, facts.tokenizer_dir), name)
+        return engine
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that haven't ended, samples of n > 1 counted once."""
+        return len(self._open) + len(self._arriving)
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no request is left."""
+        await self._idle.wait()
+
+    def now(self) -> float:
+        return time.perf_counter() if self._facts.wall_clock else self._time  # which is what the engine's clock reads, on the same host
+
+    def check_health(self) -> None:
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
+
+    def fail(self, reason: str) -> None:
+        """Take notice that the engine is dead: every listener is told, and no more requests are taken."""
+        if self._failure is not None:
+            return
+        self._failure = reason
+        for entry in list(self._open.values()):
+            self._end(entry, EngineDeadError(reason))
+
+    def end_all(self, reason: str) -> None:
+        """End every request, telling its listener why."""
+        for request_id, entry in list(self._open.items()):
+            self.abort(request_id)
+            self._tell(entry, DovetailError(reason))
+
+    def close(self) -> None:
+        """Let go of the line and the threads. Nothing is told to anybody."""
+        self._line.close()
+        self._tokenizing.shutdown(wait=False)
+        self.chat.close()
+
+    async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams, listener: Listener, **fields: Any) -> None:
+        self.check_health()
+        extra = fields.pop("extra", None)
+        if unknown := sorted(set(fields) - set(_FIELDS)):
+            raise RequestError(f"{unknown[0]}: no field of a request; those that there are: {', '.join((*_FIELDS, 'extra'))}")
+        given = RequestFields(**fields)
+        if given.arrival_time is None and self._facts.wall_clock:
+            given = dataclasses.replace(given, arrival_time=self.now())
+        if extra is not None and not isinstance(extra, Mapping):
+            raise RequestError("extra must map distributions to what their components want to know")
+        bounds.at_most("unfinished requests", self.num_unfinished + 1, self._intake.facts.limits, "max_waiting")
+        self._check_free(request_id)
+        if isinstance(text := content_of(prompt), str) and len(text) > SHORT:
+            prompt = await self._tokenized(request_id, prompt)
+            self.check_health()
+        params = changed_unchecked(params, output_kind=OutputKind.DELTA)
+        checked = self._intake.check(request_id, prompt, params, given, extra)
+        self._check_free(checked.request_id)
+        entry = self._give(checked, listener, extra)
+        if entry.confirmed is not None:
+            try:
+                await entry.confirmed
+            except asyncio.CancelledError:
+                self.abort(checked.request_id)
+                raise
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._arriving:
+            self._arriving[request_id] = True
+        if (entry := self._open.get(request_id)) is None:
+            return
+        left = [sample.number for sample in entry.group.samples if sample.number in self._samples]
+        self._forget(entry)
+        if left:
+            self._line.send(Abort(left))
+        entry.confirm()
+
+    # On its way in
+
+    def _check_free(self, request_id: Any) -> None:
+        if isinstance(request_id, str) and (request_id in self._open or request_id in self._arriving):
+            raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
+
+    async def _tokenized(self, request_id: str, prompt: Prompt) -> Prompt:
+        """Raises `CancelledError` if the request was aborted meanwhile: nobody waits for it."""
+        self._arriving[request_id] = False
+        self._idle.clear()
+        try:
+            prompt = await asyncio.get_running_loop().run_in_executor(self._tokenizing, self._intake.tokenized, prompt)
+        finally:
+            aborted = self._arriving.pop(request_id)
+            self._note_idle()
+        if aborted:
+            raise asyncio.CancelledError
+        return prompt
+
+    def _give(self, checked: CheckedRequest, listener: Listener, extra: Mapping[str, Any] | None) -> _Open:
+        """Send the engine a request. Raises `RequestError`, having changed nothing."""
+        params = checked.params
+        texts = self._intake.texts(params, checked.token_ids)
+        bad_words = self._intake.bad_word_ids(params)
+        number, came = self._next_number, checked.fields.arrival_time
+        self._line.send(add_of(number, checked, self._intake.seed_of(params), bad_words, extra))
+        self._next_number += params.n
+        samples = [
+            Sample(number + index, self._time if came is None else came, text.append_and_check if text is not None and params.stop else None)
+            for index, text in enumerate(texts)
+        ]
+        group = RequestGroup(checked.request_id, checked.text, checked.token_ids, params, samples)
+        self._builder.expect(group, texts)
+        confirmed = asyncio.get_running_loop().create_future() if extra else None
+        entry = self._open[checked.request_id] = _Open(group, listener, confirmed)
+        for sample in samples:
+            self._samples[sample.number] = sample
+            self._ids[sample] = checked.request_id
+        self._idle.clear()
+        return entry
+
+    # On its way out
+
+    def _take(self, message: ToFrontEnd) -> None:
+        match message:
+            case StepFrame():
+                self._take_frame(message)
+            case Refused():
+                if (entry := self._entry_of(message.number)) is not None:
+                    self._end(entry, RequestError(message.reason))
+            case Accepted():
+                if (entry := self._entry_of(message.number)) is not None:
+                    entry.confirm()
+            case Dropped():
+                for entry in [entry for entry in self._open.values() if entry.group.samples[0].number < message.below]:
+                    self._end(entry, DovetailError("the server couldn't keep up with the engine, which has ended the request"))
+
+    def _take_frame(self, frame: StepFrame) -> None:
+        self.load, self._time = frame.load, frame.time
+        if not frame.numbers and not frame.finished and frame.extra is None:
+            return
+        news = self._read(frame)
+        builder = self._builder
+        outputs = [(self._open[output.request_id], output) for output in builder.build(news, frame.time)]
+        if news.finished:
+            for sample in news.finished:
+                self._samples.pop(sample.number, None)
+            for group in builder.ended_by(news):
+                self._forget(self._open[group.request_id])
+        for entry, output in outputs:
+            if output.finished or self._open.get(output.request_id) is entry:  # else a listener has aborted it just now
+                self._hand_out(entry, output)
+
+    def _hand_out(self, entry: _Open, output: RequestOutput) -> None:
+        try:
+            entry.listener.on_output(output)
+        except Exception:  # it may not, and nobody else must suffer
+            logger.exception("a listener failed")
+            self.abort(output.request_id)
+
+    def _read(self, frame: StepFrame) -> FrameNews:
+        """Return a frame's news of the samples that haven't ended here."""
+        news, samples = FrameNews(), self._samples
+        for first in frame.first:
+            if (sample := samples.get(first.number)) is not None:
+                sample.cached_tokens, sample.first_scheduled_time, sample.first_token_time = first.cached_tokens, first.scheduled, first.token
+        ends = {finish.number: finish for finish in frame.finished}
+        requests, token_ids = news.requests, news.token_ids
+        stopped: list[int] = []
+        for number, token in zip(unpack_numbers(frame.numbers), unpack_tokens(frame.token_ids), strict=True):
+            sample = samples.get(number)
+            if sample is None:  # it was aborted here, or a stop string has ended it
+                continue
+            sample.output_token_ids.append(token)
+            requests.append(sample)
+            token_ids.append(token)
+            if sample.stopper is not None and (matched := self._stop(sample, token, ends.get(number))) is not None:
+                news.finished[sample] = Finish("stop", matched)
+                if ends.pop(number, None) is None:
+                    stopped.append(number)
+        for finish in ends.values():
+            if (sample := samples.get(finish.number)) is not None:
+                self._finish(news, sample, finish)
+        if stopped:
+            self._line.send(Abort(stopped))
+        if frame.extra is not None:
+            self._read_extra(frame, news)
+        return news
+
+    def _stop(self, sample: Sample, token: int, finish: Finished | None) -> str | None:
+        """Return the stop string that a token completes, as the core would ask: not with one that ends the sample itself."""
+        if sample.stopper is None or (finish is not None and finish.reason == "stop"):
+            return None
+        return sample.stopper(token)
+
+    def _finish(self, news: FrameNews, sample: Sample, finish: Finished) -> None:
+        sample.preemptions = finish.preemptions
+        news.finished[sample] = Finish(finish.reason, finish.stop_reason)
+
+    def _read_extra(self, frame: StepFrame, news: FrameNews) -> None:
+        if (extra := frame.extra) is None:
+            return
+        if extra.logprobs is not None:
+            hosts = extra.logprobs.hosts()
+            for row, number in enumerate(unpack_numbers(extra.logprobs.numbers)):
+                if (sample := self._samples.get(number)) is not None:
+                    news.logprobs[sample] = (hosts, row)
+        for number, packed in extra.prompt_logprobs:
+            if (sample := self._samples.get(number)) is not None:
+                news.prompt_logprobs.append((sample, packed.hosts()))
+
+    # Ends
+
+    def _entry_of(self, number: int) -> _Open | None:
+        sample = self._samples.get(number)
+        return None if sample is None else self._open.get(self._ids[sample])
+
+    def _close(self, entry: _Open) -> None:
+        """All that is known of a request that has ended, but for its outputs, is let go."""
+        self._open.pop(entry.group.request_id, None)
+        for sample in entry.group.samples:
+            self._samples.pop(sample.number, None)
+            self._ids.pop(sample, None)
+        self._note_idle()
+
+    def _forget(self, entry: _Open) -> None:
+        self._close(entry)
+        self._builder.forget(entry.group)
+
+    def _end(self, entry: _Open, error: DovetailError) -> None:
+        """End a request that the engine has ended, or never had."""
+        self._forget(entry)
+        self._tell(entry, error)
+
+    def _tell(self, entry: _Open, error: DovetailError) -> None:
+        if entry.confirmed is not None and not entry.confirmed.done():
+            entry.confirmed.set_exception(error)
+            return
+        try:
+            entry.listener.on_error(error)
+        except Exception:
+            logger.exception("a listener failed")
+
+    def _note_idle(self) -> None:
+        if not self._open and not self._arriving:
+            self._idle.set()
+
+
+def _load_tokenizer(directory: str) -> Tokenizer:
+    tokenizer = Tokenizer.load(directory)
+    byte_pieces(tokenizer, True)  # skipping special tokens, as is usual: made now, for it will hold the vocabulary
+    return tokenizer

@@ -1,0 +1,67 @@
+"""The sockets that a server listens on. The supervisor makes them and keeps them, so that a front end that is started anew loses no port."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+
+from dovetail.errors import ConfigError
+from dovetail_server.settings import ServerSettings
+
+
+def bind(settings: ServerSettings) -> tuple[list[socket.socket], str]:
+    """Return a socket for each front end, bound and not yet listening, and the address as a user writes it. Raises `ConfigError` if that can't be
+    had."""
+    if settings.uds is not None:
+        return [_bind_unix(settings.uds)] * settings.front_ends, f"unix:{settings.uds}"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise ConfigError(f"--host: {settings.host!r} is no address of this machine: {error.strerror or error}") from None
+    shared = settings.front_ends > 1
+    try:
+        if shared and settings.port:  # alone first: another server's port can be shared as well
+            _bind(family, address, shared=False).close()
+        first = _bind(family, address, shared)
+        port = first.getsockname()[1]
+        address = (address[0], port, *address[2:])
+        sockets = [first, *(_bind(family, address, shared) for _ in range(settings.front_ends - 1))]
+    except OSError as error:
+        raise ConfigError(f"{settings.host}:{settings.port}: {error.strerror}: give another --port or --host") from None
+    host = f"[{settings.host}]" if family == socket.AF_INET6 else settings.host
+    return sockets, f"{'http' if settings.tls_cert is None else 'https'}://{host}:{port}"
+
+
+def _bind(family: int, address: tuple[object, ...], shared: bool) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # each front end has its own queue of connections
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _bind_unix(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with suppress(FileNotFoundError):
+            _remove_if_dead(path)
+        sock.bind(path)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"--uds: {path}: {error.strerror or error}") from None
+    return sock
+
+
+def _remove_if_dead(path: str) -> None:
+    """Remove a socket that nobody listens on any more."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)

@@ -1,0 +1,329 @@
+"""`Supervisor`: starts the engine's process and the front ends, watches them, and ends them all. It imports neither torch nor the engine.
+
+Each process holds one end of a socket pair, over which it is told what to do; when the supervisor is gone, however that came, all end.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from dovetail.errors import DovetailError, EngineDeadError
+from dovetail_server.channel import Channel, Message
+from dovetail_server.settings import ServerSettings
+from dovetail_server.sockets import bind
+
+TICK_S = 0.25
+LAST_LINES = 5  # of the engine's stderr, told when it dies
+ENGINE_STOPS_S = 10.0  # how long the engine may take to stop, once it is told to
+FRONT_ENDS_END_S = 6.0  # how long front ends may take to tell their clients that the engine is dead, or, once drained, to end
+QUICK_DEATH_S = 30.0  # front ends that die sooner than this after their start, so many in a row, aren't started again
+QUICK_DEATHS = 3
+
+
+class State(Enum):
+    """What the whole is doing."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"  # front ends end by themselves
+    STOPPING = "stopping"  # the engine is told to stop
+    FAILING = "failing"  # the engine is dead: front ends tell their clients
+
+
+@dataclass(eq=False)
+class Child:
+    """A process, and what is known of it."""
+
+    name: str
+    module: str
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    socket: socket.socket | None = None  # which a front end listens on
+    ready: bool = False
+    started: float = field(default_factory=time.monotonic)
+    refused: str | None = None  # why it couldn't start
+    dead: str | None = None  # why the engine says it died
+    heard: float = field(default_factory=time.monotonic)
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+
+    def how_it_ended(self) -> str:
+        """Return "was killed by SIGKILL", or "ended with exit code 1", and the last that it wrote."""
+        code = self.process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        told = self.dead or " | ".join(line for line in self.last_lines if line.strip())
+        return f"{how}: {told}" if told else how
+
+
+class ServeFailed(EngineDeadError):
+    """The server ended otherwise than it was asked to."""
+
+
+class Supervisor:
+    """`run` is called once, in the main thread."""
+
+    def __init__(self, source: str, overrides: list[str], settings: ServerSettings) -> None:
+        """`source` and `overrides` name the engine's config, as on the command line."""
+        self._source, self._overrides, self._settings = source, overrides, settings
+        self._state = State.STARTING
+        self._selector = selectors.DefaultSelector()
+        self._engine: Child | None = None
+        self._front_ends: dict[int, Child] = {}  # by place
+        self._generation = 0
+        self._quick_deaths = 0
+        self._signals: list[int] = []
+        self._failure: str | None = None
+        self._deadline: float | None = None  # of the state
+        self._directory = ""
+        self._sockets: list[socket.socket] = []
+        self._url = ""
+
+    def run(self) -> int:
+        """Serve until a signal ends it, and return the exit code. Raises `ConfigError` or `DovetailError` if it can't start, `ServeFailed` if the
+        engine dies."""
+        self._sockets, self._url = bind(self._settings)
+        self._directory = tempfile.mkdtemp(prefix="dovetail-")
+        wake_read, wake_write = socket.socketpair()
+        wake_read.setblocking(False)
+        wake_write.setblocking(False)
+        before = signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)}
+        self._selector.register(wake_read, selectors.EVENT_READ, None)
+        try:
+            self._engine = self._start("engine", "dovetail_server.engine_process", {"source": self._source, "set": self._overrides})
+            for place in range(self._settings.front_ends):
+                self._start_front_end(place)
+            return self._watch()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(before)
+            self._clean_up()
+            wake_read.close()
+            wake_write.close()
+
+    # Starting
+
+    @property
+    def _address(self) -> str:
+        return f"ipc://{self._directory}/engine"
+
+    def _start(self, name: str, module: str, start: Message, sock: socket.socket | None = None) -> Child:
+        ours, theirs = socket.socketpair()
+        fds = [theirs.fileno()] + ([] if sock is None else [sock.fileno()])
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if name == "engine" else None,
+            pass_fds=fds,
+            start_new_session=True,  # signals of the terminal come here alone
+        )
+        theirs.close()
+        child = Child(name, module, process, Channel(ours), sock)
+        child.channel.send(**start, directory=self._directory, address=self._address)
+        ours.setblocking(False)
+        self._selector.register(ours, selectors.EVENT_READ, child)
+        if process.stderr is not None:
+            os.set_blocking(process.stderr.fileno(), False)
+            self._selector.register(process.stderr, selectors.EVENT_READ, child)
+        return child
+
+    def _start_front_end(self, place: int) -> None:
+        name = f"front-end-{place}.{self._generation}"
+        self._generation += 1
+        sock = self._sockets[place]
+        start = {"name": name, "settings": self._settings.model_dump(mode="json"), "socket": sock.fileno()}
+        self._front_ends[place] = self._start(name, "dovetail_server.front_end", start, sock)
+
+    # Watching
+
+    def _watch(self) -> int:
+        while True:
+            for key, _ in self._selector.select(TICK_S):
+                self._read(key)
+            if (code := self._heed_signals()) is not None:
+                return code
+            self._check_engine()
+            self._check_front_ends()
+            if (code := self._go_on()) is not None:
+                return code
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if number != signal.SIGCHLD:
+            self._signals.append(number)
+
+    def _read(self, key: selectors.SelectorKey) -> None:
+        child = key.data
+        if child is None:
+            with suppress(BlockingIOError):
+                key.fileobj.recv(4096)  # type: ignore[union-attr]
+        elif key.fileobj is child.channel.socket:
+            messages = child.channel.receive()
+            if messages is None:
+                self._selector.unregister(key.fileobj)
+            for message in messages or ():
+                self._note(child, message)
+        else:
+            self._pass_on(child, key)
+
+    def _pass_on(self, child: Child, key: selectors.SelectorKey) -> None:
+        """Write what the engine writes on stderr, and keep its last lines."""
+        try:
+            data = os.read(key.fd, 65536)
+        except BlockingIOError:
+            return
+        if not data:
+            self._selector.unregister(key.fileobj)
+            return
+        with suppress(OSError):
+            os.write(2, data)
+        child.last_lines.extend(data.decode(errors="replace").splitlines())
+
+    def _note(self, child: Child, message: Message) -> None:
+        child.heard = time.monotonic()
+        if "ready" in message:
+            child.ready = True
+        elif "refused" in message:
+            child.refused = message["refused"]
+        elif "dead" in message:
+            child.dead = message["dead"]
+        elif message.get("busy_s", 0) > self._settings.step_timeout_s:
+            self._give_up(child)
+
+    def _heed_signals(self) -> int | None:
+        """Return the exit code if a signal ends everything at once."""
+        while self._signals:
+            number = self._signals.pop(0)
+            if self._state is not State.SERVING:
+                return 128 + number
+            self._state = State.DRAINING
+            seconds = self._settings.drain_timeout_s
+            self._deadline = time.monotonic() + seconds + FRONT_ENDS_END_S
+            self._tell_front_ends(drain_s=seconds)
+        return None
+
+    def _check_engine(self) -> None:
+        """Raises `DovetailError` if it couldn't start."""
+        engine = self._the_engine()
+        if engine.process.poll() is None:
+            if engine.ready and time.monotonic() - engine.heard > self._settings.step_timeout_s:
+                self._give_up(engine)
+            return
+        self._drain_pipes(engine)
+        if engine.refused is not None:
+            raise DovetailError(engine.refused)
+        if self._state in (State.STOPPING, State.FAILING):
+            return
+        self._fail(f"the engine's process {engine.how_it_ended()}")
+
+    def _the_engine(self) -> Child:
+        if self._engine is None:
+            raise DovetailError("the engine's process wasn't started")
+        return self._engine
+
+    def _give_up(self, engine: Child) -> None:
+        """Kill an engine whose step takes too long."""
+        engine.dead = f"a step took longer than {self._settings.step_timeout_s:g} s (--step-timeout)"
+        _kill(engine)
+        engine.process.wait()
+
+    def _drain_pipes(self, child: Child) -> None:
+        """Read all that a process that has ended still said."""
+        for key in list(self._selector.get_map().values()):
+            if key.data is child:
+                self._read(key)
+
+    def _fail(self, reason: str) -> None:
+        """The engine is dead. Raises `ServeFailed` if nobody needs to be told."""
+        self._failure = reason
+        if self._state is State.STARTING:
+            raise ServeFailed(reason)
+        self._state, self._deadline = State.FAILING, time.monotonic() + FRONT_ENDS_END_S
+        self._tell_front_ends(failed=reason)
+
+    def _check_front_ends(self) -> None:
+        for place, child in list(self._front_ends.items()):
+            if child.process.poll() is None:
+                continue
+            self._drain_pipes(child)
+            del self._front_ends[place]
+            self._the_engine().channel.send(gone=child.name)
+            self._release(child)
+            if self._state is State.STARTING or child.refused is not None:
+                raise DovetailError(child.refused or f"a front end {child.how_it_ended()}")
+            if self._state is State.SERVING:
+                self._restart(place, child)
+
+    def _restart(self, place: int, child: Child) -> None:
+        quick = time.monotonic() - child.started < QUICK_DEATH_S
+        self._quick_deaths = self._quick_deaths + 1 if quick else 0
+        if self._quick_deaths >= QUICK_DEATHS:
+            self._fail(f"front ends keep dying; the last {child.how_it_ended()}")
+            return
+        print(f"dovetail serve: a front end {child.how_it_ended()}; it is started again", file=sys.stderr, flush=True)
+        self._start_front_end(place)
+
+    def _go_on(self) -> int | None:
+        """Go to the next state, if it is time for it, or return the exit code. Raises `ServeFailed`."""
+        late = self._deadline is not None and time.monotonic() > self._deadline
+        engine = self._the_engine()
+        if self._state is State.STARTING and engine.ready and all(child.ready for child in self._front_ends.values()):
+            self._state = State.SERVING
+            print(f"dovetail serves {self._source} at {self._url}", flush=True)
+        elif self._state is State.DRAINING and (late or not self._front_ends):
+            self._state, self._deadline = State.STOPPING, time.monotonic() + ENGINE_STOPS_S
+            engine.channel.send(stop=True)
+        elif self._state is State.STOPPING and (late or engine.process.poll() is not None):
+            return 0
+        elif self._state is State.FAILING and (late or not self._front_ends):
+            raise ServeFailed(str(self._failure))
+        return None
+
+    def _tell_front_ends(self, **message: Any) -> None:
+        for child in self._front_ends.values():
+            child.channel.send(**message)
+
+    # The end
+
+    def _release(self, child: Child) -> None:
+        for key in list(self._selector.get_map().values()):
+            if key.data is child:
+                self._selector.unregister(key.fileobj)
+        child.channel.close()
+        if child.process.stderr is not None:
+            child.process.stderr.close()
+        _kill(child)  # what it started, if anything is left of that
+        child.process.wait()
+
+    def _clean_up(self) -> None:
+        """End whatever runs, and remove whatever was made."""
+        children = [*self._front_ends.values(), *([] if self._engine is None else [self._engine])]
+        for child in children:
+            _kill(child)
+        for child in children:
+            self._release(child)
+        for sock in self._sockets:
+            sock.close()
+        if self._settings.uds is not None:
+            with suppress(OSError):
+                os.unlink(self._settings.uds)
+        shutil.rmtree(self._directory, ignore_errors=True)
+        self._selector.close()
+
+
+def _kill(child: Child) -> None:
+    """Kill a process and all that it started: it leads a group."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.process.pid, signal.SIGKILL)

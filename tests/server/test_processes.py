@@ -1,0 +1,219 @@
+"""`dovetail serve` as processes: whichever of them is killed, clients are told, the others do what they should, and nothing stays behind."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PATIENCE_S = 60.0
+ENDLESS = {"prompt": "ROMEO:", "max_tokens": 900, "ignore_eos": True}
+
+
+def until(what: Callable[[], Any], why: str) -> Any:
+    """Wait until `what()` is true, and return it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if result := what():
+            return result
+        time.sleep(0.02)
+    raise AssertionError(f"nothing came of waiting until {why}")
+
+
+class Server:
+    """`dovetail serve`, run as a user does."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        self.directory = directory
+        environment = {**os.environ, "TMPDIR": str(directory), "OMP_NUM_THREADS": "1"}
+        self.errors = (directory / "stderr").open("wb")
+        command = [sys.executable, "-m", "dovetail", "serve", "demo", "--port", "0", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, env=environment)
+        assert self.process.stdout is not None
+        self.line = self.process.stdout.readline().decode()
+        self.port = int(self.line.rsplit(":", 1)[1]) if "http" in self.line else 0
+
+    def children(self, module: str = "") -> list[int]:
+        """Processes that it started, and that run that module."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            except (OSError, ValueError, IndexError):
+                continue
+            if parent == self.process.pid and any(module.encode() in word for word in words):
+                found.append(int(entry.name))
+        return found
+
+    def get(self, path: str) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+    def complete(self, **body: Any) -> Stream:
+        return Stream(self.port, body)
+
+    def told(self) -> str:
+        return (self.directory / "stderr").read_text()
+
+    def end(self) -> int:
+        return self.process.wait(PATIENCE_S)
+
+    def left(self, pids: list[int]) -> list[str]:
+        """What stayed behind: processes, and files in its temporary directory."""
+        alive = [str(pid) for pid in pids if _runs(pid)]
+        return [*alive, *(entry.name for entry in self.directory.iterdir() if entry.name != "stderr")]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Stream:
+    """A streaming client, in a thread."""
+
+    def __init__(self, port: int, body: dict[str, Any]) -> None:
+        self.events: list[str] = []
+        self.begun, self.over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(port, body), daemon=True)
+        self._thread.start()
+
+    def _run(self, port: int, body: dict[str, Any]) -> None:
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+            connection.request("POST", "/v1/completions", json.dumps({"stream": True, "model": "demo", **body}))
+            for line in connection.getresponse():
+                if line.startswith(b"data: "):
+                    self.events.append(line[6:].decode().strip())
+                    self.begun.set()
+        except (OSError, http.client.HTTPException) as error:
+            self.events.append(f"connection: {error}")
+        finally:
+            self.begun.set()
+            self.over.set()
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="dt-") as name:  # short: the path of a socket is at most 107 characters
+        yield Path(name)
+
+
+@pytest.fixture
+def start(directory: Path) -> Iterator[Callable[..., Server]]:
+    servers = []
+
+    def start(*options: str) -> Server:
+        servers.append(Server(directory, *options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        if server.process.poll() is None:
+            server.process.kill()
+        server.process.wait()
+        server.errors.close()
+
+
+def begin(server: Server, count: int, **fields: Any) -> list[Stream]:
+    streams = [server.complete(**{**ENDLESS, **fields}) for _ in range(count)]
+    for stream in streams:
+        assert stream.begun.wait(PATIENCE_S)
+    return streams
+
+
+def test_when_the_engine_is_killed_all_clients_are_told_why_and_the_server_ends(start: Callable[..., Server]) -> None:
+    server = start("--front-ends", "2")
+    pids = server.children()
+    streams = begin(server, 8)
+    [engine] = server.children("engine_process")
+    os.kill(engine, signal.SIGKILL)
+    for stream in streams:
+        assert stream.over.wait(PATIENCE_S)
+        assert any("SIGKILL" in event for event in stream.events[-2:])
+    assert server.end() == 1
+    assert "killed by SIGKILL" in server.told()
+    until(lambda: not server.left(pids), "nothing is left")
+
+
+def test_when_a_front_end_is_killed_its_requests_are_freed_and_it_is_started_again(start: Callable[..., Server]) -> None:
+    server = start()
+    streams = begin(server, 4)
+    [front_end] = server.children("front_end")
+    [engine] = server.children("engine_process")
+    os.kill(front_end, signal.SIGKILL)
+    for stream in streams:
+        assert stream.over.wait(PATIENCE_S)
+    until(lambda: [pid for pid in server.children("front_end") if pid != front_end], "there is another")
+    done = server.complete(prompt="ROMEO:", max_tokens=3)
+    assert done.over.wait(PATIENCE_S)
+    assert done.events[-1] == "[DONE]"
+    assert server.children("engine_process") == [engine]
+    pids = server.children()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == 0
+    until(lambda: not server.left(pids), "nothing is left")
+
+
+def test_when_the_supervisor_is_killed_all_end(start: Callable[..., Server]) -> None:
+    server = start()
+    streams = begin(server, 2)
+    pids = server.children()
+    assert len(pids) == 2
+    server.process.kill()
+    for stream in streams:
+        assert stream.over.wait(PATIENCE_S)
+    until(lambda: not server.left(pids), "nothing is left")
+
+
+def test_a_drain_lets_requests_end_and_a_second_signal_does_not(start: Callable[..., Server]) -> None:
+    server = start()
+    pids = server.children()
+    [stream] = begin(server, 1, max_tokens=150)
+    server.process.send_signal(signal.SIGTERM)
+    until(lambda: server.get("/ready")[0] == 503, "it is not ready any more")
+    assert stream.over.wait(PATIENCE_S)
+    assert stream.events[-1] == "[DONE]"
+    assert server.end() == 0
+    assert server.left(pids) == []
+    server = start()
+    begin(server, 2)
+    pids = server.children()
+    server.process.send_signal(signal.SIGINT)
+    until(lambda: server.get("/ready")[0] == 503, "it is not ready any more")
+    server.process.send_signal(signal.SIGINT)
+    assert server.end() == 130
+    assert server.left(pids) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--set", "max_num_seqs=none"], "max_num_seqs"),
+        (["--set", "kv_cache_memory=1"], "kv_cache_memory"),
+        (["--port", "70000"], "--port"),
+        (["--host", "256.256.256.256"], "--host"),
+    ],
+)
+def test_what_keeps_it_from_starting_is_told_in_a_sentence(start: Callable[..., Server], options: list[str], said: str) -> None:
+    server = start(*options)
+    assert server.end() == 2
+    assert said in server.told()
+    assert "Traceback" not in server.told()
+    assert server.left([]) == []

@@ -1,0 +1,219 @@
+"""`RemoteEngine` and `EngineHost`: what comes out at a front end is what the offline engine gives, whatever is between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail import LLM, SamplingParams
+from dovetail.errors import DovetailError, EngineDeadError, RequestError
+from dovetail.request import RequestOutput
+from tests.server.engines import DEMO, PATIENCE_S, Collector, Link, Served, served
+
+both = pytest.mark.parametrize("link", ["thread", "zmq"])
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    async def patiently() -> Any:
+        async with asyncio.timeout(PATIENCE_S):
+            return await main
+
+    return asyncio.run(patiently())
+
+
+async def ask(engine: Any, name: str, prompt: Any, params: SamplingParams, **fields: Any) -> Collector:
+    """Submit a request and wait for its end."""
+    listener = Collector()
+    await engine.submit(name, prompt, params, listener, **fields)
+    await listener.over.wait()
+    return listener
+
+
+def many_params() -> list[SamplingParams]:
+    """64 requests that end in all ways, and ask for all that there is."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"stop": ["the", ","], "max_tokens": 60},
+        {"stop": ["e"], "include_stop_str_in_output": True, "min_tokens": 10},
+        {"logprobs": 3},
+        {"prompt_logprobs": 2, "logprobs": 0},
+        {"n": 3, "stop": ["a "], "logprobs": 1},
+        {"stop_token_ids": list(range(0, 400, 3)), "include_stop_str_in_output": True},
+        {"bad_words": ["the"], "logit_bias": {5: 3.0}, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.2, "min_tokens": 4},
+    ]
+    return [SamplingParams(**{"seed": 1000 + index, "max_tokens": 16 + index % 7, **kinds[index % len(kinds)]}) for index in range(64)]
+
+
+def essence(samples: Any) -> list[Any]:
+    return [(s.text, list(s.token_ids), s.finish_reason, s.stop_reason) for s in samples]
+
+
+def own_logprobs(positions: Any) -> list[float]:
+    """The log-probabilities of the tokens themselves. Their last bits depend on what else is in the batch."""
+    return [next(iter(position.values())).logprob for position in positions or () if position]
+
+
+PROMPTS = [f"{'ROMEO: JULIET: '[: 3 + index % 12]}{index}" for index in range(64)]
+
+
+@pytest.fixture(scope="module")
+def offline() -> list[RequestOutput]:
+    with LLM(**DEMO) as llm:
+        return llm.generate(PROMPTS, many_params(), use_tqdm=False)
+
+
+@both
+def test_64_requests_at_once_give_what_they_give_offline(link: Link, tmp_path: Path, offline: list[RequestOutput]) -> None:
+    async def main() -> None:
+        async with served(link, tmp_path) as at:
+            heard = await asyncio.gather(*(ask(at.engine, str(i), PROMPTS[i], params) for i, params in enumerate(many_params())))
+            await at.until_all_is_free()
+        for listener, expected in zip(heard, offline, strict=True):
+            last = listener.outputs[-1]
+            assert essence(listener.samples()) == essence(expected.outputs)
+            for sample, its in zip(listener.samples(), expected.outputs, strict=True):
+                assert own_logprobs(sample.logprobs) == pytest.approx(own_logprobs(its.logprobs), abs=1e-4)
+                assert [len(position) for position in sample.logprobs or ()] == [len(position) for position in its.logprobs or ()]
+            assert own_logprobs(last.prompt_logprobs) == pytest.approx(own_logprobs(expected.prompt_logprobs), abs=1e-4)
+            assert (last.prompt, list(last.prompt_token_ids)) == (expected.prompt, list(expected.prompt_token_ids))
+            assert last.metrics is not None
+            assert last.metrics.first_token_time is not None
+
+    run(main())
+
+
+async def begin_endless(at: Served, count: int) -> list[Collector]:
+    params = SamplingParams(max_tokens=None, ignore_eos=True, logit_bias={0: -100})
+    listeners = [Collector() for _ in range(count)]
+    for index, listener in enumerate(listeners):
+        await at.engine.submit(f"endless {index}", "ROMEO:", params, listener)
+    for listener in listeners:
+        await listener.begun.wait()
+    return listeners
+
+
+@both
+def test_an_abort_frees_the_blocks_and_is_the_last_that_is_heard(link: Link, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(link, tmp_path) as at:
+            listeners = await begin_endless(at, 5)
+            for index in range(5):
+                at.engine.abort(f"endless {index}")
+            heard = [len(listener.outputs) for listener in listeners]
+            await at.until_all_is_free()
+            assert at.engine.num_unfinished == 0
+            assert [len(listener.outputs) for listener in listeners] == heard
+            await at.until(lambda: at.engine.load.held_blocks == 0)
+            assert all(listener.error is None for listener in listeners)
+
+    run(main())
+
+
+@both
+def test_what_is_wrong_with_one_request_is_told_to_it_alone(link: Link, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(link, tmp_path) as at:
+            wrongs: list[dict[str, Any]] = [
+                {"prompt": [10**6]},
+                {"params": SamplingParams(n=2000)},
+                {"extra": {"nobody": {}}},
+                {"colour": "red"},
+                {"priority": "x"},
+            ]
+            for wrong in wrongs:
+                given: dict[str, Any] = {"prompt": "ROMEO:", "params": SamplingParams(), **wrong}
+                with pytest.raises(RequestError):
+                    await at.engine.submit("wrong", given.pop("prompt"), given.pop("params"), Collector(), **given)
+            listener = await ask(at.engine, "right", "ROMEO:", SamplingParams(max_tokens=3))
+            assert listener.outputs[-1].finished
+            await at.until_all_is_free()
+            assert at.engine.num_unfinished == 0
+
+    run(main())
+
+
+def test_an_id_in_use_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served("zmq", tmp_path) as at:
+            await begin_endless(at, 1)
+            with pytest.raises(RequestError, match="in use"):
+                await at.engine.submit("endless 0", "ROMEO:", SamplingParams(), Collector())
+            at.engine.abort("endless 0")
+
+    run(main())
+
+
+def test_a_long_text_is_tokenized_elsewhere_and_may_be_aborted_meanwhile(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served("thread", tmp_path) as at:
+            listener, params = Collector(), SamplingParams(max_tokens=2, truncate_prompt_tokens=20)
+            submitting = asyncio.create_task(at.engine.submit("long", "To be. " * 400, params, listener))
+            await asyncio.sleep(0)
+            assert at.engine.num_unfinished == 1
+            at.engine.abort("long")
+            with pytest.raises(asyncio.CancelledError):
+                await submitting
+            assert at.engine.num_unfinished == 0
+            again = await ask(at.engine, "long", "To be. " * 400, params)
+            assert len(again.samples()[0].token_ids) == 2
+            assert listener.outputs == []
+
+    run(main())
+
+
+@both
+def test_when_the_engine_dies_everybody_is_told(link: Link, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served(link, tmp_path) as at:
+            listeners = await begin_endless(at, 3)
+
+            def broken(*_: Any) -> Any:
+                raise RuntimeError("the device is gone")
+
+            at.core.executor.collect = broken  # type: ignore[method-assign, assignment]
+            for listener in listeners:
+                await listener.over.wait()
+                assert isinstance(listener.error, EngineDeadError)
+                assert "the device is gone" in str(listener.error)
+            with pytest.raises(EngineDeadError):
+                at.engine.check_health()
+            with pytest.raises(EngineDeadError):
+                await at.engine.submit("late", "ROMEO:", SamplingParams(), Collector())
+
+    run(main())
+
+
+def test_a_failing_listener_harms_nobody_else(tmp_path: Path) -> None:
+    class Broken(Collector):
+        def on_output(self, output: RequestOutput) -> None:
+            raise ValueError("a bug")
+
+    async def main() -> None:
+        async with served("thread", tmp_path) as at:
+            await at.engine.submit("broken", "ROMEO:", SamplingParams(max_tokens=50), Broken())
+            listener = await ask(at.engine, "sound", "ROMEO:", SamplingParams(max_tokens=5))
+            assert len(listener.samples()[0].token_ids) == 5
+            await at.until_all_is_free()
+
+    run(main())
+
+
+def test_a_front_end_that_takes_nothing_loses_its_requests_and_is_told(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served("thread", tmp_path) as at:
+            listeners = await begin_endless(at, 2)
+            post = at.host._post
+            send = post.send
+            post.send = lambda *_: False  # type: ignore[method-assign]
+            await at.until_all_is_free()
+            post.send = send  # type: ignore[method-assign]
+            for listener in listeners:
+                await listener.over.wait()
+                assert isinstance(listener.error, DovetailError)
+            assert (await ask(at.engine, "next", "ROMEO:", SamplingParams(max_tokens=2))).outputs[-1].finished
+
+    run(main())
