@@ -1,4 +1,4 @@
-"""`/v1/messages`: what conversations and answers look like there."""
+"""`/v1/messages`: its conversations, answers and streams, by hand and by Anthropic's own client."""
 
 from __future__ import annotations
 

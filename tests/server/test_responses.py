@@ -1,4 +1,4 @@
-"""`/v1/responses`: what conversations and answers look like there."""
+"""`/v1/responses`: its conversations, answers and streams, by hand and by OpenAI's own client."""
 
 from __future__ import annotations
 

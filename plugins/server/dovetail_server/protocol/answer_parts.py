@@ -35,7 +35,7 @@ class AnswerPart:
 
 
 class PartWriter(Protocol):
-    """Who hears how an answer's parts grow. One part is open at a time."""
+    """A listener that hears how an answer's parts grow. One part is open at a time."""
 
     def opened(self, part: AnswerPart) -> None: ...
 

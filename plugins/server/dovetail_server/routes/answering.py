@@ -1,4 +1,4 @@
-"""What `/v1/responses` and `/v1/messages` share: conversations become prompts, and the model's text becomes an answer's parts as it comes."""
+"""The common part of `/v1/responses` and `/v1/messages`: conversations become prompts, and the model's text becomes an answer's parts as it comes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dovetail_server.streams import EventStream
 
 
 class AnswerWriter(PartWriter, Protocol):
-    """Who makes a stream's events."""
+    """A writer that makes a stream's events."""
 
     def take(self) -> bytes:
         """Return the events since the last call."""
