@@ -57,9 +57,9 @@ def attend(dtype: str, head_size: int, block_size: int, window: int | None, mixe
     ("dtype", "head_size", "block_size", "window", "loads_apart"),
     [
         ("bfloat16", 128, 16, None, True),
-        ("float16", 64, 256, None, True),
-        ("bfloat16", 80, 8, None, True),
-        ("bfloat16", 128, 24, None, False),
+        pytest.param("float16", 64, 256, None, True, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 80, 8, None, True, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 128, 24, None, False, marks=pytest.mark.slow),
         ("bfloat16", 80, 256, 512, False),
         ("float32", 256, 8, None, False),
     ],
