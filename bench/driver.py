@@ -122,7 +122,7 @@ class Driver:
 
     @property
     def steps(self) -> list[StepTime]:
-        """Those so far."""
+        """Times of all steps so far."""
         rows = np.frombuffer(self._steps.tobytes()).reshape(-1, len(fields(StepTime)))
         return [StepTime(*row[:-2], *map(int, row[-2:])) for row in rows.tolist()]
 
@@ -159,7 +159,7 @@ class Driver:
         self._note(now)
 
     def _note(self, now: float) -> None:
-        """What the step that was just handed over, if any, was like."""
+        """Record the times of the step that has just been handed over, if there was one."""
         before, stats, last = self._before, self.engine.stats(), self._stepped
         if stats.steps > before.steps:
             self._before, self._stepped = stats, now

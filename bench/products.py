@@ -1,4 +1,4 @@
-"""What the layers of a decoder cost for some rows, without attention: with our kernels for linear layers (`one_row`, `few_rows` and `many_rows` of
+"""Measure the layers of a decoder for some rows, without attention: with our kernels for linear layers (`one_row`, `few_rows` and `many_rows` of
 `dovetail.nn.kernels`), and with torch's products and kernels for the norm, the gate and the addition around them.
 
     python -m bench.products --shape qwen3-0.6b qwen3-8b --rows 1 8 64 256
@@ -76,7 +76,7 @@ class Choice:
 
 
 class Layers:
-    """As many of a model as there is need for."""
+    """Enough layers of a model that their weights don't stay in the GPU's cache."""
 
     def __init__(self, shape: Shape) -> None:
         count = max(2, min(shape.layers, WEIGHTS_BYTES * shape.layers // (2 * shape.block_weights)))
@@ -89,7 +89,7 @@ class Layers:
         self.names = {weight.data_ptr(): name.split(".")[-2] for name, weight in self.model.named_parameters()}
 
     def us(self, rows: int, choice: Choice) -> float:
-        """Of one layer."""
+        """Return the microseconds of one layer."""
         ids = torch.arange(rows, device="cuda") % VOCAB
         positions = torch.arange(rows, device="cuda")
         with self.taking(choice):
@@ -98,7 +98,7 @@ class Layers:
 
     @contextmanager
     def taking(self, choice: Choice) -> Iterator[None]:
-        """What decides which kernel a layer gets decides so."""
+        """Within the context, layers get the kernels that `choice` names."""
 
         def unless_left(kernel_for: Callable[..., Any]) -> Callable[..., Any]:
             def decide(rows: int, weight: torch.Tensor, *around: bool, **named: bool) -> Any:

@@ -46,7 +46,7 @@ def decoded(engine: LLMEngine) -> int:
 
 
 def device_us(engine: LLMEngine, steps: int) -> float:
-    """Of a step."""
+    """Return the microseconds that a step takes on the device."""
     before = engine.stats()
     for _ in range(steps):
         engine.step()

@@ -76,7 +76,7 @@ class Assembly:
         return tuple(sequences)
 
     def check_extra(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What a request carries for components, validated by their own models. Raises `RequestError`."""
+        """Return what a request carries for components, validated by their own models. Raises `RequestError`."""
         if extra is not None and not isinstance(extra, Mapping):
             raise RequestError(f"extra must map distributions to what their components want to know, got {shown(extra)}")
         checked = {}

@@ -122,11 +122,11 @@ class ChatFrontEnd:
         return _until(text, mark) if options.continue_final_message else text
 
     def prompt(self, messages: Sequence[Message], options: ChatOptions | None = None) -> TokenizedText:
-        """As `render`, with the text's token ids."""
+        """Render one conversation as `render` does, and return its text with the token ids."""
         return self.prompts([messages], options)[0]
 
     def prompts(self, conversations: Sequence[Sequence[Message]], options: ChatOptions | None = None) -> list[TokenizedText]:
-        """As `prompt` each. Errors say which of several conversations is wrong."""
+        """Do the same as `prompt` for each conversation. Errors say which of several is wrong."""
         texts = []
         for index, messages in enumerate(conversations):
             try:

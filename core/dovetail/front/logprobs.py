@@ -122,7 +122,7 @@ class LogprobLog:
         return self._parts[0] if self._parts else []
 
     def drain(self) -> Sequence[TokenLogprobMap]:
-        """As `read`; they are forgotten."""
+        """Return what `read` returns, and forget it."""
         new = self.read()
         self._parts = []
         return new

@@ -30,7 +30,7 @@ class OwnRequests:
 
     @property
     def unfinished(self) -> bool:
-        """Whether outputs are still to come, or to be taken."""
+        """True while outputs are still to be computed or taken."""
         return bool(self._places or self._outputs)
 
     def add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
@@ -38,8 +38,8 @@ class OwnRequests:
         self._engine.add_list(lambda: self._add(prompts, params))
 
     def step(self) -> list[RequestOutput]:
-        """What has come of them; if that is nothing, after a step. Raises `EngineDeadError` if the engine has failed or was closed, and
-        `RequestError` if one of them was aborted by somebody else."""
+        """Return the outputs that are ready; if there are none, run a step first. Raises `EngineDeadError` if the engine has failed or was closed,
+        and `RequestError` if one of them was aborted by somebody else."""
         self._engine.turns.take(self._step)
         outputs = []
         while self._outputs:
@@ -54,7 +54,7 @@ class OwnRequests:
         self._outputs.clear()
 
     def abandon(self) -> None:
-        """As `abort`, a little later: for the garbage collector."""
+        """Abort like `abort`, but a little later: made for finalizers, which may run inside a step."""
         self._engine.abandon(list(self._places))
 
     def __enter__(self) -> OwnRequests:

@@ -33,13 +33,13 @@ class Unread:
             return self._tell()
 
     def end(self, end: BaseException) -> bool:
-        """As `put`: nothing comes any more, for this reason."""
+        """Note that no more outputs come, and why. Returns the same as `put`."""
         with self._lock:
             self._end = end
             return self._tell()
 
     def take(self) -> tuple[RequestOutput | None, BaseException | None]:
-        """What waits, if anything does, and the end, if it has come."""
+        """Take the output that waits, if any, and the exception that ended the request, if it has ended."""
         with self._lock:
             output, deltas, self._output, self._deltas, self._told = self._output, self._deltas, None, None, False
             end = self._end

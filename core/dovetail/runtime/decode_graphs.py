@@ -38,7 +38,7 @@ WARM_UPS = 2  # runs before a capture: kernels are compiled, workspaces made
 
 
 class Kind(Enum):
-    """What a recording is for."""
+    """The kind of step that a recording replays."""
 
     PLAIN = auto()
     SHARING = auto()  # attention reads a prefix that all rows share once
@@ -55,7 +55,7 @@ class DecodeGraph:
 
 
 class Inputs:
-    """What the host tells of a step's rows, in one piece of device memory, so that it comes in one copy."""
+    """The inputs of a step that come from the host, in one buffer on the device, so that one copy brings them."""
 
     def __init__(self, size: int, nobody: int, device: torch.device) -> None:
         self.size, self._nobody = size, nobody
@@ -66,7 +66,7 @@ class Inputs:
         self.fill(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     def holds_table(self, width: int) -> bool:
-        """Whether there is room for the rows' block tables, if the widest has so many blocks."""
+        """True if there is room for the rows' block tables when the widest has `width` blocks."""
         return self.size * width <= TABLE_ENTRIES
 
     def table(self, width: int) -> torch.Tensor:
@@ -94,8 +94,8 @@ def sharing_sizes(max_rows: int) -> tuple[int, ...]:
 def sample(
     sampler: Sampler, rows: RowState, of: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor, full: bool
 ) -> Sampled:
-    """What a recorded step ends with, as device work: tokens for the rows `of` [n] int64 whose last known ones are at `positions` [n] int64, from
-    logits [n, vocab] and the hidden states [n, hidden] that these are of; and the rows grow by them."""
+    """Sample a token for each of the rows `of` [n] int64 whose last known one is at `positions` [n] int64, and append it to the row: the end of a
+    recorded step, device work only. `logits` is [n, vocab], computed from `hidden` [n, hidden]."""
     if not full:
         return Sampled(append(rows, of, positions, sampler.sample_captured(logits, of), hidden))
     sampled = sampler.sample_fully_captured(logits, of)
@@ -213,7 +213,7 @@ class DecodeGraphs:
         return record(run, pool, warm_ups, self._rows.device)
 
     def _decode(self, rows: torch.Tensor, full: bool) -> Sampled:
-        """What is recorded: device work only, at fixed addresses. rows [size] int64."""
+        """Compute the step that is recorded: device work only, at fixed addresses. rows [size] int64."""
         token_ids, positions = last_tokens(self._rows, rows)
         hidden = self._model(token_ids, positions)
         return sample(self._sampler, self._rows, rows, positions, self._model.logits(hidden), hidden, full)

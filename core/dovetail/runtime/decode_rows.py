@@ -1,4 +1,5 @@
-"""What a decode step does with its rows before the model and after the sampler, as device work that a CUDA graph can record (`decode_graphs`).
+"""Functions that read a decode step's rows before the model and extend them after the sampler, on the device, so that a CUDA graph can record them
+(`decode_graphs`).
 
 Each is one kernel where kernels run (`decode_rows_kernels`), instead of some ten of torch's that take longer to come and go than they compute.
 """

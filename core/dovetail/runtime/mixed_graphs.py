@@ -158,7 +158,7 @@ class MixedGraphs:
 
     @property
     def hidden(self) -> torch.Tensor:
-        """What a run of the largest size returned last."""
+        """The hidden states that the latest run of the largest size wrote."""
         return self._recordings[False, self._sizes[False][-1]].hidden
 
     def recording_for(self, num_tokens: int, shared_prefix_blocks: int, *, all_states: bool = False) -> Recording | None:

@@ -1,4 +1,4 @@
-"""What an executor remembers of each row between steps: tokens, lengths, block table. A step sends only what changed.
+"""The state that an executor keeps of each row between steps: tokens, lengths, block table. A step sends only what changed.
 
 The tokens and tables live on the device, because the next step is planned before the host knows the ids that this one samples. Lengths need no
 ids to be known, so the host counts them itself, in numpy, and never has to ask the device.

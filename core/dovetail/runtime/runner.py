@@ -198,7 +198,7 @@ class Runner:
         return hidden
 
     def _is_plain_decode(self, batch: Batch) -> bool:
-        """Whether each row computes one token and samples: then a graph can replay the step, if one serves what they ask of the sampler."""
+        """True if every row computes one token and samples it, so that a graph can replay the step if one serves what the rows ask of the sampler."""
         return bool((batch.num_tokens == 1).all() and batch.samples.all() and not self._asks_prompt_logprobs(batch).any())
 
     def _replay(self, graphs: DecodeGraphs, kind: Kind, batch: Batch, pending: PendingStep) -> None:

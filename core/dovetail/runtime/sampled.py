@@ -1,4 +1,4 @@
-"""What a replayed graph leaves of sampling, and how it comes to the host: in one copy, log-probabilities and all."""
+"""The sampled tokens and log-probabilities that a replayed graph leaves on the device, and one copy that brings all of them to the host."""
 
 from __future__ import annotations
 

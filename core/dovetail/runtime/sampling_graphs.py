@@ -88,6 +88,6 @@ class SamplingGraphs:
         return SamplingGraph(graph, places, hidden, sampled)
 
     def _sample(self, rows: torch.Tensor, hidden: torch.Tensor, full: bool) -> Sampled:
-        """What is recorded: device work only, at fixed addresses."""
+        """Compute the part of a step that is recorded: device work only, at fixed addresses."""
         _, positions = last_tokens(self._rows, rows)
         return sample(self._sampler, self._rows, rows, positions, self._model.logits(hidden), hidden, full)

@@ -22,8 +22,8 @@ MOST_THREADS = 16  # that compile: as many kernels are worth a thread, and Pytho
 
 
 class StepGraphs:
-    """What `runner` may replay: the model's part of any step that isn't too large; and, if its sampler can be recorded, the rest of such a step and
-    whole steps of decodes."""
+    """The CUDA graphs that `runner` may replay: the model's part of any step that isn't too large; and, if its sampler can be recorded, the rest of
+    such a step and whole decode steps."""
 
     def __init__(self, runner: Runner, cuts: Cuts, max_tokens: int, parameters: int) -> None:
         """Prepare graphs of steps of up to `max_tokens`, for a model of so many `parameters`. Attention can be recorded, at least

@@ -1,4 +1,4 @@
-"""What the host tells the device of a step's tokens and rows: a ragged batch, flat."""
+"""The inputs of a step that the host sends to the device: the tokens and rows of a ragged batch, flattened."""
 
 from __future__ import annotations
 

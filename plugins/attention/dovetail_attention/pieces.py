@@ -86,7 +86,7 @@ class BandMask:
         self._matrix: torch.Tensor | None = None  # [STRETCH, reach + STRETCH], made when first needed
 
     def hide(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What to add to scores so that those where `hidden` (bool) is true count nothing."""
+        """Return a mask to add to scores: -inf where `hidden` (bool) is true, 0 elsewhere."""
         return torch.zeros_like(hidden, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
 
     def cut(self, queries: int, keys: int) -> torch.Tensor:

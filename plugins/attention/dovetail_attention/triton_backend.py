@@ -276,13 +276,13 @@ class TritonLayer(AttentionLayer):
 
 @cache
 def _can_load_apart() -> bool:
-    """Whether this Triton has what `triton_prefill_hopper` is written in."""
+    """True if this Triton can import `triton_prefill_hopper`, which is written in Gluon."""
     return works(LOADS_APART, lambda: import_module("dovetail_attention.triton_prefill_hopper"))
 
 
 @cache
 def _loads_apart_well(shape: LayerShape, limits: Limits) -> bool:
-    """Whether it computes what it should for such layers, if it would be used for them."""
+    """True if `triton_prefill_hopper` computes such layers correctly, or wouldn't be used for them."""
     tiling = limits.tilings.prefill(Shape.of(shape, limits.dtype, limits.block_size))
     if not tiling.loads_apart:
         return True

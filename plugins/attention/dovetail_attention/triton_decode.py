@@ -143,7 +143,7 @@ def decode_shares(
 
 @triton.jit
 def _segment(segments, index, last):
-    """What is written of a segment."""
+    """Read the record of a segment."""
     record, exists = segments + index * 5, index < last
     row = tl.load(record, mask=exists, other=0)
     token = tl.load(record + 1, mask=exists, other=0).to(tl.int64)
@@ -222,7 +222,7 @@ def _merged(
     D_PADDED: tl.constexpr,
     N: tl.constexpr,
 ):
-    """What the heads of a group see in `count` slots, `apart` from each other: [padded, D_PADDED], and its log-sum-exp, base 2, [padded]."""
+    """Merge `count` partial results of a group of heads, `apart` slots from each other: [padded, D_PADDED] and log-sum-exp, base 2, [padded]."""
     padded: tl.constexpr = head.shape[0]
     acc = tl.zeros([padded, D_PADDED], tl.float32)
     top, total = tl.full([padded], float("-inf"), tl.float32), tl.zeros([padded], tl.float32)

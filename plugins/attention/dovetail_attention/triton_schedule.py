@@ -202,7 +202,7 @@ def prefill_tiles(rows: StepRows, group: int, tile: int, split: Split | None = N
 
 
 def _in_parts(tiles: Int32, seen: Int64, split: Split) -> Int32:
-    """As many parts as the GPU has room for, of equal length within each tile; one, if there are tiles enough."""
+    """Split each tile into parts of equal length, as many as the GPU has room for; one part each, if there are tiles enough."""
     steps = -(-seen // split.step)
     parts = np.maximum(steps // max(LEAST_STEPS, -(-int(steps.sum()) // split.most)), 1)
     if not (parts > 1).any():

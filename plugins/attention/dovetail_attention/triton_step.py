@@ -1,4 +1,4 @@
-"""What the layers of the `triton` backend read of a step: its inputs and its schedules, in buffers whose addresses never change.
+"""The inputs and schedules of a step that the layers of the `triton` backend read, in buffers whose addresses never change.
 
 All of it is made by `prepare` and filled by `plan`; the kernels find it on the device, the launches know on the host how many programs they need.
 """
@@ -67,7 +67,7 @@ class StepBuffers:
 
 @dataclass(frozen=True, slots=True)
 class TileParts:
-    """What is computed of tiles that come in parts, until one program puts them together."""
+    """Results of the parts of split tiles, kept until one program merges them."""
 
     values: torch.Tensor  # [slots, kv_heads, queries, head_size] float32
     lse: torch.Tensor  # [slots, kv_heads, queries] float32, base 2

@@ -37,7 +37,7 @@ def check(backend: type[AttentionBackend], context: AttentionContext, spec: Laye
 
 
 def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
-    """What layers of that kind make of the steps, [tokens, heads, head_size] float32."""
+    """Compute the trial's steps with a layer of that kind. Returns [tokens, heads, head_size] float32."""
     size, device = backend.context.block_size, torch.device(backend.context.device)
     shared_blocks = -(-SHARED_TOKENS // size)
     shared = shared_blocks * size

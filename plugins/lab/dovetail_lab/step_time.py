@@ -143,7 +143,7 @@ class LinearStepTime(_Model):
 
 
 class PiecewiseStepTime(_Model):
-    """As linear, but the share of the batch's size is drawn through measured points: flat while reading the weights takes longest, steep where
+    """A linear model except that the time for the batch's size follows measured points: flat while reading the weights takes longest, steep where
     computing does, with the steps of tile sizes and captured graphs between them. Where a graph is recorded for each of some `sizes`, what counts is
     the next size: a staircase. While rows, or a prefill's queries, are few, how long a row is counts beside how much K and V is read in all: parts of
     the device alone read it."""

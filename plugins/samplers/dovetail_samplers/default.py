@@ -62,7 +62,7 @@ class DefaultSampler(Sampler):
                 self._changes.send(self._table, rows)
 
     def capturable(self, host_rows: Rows) -> bool:
-        """What needs no more than the device holds: temperature and filters."""
+        """True if the rows need only what the device holds: temperature and filters."""
         return not int(np.bitwise_or.reduce(self._table.needs[host_rows])) & UNCAPTURABLE
 
     @torch.inference_mode()

@@ -112,7 +112,7 @@ def exponentials(first, second, hashes):
 
 @triton.jit
 def _log2(x):
-    """Of positive x, within 2^-22: one instruction, where `tl.log2`, which gets the last bits right, takes 25."""
+    """Return log2 of positive x within 2^-22, in one instruction, where `tl.log2`, which gets the last bits right, takes 25."""
     return tl.log2(x) if INTERPRETED else libdevice.fast_log2f(x)
 
 
@@ -184,7 +184,7 @@ def _times(x, top, sharpness, key_1, key_2, hashes):
 
 @triton.jit
 def _sharpness(temperature):
-    """What a logit is multiplied by to be the weight's logarithm, base 2."""
+    """Return the factor that turns a logit into the base-2 logarithm of its weight."""
     return LOG2_E / tl.minimum(temperature, HOTTEST)
 
 
@@ -402,7 +402,7 @@ def _list_hits(group_tops, hits, groups, bound, least, top, sharpness, CHUNK: tl
 
 @triton.jit
 def _above(values, hits, count, limit, end, top, sharpness, GROUP: tl.constexpr, CHUNK: tl.constexpr, SPARE: tl.constexpr):
-    """Of those above `end` in the order: how many, and their weight; and the weight of one at it."""
+    """Return how many tokens are above `end` in the order, their total weight, and the weight of one token at `end`."""
     number, mass, weight = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
     for start in range(0, count * GROUP, CHUNK):
         _, x, key, inside = _read(values, hits, start, count, limit, GROUP, CHUNK, SPARE)

@@ -1,4 +1,4 @@
-"""What a request says of single tokens: logit_bias, allowed_token_ids, bad words and the stop tokens before min_tokens.
+"""The rules of a request about single tokens: logit_bias, allowed_token_ids, bad words and the stop tokens before min_tokens.
 
 A row's rules are packed into one tensor when it begins (`RowRules`). The wishes (bias, allowed ids) are applied first, then the bans (bad words,
 stop tokens). Something can always be sampled: if a row's bans leave nothing of what its wishes allow, they are lifted in that step; if the model

@@ -137,7 +137,7 @@ def padded(rows: int) -> int:
 
 
 def fits(tiling: Tiling, inputs: int, gated: bool) -> bool:
-    """Whether the layer can be computed so."""
+    """True if the layer can be computed with this tiling."""
     held = tiling.outputs * inputs * (2 if gated else 1)  # numbers
     whole = inputs % tiling.inputs == 0 and inputs // tiling.inputs <= MOST_CHUNKS
     return whole and tiling.inputs >= tiling.warps * LEAST_INPUTS and held <= tiling.warps * MOST_HELD

@@ -51,8 +51,8 @@ PART_COST = 8  # of a byte of sums that the next kernel adds up, in bytes that a
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What a program computes: rows, outputs (pairs, if gated), and into how many parts the inputs are cut; how many inputs a chunk has, and how many
-    chunks of the weights and of the inputs have room."""
+    """The share of one program: rows, outputs (pairs, if gated), and into how many parts the inputs are split; how many inputs a chunk has, and how
+    many chunks of the weights and of the inputs fit into shared memory."""
 
     rows: int
     outputs: int

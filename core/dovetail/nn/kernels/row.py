@@ -1,4 +1,4 @@
-"""What kernels have in common of which a program looks at one row in one go."""
+"""Helpers of kernels in which one program reads a whole row at once."""
 
 from __future__ import annotations
 
