@@ -76,7 +76,7 @@ class RowState:
         """Raise `DovetailError` naming a request whose tokens or blocks don't suffice for what the batch wants computed."""
         ends = self.computed[batch.rows] + batch.num_tokens
         wrong = (batch.num_tokens < 1) | (ends > self.known[batch.rows]) | (ends > self.num_blocks[batch.rows] * self.block_size)
-        wrong |= (ends > self.max_len) | (batch.samples & (ends != self.known[batch.rows]))
+        wrong |= (ends > self.max_len) | (batch.yields_token & (ends != self.known[batch.rows]))
         if wrong.any():
             row, count = (int(values[wrong.argmax()]) for values in (batch.rows, batch.num_tokens))
             raise DovetailError(

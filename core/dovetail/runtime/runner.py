@@ -75,7 +75,7 @@ class PendingStep:
     step: int
     rows: NDArray[np.int32]  # [b]
     request_ids: list[str]  # of each row there is: by the time of `collect` it may be another's
-    samples: NDArray[np.bool_]  # [b]
+    yields_token: NDArray[np.bool_]  # [b]
     started: float  # when submitted, in seconds on the engine's clock
     token_ids: HostCopy | None = None  # [n] of the rows that sample
     broken: HostCopy | None = None  # [n] bool: their hidden states hold NaN
@@ -121,7 +121,7 @@ class Runner:
         started = self.clock.now()
         span = DeviceSpan(self.device) if self.device.type == "cuda" else None
         self._change_rows(batch)
-        pending = PendingStep(batch.step, batch.rows, self.rows.request_ids, batch.samples, started, span=span)
+        pending = PendingStep(batch.step, batch.rows, self.rows.request_ids, batch.yields_token, started, span=span)
         graphs, kind = self.graphs if self.graphs is not None and self._is_plain_decode(batch) else None, None
         if graphs is not None:
             self._tell_sampler(batch)
@@ -148,8 +148,8 @@ class Runner:
             oldest = f"step {self._pending[0].step} is the oldest" if self._pending else "none is in flight"
             raise DovetailError(f"step {pending.step} was collected, but {oldest}")
         started, ended = self._wait(self._pending.popleft())
-        token_ids = np.full(len(pending.samples), -1, np.int64)
-        sampling = np.flatnonzero(pending.samples)
+        token_ids = np.full(len(pending.yields_token), -1, np.int64)
+        sampling = np.flatnonzero(pending.yields_token)
         sampled, broken = pending.outcome(len(sampling))
         token_ids[sampling] = sampled
         failed = {int(sampling[place]): "the model's hidden state holds NaN" for place in np.flatnonzero(broken)}
@@ -178,7 +178,7 @@ class Runner:
         asks = np.flatnonzero(self._asks_prompt_logprobs(batch))
         all_states = len(asks) > 0
         recording = None if graphs is None else graphs.recording_for(host.num_tokens, shared_blocks, all_states=all_states)
-        places = host.ends[batch.samples].astype(np.int64) - 1  # in the step
+        places = host.ends[batch.yields_token].astype(np.int64) - 1  # in the step
         inputs = host.to_device(self.device) if recording is None else recording.inputs.fill(host, places)
         self.backend.plan(self._attention_batch(batch, host, inputs, shared_blocks, recording))
         if graphs is not None and recording is not None:
@@ -199,7 +199,7 @@ class Runner:
 
     def _is_plain_decode(self, batch: Batch) -> bool:
         """True if every row computes one token and samples it, so that a graph can replay the step if one serves what the rows ask of the sampler."""
-        return bool((batch.num_tokens == 1).all() and batch.samples.all() and not self._asks_prompt_logprobs(batch).any())
+        return bool((batch.num_tokens == 1).all() and batch.yields_token.all() and not self._asks_prompt_logprobs(batch).any())
 
     def _replay(self, graphs: DecodeGraphs, kind: Kind, batch: Batch, pending: PendingStep) -> None:
         """The longest rows first: kernels that take a row in one piece begin with them, and the short ones fill up the end."""
@@ -251,7 +251,7 @@ class Runner:
 
     def _sample(self, batch: Batch, host_places: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep) -> None:
         """`host_places` [n]: of the rows that sample, in `hidden`."""
-        host_rows = batch.rows[batch.samples].astype(np.int64)
+        host_rows = batch.rows[batch.yields_token].astype(np.int64)
         if self.sampling_graphs is not None and (replayed := self.sampling_graphs.replay(hidden, host_places, host_rows)) is not None:
             self._fetch(replayed, host_rows, pending)
             return

@@ -40,7 +40,7 @@ class Timed:
     launch_s: float  # that handing it over took
     waited_s: float  # from then on until the device was free for it
     seconds: float  # from then on until it had ended
-    samples: bool = True  # a token, for anybody
+    yields_token: bool = True  # a token, for anybody
     goes_on: bool = False  # with prompts, all of which had a row before, as far as that was noted: it is launched sooner
 
     @property
@@ -161,7 +161,7 @@ class DeviceTimes:
 
 def counts_as_launched(step: Timed) -> bool:
     """Return True if a run waits for its launching: False for steps that sample nothing, or continue prompts while nothing decodes."""
-    return step.samples and (step.shape.decodes > 0 or not step.goes_on)
+    return step.yields_token and (step.shape.decodes > 0 or not step.goes_on)
 
 
 def spread(times: Iterable[tuple[Regime, float, float]]) -> Spread:
