@@ -29,7 +29,7 @@ from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.model import BuildContext
 from dovetail.nn import linear
 from dovetail.nn.kernels import few_rows
-from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.rotary import Rope
 from dovetail.runtime.decode_graphs import record
 from dovetail.runtime.parallel import SINGLE
@@ -43,9 +43,9 @@ PRODUCTS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
 @triton.jit
-def _copy_row(x, out, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):  # noqa: N803 (constants)
-    let_next_begin(CHAINED)
-    wait(CHAINED)
+def _copy_row(x, out, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # noqa: N803 (constants)
+    let_next_begin(PDL)
+    wait(PDL)
     row, i = tl.program_id(0), tl.arange(0, BLOCK)
     tl.store(out + row * SIZE + i, tl.load(x + row * STRIDE + i, mask=i < SIZE), mask=i < SIZE)
 
@@ -63,7 +63,7 @@ class NoAttention(AttentionLayer):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         size = out[0].numel()
         block = triton.next_power_of_2(size)
-        _copy_row[(len(q),)](q, out, STRIDE=q.stride(0), SIZE=size, BLOCK=block, num_warps=4, **chained(q.device))
+        _copy_row[(len(q),)](q, out, STRIDE=q.stride(0), SIZE=size, BLOCK=block, num_warps=4, **pdl_options(q.device))
         return out
 
 

@@ -35,7 +35,7 @@ from triton import knobs
 from triton.language.extra import libdevice
 
 from dovetail.api.sampler import RowHistory
-from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 from dovetail_samplers import noise
 
@@ -146,10 +146,10 @@ def _survey(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,  # of what the tiles leave, in memory
     GROUP: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    let_next_begin(CHAINED)
-    wait(CHAINED)
+    let_next_begin(PDL)
+    wait(PDL)
     start, tile = tl.program_id(0) * each, tl.program_id(1)
     token = tile * TILE + tl.arange(0, TILE)
     exists = token < vocab
@@ -222,10 +222,10 @@ def _choose(
     CHUNK: tl.constexpr,
     PIVOTS: tl.constexpr,
     SPARE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    let_next_begin(CHAINED)
-    wait(CHAINED)
+    let_next_begin(PDL)
+    wait(PDL)
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     if row >= max_rows:
@@ -446,7 +446,7 @@ def draw(
     )
     shape = (len(records) - 1, vocab, logits.stride(0))
     each = max(1, min(sizes.rows, n * tiles // sizes.programs))
-    cut = {"TILE": sizes.tile, "WIDTH": width, "GROUP": sizes.group, **chained(logits.device)}
+    cut = {"TILE": sizes.tile, "WIDTH": width, "GROUP": sizes.group, **pdl_options(logits.device)}
     launch(_survey, (triton.cdiv(n, each), tiles))(*known, each, n, *shape, num_warps=sizes.survey_warps, **cut)
     launch(_choose, (n,))(
         *known,

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.errors import DovetailError
-from dovetail.nn.kernels.chain import chained
+from dovetail.nn.kernels.dependent_launch import pdl_options
 from dovetail.nn.kernels.described import in_tiles
 from dovetail.nn.kernels.launch import launch
 
@@ -78,7 +78,7 @@ def _linear(
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     BIASED: gl.constexpr,
-    CHAINED: gl.constexpr,
+    PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = x.dtype
@@ -99,7 +99,7 @@ def _linear(
         mbarrier.init(weight_there.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    if CHAINED:
+    if PDL:
         gdc_launch_dependents()
     for i in gl.static_range(HELD):
         mbarrier.expect(weight_there.index(i), weight_bytes)
@@ -108,7 +108,7 @@ def _linear(
             tma.async_copy_global_to_shared(weight, [outputs + n0, k0 + i * K], weight_there.index(i), ups.index(i))
     for i in gl.static_range(STAGES):
         mbarrier.expect(input_there.index(i), input_bytes)
-    if CHAINED:
+    if PDL:
         gdc_wait()
     for i in gl.static_range(STAGES):
         tma.async_copy_global_to_shared(x, [m0, k0 + i * K], input_there.index(i), inputs.index(i))
@@ -244,7 +244,7 @@ def linear(
         GATED=gated,
         BIASED=bias is not None,
         num_warps=4 * tiling.rows // GROUP_ROWS,
-        **chained(x.device),
+        **pdl_options(x.device),
     )
     return out
 
