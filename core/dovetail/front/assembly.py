@@ -60,7 +60,7 @@ class Assembly:
         return tokenizer
 
     def sampling(self, params: SamplingParams, seed: int) -> RowSampling:
-        """`params` with nothing left open. Raises `RequestError` for bad words that can't be kept out, or are too many tokens."""
+        """`params` with nothing left open. Raises `RequestError` for bad words that can't be banned, or are too many tokens."""
         return resolve_sampling(params, self.defaults, seed, self._bad_word_ids(params.bad_words or ()))
 
     def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -70,7 +70,7 @@ class Assembly:
         ids = self.tokenizer().encode_all([*words, *(f" {word.lstrip()}" for word in words)], special_tokens=False)
         for word, *variants in zip(words, ids[: len(words)], ids[len(words) :], strict=True):
             if not any(variants):
-                raise RequestError(f"bad_words: {shown(word)} is no token of this model's tokenizer, so it can't be kept out")
+                raise RequestError(f"bad_words: {shown(word)} is no token of this model's tokenizer, so it can't be banned")
         sequences = dict.fromkeys(tuple(variant) for variant in ids if variant)
         at_most("bad_words: the tokens of all together", sum(map(len, sequences)), self.config.limits, "max_bad_word_tokens")
         return tuple(sequences)
@@ -84,7 +84,7 @@ class Assembly:
             model = self.extra_models.get(distribution)
             if model is None:
                 known = ", ".join(sorted(self.extra_models)) or "nobody here"
-                raise RequestError(f"extra: {distribution!r} takes nothing from requests; those that do: {known}")
+                raise RequestError(f"extra: {distribution!r} reads nothing from requests; those that do: {known}")
             try:
                 checked[distribution] = model.model_validate(values).model_copy(deep=True)  # nothing of it is the caller's any more
             except ValueError as error:

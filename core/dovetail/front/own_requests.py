@@ -39,7 +39,7 @@ class OwnRequests:
 
     def step(self) -> list[RequestOutput]:
         """Return the outputs that are ready; if there are none, run a step first. Raises `EngineDeadError` if the engine has failed or was closed,
-        and `RequestError` if one of them was aborted by somebody else."""
+        and `RequestError` if one of them was aborted by another caller."""
         self._engine.turns.take(self._step)
         outputs = []
         while self._outputs:
@@ -78,7 +78,7 @@ class OwnRequests:
         if self._places and not self._outputs:
             self._engine.step_for_takers()
         if self._aborted:
-            raise RequestError("a request of this call was aborted by somebody else")
+            raise RequestError("a request of this call was aborted by another caller")
         reason = self._engine.core.dead
         if reason is not None:
             raise EngineDeadError(f"the engine died while it generated: {reason}") from reason

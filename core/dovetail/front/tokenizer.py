@@ -89,7 +89,7 @@ class Tokenizer:
         """Encode each text like `encode`; on all cores, unless the tokenizer is written in Python."""
         for text in texts:
             if error := unicode_error(text):
-                raise RequestError(f"half a surrogate pair, {error.object[error.start]!r}, at character {error.start}: that is no text")
+                raise RequestError(f"the text isn't valid Unicode: half a surrogate pair, {error.object[error.start]!r}, at character {error.start}")
         if not texts:
             return []  # transformers can't
         encoded = self._tokenizer(list(texts), add_special_tokens=special_tokens, return_attention_mask=False, verbose=False)

@@ -33,7 +33,7 @@ def check(backend: type[AttentionBackend], context: AttentionContext, spec: Laye
     """Raises unless such layers attend as in plain torch, whatever it is that goes wrong."""
     ours, plain = (_attended(kind(NoOptions(), context), spec) for kind in (backend, TorchAttention))
     if not torch.allclose(ours, plain, atol=CLOSE):
-        raise DovetailError(f"heads of {spec.head_size} in {context.dtype}: it computes something else")
+        raise DovetailError(f"heads of {spec.head_size} in {context.dtype}: it computes wrong numbers")
 
 
 def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:

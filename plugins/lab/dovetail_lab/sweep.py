@@ -56,7 +56,7 @@ def parse_axis(text: str) -> Axis:
         raise ConfigError(f"--set: expected key=value,value,…, got {text!r}")
     for part in parts:
         if parts.count(part) > 1:
-            raise ConfigError(f"--set: {key.strip()}: {part} is there twice")
+            raise ConfigError(f"--set: {key.strip()}: {part} is given twice")
     return Axis(key.strip(), parts)
 
 

@@ -75,7 +75,7 @@ def _factors(text: str) -> tuple[str, ...]:
         if not good:
             raise ConfigError(f"--rates: expected numbers above 0, got {part!r}")
         if parts.count(part) > 1:
-            raise ConfigError(f"--rates: {part} is there twice")
+            raise ConfigError(f"--rates: {part} is given twice")
     return parts
 
 

@@ -40,4 +40,4 @@ def check(device: torch.device) -> None:
     out = torch.empty((1, 16), device=device)
     _embed[(1,)](token_ids, weight, out, SIZE=16, BLOCK=16, num_warps=1, **pdl_options(device))
     if not torch.equal(out, weight[2:]):
-        raise DovetailError("it computes something else")
+        raise DovetailError("it computes wrong numbers")

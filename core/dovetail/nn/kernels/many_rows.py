@@ -255,4 +255,4 @@ def check(device: torch.device) -> None:
     x, weight = numbers[:20].bfloat16(), numbers.bfloat16()
     ours = linear(x, weight, tiling=Tiling(64, 32, 1, 64, 3, 3))
     if not torch.equal(ours, (x.float() @ weight.float().t()).bfloat16()):
-        raise DovetailError("it computes something else")
+        raise DovetailError("it computes wrong numbers")
