@@ -109,7 +109,7 @@ class Driver:
         self._count += 1
 
     def run(self, until: float = np.inf) -> None:
-        """Until all is done, or the clock says so; what is under way then goes on at the next call."""
+        """Run until all is done or the clock reaches `until`; requests that are running then go on at the next call."""
         while (self._due or self._running) and self.engine.now() < until:
             self._hand_over()
             if self._running:
@@ -175,7 +175,7 @@ class Driver:
 
 
 def quantiles(seconds: Iterable[float]) -> dict[str, float]:
-    """In milliseconds."""
+    """Return the quantiles in milliseconds."""
     values = 1e3 * np.fromiter(seconds, float)
     return {name: float(np.percentile(values, share)) for name, share in QUANTILES.items()} if len(values) else {}
 

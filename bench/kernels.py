@@ -57,7 +57,7 @@ Tensors = Sequence[torch.Tensor]
 
 @contextmanager
 def dispatching(to_kernels: bool) -> Iterator[None]:
-    """All functions that choose between kernel and twin choose the one or the other."""
+    """Within the context, all functions that choose between kernel and twin choose the one named."""
     modules = [import_module(name) for name in DISPATCHERS]
     before = [module.use_kernels for module in modules]
     for module in modules:
@@ -359,7 +359,7 @@ def seconds_in_graph(calls: Sequence[Run]) -> float:
 
 
 def turns(size: int) -> int:
-    """How many inputs of so many bytes take turns."""
+    """Return how many inputs of so many bytes are used in turn."""
     return max(3, min(MAX_TURNS, ROTATED_BYTES // size))
 
 

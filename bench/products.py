@@ -57,7 +57,7 @@ class NoAttention(AttentionLayer):
         self.spec = spec
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Nowhere."""
+        """Store nothing."""
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -69,7 +69,7 @@ class NoAttention(AttentionLayer):
 
 @dataclass(slots=True)
 class Choice:
-    """Which kernels linear layers may take, by the names of `PRODUCTS`."""
+    """The kernels that linear layers may take, by the names of `PRODUCTS`."""
 
     left_to_torch: frozenset[str] = frozenset()
     tilings: dict[str, few_rows.Tiling] | None = None  # else what `few_rows.tiling_for` says

@@ -99,7 +99,7 @@ def _sentence(text: str) -> str:
 
 @cache
 def _comments(path: Path) -> tuple[dict[int, str], dict[int, str]]:
-    """By line: comments at the end of a line of code, and comments that have a line of their own."""
+    """Return comments by line: those at the end of a line of code, and those that have a line of their own."""
     trailing: dict[int, str] = {}
     whole_lines: dict[int, str] = {}
     with tokenize.open(path) as file:

@@ -60,11 +60,11 @@ class Assembly:
         return tokenizer
 
     def sampling(self, params: SamplingParams, seed: int) -> RowSampling:
-        """`params` with nothing left open. Raises `RequestError` for bad words that can't be banned, or are too many tokens."""
+        """Return `params` with defaults filled in. Raises `RequestError` for bad words that can't be banned, or are too many tokens."""
         return resolve_sampling(params, self.defaults, seed, self._bad_word_ids(params.bad_words or ()))
 
     def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each text as tokens, as it stands at the start of a line and after a space."""
+        """Return each text as tokens: those at the start of a line, and those after a space."""
         if not words:
             return ()
         ids = self.tokenizer().encode_all([*words, *(f" {word.lstrip()}" for word in words)], special_tokens=False)

@@ -125,7 +125,7 @@ def _place(template: ChatTemplate, refusal: Mapping[str, Any]) -> str:
 
 
 class _Processes:
-    """At most `most` of them; each serves one render at a time."""
+    """A pool of at most `most` processes. Each serves one render at a time."""
 
     def __init__(self, most: int, max_bytes: int) -> None:
         self._most, self._max_bytes = most, max_bytes

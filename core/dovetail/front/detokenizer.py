@@ -171,7 +171,7 @@ class IncrementalText:
 
     @property
     def text(self) -> str:
-        """All released so far."""
+        """The text released so far."""
         return self._released.decode(*ENCODING)
 
     def take_delta(self) -> str:
@@ -210,7 +210,7 @@ class IncrementalText:
         return None
 
     def flush(self, stopped: bool = False) -> None:
-        """It has ended: what was held back is released, unless a stop string ended it (`stopped`, or as seen here)."""
+        """End the text. What was held back is released, unless a stop string ended it (`stopped`, or as seen here)."""
         if not stopped and self.stopped is None:
             self._put(self._held + self._tokens.flush(), "")
         self._held = ""

@@ -34,7 +34,7 @@ class OwnRequests:
         return bool(self._places or self._outputs)
 
     def add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
-        """All of them, or none: before any is computed. Raises as `LLMEngine.add_request` does."""
+        """Add all requests or none, before any is computed. Raises as `LLMEngine.add_request` does."""
         self._engine.add_list(lambda: self._add(prompts, params))
 
     def step(self) -> list[RequestOutput]:
@@ -47,7 +47,7 @@ class OwnRequests:
         return outputs
 
     def abort(self) -> None:
-        """End those that are unfinished."""
+        """Abort the unfinished requests."""
         self._ending = True
         self._engine.abort_request(list(self._places))
         self._places.clear()

@@ -22,7 +22,7 @@ class Unread:
         self._end: BaseException | None = None
 
     def put(self, output: RequestOutput, *, is_delta: bool) -> bool:
-        """True if the reader is to be told that something is there."""
+        """Add an output. Returns True if the reader must be told that one is there."""
         with self._lock:
             if is_delta and self._output is not None:
                 if self._deltas is None:

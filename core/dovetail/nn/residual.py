@@ -35,7 +35,7 @@ class Residual:
         return self._x
 
     def keep(self, indices: torch.Tensor) -> None:
-        """The stream is that of the tokens at `indices` [n] int64 from here on."""
+        """Reduce the stream to the tokens at `indices` [n] int64."""
         self._x = self.x.index_select(0, indices)
 
     def add_parts(self, parts: torch.Tensor) -> None:

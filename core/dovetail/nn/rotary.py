@@ -92,7 +92,7 @@ class YarnRope(Rope):
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _pair_that_turns(self, times: float) -> float:
-        """Which dimension pair turns that many times within the original length."""
+        """Return the dimension pair that turns that many times within the original length."""
         return (self.head_size * math.log(self.original_max_len / (times * 2 * math.pi))) / (2 * math.log(self.theta))
 
     def frequencies(self) -> torch.Tensor:

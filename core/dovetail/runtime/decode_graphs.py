@@ -118,10 +118,10 @@ def record(run: Callable[[], Sampled], pool: Any, warm_ups: int, device: torch.d
 
 
 class DecodeGraphs:
-    """All kinds and sizes, sharing one memory pool: one replay at a time uses it."""
+    """The recorded decode steps of all kinds and sizes. They share one memory pool, since only one replay at a time uses it."""
 
     def __init__(self, model: Any, backend: AttentionBackend, sampler: Sampler, rows: RowState, max_tokens: int) -> None:
-        """For steps of as many rows as there are, or as a step may have tokens."""
+        """Plan recordings for steps of up to all rows, or up to `max_tokens` rows if that is less."""
         self._model, self._backend, self._sampler, self._rows = model, backend, sampler, rows
         sizes = row_sizes(min(rows.max_rows, max_tokens))
         self._sizes = {Kind.PLAIN: sizes}
@@ -162,7 +162,7 @@ class DecodeGraphs:
                 progress("capturing CUDA graphs", done + 1, len(wanted))
 
     def kind_for(self, host_rows: Int64, shared_prefix_blocks: int) -> Kind | None:
-        """How a step of these rows' decodes can be replayed; None if it can't."""
+        """Return the kind of recording that can replay a decode step of these rows, or None."""
         shares = shared_prefix_blocks > 0 and Kind.SHARING in self._sizes
         if self._sampler.capturable(host_rows):
             return Kind.SHARING if shares else Kind.PLAIN

@@ -27,7 +27,7 @@ def last_tokens(state: RowState, rows: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def append(state: RowState, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """To rows [n] int64, whose last known tokens are at `positions` [n] int64, append token_ids [n] int64. Rows differ, but for nobody's: that may
+    """Append token_ids [n] int64 to rows [n] int64, whose last known tokens are at `positions` [n] int64. Rows differ, but for nobody's: that may
     be there many times, keeps its length of 1, and what lies behind that is undefined. The host's counts are left to the caller.
 
     Returns [2, n] int64: the ids, and whether `hidden` [n, hidden] holds NaN in that row.

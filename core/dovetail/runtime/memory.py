@@ -1,4 +1,4 @@
-"""How much memory there is for K and V."""
+"""The memory that is available for K and V."""
 
 from __future__ import annotations
 

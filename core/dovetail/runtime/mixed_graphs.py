@@ -123,10 +123,10 @@ def sharing_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 class MixedGraphs:
-    """All sizes of one model. A backend that can read a shared prefix once inside a graph gets recordings of their own for that."""
+    """The recorded mixed steps of one model, in all sizes. A backend that can read a shared prefix once inside a graph gets separate ones for that."""
 
     def __init__(self, model: Any, splitter: LayerSplitter, backend: AttentionBackend, rows: RowState, most_tokens: int) -> None:
-        """For steps of up to `most_tokens`."""
+        """Plan recordings for steps of up to `most_tokens` tokens."""
         self._model, self._splitter, self._backend, self._rows, self._device = model, splitter, backend, rows, rows.device
         self._whole = backend.capabilities.cuda_graph == "mixed"
         sizes = padded_sizes(most_tokens)

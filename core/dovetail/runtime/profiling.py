@@ -1,4 +1,4 @@
-"""How much GPU memory an engine takes beside its KV pool: found out by running the biggest step there can be."""
+"""Measuring the GPU memory that an engine takes beside its KV pool, by running the largest possible step."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def counts_within(groups: Int64) -> Int64:
 
 
 def _laid_out(starts: Int64, values: list[NDArray[np.int32]]) -> Change:
-    """Each of `values` from its start on."""
+    """Return indices and values to write each of `values` at its start, one after the other."""
     lens = np.array([len(part) for part in values])
     indices = np.repeat(starts - (np.cumsum(lens) - lens), lens) + np.arange(lens.sum())
     return indices, np.concatenate(values).astype(np.int32, copy=False)

@@ -64,7 +64,7 @@ class DeviceSpan:
 
     @property
     def seconds(self) -> float:
-        """Once it has."""
+        """The span's seconds on the GPU, once the device has passed its end."""
         return float(self._begin.elapsed_time(self._end)) / 1000
 
 

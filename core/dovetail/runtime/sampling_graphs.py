@@ -29,7 +29,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SamplingGraph:
-    """One size. A replay reads `rows_and_indices`, of which the first row says which rows sample, and `hidden`; it writes `sampled`."""
+    """The recording of one size. A replay reads `rows_and_indices`, whose first line says which rows sample, and `hidden`; it writes `sampled`."""
 
     graph: torch.cuda.CUDAGraph
     rows_and_indices: torch.Tensor  # [2, size] int64: rows, nobody's for padding; and where the state of each one's last token is
@@ -38,7 +38,7 @@ class SamplingGraph:
 
 
 class SamplingGraphs:
-    """All sizes up to `most` rows."""
+    """The recorded sampling of steps with up to `most` sampled rows."""
 
     def __init__(self, model: Any, sampler: Sampler, rows: RowState, most: int) -> None:
         self._model, self._sampler, self._rows = model, sampler, rows

@@ -1,4 +1,4 @@
-"""All that is recorded of one model's steps as CUDA graphs, and how kernels are compiled for it before."""
+"""The CUDA graphs of one model's steps, and compiling the kernels for them beforehand."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Planner:
 
     @classmethod
     def of(cls, layers: Sequence[LayerSpec], block_size: int, max_len: int, dtype: torch.dtype, device: torch.device) -> Planner:
-        """For these layers, and sequences of at most `max_len` tokens."""
+        """Make a planner for these layers and sequences of at most `max_len` tokens."""
         return cls(
             block_size,
             max((spec.kv_heads * spec.head_size * dtype.itemsize for spec in layers), default=1),

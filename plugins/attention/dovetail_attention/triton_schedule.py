@@ -1,4 +1,4 @@
-"""Which program of the `triton` kernels computes what, written on the host in numpy once a step and read by the kernels as int32 records.
+"""Schedules: which program of the `triton` kernels computes what, written on the host in numpy once a step and read by the kernels as int32 records.
 
 The cut is made anew for every step, but the sizes of all tables are fixed when they are made: a CUDA graph replays the same grids over them.
 """
@@ -124,7 +124,7 @@ class DecodeTables:
         return self._filled.buffer
 
     def _fill(self, rows: StepRows, seen: Seen, step: int, prefix: Prefix) -> tuple[Int32, Int64]:
-        """All but the bounds, and the ends of the rows: `Filled.ends`."""
+        """Fill everything but the bounds and the ends of the rows (`Filled.ends`)."""
         keys = int(seen.steps.sum()) * step
         shares = self._worth_having(keys)  # the rest have nothing to do
         beginning = min(BEGINNING_KEYS, keys // shares // 2)  # or beginning would be all that some have to do

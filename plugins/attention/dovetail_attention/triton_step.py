@@ -143,7 +143,7 @@ class Schedule:
             self._mirror.send(0, used)
 
     def _fill_tiles(self, records: Int32, prefills: StepRows, tokens: int) -> int:
-        """On the host. In a mixed graph with as many empty ones as any step of so many tokens may have: a prefill has two queries at least."""
+        """Write the tiles on the host. A mixed graph gets empty ones, up to the most that a step of so many tokens may have (two queries a prefill)."""
         tiles = prefill_tiles(prefills, self.shape.group, self.prefill_tiling.queries, self._split)
         count = self._most_tiles(min(self.limits.rows, tokens // 2), tokens) if self.mixed_graph else len(tiles)
         records[: tiles.size] = tiles.reshape(-1)

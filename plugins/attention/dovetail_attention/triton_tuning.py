@@ -1,4 +1,4 @@
-"""Which tile sizes the `triton` kernels use for which shape: tables, measured with `bench.attention --tune` on an H200; nothing is tuned at run time.
+"""The tile sizes of the `triton` kernels for each shape: tables, measured with `bench.attention --tune` on an H200; nothing is tuned at run time.
 
 Other GPUs have less shared memory, and older ones no matrix units that Triton uses. They get the first tilings of the same tables that they have room
 for, which `bench.compiles` compiles for each of them: none was measured there.

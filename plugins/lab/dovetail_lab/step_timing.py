@@ -61,7 +61,7 @@ class Timed:
 
 
 def timed(sightings: Iterable[Sighting], overlapped: bool) -> Iterator[Timed]:
-    """In order. Without overlap nothing is launched while the device is busy: a step takes as long as the executor says."""
+    """Yield the timed steps in order. Without overlap nothing is launched while the device is busy: a step takes as long as the executor says."""
     sightings = list(sightings)
     noted = any(sighting.added for sighting in sightings)
     before = -np.inf
@@ -186,7 +186,7 @@ def median(cell: Sequence[tuple[Timed, ...]]) -> tuple[Timed, ...]:
 
 
 def in_time(cell: Sequence[tuple[Timed, ...]]) -> Sequence[tuple[Timed, ...]]:
-    """Without the decodes that were launched late, if enough are left: what those computed is only inferred."""
+    """Drop the decodes that were launched late, if enough others are left: the times of the late ones are only inferred."""
     if cell[0][0].shape.prefill_rows:
         return cell
     kept = [tuple(step for step in steps if step.late_s <= 0) for steps in cell]

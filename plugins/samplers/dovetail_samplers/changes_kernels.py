@@ -144,7 +144,7 @@ def _apply_rules(logits, changed, record, packed, seen, known, generated, num_fi
 
 @triton.jit
 def _note_misses(record, missed, tokens, seen, known, num_words, CHUNK: tl.constexpr):
-    """Which bad words' prefixes aren't what the row ends with."""
+    """Mark the bad words whose prefixes differ from the end of the row."""
     for start in range(0, num_words, CHUNK):
         i = start + tl.arange(0, CHUNK)
         tl.store(missed + i, 0, mask=i < num_words)
@@ -161,7 +161,7 @@ def _note_misses(record, missed, tokens, seen, known, num_words, CHUNK: tl.const
 
 @triton.jit
 def _ban(record, changed, banned, before, missed, num_stops, count, generated, num_finite, CHUNK: tl.constexpr):
-    """And lift all bans if they leave none of the `num_finite` tokens."""
+    """Apply the bans, and lift them all if they leave none of the `num_finite` tokens."""
     too_few = generated < tl.load(record + MIN_TOKENS)
     for start in range(0, count, CHUNK):
         i = start + tl.arange(0, CHUNK)

@@ -70,7 +70,7 @@ class DefaultSampler(Sampler):
         return self._device_rows.draw(logits, rows, self.context.history)
 
     def fully_capturable(self, host_rows: Rows) -> bool:
-        """All but many log-probabilities."""
+        """True unless a row asks for many log-probabilities."""
         return self._changes is not None and int(self._table.logprobs[host_rows].max()) <= CAPTURED_LOGPROBS
 
     @torch.inference_mode()

@@ -60,7 +60,7 @@ SERIES_0, SERIES_1, SERIES_2, SERIES_3 = (tl.constexpr(c) for c in (1.4426944, 0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How the work is cut; powers of two. The result doesn't depend on it."""
+    """The sizes into which the work is split; powers of two. The result doesn't depend on them."""
 
     tile: int = 2048  # ids of a program of `_survey`
     rows: int = 4  # that such a program goes over, at most: it fetches the ids' hashes once

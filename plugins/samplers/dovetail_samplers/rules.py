@@ -118,7 +118,7 @@ def _add_biases(logits: torch.Tensor, rules: list[RowRules]) -> None:
 
 
 def _keep_allowed(logits: torch.Tensor, rules: list[RowRules]) -> None:
-    """All other logits to -inf; an allowed one is LEAST at least, so that a row always has one that isn't -inf."""
+    """Set all other logits to -inf; an allowed one is at least LEAST, so that a row always has one that isn't -inf."""
     allowed = [(i, r.allowed) for i, r in enumerate(rules) if r.num_allowed >= 0]
     if allowed:
         where = _joined(allowed)

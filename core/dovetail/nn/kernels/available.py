@@ -1,4 +1,4 @@
-"""Which tensors a Triton kernel computes; all others go to the kernel's twin in plain torch.
+"""The choice between a Triton kernel and its twin in plain torch, which computes all tensors that the kernel can't.
 
 A function that has both is written so, and a kernel that can't be had on this GPU is done without (`KernelUnavailable`):
 

@@ -46,7 +46,7 @@ class Compiler:
             self._jobs[kind] = self._pool.submit(self._compile, kernel, grid, tuple(map(_stand_in, args)), options)
 
     def wait(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Until all is compiled; `progress` is told of how many of how many. What can't be is left to its launch, which says why."""
+        """Wait until all kernels are compiled; `progress` is told how many of how many are. If one can't be compiled, its launch will say why."""
         for done, job in enumerate(self._jobs.values(), 1):
             if (error := job.exception()) is not None:
                 log.debug("not compiled ahead: %s", error)

@@ -32,7 +32,7 @@ def _order(x):
 
 @triton.jit
 def _alternatives(place, rows, asked, asked_stride, most):
-    """How many of the likeliest the row at `place` wants; negative: not even the token's own."""
+    """Return how many of the likeliest tokens the row at `place` wants; negative: not even its own token's log-probability."""
     wanted = most
     if rows is not None:
         wanted = tl.load(asked + tl.load(rows + place) * asked_stride)

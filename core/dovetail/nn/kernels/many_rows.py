@@ -161,7 +161,7 @@ def _linear(
 
 
 def tiling_for(weight: torch.Tensor, rows: int, *, gated: bool = False, in_parts: bool = False) -> Tiling | None:
-    """For a layer's weight [outputs, inputs]. None: torch is quicker, or the layer can't be computed so. `in_parts`: its sums may be left so."""
+    """Return a tiling for a layer's weight [outputs, inputs]; None if torch is quicker or no tiling fits. `in_parts`: sums may be left in parts."""
     outputs, inputs = weight.shape
     tiles = 1 << (ceil(rows / GROUP_ROWS) - 1).bit_length()  # to the next power of two: each tiling is a kernel to compile
     if rows > MOST_ROWS or weight.nbytes > MOST_BYTES[tiles]:

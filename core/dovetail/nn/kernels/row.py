@@ -7,5 +7,5 @@ MAX_WARPS = 16
 
 
 def warps_of_row(numbers: int) -> int:
-    """For so many numbers, padded to a power of two."""
+    """Return the number of warps for so many numbers, padded to a power of two."""
     return min(MAX_WARPS, max(1, numbers // NUMBERS_PER_WARP))
