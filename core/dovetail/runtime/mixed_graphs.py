@@ -123,7 +123,7 @@ def sharing_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 class MixedGraphs:
-    """The recorded mixed steps of one model, in all sizes. A backend that can read a shared prefix once inside a graph gets separate ones for that."""
+    """The recorded mixed steps of one model, in all sizes. A backend that can read a shared prefix once in a graph gets separate ones for that."""
 
     def __init__(self, model: Any, splitter: LayerSplitter, backend: AttentionBackend, rows: RowState, most_tokens: int) -> None:
         """Plan recordings for steps of up to `most_tokens` tokens."""
