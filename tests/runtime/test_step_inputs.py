@@ -49,7 +49,7 @@ def lists_of(inputs: HostInputs | DeviceInputs) -> dict[str, list[Any]]:
 def expected_of(step: Step) -> dict[str, list[Any]]:
     tokens = [(row, position) for row, computed, count in step for position in range(computed, computed + count)]
     return {
-        "places": [row * (MAX_LEN + 1) + position for row, position in tokens],
+        "token_indices": [row * (MAX_LEN + 1) + position for row, position in tokens],
         "positions": [position for _, position in tokens],
         "slots": [blocks_of(row)[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for row, position in tokens],
         "rows": [row for row, _, _ in step],
@@ -78,7 +78,7 @@ def test_fixed_inputs_hold_the_last_step_and_padding_that_is_harmless(sequence: 
     for step in sequence:
         host = inputs_of(step)
         filled, expected, padding = lists_of(fixed.fill(host, host.ends.astype(np.int64) - 1)), expected_of(step), SIZE - host.num_tokens
-        for name, number in (("places", 0), ("positions", 0), ("slots", -1)):
+        for name, number in (("token_indices", 0), ("positions", 0), ("slots", -1)):
             expected[name] += [number] * padding
         assert filled == expected
         assert fixed.wanted[: len(step)].tolist() == (host.ends - 1).tolist()
