@@ -16,7 +16,7 @@ from dovetail.runtime.device_choice import choose_device
     ("name", "error", "message"),
     [
         ("gpu", ConfigError, "'gpu' isn't a device; expected auto, cpu, cuda"),
-        ("cuda:99", UnsupportedError, "cuda:99 isn't there"),
+        ("cuda:99", UnsupportedError, "cuda:99 doesn't exist"),
         ("meta", UnsupportedError, "meta is neither the CPU nor a CUDA device"),
     ],
 )
