@@ -35,7 +35,7 @@ WARM_UP_S = 0.1
 
 @dataclass(frozen=True)
 class Model:
-    """What the layers are like."""
+    """Sizes of the attention layers of a model."""
 
     heads: int = 16
     kv_heads: int = 8
@@ -110,7 +110,7 @@ PREFILL_MODELS = (Model(32, 8), Model(32, 8, block_size=256), Model(32, 8, 64), 
 
 
 def median_seconds(run: Callable[[], object]) -> float:
-    """Of one call, on the device, once it has worked long enough for its clocks to be up."""
+    """Return the median time of one call on the device, after warming up until its clocks are at full speed."""
     started = time.perf_counter()
     while time.perf_counter() - started < WARM_UP_S:
         run()
@@ -185,7 +185,7 @@ class Bench:
             layer.attend(self.q)
 
     def seconds(self) -> float:
-        """Of one layer."""
+        """Return the time of `attend` for one layer, replayed from a CUDA graph."""
         self.attend()
         torch.cuda.synchronize()
         captured = torch.cuda.CUDAGraph()
@@ -194,7 +194,7 @@ class Bench:
         return median_seconds(captured.replay) / len(self.layers)
 
     def plan_seconds(self) -> float:
-        """Of `plan`, on the host."""
+        """Return the time that `plan` takes on the host."""
         times = []
         for _ in range(REPEATS):
             torch.cuda.synchronize()
@@ -262,7 +262,7 @@ def flash_prefill_seconds(model: Model, load: Load) -> float | None:
 
 @functools.cache
 def flash_can(model: Model) -> bool:
-    """Whether the flash-attn that is installed, if any, serves such a model: a build may lack kernels, and then returns anything."""
+    """True if flash-attn is installed and computes such a model correctly: a build that lacks a kernel returns wrong numbers."""
     try:
         from flash_attn import flash_attn_func
     except ImportError:

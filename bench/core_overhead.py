@@ -55,7 +55,7 @@ class NullExecutor(Executor):
 
     def collect(self, handle: None) -> Result:
         batch = self.batches.popleft()
-        token_ids = np.where(batch.samples, 100 + batch.rows % 700, -1).astype(np.int64)
+        token_ids = np.where(batch.yields_token, 100 + batch.rows % 700, -1).astype(np.int64)
         return Result(batch.step, token_ids, 0.0, 0.001)
 
     def check(self) -> None: ...

@@ -109,7 +109,7 @@ class Driver:
         self._count += 1
 
     def run(self, until: float = np.inf) -> None:
-        """Until all is done, or the clock says so; what is under way then goes on at the next call."""
+        """Run until all is done or the clock reaches `until`; requests that are running then go on at the next call."""
         while (self._due or self._running) and self.engine.now() < until:
             self._hand_over()
             if self._running:
@@ -122,7 +122,7 @@ class Driver:
 
     @property
     def steps(self) -> list[StepTime]:
-        """Those so far."""
+        """Times of all steps so far."""
         rows = np.frombuffer(self._steps.tobytes()).reshape(-1, len(fields(StepTime)))
         return [StepTime(*row[:-2], *map(int, row[-2:])) for row in rows.tolist()]
 
@@ -159,7 +159,7 @@ class Driver:
         self._note(now)
 
     def _note(self, now: float) -> None:
-        """What the step that was just handed over, if any, was like."""
+        """Record the times of the step that has just been handed over, if there was one."""
         before, stats, last = self._before, self.engine.stats(), self._stepped
         if stats.steps > before.steps:
             self._before, self._stepped = stats, now
@@ -175,7 +175,7 @@ class Driver:
 
 
 def quantiles(seconds: Iterable[float]) -> dict[str, float]:
-    """In milliseconds."""
+    """Return the quantiles in milliseconds."""
     values = 1e3 * np.fromiter(seconds, float)
     return {name: float(np.percentile(values, share)) for name, share in QUANTILES.items()} if len(values) else {}
 

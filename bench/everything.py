@@ -45,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a part ended: its exit status, or None if its time was up."""
+    """The result of a part: its exit status, or None if its time was up."""
 
     status: int | None
     seconds: float
@@ -81,7 +81,7 @@ PARTS = (
 
 
 class Folder:
-    """Where the results are."""
+    """The folder of the results."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._parts = path, path / "parts.json"
@@ -124,7 +124,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def chosen(wanted: Sequence[str] | None) -> list[Part]:
-    """In the order of `PARTS`. Ends the program if something wanted is no part."""
+    """Return the parts that were asked for, in the order of `PARTS`. Ends the program if a name is not that of a part."""
     for name in wanted or ():
         if not any(part.matches(name) for part in PARTS):
             raise SystemExit(f"--parts {name}: no such part; there are {', '.join(part.name for part in PARTS)}")

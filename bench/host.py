@@ -15,7 +15,7 @@ WARM_UPS, LOOPS = 50, 200
 
 
 def work() -> int:
-    """What interpreters do all day: additions, and entries of a dictionary."""
+    """Do what interpreters mostly do: additions, and writing to a dictionary."""
     total, seen = 0, {}
     for index in range(ITERATIONS):
         seen[index & 255] = total

@@ -57,7 +57,7 @@ Tensors = Sequence[torch.Tensor]
 
 @contextmanager
 def dispatching(to_kernels: bool) -> Iterator[None]:
-    """All functions that choose between kernel and twin choose the one or the other."""
+    """Within the context, all functions that choose between kernel and twin choose the one named."""
     modules = [import_module(name) for name in DISPATCHERS]
     before = [module.use_kernels for module in modules]
     for module in modules:
@@ -97,7 +97,7 @@ class Case(ABC):
     @property
     @abstractmethod
     def numbers(self) -> int:
-        """That must be read or written at least."""
+        """The least count of numbers that must be read or written."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Logprobs(Case):
 
 
 def nn_cases() -> list[Case]:
-    """Of a small and a middling model."""
+    """Return the cases of a small and of a medium model."""
     if not ON_GPU:
         return [Norm(3, 48), SiluMul(3, 40), TurnAndWrite(5, 4, 2, 8, True), TurnAndWrite(5, 3, 1, 24, False), Logprobs(3, 300)]
     cases: list[Case] = []
@@ -332,7 +332,7 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def median_seconds(run: Run) -> float:
-    """Of one call, on the device."""
+    """Return the median time of one call on the device."""
     for _ in range(3):
         run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
@@ -345,7 +345,7 @@ def median_seconds(run: Run) -> float:
 
 
 def seconds_in_graph(calls: Sequence[Run]) -> float:
-    """Of one of `calls`, which follow each other in a CUDA graph."""
+    """Return the time of one of `calls`, which run one after the other in a CUDA graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:2]:
@@ -359,7 +359,7 @@ def seconds_in_graph(calls: Sequence[Run]) -> float:
 
 
 def turns(size: int) -> int:
-    """How many inputs of so many bytes take turns."""
+    """Return how many inputs of so many bytes are used in turn."""
     return max(3, min(MAX_TURNS, ROTATED_BYTES // size))
 
 
@@ -383,7 +383,7 @@ def time_sampler() -> None:
 
 
 def sampler_seconds(rows: int, logits: Sequence[torch.Tensor], sampling: RowSampling) -> tuple[float, float]:
-    """Of twin and kernel."""
+    """Return the seconds of the twin (plain torch) and of the kernel."""
     sampler, index, host_index = make_sampler(rows, [sampling]), torch.arange(rows, device=DEVICE), np.arange(rows)
     with dispatching(to_kernels=True):
         kernel = seconds_in_graph([lambda x=x: sampler.sample_captured(x, index) for x in logits])

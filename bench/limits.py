@@ -1,4 +1,4 @@
-"""What the machine can do, measured in the same run: device copy bandwidth and matrix product rate; and the least time a workload can take."""
+"""Limits of the machine, measured in the same run: copy bandwidth and matrix product rate; and the least time a workload can take."""
 
 from __future__ import annotations
 

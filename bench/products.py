@@ -1,4 +1,4 @@
-"""What the layers of a decoder cost for some rows, without attention: with our kernels for linear layers (`one_row`, `few_rows` and `many_rows` of
+"""Measure the layers of a decoder for some rows, without attention: with our kernels for linear layers (`one_row`, `few_rows` and `many_rows` of
 `dovetail.nn.kernels`), and with torch's products and kernels for the norm, the gate and the addition around them.
 
     python -m bench.products --shape qwen3-0.6b qwen3-8b --rows 1 8 64 256
@@ -29,7 +29,7 @@ from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.model import BuildContext
 from dovetail.nn import linear
 from dovetail.nn.kernels import few_rows
-from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.rotary import Rope
 from dovetail.runtime.decode_graphs import record
 from dovetail.runtime.parallel import SINGLE
@@ -43,9 +43,9 @@ PRODUCTS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
 @triton.jit
-def _copy_row(x, out, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):  # noqa: N803 (constants)
-    let_next_begin(CHAINED)
-    wait(CHAINED)
+def _copy_row(x, out, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # noqa: N803 (constants)
+    let_next_begin(PDL)
+    wait(PDL)
     row, i = tl.program_id(0), tl.arange(0, BLOCK)
     tl.store(out + row * SIZE + i, tl.load(x + row * STRIDE + i, mask=i < SIZE), mask=i < SIZE)
 
@@ -57,26 +57,26 @@ class NoAttention(AttentionLayer):
         self.spec = spec
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Nowhere."""
+        """Store nothing."""
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         size = out[0].numel()
         block = triton.next_power_of_2(size)
-        _copy_row[(len(q),)](q, out, STRIDE=q.stride(0), SIZE=size, BLOCK=block, num_warps=4, **chained(q.device))
+        _copy_row[(len(q),)](q, out, STRIDE=q.stride(0), SIZE=size, BLOCK=block, num_warps=4, **pdl_options(q.device))
         return out
 
 
 @dataclass(slots=True)
 class Choice:
-    """Which kernels linear layers may take, by the names of `PRODUCTS`."""
+    """The kernels that linear layers may take, by the names of `PRODUCTS`."""
 
     left_to_torch: frozenset[str] = frozenset()
     tilings: dict[str, few_rows.Tiling] | None = None  # else what `few_rows.tiling_for` says
 
 
 class Layers:
-    """As many of a model as there is need for."""
+    """Enough layers of a model that their weights don't stay in the GPU's cache."""
 
     def __init__(self, shape: Shape) -> None:
         count = max(2, min(shape.layers, WEIGHTS_BYTES * shape.layers // (2 * shape.block_weights)))
@@ -89,7 +89,7 @@ class Layers:
         self.names = {weight.data_ptr(): name.split(".")[-2] for name, weight in self.model.named_parameters()}
 
     def us(self, rows: int, choice: Choice) -> float:
-        """Of one layer."""
+        """Return the microseconds of one layer."""
         ids = torch.arange(rows, device="cuda") % VOCAB
         positions = torch.arange(rows, device="cuda")
         with self.taking(choice):
@@ -98,7 +98,7 @@ class Layers:
 
     @contextmanager
     def taking(self, choice: Choice) -> Iterator[None]:
-        """What decides which kernel a layer gets decides so."""
+        """Within the context, layers get the kernels that `choice` names."""
 
         def unless_left(kernel_for: Callable[..., Any]) -> Callable[..., Any]:
             def decide(rows: int, weight: torch.Tensor, *around: bool, **named: bool) -> Any:

@@ -26,7 +26,7 @@ KERNELS = 16  # that are told
 
 
 def begin(engine: LLMEngine, rows: int, context: int, rng: random.Random) -> list[str]:
-    """So many requests decode from here on. Their names."""
+    """Bring so many requests to the point where all decode. Returns their names."""
     max_tokens = UNTIL_ALL_DECODE + SETTLING + STEPS + PROFILED
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=max_tokens, detokenize=False)
     names = [f"{rows} rows, {index}" for index in range(rows)]
@@ -46,7 +46,7 @@ def decoded(engine: LLMEngine) -> int:
 
 
 def device_us(engine: LLMEngine, steps: int) -> float:
-    """Of a step."""
+    """Return the microseconds that a step takes on the device."""
     before = engine.stats()
     for _ in range(steps):
         engine.step()

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the arithmetic of a step depends on."""
+    """The sizes of a model that decide how much a step computes."""
 
     architecture: str
     layers: int

@@ -1,4 +1,4 @@
-"""From the start of a process to its first token, with the weights on disk.
+"""Measure the time from the start of a process to its first token, with the weights on disk.
 
     python -m bench.startup --json out.json
 

@@ -81,8 +81,8 @@ class ToyExecutor(Executor):
             self._seeds[new.row] = new.sampling.seed
             self._answered[new.row] = len(new.token_ids) - new.prompt_len
         rows = batch.rows
-        token_ids = np.where(batch.samples, answer_ids(self._seeds[rows], self._answered[rows]), -1)
-        self._answered[rows] += batch.samples
+        token_ids = np.where(batch.yields_token, answer_ids(self._seeds[rows], self._answered[rows]), -1)
+        self._answered[rows] += batch.yields_token
         started = max(self.context.clock.now(), self._last_ended)  # as on a device, which begins a step when the one before has ended
         self._last_ended = started + self.options.step_s
         self._pending.append(Result(batch.step, token_ids, started, self._last_ended))

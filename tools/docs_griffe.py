@@ -51,12 +51,12 @@ def _is_told_of(field: griffe.Attribute) -> bool:
 
 
 def _has_signature(cls: griffe.Class) -> bool:
-    """Whether the fields can be seen above the table anyway, with their types."""
+    """True if the signature above the table shows the fields with their types anyway."""
     return any(str(decorator.value).startswith("dataclass") for decorator in cls.decorators)
 
 
 def _meaning(field: griffe.Attribute) -> str | None:
-    """What a table says of a field: "" if its type must do; None for one that nobody has said a word about, not even a type."""
+    """Return a field's description for the table: "" if only its type is known, None if not even that."""
     typed = field.annotation is not None or _take_type_of_parameter(field)
     if field.docstring is not None:
         return " ".join(field.docstring.value.split())
@@ -66,7 +66,7 @@ def _meaning(field: griffe.Attribute) -> str | None:
 
 
 def _description(field: griffe.Attribute) -> str:
-    """That of a pydantic `Field(…, description="…")`."""
+    """Return the description of a pydantic `Field(…, description="…")`."""
     arguments = field.value.arguments if isinstance(field.value, griffe.ExprCall) else ()
     given = [one.value for one in arguments if isinstance(one, griffe.ExprKeyword) and one.name == "description"]
     return str(ast.literal_eval(str(given[0]))) if given else ""
@@ -99,7 +99,7 @@ def _sentence(text: str) -> str:
 
 @cache
 def _comments(path: Path) -> tuple[dict[int, str], dict[int, str]]:
-    """By line: comments at the end of a line of code, and comments that have a line of their own."""
+    """Return comments by line: those at the end of a line of code, and those that have a line of their own."""
     trailing: dict[int, str] = {}
     whole_lines: dict[int, str] = {}
     with tokenize.open(path) as file:

@@ -113,7 +113,7 @@ def built_in_components() -> str:
 
 
 def vllm_arguments() -> str:
-    """What becomes of the arguments of other engines."""
+    """Return a table of how arguments of other engines are translated."""
     rows = ["| argument | here | values | anything else |", "|---|---|---|---|"]
     for row in TABLE.values():
         here = f"`{row.key}`" if row.key else "left out"
@@ -129,7 +129,7 @@ def api_versions() -> str:
 
 
 def check_table(group: str) -> str:
-    """What a component of a kind must keep, as its suite checks it; "hygiene": what those of all kinds must."""
+    """Return a table of the checks that a component of a kind must pass; for "hygiene", of those for all kinds."""
     from dovetail.testing.checks import checks_of  # suites of some kinds import torch
     from dovetail.testing.suites import suite_for
 
@@ -143,7 +143,7 @@ def check_table(group: str) -> str:
 
 @cache
 def built_ins() -> Registry:
-    """What comes with Dovetail, whatever else is installed here."""
+    """Return the registry of what comes with Dovetail, whatever else is installed here."""
     return Registry.discover(PluginSelection(allow=()), environ={})
 
 
@@ -233,7 +233,7 @@ def commands() -> dict[tuple[str, ...], str]:
 
 
 def help_text(*command: str) -> str:
-    """What `dovetail COMMAND --help` prints."""
+    """Return what `dovetail COMMAND --help` prints."""
     result = CliRunner().invoke(app, [*command, "--help"], prog_name="dovetail", env={"COLUMNS": HELP_WIDTH, "TERMINAL_WIDTH": HELP_WIDTH})
     if result.exit_code:
         raise ValueError(f"dovetail {' '.join(command)} --help failed: {result.output}")

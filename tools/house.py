@@ -81,7 +81,7 @@ def _room(module: str) -> str | None:
 
 
 def reduced(edges: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
-    """Without the arrows that follow from others. Raises `ValueError` if rooms import each other in a circle."""
+    """Remove the arrows that follow from others. Raises `ValueError` if rooms import each other in a circle."""
     below: dict[str, set[str]] = {}
 
     def all_below(room: str, above: tuple[str, ...]) -> set[str]:
@@ -144,7 +144,7 @@ font-family: system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; font-s
 
 
 def _arrows(places: Mapping[str, tuple[float, float]], room: str, others: list[str]) -> Iterable[str]:
-    """From the lower edge of a box to the upper ones of what it imports; the ends are spread along the edges."""
+    """Draw arrows from the lower edge of a box to the upper edges of what it imports, with their ends spread along the edges."""
     x, y = places[room]
     for other in others:
         to_x, to_y = places[other]

@@ -1,4 +1,4 @@
-"""What the checks share: their command line, and a table of figures against what they should be."""
+"""Helpers of the checks: their command line, and a table of figures against the expected ones."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def trace_of(case: Case, seconds: float) -> Any:
 
 
 def measure_all(shape: str, model: Path, profile: Path, runs: Sequence[tuple[str, int]], args: argparse.Namespace, archive: Archive) -> None:
-    """What needs the GPU."""
+    """Run the part that needs the GPU: calibrate, then run each case on the real engine."""
     import torch
 
     from bench.shapes import SHAPES, write_checkpoint
@@ -155,7 +155,8 @@ def fit_anew(archive: Archive, shape: str, profile: Path) -> None:
 
 
 def compare(out: Path, profile: Path, cases: list[str], seconds: float) -> bool:
-    """What doesn't: simulate, and hold the two against each other. Whether all is within `WITHIN`. Ends the program if nothing was run."""
+    """Run the part that needs no GPU: simulate each case and compare it with the real run. Return True if all is within `WITHIN`. Ends the program
+    if nothing was run."""
     results: dict[str, Any] = {"profile": StepTimeProfile.load(str(profile)).model_dump(mode="json"), "cases": {}}
     holds = True
     for name in cases:
@@ -200,7 +201,7 @@ def settled_ms(run: RunResult, metric: str, percentile: float) -> float:
 
 
 def describe(run: RunResult) -> dict[str, float]:
-    """What explains a difference."""
+    """Return figures of a run that may explain a difference."""
     settled = run.timeline.time_s >= SETTLING_S
     prefills = run.timeline.prefill_tokens > 0
     device = 1e3 * run.timeline.device_s

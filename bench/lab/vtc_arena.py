@@ -41,7 +41,7 @@ WITHIN = {"service difference": 0.10, "tokens/s": 0.03, "mean TTFT, s": 0.05}
 
 
 def measurements(path: Path) -> list[Measurement]:
-    """Of each (input, output): `batch` prompts at once, then `output` decodes of all of them. The file has seconds a request."""
+    """Return two measurements of each (input, output): `batch` prompts at once, and `output` decodes of them. The file has seconds a request."""
     found = []
     for prompt, outputs in json.loads(path.read_text()).items():
         for output, (batch, prefill_s, decode_s) in outputs.items():
@@ -125,7 +125,7 @@ def of_simulated(result: RunResult) -> dict[str, float]:
 
 
 def mean_of(name: str, runs: list[dict[str, float]]) -> dict[str, float]:
-    """Of each figure; prints how far the runs lie apart."""
+    """Return the mean of each figure, and print how far apart the runs are."""
     spread = "; ".join(f"{what} {min(run[what] for run in runs):.4g} to {max(run[what] for run in runs):.4g}" for what in WITHIN)
     print(f"{name}, {len(runs)} runs: {spread}", flush=True)
     return {what: float(np.mean([run[what] for run in runs])) for what in WITHIN}

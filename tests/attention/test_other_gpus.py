@@ -38,7 +38,7 @@ def assert_fit(case: Case, kernels: Iterable[Compiled]) -> None:
     for kernel in kernels:
         assert kernel.shared_bytes <= gpu.shared_bytes, f"{kernel.full_name} ({case})"
         assert kernel.spilled_bytes <= MOST_SPILLED, f"{kernel.full_name} ({case})"
-        assert ("griddepcontrol" in kernel.ptx) <= gpu.chains_launches, f"{kernel.full_name} ({case})"
+        assert ("griddepcontrol" in kernel.ptx) <= gpu.has_pdl, f"{kernel.full_name} ({case})"
         assert kernel.registers * kernel.warps * 32 <= 65_536, f"{kernel.full_name} ({case})"
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dovetail.api.attention import AttentionContext, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
-from dovetail_attention.pieces import STRETCH, _group_ends
+from dovetail_attention.pieces import CHUNK, _group_ends
 from dovetail_attention.sdpa import TorchAttention
 from tests.attention.cases import Bench, Case, assert_close, cases
 from tests.support import examples
@@ -44,7 +44,7 @@ def test_what_a_row_gets_in_a_bag_does_not_depend_on_the_other_rows() -> None:
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_rows_longer_than_a_stretch_are_attended_as_defined(window: int | None, block_size: int) -> None:
-    case = Case((0, STRETCH + 3, 5), (STRETCH + 70, STRETCH + 9, 1), block_size, windows=(window,))
+    case = Case((0, CHUNK + 3, 5), (CHUNK + 70, CHUNK + 9, 1), block_size, windows=(window,))
     bench = Bench(TorchAttention, case)
     assert_close(bench.run(), bench.expected())
 

@@ -43,6 +43,7 @@ if INTERPRETED:
 
 # On a GPU every new shape is compiled, in the interpreter every tile takes milliseconds.
 few, enough = examples(quick=6 if ON_GPU else 4, full=400), examples(quick=10 if ON_GPU else 8, full=3000 if ON_GPU else 500)
+beside_the_named = examples(quick=6 if ON_GPU else 1, full=400)
 
 
 class SharingAttention(TritonAttention):
@@ -100,7 +101,7 @@ def test_any_mix_of_prefills_chunks_and_decodes_is_attended_as_defined_while_unu
 
 
 @given(cases(max_len=40))
-@enough
+@few
 def test_a_mixed_step_is_attended_as_defined_by_what_is_launched_for_any_of_as_many_tokens(case: Case) -> None:
     bench, backend = mixed_graph_bench(case)
     assert_close(bench.run(), bench.expected())
@@ -203,7 +204,7 @@ def test_a_row_sees_what_another_row_writes_in_the_same_step() -> None:
     assert_close(bench.attend(), bench.expected())
 
 
-@few
+@beside_the_named
 @given(
     own=st.lists(st.integers(0, 120), min_size=2, max_size=5),
     shared=st.integers(3, 16),
@@ -238,7 +239,7 @@ def test_a_prefix_read_once_for_all_rows_is_attended_as_defined(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="graphs are played on the CPU; tests/gpu has real ones")
-@pytest.mark.parametrize("chunk", [1, 5])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_a_model_with_it_says_the_same_when_its_mixed_steps_are_recorded_whole(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_launches(monkeypatch)
     bench = bench_with_graphs(TritonAttention, [16, 8], monkeypatch)

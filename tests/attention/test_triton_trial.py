@@ -43,7 +43,7 @@ class Wrong(TorchAttention):
 def test_a_backend_that_computes_something_else_fails(spec: LayerSpec, dtype: str) -> None:
     context = AttentionContext("cpu", dtype, 16)
     triton_trial.check(TorchAttention, context, spec)
-    with pytest.raises(DovetailError, match=f"heads of 16 in {dtype}: it computes something else"):
+    with pytest.raises(DovetailError, match=f"heads of 16 in {dtype}: it computes wrong numbers"):
         triton_trial.check(Wrong, context, spec)
 
 
@@ -85,7 +85,7 @@ def test_every_kind_of_layer_is_tried_once_where_nobody_has_measured(arch: int, 
     assert sorted(tried, key=str) == ([] if arch == 90 else sorted([SPEC, WINDOWED], key=str))
 
 
-@pytest.mark.parametrize("error", [DovetailError("it computes something else"), RuntimeError("out of resource: shared memory")])
+@pytest.mark.parametrize("error", [DovetailError("it computes wrong numbers"), RuntimeError("out of resource: shared memory")])
 def test_attention_that_fails_its_trial_is_plain_with_one_warning(
     error: Exception, tried: list[LayerSpec], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,11 +17,12 @@ from dovetail.registry.requirements import missing_requirements
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites import suite_for
+from tests.support import FULL
 
 BUILT_INS = [component for component in Registry.discover().components() if component.origin.built_in]
 NEEDS_A_GPU = {"triton"}  # without one, tests/attention runs its suite in Triton's interpreter
 NEEDS_MORE = {"flash_attn"}  # a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the real one
-OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # beside the defaults
+OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # tried beside the defaults in the full profile
     "fcfs": ({"max_stretch": None},),
     "priority": ({"aging_s": 5.0},),
     "mlfq": ({"levels": 3, "quantum": 4, "growth": 2, "starve_s": 3.0},),
@@ -44,7 +45,7 @@ def suite_of(component: ResolvedComponent, options: Mapping[str, Any]) -> type[S
 def suites() -> Iterator[type[Suite]]:
     for component in BUILT_INS:
         if component.spec.name not in (NEEDS_MORE if torch.cuda.is_available() else NEEDS_MORE | NEEDS_A_GPU):
-            for options in ({}, *OPTIONS.get(component.spec.name, ())):
+            for options in ({}, *(OPTIONS.get(component.spec.name, ()) if FULL else ())):
                 yield suite_of(component, options)
 
 

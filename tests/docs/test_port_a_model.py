@@ -67,8 +67,8 @@ MISTAKES = (
         "wide.square().mean(-1, keepdim=True)",
     ),
     Mistake("attention without biases", "model.config_fields", "config.hidden_size, config.attention_bias", "config.hidden_size, False"),
-    Mistake("`hidden_act` not looked at", "model.config_fields", 'if config.hidden_act != "silu"', "if False"),
-    Mistake("unknown fields passed over", "model.unknown_fields", "if value and name not in known", "if False"),
+    Mistake("`hidden_act` ignored", "model.config_fields", 'if config.hidden_act != "silu"', "if False"),
+    Mistake("unknown fields ignored", "model.unknown_fields", "if value and name not in known", "if False"),
     Mistake(
         "`model_type` taken for an unknown field: only configs from files have it",
         "model.checkpoint",
@@ -77,7 +77,7 @@ MISTAKES = (
     ),
     Mistake("a head of its own for a model whose head is tied", "model.tied", "self.embedding if config.tie_word_embeddings else None", "None"),
     Mistake(
-        "`wanted` not looked at: the states of all tokens come back",
+        "`wanted` ignored: the states of all tokens come back",
         "model.wanted",
         "last(x, rotation, wanted)",
         "last(x, rotation)",

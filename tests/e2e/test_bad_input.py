@@ -351,7 +351,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"priority": True}, "priority must be an integer"),
     ({"client": 5}, "client must be a string or None, got 5"),
     ({"cache_salt": b"x"}, "cache_salt must be a string or None"),
-    ({"extra": {"nobody": {}}}, "extra: 'nobody' takes nothing from requests"),
+    ({"extra": {"nobody": {}}}, "extra: 'nobody' reads nothing from requests"),
     ({"extra": 5}, "extra must map distributions"),
 ]
 
@@ -652,7 +652,7 @@ CONFIGS: list[tuple[dict[str, Any], type[DovetailError], str]] = [
     ({"kv_cache": {"name": "prefix", "reuse": "perhaps"}}, ConfigError, "kv_cache.reuse"),
     ({"observers": ["log", "nope"]}, PluginError, "observers.1: unknown observer 'nope'"),
     ({"observers": [{"name": "log", "every_s": -1}]}, ConfigError, "every_s"),
-    ({"executor": {"name": "local", "device": "abacus"}}, ConfigError, "'abacus' is no device"),
+    ({"executor": {"name": "local", "device": "abacus"}}, ConfigError, "'abacus' isn't a device"),
     ({"dtype": "int3"}, ConfigError, "dtype: expected 'auto', 'float32'"),
     ({"block_size": 0}, ConfigError, "block_size: expected auto or an integer of 1 or more"),
     pytest.param(

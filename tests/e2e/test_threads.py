@@ -174,7 +174,7 @@ def test_a_request_that_somebody_aborts_is_told_to_whoever_waits_for_it(llm: LLM
     stream = llm.stream(["ROMEO:", "JULIET:"], LONG)
     next(stream)
     llm.engine.abort_request(theirs())
-    with pytest.raises(RequestError, match="aborted by somebody else"):
+    with pytest.raises(RequestError, match="aborted by another caller"):
         list(stream)
     assert list(llm.engine._groups) == ["other"], "the stream's other request ended with it"
     llm.engine.abort_request("other")

@@ -325,7 +325,7 @@ class World:
             request
             for flight in self.core._flights
             for index, request in enumerate(flight.requests)
-            if flight.samples is None or flight.samples[index]
+            if flight.yields_token is None or flight.yields_token[index]
         )
         for request in self.requests.values():
             assert request.granted == 0
@@ -374,7 +374,9 @@ class World:
 
     def story(self) -> list[object]:
         """All that a policy saw and all that was sent to the executor: equal in equal runs."""
-        batches = [(b.step, b.rows.tolist(), b.num_tokens.tolist(), b.samples.tolist(), b.new_blocks.tolist(), b.copies) for b in self.executor.sent]
+        batches = [
+            (b.step, b.rows.tolist(), b.num_tokens.tolist(), b.yields_token.tolist(), b.new_blocks.tolist(), b.copies) for b in self.executor.sent
+        ]
         return [self.heard.calls, batches, self.tokens, self.finished, self.clock.now()]
 
 

@@ -88,7 +88,7 @@ def test_on_the_cpu_one_step_is_in_flight_unless_more_are_asked() -> None:
 
 
 def test_its_options_reach_the_worker_and_its_errors_name_them() -> None:
-    with pytest.raises(ConfigError, match=r"^executor\.device: 'gpu' is no device"):
+    with pytest.raises(ConfigError, match=r"^executor\.device: 'gpu' isn't a device"):
         executor({"device": "gpu"}).start()
     with pytest.raises(ConfigError, match="and num_blocks: 3 gives 3"):
         executor({"num_blocks": 3}).start()

@@ -44,7 +44,7 @@ class Submitted:
     step: int
     token_ids: Any
     shape: StepShape
-    samples: bool
+    yields_token: bool
     begun: float
     launched: float
 
@@ -82,12 +82,12 @@ class Machine(SimulatedExecutor):
         begun, plan_s = self.clock.now(), self.plan_s
         super().submit(batch)
         pending = self._pending.pop()
-        samples = bool(batch.samples.any())
-        launch_s = self._launch_s(pending.shape, samples) + (self.joining_s if batch.added else 0.0)
+        yields_token = bool(batch.yields_token.any())
+        launch_s = self._launch_s(pending.shape, yields_token) + (self.joining_s if batch.added else 0.0)
         launch_s *= self._busy * self._random.choice(self.jitter.times, p=self.jitter.shares)
         self.plan_s = plan_s + 0.1 * (launch_s - plan_s)
         self.clock.wait_until(begun + launch_s)
-        self._submitted.append(Submitted(batch.step, pending.token_ids, pending.shape, samples, begun, begun + launch_s))
+        self._submitted.append(Submitted(batch.step, pending.token_ids, pending.shape, yields_token, begun, begun + launch_s))
         return batch.step
 
     def collect(self, handle: int) -> Result:
@@ -106,23 +106,23 @@ class Machine(SimulatedExecutor):
             return max(max(begins, self._free) + self._decode_s(one.shape), one.launched)
         launch_s, padded = one.launched - one.begun, self._padded(one.shape.tokens)
         if padded is not None:
-            begins = max(one.begun + (GRAPH_SHARE if one.samples else 1.0) * launch_s, self._free + self._setup_s)
+            begins = max(one.begun + (GRAPH_SHARE if one.yields_token else 1.0) * launch_s, self._free + self._setup_s)
             model = begins + self._prefill_s(one.shape, padded)
         else:
             model, kernel_s = self._free, self._prefill_s(one.shape, one.shape.tokens) / LAYERS
             for layer in range(1, LAYERS + 1):
                 model = max(model, one.begun + 0.9 * launch_s * layer / LAYERS) + kernel_s
-        return max(model, one.launched) + SAMPLING_S if one.samples else model
+        return max(model, one.launched) + SAMPLING_S if one.yields_token else model
 
     def _padded(self, tokens: int) -> int | None:
         return self.graphs[bisect_left(self.graphs, tokens)] if self.graphs and tokens <= self.graphs[-1] else None
 
-    def _launch_s(self, shape: StepShape, samples: bool) -> float:
+    def _launch_s(self, shape: StepShape, yields_token: bool) -> float:
         if not shape.prefill_rows:
             return self.decode_launch_s + 5e-7 * shape.rows
         if self._padded(shape.tokens) is None:
             return 5e-3
-        return 9e-4 * (1.0 if samples else GRAPH_SHARE)
+        return 9e-4 * (1.0 if yields_token else GRAPH_SHARE)
 
     def _decode_s(self, shape: StepShape) -> float:
         rows = shape.rows if not self.row_graphs else self.row_graphs[bisect_left(self.row_graphs, shape.rows)]

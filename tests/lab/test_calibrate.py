@@ -250,7 +250,7 @@ def test_it_is_found_out_that_decodes_begin_before_their_launching_has_ended(fou
     assert found_machine.copying_share == 0.0
 
 
-@pytest.mark.parametrize("workload", [SHORT, STEADY])
+@pytest.mark.parametrize("workload", [pytest.param(SHORT, marks=pytest.mark.slow), STEADY])
 def test_a_machine_with_stairs_is_predicted(found_stairs: StepTimeProfile, workload: str) -> None:
     smooth = found_stairs.model_copy(update={"launch_spread": None})
     assert differences(smooth, workload, **{**STAIRS, "jitter": Jitter()}) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.02)
@@ -378,7 +378,14 @@ def test_a_third_of_the_first_round_is_enough_for_a_profile(measured_machine: Ca
         assert partial.make().seconds(shape(*rows)) == pytest.approx(found_machine.make().seconds(shape(*rows)), rel=0.03)
 
 
-@pytest.mark.parametrize("fields", [8, 10, 11], ids=["noted before `added`", "noted before there was a rehearsal", "noted now"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(8, id="noted before `added`", marks=pytest.mark.slow),
+        pytest.param(10, id="noted before there was a rehearsal"),
+        pytest.param(11, id="noted now"),
+    ],
+)
 def test_a_profile_is_fitted_anew_from_what_was_sighted(measured_machine: Calibration, tmp_path: Path, fields: int) -> None:
     profile = tmp_path / "h200-x.json"
     measured_machine.profile.save(profile)

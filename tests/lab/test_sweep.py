@@ -85,7 +85,7 @@ def test_processes_change_no_byte(engine: Path, tmp_path: Path) -> None:
         (["--set", "max_num_seqs=1,zwei"], "max_num_seqs"),
         (["--rates", "0,1"], "--rates: expected numbers above 0, got '0'"),
         (["--rates", "1,fast"], "got 'fast'"),
-        (["--rates", "1,2,1"], "--rates: 1 is there twice"),
+        (["--rates", "1,2,1"], "--rates: 1 is given twice"),
         (["--rates", "1", "--step-time", "h9000"], "step times 'h9000': neither a .json file"),
         (["--set", "executor.step_time={kind: linear, base_s: 1},{kind: linear, base_s: 1, bas_s: 1}"], "bas_s: unknown key; there are kind, base_s"),
         (["--rates", "1", "--scale-rate", "0"], "must be a finite number > 0"),

@@ -46,7 +46,7 @@ def test_nor_is_a_gpu_that_is_not_there() -> None:
         ("is_hopper", [(9, 0)]),
         ("has_bfloat16", SERVED[1:]),
         ("has_matrix_units", SERVED[1:]),
-        ("chains_launches", SERVED[4:]),
+        ("has_pdl", SERVED[4:]),
     ],
 )
 def test_each_architecture_has_what_came_with_it_or_before(fact: str, of: list[tuple[int, int]]) -> None:
@@ -54,10 +54,10 @@ def test_each_architecture_has_what_came_with_it_or_before(fact: str, of: list[t
 
 
 @pytest.mark.parametrize("capability", SERVED)
-def test_launches_are_chained_where_the_gpu_can(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = pytest.importorskip("dovetail.nn.kernels.chain")
+def test_launches_are_dependent_where_the_gpu_can(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = pytest.importorskip("dovetail.nn.kernels.dependent_launch")
     monkeypatch.setattr(gpu, "_gpu_of", lambda device: gpu_with(*capability))
-    assert chain.chained(CUDA) == ({"CHAINED": True, "launch_pdl": True} if capability >= (9, 0) else {"CHAINED": False})
+    assert launch.pdl_options(CUDA) == ({"PDL": True, "launch_pdl": True} if capability >= (9, 0) else {"PDL": False})
 
 
 @pytest.mark.parametrize(("computes", "why"), [(True, ""), (False, "no C compiler")])

@@ -204,7 +204,7 @@ def test_a_triton_in_which_many_rows_fail_goes_without(monkeypatch: pytest.Monke
 def test_many_rows_need_a_hopper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], computes: bool, expected: bool) -> None:
     def check(device: torch.device) -> None:
         if not computes:
-            raise DovetailError("it computes something else")
+            raise DovetailError("it computes wrong numbers")
 
     here = GPU("some GPU", capability, 227 << 10, 228 << 10, 132)
     monkeypatch.setattr(gpu, "_gpu_of", lambda device: here if device.type == "cuda" else None)

@@ -83,7 +83,7 @@ def test_met_require_is_quiet(two: Site) -> None:
 @pytest.mark.parametrize("key", ["allow", "deny", "require"])
 def test_a_key_that_is_there_twice_imports_nothing(two: Site, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     monkeypatch.setenv("DOVETAIL_PLUGINS", f"{key}=dovetail-a; {key} = dovetail-b")
-    with pytest.raises(ConfigError, match=f"DOVETAIL_PLUGINS: {key} is there twice"):
+    with pytest.raises(ConfigError, match=f"DOVETAIL_PLUGINS: {key} is given twice"):
         Registry.discover()
     assert not {"dovetail_a_plugin", "dovetail_b_plugin"} & set(sys.modules)
 

@@ -64,9 +64,9 @@ def prefill(capacity: Capacity, prompts: list[list[int]], step: int = 0, **sampl
         added.append(NewRow(row, f"request-{row}", np.array(prompt, np.int32), len(prompt), 0, blocks, RowSampling(temperature=0.0, **sampling)))
     rows = np.arange(len(prompts), dtype=np.int32)
     lens = np.array([len(prompt) for prompt in prompts], np.int32)
-    return empty_batch(step=step, added=tuple(added), rows=rows, num_tokens=lens, samples=np.ones(len(prompts), np.bool_))
+    return empty_batch(step=step, added=tuple(added), rows=rows, num_tokens=lens, yields_token=np.ones(len(prompts), np.bool_))
 
 
 def decode(rows: int, step: int) -> Batch:
     ones = np.ones(rows, np.int32)
-    return empty_batch(step=step, rows=np.arange(rows, dtype=np.int32), num_tokens=ones, samples=ones.astype(np.bool_))
+    return empty_batch(step=step, rows=np.arange(rows, dtype=np.int32), num_tokens=ones, yields_token=ones.astype(np.bool_))

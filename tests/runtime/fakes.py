@@ -139,7 +139,7 @@ class Bench:
             copies=tuple(copies),
             rows=np.array(list(work), np.int32),
             num_tokens=np.array(list(work.values()), np.int32),
-            samples=np.array([ends[row] == known[row] for row in work], np.bool_),
+            yields_token=np.array([ends[row] == known[row] for row in work], np.bool_),
         )
 
     def submit(

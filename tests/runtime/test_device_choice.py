@@ -15,8 +15,8 @@ from dovetail.runtime.device_choice import choose_device
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("gpu", ConfigError, "'gpu' is no device; expected auto, cpu, cuda"),
-        ("cuda:99", UnsupportedError, "cuda:99 isn't there"),
+        ("gpu", ConfigError, "'gpu' isn't a device; expected auto, cpu, cuda"),
+        ("cuda:99", UnsupportedError, "cuda:99 doesn't exist"),
         ("meta", UnsupportedError, "meta is neither the CPU nor a CUDA device"),
     ],
 )
@@ -26,7 +26,7 @@ def test_a_device_that_is_not_there_is_refused(name: str, error: type[Exception]
 
 
 def test_an_error_names_the_option_that_the_executor_calls_it_by() -> None:
-    with pytest.raises(ConfigError, match=r"^executor\.devices: 'gpu' is no device"):
+    with pytest.raises(ConfigError, match=r"^executor\.devices: 'gpu' isn't a device"):
         choose_device("gpu", "executor.devices")
 
 

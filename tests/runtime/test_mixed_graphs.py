@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer, LayerSpec
 from dovetail.api.sampler import RowSampling
 from dovetail.runtime import mixed_graphs
-from dovetail.runtime.mixed_graphs import Cuts, MixedGraphs
+from dovetail.runtime.mixed_graphs import LayerSplitter, MixedGraphs
 from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.fakes import Bench, TinyModel, generate
 from tests.runtime.recorded import play_graphs_on_the_cpu
@@ -102,12 +102,12 @@ def bench_with_graphs(backend: type[AttentionBackend], sizes: list[int], monkeyp
     monkeypatch.setattr("tests.runtime.fakes.TorchAttention", backend)
     monkeypatch.setattr(mixed_graphs, "padded_sizes", lambda most: tuple(sizes[::-1]))
     play_graphs_on_the_cpu(monkeypatch)
-    bench, cuts = Bench(max_rows), Cuts()
-    whole: Any = SimpleNamespace(make_layer=cuts.wrap(bench.backend.make_layer))
+    bench, splitter = Bench(max_rows), LayerSplitter()
+    whole: Any = SimpleNamespace(make_layer=splitter.wrap(bench.backend.make_layer))
     bench.model = bench.runner.model = TinyModel(whole)
     bench.backend.allocate(bench.num_blocks)
     bench.backend.prepare(bench.max_rows, 256, bench.max_len)
-    graphs = MixedGraphs(bench.model, cuts, bench.backend, bench.rows, 256)
+    graphs = MixedGraphs(bench.model, splitter, bench.backend, bench.rows, 256)
     graphs.capture()
     bench.runner.mixed_graphs = graphs
     return bench
@@ -177,8 +177,8 @@ def test_a_step_that_needs_all_states_is_not_replayed_in_a_recording_of_wanted_o
 
 def test_recordings_of_all_sizes_hand_q_over_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     recordings = graphs_of(bench_with_graphs(SlotsThatStay, [16, 8, 4], monkeypatch))._recordings.values()
-    cuts = [(piece.q, piece.out) for recording in recordings for piece in recording.pieces if piece.layer is not None]
-    assert len({(q.data_ptr(), out.data_ptr()) for q, out in cuts if q is not None and out is not None}) == 1
+    splitter = [(piece.q, piece.out) for recording in recordings for piece in recording.pieces if piece.layer is not None]
+    assert len({(q.data_ptr(), out.data_ptr()) for q, out in splitter if q is not None and out is not None}) == 1
 
 
 @pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])

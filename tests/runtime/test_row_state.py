@@ -142,7 +142,7 @@ def test_a_step_beyond_the_end_of_a_row_is_refused() -> None:
     state = RowState(MAX_ROWS, 2 * BLOCK_SIZE - 1, BLOCK_SIZE, torch.device("cpu"))  # the last block could hold one token more
     state.update(batch(added=[new(0, [5] * 5, [1, 2])]))
     state.append(torch.tensor([9]), torch.tensor([0]), np.array([0]))
-    beyond = replace(batch(), rows=np.array([0], np.int32), num_tokens=np.array([6], np.int32), samples=np.array([True]))
+    beyond = replace(batch(), rows=np.array([0], np.int32), num_tokens=np.array([6], np.int32), yields_token=np.array([True]))
     with pytest.raises(DovetailError, match=r"request 'r0'.*a row holds 5"):
         state.check(beyond)
 

@@ -29,7 +29,7 @@ from dovetail.parts import find_parts
 from dovetail.registry.registry import Registry
 from dovetail.runtime import step_graphs
 from dovetail.runtime.loading import load_model
-from dovetail.runtime.mixed_graphs import Cuts
+from dovetail.runtime.mixed_graphs import LayerSplitter
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import Runner
@@ -77,9 +77,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.Fixt
     config = EngineConfig.load({"model": str(tmp_path), "load_format": "dummy", "dtype": "bfloat16"})
     parts, backend = find_parts(config, Registry.discover()), TritonAttention(NoOptions(), AttentionContext("cpu", "bfloat16", BLOCK_SIZE))
     assert (backend.tilings, backend.processors) == (HOPPER, 132)
-    cuts, device = Cuts(), torch.device("cpu")
+    splitter, device = LayerSplitter(), torch.device("cpu")
     targets = tuple(model.ref() for model in parts.models)
-    model = load_model(tmp_path, config.executor_config(tmp_path), targets, cuts.wrap(backend.make_layer), SINGLE, device, None)
+    model = load_model(tmp_path, config.executor_config(tmp_path), targets, splitter.wrap(backend.make_layer), SINGLE, device, None)
     rows = RowState(MAX_ROWS, model.max_model_len, BLOCK_SIZE, device)
     sampler = parts.sampler.ref().make(SamplerContext("cpu", model.vocab_size, rows.history))
     runner = Runner(model.module, backend, sampler, rows, WallClock(), model.vocab_size)
@@ -89,7 +89,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.Fixt
                 monkeypatch.setattr(module, name, lambda *asked: True)
     sampler.prepare(MAX_ROWS)
     play_graphs_on_the_cpu(monkeypatch)
-    graphs = StepGraphs(runner, cuts, MAX_TOKENS, 600_000_000)
+    graphs = StepGraphs(runner, splitter, MAX_TOKENS, 600_000_000)
     prepare(graphs)
     return graphs
 

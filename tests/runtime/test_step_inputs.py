@@ -49,7 +49,7 @@ def lists_of(inputs: HostInputs | DeviceInputs) -> dict[str, list[Any]]:
 def expected_of(step: Step) -> dict[str, list[Any]]:
     tokens = [(row, position) for row, computed, count in step for position in range(computed, computed + count)]
     return {
-        "places": [row * (MAX_LEN + 1) + position for row, position in tokens],
+        "token_indices": [row * (MAX_LEN + 1) + position for row, position in tokens],
         "positions": [position for _, position in tokens],
         "slots": [blocks_of(row)[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for row, position in tokens],
         "rows": [row for row, _, _ in step],
@@ -65,7 +65,7 @@ def test_a_batch_is_flat(step: Step) -> None:
     host = inputs_of(step)
     expected = expected_of(step)
     assert lists_of(host) == lists_of(host.to_device(CPU)) == expected
-    assert host.num_tokens == len(expected["places"])
+    assert host.num_tokens == len(expected["token_indices"])
     assert host.ends.tolist() == expected["query_starts"][1:]
 
 
@@ -78,12 +78,12 @@ def test_fixed_inputs_hold_the_last_step_and_padding_that_is_harmless(sequence: 
     for step in sequence:
         host = inputs_of(step)
         filled, expected, padding = lists_of(fixed.fill(host, host.ends.astype(np.int64) - 1)), expected_of(step), SIZE - host.num_tokens
-        for name, number in (("places", 0), ("positions", 0), ("slots", -1)):
+        for name, number in (("token_indices", 0), ("positions", 0), ("slots", -1)):
             expected[name] += [number] * padding
         assert filled == expected
         assert fixed.wanted[: len(step)].tolist() == (host.ends - 1).tolist()
         assert [getattr(fixed.rows(1), name).data_ptr() for name in names] == at
-    assert (fixed.places.tolist(), fixed.positions.tolist()) == (expected["places"], expected["positions"])
+    assert (fixed.token_indices.tolist(), fixed.positions.tolist()) == (expected["token_indices"], expected["positions"])
 
 
 def test_a_table_of_many_blocks_is_left_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,5 +99,5 @@ def test_a_table_of_many_blocks_is_left_to_the_device(monkeypatch: pytest.Monkey
 def test_fixed_inputs_begin_as_padding() -> None:
     fixed = FixedInputs(SIZE, MAX_ROWS, 0, CPU)
     tokens = fixed.rows(0)
-    assert [set(part.tolist()) for part in (tokens.places, tokens.positions, tokens.slots)] == [{0}, {0}, {-1}]
+    assert [set(part.tolist()) for part in (tokens.token_indices, tokens.positions, tokens.slots)] == [{0}, {0}, {-1}]
     assert (len(tokens.rows), tokens.query_starts.tolist(), len(tokens.kv_lens), len(fixed.wanted)) == (0, [0], 0, 0)

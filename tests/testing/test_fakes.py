@@ -32,10 +32,10 @@ def row(row: int = 0, tokens: list[int] = PROMPT, computed: int = 0, blocks: tup
     return NewRow(row, f"r{row}", np.array(tokens, np.int32), len(tokens), computed, np.array(blocks, np.int32), RowSampling())
 
 
-def batch(step: int, rows: list[int], num_tokens: list[int], samples: list[bool] | None = None, **fields: Any) -> Batch:
+def batch(step: int, rows: list[int], num_tokens: list[int], yields_token: list[bool] | None = None, **fields: Any) -> Batch:
     empty = np.array([], np.int32)
     given = {"removed": empty, "added": (), "new_block_rows": empty, "new_blocks": empty, "copies": (), **fields}
-    return Batch(step, rows=np.array(rows), num_tokens=np.array(num_tokens), samples=np.array(samples or [True] * len(rows)), **given)
+    return Batch(step, rows=np.array(rows), num_tokens=np.array(num_tokens), yields_token=np.array(yields_token or [True] * len(rows)), **given)
 
 
 def test_tokens_are_a_function_of_what_came_before() -> None:

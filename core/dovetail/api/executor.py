@@ -120,7 +120,7 @@ class NewRow:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step. It is carried out in this order: the rows in `removed` are given up, those in `added` begin, `new_blocks` are appended to the block
-    tables, `copies` run, then each of `rows` computes its next `num_tokens` tokens. A row whose `samples` is True then yields one token, which
+    tables, `copies` run, then each of `rows` computes its next `num_tokens` tokens. A row whose `yields_token` is True then yields one token, which
     becomes its next known token."""
 
     step: int
@@ -131,7 +131,7 @@ class Batch:
     copies: tuple[BlockCopy, ...]
     rows: Int32  # [b] distinct rows
     num_tokens: Int32  # [b] >= 1
-    samples: NDArray[np.bool_]  # [b]
+    yields_token: NDArray[np.bool_]  # [b]
     shared_prefix_blocks: int = 0  # leading blocks that all rows have in common
 
 
@@ -152,7 +152,7 @@ class Result:
     token_ids: NDArray[np.int64]  # [b] the sampled token of each row of the batch; -1: none
     started: float
     ended: float
-    logprobs: HostLogprobs | None = None  # one row for each row of the batch with `samples`, in order
+    logprobs: HostLogprobs | None = None  # one row for each row of the batch with `yields_token`, in order
     # index in the batch -> logprobs of the known token *after* each one computed (n = num_tokens, less one where there is none)
     prompt_logprobs: Mapping[int, HostLogprobs] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)  # index in the batch -> why this row alone failed

@@ -98,7 +98,7 @@ def _parse(line: str) -> Any:
     except RequestError:
         raise
     except RecursionError:
-        raise RequestError("not valid JSON for us: too many lists and objects in one another") from None
+        raise RequestError("not valid JSON: lists and objects are nested too deeply") from None
     except ValueError as error:
         hint = "" if line.lstrip().startswith(("{", "[")) else f"; {PLAIN_TEXT}"
         raise RequestError(f"not valid JSON: {error if isinstance(error, json.JSONDecodeError) else 'a number of too many digits'}{hint}") from None
@@ -108,7 +108,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = {}
     for key, value in pairs:
         if key in keys:
-            raise RequestError(f"key {shown(key)} is there twice")
+            raise RequestError(f"key {shown(key)} is given twice")
         keys[key] = value
     return keys
 

@@ -294,7 +294,7 @@ class EngineCore:
         for request in newcomers:
             self.books.rows.assign(request)
         removed = self.books.rows.take_removed()
-        samples = None if not step.prefill_tokens else [r.yields_token for r in requests]
+        yields_token = None if not step.prefill_tokens else [r.yields_token for r in requests]
         batch = Batch(
             step=step.index,
             removed=np.array(removed, np.int32) if removed else NONE,
@@ -304,7 +304,7 @@ class EngineCore:
             copies=tuple(self.kv.take_copies()),
             rows=np.array([r.row for r in requests], np.int32),
             num_tokens=np.array(tokens, np.int32),
-            samples=np.ones(len(requests), np.bool_) if samples is None else np.array(samples, np.bool_),
+            yields_token=np.ones(len(requests), np.bool_) if yields_token is None else np.array(yields_token, np.bool_),
             shared_prefix_blocks=self._shared_prefix(requests, new=bool(step.admitted)),
         )
         flight = Flight(
@@ -313,7 +313,7 @@ class EngineCore:
             planned=step.now,
             requests=requests,
             tokens=tokens,
-            samples=samples,
+            yields_token=yields_token,
             prefilled=step.prefilled,
             recomputed=step.recomputed,
             prefill_tokens=step.prefill_tokens,
@@ -361,7 +361,7 @@ class EngineCore:
         requests, token_ids, finished = delivery.requests, delivery.token_ids, delivery.finished
         failed, prompt_logprobs, logprobs = result.failed, result.prompt_logprobs, result.logprobs  # nearly always empty
         for index, (request, token) in enumerate(zip(flight.requests, result.token_ids.tolist(), strict=True)):
-            sampled = flight.samples is None or flight.samples[index]
+            sampled = flight.yields_token is None or flight.yields_token[index]
             if sampled:
                 next_logprob += 1
             if request.status is finished_status:

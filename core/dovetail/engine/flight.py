@@ -39,7 +39,7 @@ class Flight:
     planned: float
     requests: list[LiveRequest]
     tokens: list[int]
-    samples: list[bool] | None  # None: all
+    yields_token: list[bool] | None  # None: all
     prefilled: dict[LiveRequest, int]  # request that prefills in it -> tokens that it had computed before
     recomputed: dict[LiveRequest, int]  # the same request -> how many of this step's tokens it had computed once already
     prefill_tokens: int

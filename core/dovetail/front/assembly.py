@@ -73,7 +73,7 @@ class Assembly:
         )
 
     def check_extra(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """What a request carries for components, validated by their own models. Raises `RequestError`."""
+        """Return what a request carries for components, validated by their own models. Raises `RequestError`."""
         if extra is not None and not isinstance(extra, Mapping):
             raise RequestError(f"extra must map distributions to what their components want to know, got {shown(extra)}")
         checked = {}
@@ -81,7 +81,7 @@ class Assembly:
             model = self.extra_models.get(distribution)
             if model is None:
                 known = ", ".join(sorted(self.extra_models)) or "nobody here"
-                raise RequestError(f"extra: {distribution!r} takes nothing from requests; those that do: {known}")
+                raise RequestError(f"extra: {distribution!r} reads nothing from requests; those that do: {known}")
             try:
                 checked[distribution] = model.model_validate(values).model_copy(deep=True)  # nothing of it is the caller's any more
             except ValueError as error:

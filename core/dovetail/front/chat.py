@@ -24,7 +24,7 @@ _OWN_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How a conversation becomes a prompt. Raises `RequestError` for options that contradict each other."""
+    """Options that say how a conversation becomes a prompt. Raises `RequestError` for options that contradict each other."""
 
     tools: Sequence[Mapping[str, Any]] | None = None
     """Functions that the model may call: `{"type": "function", "function": {"name": …, "description": …, "parameters": JSON schema}}`. The template
@@ -73,7 +73,7 @@ class _Reads(NamedTuple):
 
 
 class _CallForm(NamedTuple):
-    """How a template wants an assistant's message with tool calls."""
+    """The form in which a template wants an assistant's message with tool calls."""
 
     content: str | None  # if there is none
     arguments_as_text: bool  # as JSON; else as a mapping
@@ -122,11 +122,11 @@ class ChatFrontEnd:
         return _until(text, mark) if options.continue_final_message else text
 
     def prompt(self, messages: Sequence[Message], options: ChatOptions | None = None) -> TokenizedText:
-        """As `render`, with the text's token ids."""
+        """Render one conversation as `render` does, and return its text with the token ids."""
         return self.prompts([messages], options)[0]
 
     def prompts(self, conversations: Sequence[Sequence[Message]], options: ChatOptions | None = None) -> list[TokenizedText]:
-        """As `prompt` each. Errors say which of several conversations is wrong."""
+        """Do the same as `prompt` for each conversation. Errors say which of several is wrong."""
         texts = []
         for index, messages in enumerate(conversations):
             try:

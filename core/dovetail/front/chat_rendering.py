@@ -57,7 +57,7 @@ class TemplateRenderer:
         return text
 
     def try_all(self, template: ChatTemplate, variables: Sequence[Mapping[str, Any]]) -> list[str | None]:
-        """As `render` each, all of them within the time of one; None where the template refuses or fails."""
+        """Render each like `render`, all within the time limit of one. An entry is None where the template refuses or fails."""
         return [answer.get("text") for answer in self._answers(template, variables, ())]
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ def _place(template: ChatTemplate, refusal: Mapping[str, Any]) -> str:
 
 
 class _Processes:
-    """At most `most` of them; each serves one render at a time."""
+    """A pool of at most `most` processes. Each serves one render at a time."""
 
     def __init__(self, most: int, max_bytes: int) -> None:
         self._most, self._max_bytes = most, max_bytes

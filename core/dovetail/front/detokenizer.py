@@ -27,10 +27,10 @@ class TokenText(Protocol):
     """Text of a growing list of token ids."""
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """What became certain; often the tokens' text, sometimes nothing."""
+        """Add tokens and return the text that can no longer change: often that of these tokens, sometimes none."""
 
     def flush(self) -> str:
-        """What is held back: half a character, as U+FFFD."""
+        """Return what was held back, half a character, as U+FFFD."""
 
 
 def token_text(tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool) -> TokenText:
@@ -171,11 +171,11 @@ class IncrementalText:
 
     @property
     def text(self) -> str:
-        """All released so far."""
+        """The text released so far."""
         return self._released.decode(*ENCODING)
 
     def take_delta(self) -> str:
-        """What was released since the last call."""
+        """Return the text that was released since the last call."""
         delta = self._released[self._taken :].decode(*ENCODING)
         self._taken = len(self._released)
         return delta
@@ -210,7 +210,7 @@ class IncrementalText:
         return None
 
     def flush(self, stopped: bool = False) -> None:
-        """It has ended: what was held back is released, unless a stop string ended it (`stopped`, or as seen here)."""
+        """End the text. What was held back is released, unless a stop string ended it (`stopped`, or as seen here)."""
         if not stopped and self.stopped is None:
             self._put(self._held + self._tokens.flush(), "")
         self._held = ""

@@ -51,7 +51,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How many devices compute: one."""
+    """Number of devices: one."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

@@ -1,4 +1,4 @@
-"""What a model's own files say of generating: where it ends (EOS ids) and how to sample, unless a request says otherwise."""
+"""Defaults for generating from a model's own files: where an answer ends (EOS ids) and how to sample, unless a request says otherwise."""
 
 from __future__ import annotations
 

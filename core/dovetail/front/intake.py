@@ -120,7 +120,7 @@ class Intake:
         ids = self._tokenizer().encode_all([*words, *(f" {word.lstrip()}" for word in words)], special_tokens=False)
         for word, *variants in zip(words, ids[: len(words)], ids[len(words) :], strict=True):
             if not any(variants):
-                raise RequestError(f"bad_words: {shown(word)} is no token of this model's tokenizer, so it can't be kept out")
+                raise RequestError(f"bad_words: {shown(word)} is no token of this model's tokenizer, so it can't be banned")
         sequences = dict.fromkeys(tuple(variant) for variant in ids if variant)
         bounds.at_most("bad_words: the tokens of all together", sum(map(len, sequences)), self.facts.limits, "max_bad_word_tokens")
         return tuple(sequences)

@@ -70,7 +70,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> OutputStream:
-        """As `generate`, but an iterator of deltas as they are computed: an output holds what is new of the prompt at its `prompt_index`.
+        """Generate like `generate`, but return an iterator of deltas as they are computed: an output holds what is new for the prompt at its
+        `prompt_index`.
 
         Raises `RequestError` at once if a prompt is wrong. Closing the iterator, or leaving its `with` block, aborts what is unfinished.
         """
@@ -117,7 +118,7 @@ class LLM:
         return self.engine
 
     def get_tokenizer(self) -> Any:
-        """As `LLMEngine.get_tokenizer`."""
+        """Return the tokenizer, as `LLMEngine.get_tokenizer` does."""
         return self.engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -130,7 +131,7 @@ class LLM:
         return facts.metrics(self.engine.stats())
 
     def close(self) -> None:
-        """As `LLMEngine.close`."""
+        """Close the engine, as `LLMEngine.close` does."""
         if "_chat" in vars(self):  # it was used
             self._chat.close()
         self.engine.close()

@@ -46,7 +46,7 @@ class TokenLogprobs(Sequence[TokenLogprobMap]):
 
     @classmethod
     def of_steps(cls, steps: Sequence[tuple[HostLogprobs, int]], asked: int, texts: TokenTexts) -> TokenLogprobs:
-        """Each token's are at a position of its step's; of the alternatives there the first `asked` are taken. Keeps nothing of the steps."""
+        """Collect the log-probabilities of tokens, each at a position of its step's, and the first `asked` alternatives. Keeps no step's arrays."""
         token_ids = np.array([hosts.token_ids[position, : 1 + asked] for hosts, position in steps])
         logprobs = np.array([hosts.logprobs[position, : 1 + asked] for hosts, position in steps])
         return cls(token_ids, logprobs, np.array([hosts.ranks[position] for hosts, position in steps]), texts)
@@ -108,21 +108,21 @@ class LogprobLog:
         self.cumulative = 0.0  # the sum of the tokens' own
 
     def add(self, hosts: HostLogprobs, position: int) -> None:
-        """Another token's, which are at a position of its step's."""
+        """Add those of another token, at a position of its step's."""
         self.cumulative += float(hosts.logprobs[position, 0])
         self._steps.append((hosts, position))
         if len(self._steps) >= MOST_STEPS:
             self._pack()
 
     def read(self) -> Sequence[TokenLogprobMap]:
-        """All, or all since `drain`."""
+        """Return all of them, or all since `drain`."""
         self._pack()
         if len(self._parts) > 1:
             self._parts = [TokenLogprobs.joined(self._parts)]
         return self._parts[0] if self._parts else []
 
     def drain(self) -> Sequence[TokenLogprobMap]:
-        """As `read`; they are forgotten."""
+        """Return what `read` returns, and forget it."""
         new = self.read()
         self._parts = []
         return new

@@ -30,16 +30,16 @@ class OwnRequests:
 
     @property
     def unfinished(self) -> bool:
-        """Whether outputs are still to come, or to be taken."""
+        """True while outputs are still to be computed or taken."""
         return bool(self._places or self._outputs)
 
     def add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> None:
-        """All of them, or none: before any is computed. Raises as `LLMEngine.add_request` does."""
+        """Add all requests or none, before any is computed. Raises as `LLMEngine.add_request` does."""
         self._engine.add_list(lambda: self._add(prompts, params))
 
     def step(self) -> list[RequestOutput]:
-        """What has come of them; if that is nothing, after a step. Raises `EngineDeadError` if the engine has failed or was closed, and
-        `RequestError` if one of them was aborted by somebody else."""
+        """Return the outputs that are ready; if there are none, run a step first. Raises `EngineDeadError` if the engine has failed or was closed,
+        and `RequestError` if one of them was aborted by another caller."""
         self._engine.turns.take(self._step)
         outputs = []
         while self._outputs:
@@ -47,14 +47,14 @@ class OwnRequests:
         return outputs
 
     def abort(self) -> None:
-        """End those that are unfinished."""
+        """Abort the unfinished requests."""
         self._ending = True
         self._engine.abort_request(list(self._places))
         self._places.clear()
         self._outputs.clear()
 
     def abandon(self) -> None:
-        """As `abort`, a little later: for the garbage collector."""
+        """Abort like `abort`, but a little later: made for finalizers, which may run inside a step."""
         self._engine.abandon(list(self._places))
 
     def __enter__(self) -> OwnRequests:
@@ -78,7 +78,7 @@ class OwnRequests:
         if self._places and not self._outputs:
             self._engine.step_for_takers()
         if self._aborted:
-            raise RequestError("a request of this call was aborted by somebody else")
+            raise RequestError("a request of this call was aborted by another caller")
         reason = self._engine.core.dead
         if reason is not None:
             raise EngineDeadError(f"the engine died while it generated: {reason}") from reason

@@ -40,7 +40,7 @@ class StopStrings:
         return state, 0, 0
 
     def held(self, state: int) -> int:
-        """How many of the last characters may turn out to begin a stop string."""
+        """Return how many of the last characters may turn out to begin a stop string."""
         return self._held[state]
 
     def _add(self, stop: str) -> None:

@@ -86,10 +86,10 @@ class Tokenizer:
         return ids
 
     def encode_all(self, texts: Sequence[str], special_tokens: bool = True) -> list[list[int]]:
-        """As `encode` each; on all cores, where the tokenizer isn't written in Python."""
+        """Encode each text like `encode`; on all cores, unless the tokenizer is written in Python."""
         for text in texts:
             if error := unicode_error(text):
-                raise RequestError(f"half a surrogate pair, {error.object[error.start]!r}, at character {error.start}: that is no text")
+                raise RequestError(f"the text isn't valid Unicode: half a surrogate pair, {error.object[error.start]!r}, at character {error.start}")
         if not texts:
             return []  # transformers can't
         encoded = self._tokenizer(list(texts), add_special_tokens=special_tokens, return_attention_mask=False, verbose=False)
@@ -112,7 +112,7 @@ def _no_tokenizer(directory: Path, reason: str) -> ModelLoadError:
 
 
 def _is_empty(tokenizer: Any) -> bool:
-    """What transformers makes of a directory without tokenizer files, for some models: special tokens and nothing else."""
+    """True if the tokenizer has special tokens alone: transformers makes such a one, for some models, of a directory without tokenizer files."""
     return len(tokenizer) < 100 and not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
 
 

@@ -22,7 +22,7 @@ class Unread:
         self._end: BaseException | None = None
 
     def put(self, output: RequestOutput, *, is_delta: bool) -> bool:
-        """True if the reader is to be told that something is there."""
+        """Add an output. Returns True if the reader must be told that one is there."""
         with self._lock:
             if is_delta and self._output is not None:
                 if self._deltas is None:
@@ -33,13 +33,13 @@ class Unread:
             return self._tell()
 
     def end(self, end: BaseException) -> bool:
-        """As `put`: nothing comes any more, for this reason."""
+        """Note that no more outputs come, and why. Returns the same as `put`."""
         with self._lock:
             self._end = end
             return self._tell()
 
     def take(self) -> tuple[RequestOutput | None, BaseException | None]:
-        """What waits, if anything does, and the end, if it has come."""
+        """Take the output that waits, if any, and the exception that ended the request, if it has ended."""
         with self._lock:
             output, deltas, self._output, self._deltas, self._told = self._output, self._deltas, None, None, False
             end = self._end

@@ -22,7 +22,7 @@ logger = logging.getLogger("dovetail")
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """What becomes of an argument."""
+    """How an argument of another engine is translated."""
 
     name: str
     key: str | None  # of `engine.yaml`; None: it is left out
@@ -89,7 +89,7 @@ def _check_spelling(name: str) -> None:
 
 
 def _is_given(key: str, overrides: Mapping[str, Any]) -> bool:
-    """Whether an override sets this dotted key already."""
+    """True if an override sets this dotted key already."""
     outer, _, option = key.partition(".")
     return key in overrides or (bool(option) and isinstance(overrides.get(outer), Mapping) and option in overrides[outer])
 

@@ -1,4 +1,4 @@
-"""What torch's modules don't tell type checkers: that layers return one tensor, and what a list of modules holds."""
+"""Types that torch's modules don't tell type checkers: a layer returns one tensor, and a list of modules holds modules of one kind."""
 
 from __future__ import annotations
 

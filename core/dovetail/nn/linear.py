@@ -51,7 +51,7 @@ def linear(
 
 
 def kernel_for_few(rows: int, weight: torch.Tensor, gated: bool = False) -> Kernel | None:
-    """What is quicker than torch for so few rows, if anything is."""
+    """Return a kernel that is quicker than torch for so few rows, or None."""
     if rows > FEW_ROWS or not _on_matrix_units(weight) or (rows > FEW_ROWS_BESIDE_MANY and has_many_rows(weight.device)):
         return None
     from dovetail.nn.kernels import few_rows, one_row
@@ -64,7 +64,7 @@ def kernel_for_few(rows: int, weight: torch.Tensor, gated: bool = False) -> Kern
 
 
 def kernel_for_many(rows: int, weight: torch.Tensor, gated: bool = False, in_parts: bool = False) -> Kernel | None:
-    """What is quicker than torch for more rows, if anything is; called as `kernels.many_rows.linear`."""
+    """Return a kernel that is quicker than torch for more rows, or None. It is called like `kernels.many_rows.linear`."""
     if not _on_matrix_units(weight) or not has_many_rows(weight.device):
         return None
     from dovetail.nn.kernels import many_rows
@@ -74,7 +74,7 @@ def kernel_for_many(rows: int, weight: torch.Tensor, gated: bool = False, in_par
 
 
 def _on_matrix_units(weight: torch.Tensor) -> bool:
-    """Whether a kernel may compute with them: they round float32."""
+    """True if a kernel may use matrix units for this weight: they would round float32."""
     return weight.dtype in (torch.bfloat16, torch.float16) and use_kernels(weight)
 
 

@@ -44,7 +44,7 @@ class Part:
         return values if self.copies == 1 else torch.cat([values] * self.copies, dim=self.dim)
 
     def place(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Its part of the parameter, with all its copies: a view."""
+        """Return a view of its part of the parameter, with all its copies."""
         return parameter.narrow(self.dim, self.at, self.size * self.copies)
 
 
@@ -88,7 +88,7 @@ def whole(shape: tuple[int, ...], context: BuildContext, *, scale: bool = False)
 
 
 def share(total: int, group: ParallelGroup, what: str) -> int:
-    """How many of `total` each rank gets; raises `UnsupportedError` naming `what` when they can't be split evenly."""
+    """Return how many of `total` each rank gets. Raises `UnsupportedError` naming `what` when they can't be split evenly."""
     if total % group.size:
         raise UnsupportedError(f"{what} ({total}) can't be split evenly over {group.size} ranks")
     return total // group.size

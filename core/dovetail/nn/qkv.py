@@ -1,4 +1,4 @@
-"""All between the projection of q, k and v and attention: the norm of heads, rotary positions, storing K and V in the cache."""
+"""The work between the projection of q, k and v and attention: the norm of heads, rotary positions, storing K and V in the cache."""
 
 from __future__ import annotations
 

@@ -34,9 +34,9 @@ class Residual:
             self._parts = None
         return self._x
 
-    def keep(self, places: torch.Tensor) -> None:
-        """The stream is that of the tokens at `places` [n] int64 from here on."""
-        self._x = self.x.index_select(0, places)
+    def keep(self, indices: torch.Tensor) -> None:
+        """Reduce the stream to the tokens at `indices` [n] int64."""
+        self._x = self.x.index_select(0, indices)
 
     def add_parts(self, parts: torch.Tensor) -> None:
         """The stream gets the sum over the first dimension of parts [parts, tokens, hidden] float32, at the latest when it is read."""

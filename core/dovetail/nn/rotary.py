@@ -26,7 +26,7 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor by which cos and sin are multiplied."""
         return 1.0
 
     def frequencies(self) -> torch.Tensor:
@@ -92,7 +92,7 @@ class YarnRope(Rope):
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _pair_that_turns(self, times: float) -> float:
-        """Which dimension pair turns that many times within the original length."""
+        """Return the dimension pair that turns that many times within the original length."""
         return (self.head_size * math.log(self.original_max_len / (times * 2 * math.pi))) / (2 * math.log(self.theta))
 
     def frequencies(self) -> torch.Tensor:
@@ -190,8 +190,8 @@ _MAKERS: dict[str, Callable[[Mapping[str, Any], float, int], Rope]] = {
 
 @dataclass(frozen=True)
 class Rotation:
-    """What turns the tokens of one step, the same for all layers: the rows `positions` of `table`. Kernels read them there; spelled out for
-    plain torch they are `cos` and `sin`."""
+    """The rotary embedding of the tokens of one step, the same for all layers: the rows `positions` of `table`. Kernels read them there; plain torch
+    uses `cos` and `sin`, which hold the same rows."""
 
     table: torch.Tensor  # [max_len, head_size] float32: cos of each pair, then sin of each pair
     positions: torch.Tensor  # [tokens] int64

@@ -78,7 +78,7 @@ class PluginSelection(BaseModel):
                 hint = near or ', expected something like "allow=a,b;deny=c"'
                 raise ConfigError(where.says(f"can't read {shown(part)}{hint}"))
             if key in given:
-                raise ConfigError(where.says(f"{key} is there twice: write one list, like {key}=a,b"))
+                raise ConfigError(where.says(f"{key} is given twice: write one list, like {key}=a,b"))
             given[key] = None if (key, names) == ("allow", "*") else [name.strip() for name in names.split(",") if name.strip()]
         try:
             return PluginSelection(**{**self.model_dump(), **given})

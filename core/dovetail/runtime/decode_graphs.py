@@ -38,7 +38,7 @@ WARM_UPS = 2  # runs before a capture: kernels are compiled, workspaces made
 
 
 class Kind(Enum):
-    """What a recording is for."""
+    """The kind of step that a recording replays."""
 
     PLAIN = auto()
     SHARING = auto()  # attention reads a prefix that all rows share once
@@ -55,7 +55,7 @@ class DecodeGraph:
 
 
 class Inputs:
-    """What the host tells of a step's rows, in one piece of device memory, so that it comes in one copy."""
+    """The inputs of a step that come from the host, in one buffer on the device, so that one copy brings them."""
 
     def __init__(self, size: int, nobody: int, device: torch.device) -> None:
         self.size, self._nobody = size, nobody
@@ -66,7 +66,7 @@ class Inputs:
         self.fill(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     def holds_table(self, width: int) -> bool:
-        """Whether there is room for the rows' block tables, if the widest has so many blocks."""
+        """True if there is room for the rows' block tables when the widest has `width` blocks."""
         return self.size * width <= TABLE_ENTRIES
 
     def table(self, width: int) -> torch.Tensor:
@@ -94,8 +94,8 @@ def sharing_sizes(max_rows: int) -> tuple[int, ...]:
 def sample(
     sampler: Sampler, rows: RowState, of: torch.Tensor, positions: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor, full: bool
 ) -> Sampled:
-    """What a recorded step ends with, as device work: tokens for the rows `of` [n] int64 whose last known ones are at `positions` [n] int64, from
-    logits [n, vocab] and the hidden states [n, hidden] that these are of; and the rows grow by them."""
+    """Sample a token for each of the rows `of` [n] int64 whose last known one is at `positions` [n] int64, and append it to the row: the end of a
+    recorded step, device work only. `logits` is [n, vocab], computed from `hidden` [n, hidden]."""
     if not full:
         return Sampled(append(rows, of, positions, sampler.sample_captured(logits, of), hidden))
     sampled = sampler.sample_fully_captured(logits, of)
@@ -118,10 +118,10 @@ def record(run: Callable[[], Sampled], pool: Any, warm_ups: int, device: torch.d
 
 
 class DecodeGraphs:
-    """All kinds and sizes, sharing one memory pool: one replay at a time uses it."""
+    """The recorded decode steps of all kinds and sizes. They share one memory pool, since only one replay at a time uses it."""
 
     def __init__(self, model: Any, backend: AttentionBackend, sampler: Sampler, rows: RowState, max_tokens: int) -> None:
-        """For steps of as many rows as there are, or as a step may have tokens."""
+        """Plan recordings for steps of up to all rows, or up to `max_tokens` rows if that is less."""
         self._model, self._backend, self._sampler, self._rows = model, backend, sampler, rows
         sizes = row_sizes(min(rows.max_rows, max_tokens))
         self._sizes = {Kind.PLAIN: sizes}
@@ -162,7 +162,7 @@ class DecodeGraphs:
                 progress("capturing CUDA graphs", done + 1, len(wanted))
 
     def kind_for(self, host_rows: Int64, shared_prefix_blocks: int) -> Kind | None:
-        """How a step of these rows' decodes can be replayed; None if it can't."""
+        """Return the kind of recording that can replay a decode step of these rows, or None."""
         shares = shared_prefix_blocks > 0 and Kind.SHARING in self._sizes
         if self._sampler.capturable(host_rows):
             return Kind.SHARING if shares else Kind.PLAIN
@@ -213,7 +213,7 @@ class DecodeGraphs:
         return record(run, pool, warm_ups, self._rows.device)
 
     def _decode(self, rows: torch.Tensor, full: bool) -> Sampled:
-        """What is recorded: device work only, at fixed addresses. rows [size] int64."""
+        """Compute the step that is recorded: device work only, at fixed addresses. rows [size] int64."""
         token_ids, positions = last_tokens(self._rows, rows)
         hidden = self._model(token_ids, positions)
         return sample(self._sampler, self._rows, rows, positions, self._model.logits(hidden), hidden, full)

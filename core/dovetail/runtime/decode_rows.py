@@ -1,4 +1,5 @@
-"""What a decode step does with its rows before the model and after the sampler, as device work that a CUDA graph can record (`decode_graphs`).
+"""Functions that read a decode step's rows before the model and extend them after the sampler, on the device, so that a CUDA graph can record them
+(`decode_graphs`).
 
 Each is one kernel where kernels run (`decode_rows_kernels`), instead of some ten of torch's that take longer to come and go than they compute.
 """
@@ -26,7 +27,7 @@ def last_tokens(state: RowState, rows: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def append(state: RowState, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """To rows [n] int64, whose last known tokens are at `positions` [n] int64, append token_ids [n] int64. Rows differ, but for nobody's: that may
+    """Append token_ids [n] int64 to rows [n] int64, whose last known tokens are at `positions` [n] int64. Rows differ, but for nobody's: that may
     be there many times, keeps its length of 1, and what lies behind that is undefined. The host's counts are left to the caller.
 
     Returns [2, n] int64: the ids, and whether `hidden` [n, hidden] holds NaN in that row.

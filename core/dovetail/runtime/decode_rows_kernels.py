@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.row import warps_of_row
 from dovetail.runtime.row_state import RowState
@@ -22,11 +22,11 @@ def _last_tokens(
     width,
     token_ids,
     positions,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    let_next_begin(CHAINED)
+    let_next_begin(PDL)
     i = tl.program_id(0)
-    wait(CHAINED)
+    wait(PDL)
     row = tl.load(rows + i)
     position = tl.load(num_known + row).to(tl.int64) - 1
     tl.store(positions + i, position)
@@ -46,12 +46,12 @@ def _append(
     outputs,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    let_next_begin(CHAINED)
+    let_next_begin(PDL)
     i = tl.program_id(0)
     at = tl.arange(0, BLOCK)
-    wait(CHAINED)
+    wait(PDL)
     values = tl.load(hidden + i.to(tl.int64) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
     row, end, token_id = tl.load(rows + i), tl.load(positions + i) + 1, tl.load(token_ids + i)
     tl.store(known + row * width + end, token_id.to(tl.int32))
@@ -64,7 +64,7 @@ def last_tokens(state: RowState, rows: torch.Tensor) -> tuple[torch.Tensor, torc
     token_ids, positions = torch.empty_like(rows), torch.empty_like(rows)
     if len(rows):
         launch(_last_tokens, (len(rows),))(
-            rows, state.token_ids, state.num_tokens, state.row_width, token_ids, positions, num_warps=1, **chained(rows.device)
+            rows, state.token_ids, state.num_tokens, state.row_width, token_ids, positions, num_warps=1, **pdl_options(rows.device)
         )
     return token_ids, positions
 
@@ -87,6 +87,6 @@ def append(state: RowState, rows: torch.Tensor, positions: torch.Tensor, token_i
             SIZE=size,
             BLOCK=block,
             num_warps=warps_of_row(block),
-            **chained(hidden.device),
+            **pdl_options(hidden.device),
         )
     return outputs

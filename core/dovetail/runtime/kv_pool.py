@@ -1,4 +1,4 @@
-"""How K and V of a model are laid out in blocks, and how many blocks the pool gets."""
+"""The layout of a model's K and V in blocks, and the number of blocks in the pool."""
 
 from __future__ import annotations
 

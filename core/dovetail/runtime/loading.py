@@ -1,4 +1,4 @@
-"""From a model directory to a module with its weights: what an executor calls once, for each rank."""
+"""Loading a model directory into a module with its weights. An executor calls it once for each rank."""
 
 from __future__ import annotations
 

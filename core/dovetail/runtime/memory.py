@@ -1,4 +1,4 @@
-"""How much memory there is for K and V."""
+"""The memory that is available for K and V."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def available_ram_bytes() -> int:
-    """What this process may still take without swapping: of the machine, or of its container where that is less."""
+    """Return the memory that this process may still take without swapping: the machine's, or its container's where that is less."""
     return min(_machine_available(), _cgroup_available())
 
 

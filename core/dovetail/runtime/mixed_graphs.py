@@ -26,7 +26,7 @@ from dovetail.runtime.token_sizes import padded_sizes, typical
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is replayed, and then what is launched: attention from `q` to `out`, none after the last piece, which may be the only one."""
+    """One graph of a piecewise recording, and the attention launched after it, from `q` to `out`: none after the last piece, perhaps the only one."""
 
     graph: torch.cuda.CUDAGraph
     layer: AttentionLayer | None = None
@@ -58,11 +58,11 @@ class Recording:
         return len(self.pieces) == 1
 
 
-class CutLayer(AttentionLayer):
-    """An attention layer at which a recording is cut, if it is cut at all."""
+class SplitLayer(AttentionLayer):
+    """An attention layer at which a recording is split, if it is split at all."""
 
-    def __init__(self, layer: AttentionLayer, cuts: Cuts) -> None:
-        self.spec, self._layer, self._cuts = layer.spec, layer, cuts
+    def __init__(self, layer: AttentionLayer, splitter: LayerSplitter) -> None:
+        self.spec, self._layer, self._splitter = layer.spec, layer, splitter
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self._layer.write(k, v)
@@ -71,19 +71,19 @@ class CutLayer(AttentionLayer):
         return self._layer.cache_for_fused_write()
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        if self._cuts.recorder is None:
+        if self._splitter.recorder is None:
             return self._layer.attend(q)
-        return self._cuts.recorder.cut(self._layer, q)
+        return self._splitter.recorder.split(self._layer, q)
 
 
-class Cuts:
-    """Makes the layers of a model that may be recorded in pieces."""
+class LayerSplitter:
+    """Wraps the attention layers of a model so that it can be recorded in pieces, as piecewise CUDA graphs."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None  # while one records
 
     def wrap(self, make_layer: Callable[[LayerSpec], AttentionLayer]) -> Callable[[LayerSpec], AttentionLayer]:
-        return lambda spec: CutLayer(make_layer(spec), self)
+        return lambda spec: SplitLayer(make_layer(spec), self)
 
 
 Buffers = dict[torch.Size, tuple[torch.Tensor, torch.Tensor]]  # [heads, head_size] of a layer -> its q, and what attention makes of it
@@ -101,7 +101,7 @@ class Recorder:
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(pool=self._pool)
 
-    def cut(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
+    def split(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
         """End the piece where q is known; the next begins with what attention makes of it. Layers that are alike take turns with two buffers."""
         if q.shape[1:] not in self._buffers:
             self._buffers[q.shape[1:]] = torch.empty_like(q), torch.empty_like(q)
@@ -123,11 +123,11 @@ def sharing_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 class MixedGraphs:
-    """All sizes of one model. A backend that can read a shared prefix once inside a graph gets recordings of their own for that."""
+    """The recorded mixed steps of one model, in all sizes. A backend that can read a shared prefix once in a graph gets separate ones for that."""
 
-    def __init__(self, model: Any, cuts: Cuts, backend: AttentionBackend, rows: RowState, most_tokens: int) -> None:
-        """For steps of up to `most_tokens`."""
-        self._model, self._cuts, self._backend, self._rows, self._device = model, cuts, backend, rows, rows.device
+    def __init__(self, model: Any, splitter: LayerSplitter, backend: AttentionBackend, rows: RowState, most_tokens: int) -> None:
+        """Plan recordings for steps of up to `most_tokens` tokens."""
+        self._model, self._splitter, self._backend, self._rows, self._device = model, splitter, backend, rows, rows.device
         self._whole = backend.capabilities.cuda_graph == "mixed"
         sizes = padded_sizes(most_tokens)
         self._sizes = {False: sizes, True: sharing_sizes(sizes) if self._whole and backend.capabilities.shared_prefix else ()}  # shares a prefix
@@ -158,17 +158,17 @@ class MixedGraphs:
 
     @property
     def hidden(self) -> torch.Tensor:
-        """What a run of the largest size returned last."""
+        """The hidden states that the latest run of the largest size wrote."""
         return self._recordings[False, self._sizes[False][-1]].hidden
 
     def recording_for(self, num_tokens: int, shared_prefix_blocks: int, *, all_states: bool = False) -> Recording | None:
         """The smallest that holds such a step; None if there are too many tokens, or if `all_states` are needed and it hasn't all."""
         shares = self._whole and shared_prefix_blocks > 0
         sizes = self._sizes[shares]
-        place = bisect_left(sizes, num_tokens)
-        if place == len(sizes) or (all_states and sizes[place] >= self._all_states_below):
+        index = bisect_left(sizes, num_tokens)
+        if index == len(sizes) or (all_states and sizes[index] >= self._all_states_below):
             return None
-        return self._recordings[shares, sizes[place]]
+        return self._recordings[shares, sizes[index]]
 
     def run(self, recording: Recording) -> torch.Tensor:
         """The hidden states, [size, hidden] or of wanted tokens, of the step that the recording's inputs hold and the backend has planned, with the
@@ -187,7 +187,7 @@ class MixedGraphs:
         return inputs
 
     def _run(self, inputs: FixedInputs) -> torch.Tensor:
-        token_ids = self._rows.token_ids.view(-1).index_select(0, inputs.places).long()
+        token_ids = self._rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
         hidden: torch.Tensor = self._model(token_ids, inputs.positions, inputs.wanted if len(inputs.wanted) else None)
         return hidden
 
@@ -197,13 +197,13 @@ class MixedGraphs:
         torch.cuda.synchronize(self._device)
         recorder = Recorder(pool, self._buffers)
         if not self._whole:
-            self._cuts.recorder = recorder
+            self._splitter.recorder = recorder
         try:
             recorder.begin()
             hidden = self._run(inputs)
             recorder.end()
         finally:
-            self._cuts.recorder = None
+            self._splitter.recorder = None
         return Recording(inputs, hidden, tuple(recorder.pieces))
 
     def _padding(self, inputs: FixedInputs, shared_prefix_blocks: int) -> AttentionBatch:

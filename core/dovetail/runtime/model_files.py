@@ -35,7 +35,7 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
     config = read_config(model_dir)
     names = config.architectures
     if not names:
-        raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: no 'architectures', so nobody knows what to build")
+        raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: no 'architectures', which say what model to build")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: 'architectures' must be a list of names, got {shown(names)}")
     serving = [target for target in models if set(names) & set(target.architectures)]
@@ -70,7 +70,7 @@ def read_config(model_dir: str | Path) -> Any:
         raise ModelLoadError(f"{path}: no such file; a model is a directory with config.json and safetensors files")
     raw = read_json_object(path)
     if "model_type" not in raw:
-        raise ModelLoadError(f"{path}: no 'model_type', so nobody knows how to read it")
+        raise ModelLoadError(f"{path}: no 'model_type', which says how to read the config")
     for key, value in raw.items():
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ModelLoadError(f"{path}: {key}: {value} is more than any size can be")

@@ -1,4 +1,4 @@
-"""How much GPU memory an engine takes beside its KV pool: found out by running the biggest step there can be."""
+"""Measuring the GPU memory that an engine takes beside its KV pool, by running the largest possible step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def biggest_batch(rows: RowState, max_tokens: int) -> Batch:
     tokens, blocks = np.zeros(count, np.int32), np.zeros(-(-count // rows.block_size), np.int32)
     added = tuple(NewRow(row, "profile", tokens, count, 0, blocks, RowSampling()) for row in range(num_rows))
     index = np.arange(num_rows, dtype=np.int32)
-    return empty_batch(added=added, rows=index, num_tokens=np.full(num_rows, count, np.int32), samples=np.ones(num_rows, np.bool_))
+    return empty_batch(added=added, rows=index, num_tokens=np.full(num_rows, count, np.int32), yields_token=np.ones(num_rows, np.bool_))
 
 
 def empty_batch(**changes: object) -> Batch:
@@ -49,6 +49,6 @@ def empty_batch(**changes: object) -> Batch:
         "copies": (),
         "rows": nothing,
         "num_tokens": nothing,
-        "samples": nothing.astype(np.bool_),
+        "yields_token": nothing.astype(np.bool_),
     }
     return Batch(**{**fields, **changes})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What an executor remembers of each row between steps: tokens, lengths, block table. A step sends only what changed.
+"""The state that an executor keeps of each row between steps: tokens, lengths, block table. A step sends only what changed.
 
 The tokens and tables live on the device, because the next step is planned before the host knows the ids that this one samples. Lengths need no
 ids to be known, so the host counts them itself, in numpy, and never has to ask the device.
@@ -42,7 +42,7 @@ class RowState:
         self._prompt_lens_at, self._token_ids_at, self._block_table_at = np.cumsum(sizes[:3]).tolist()
         # The host's own copies: of the tables, and counts in int64
         self.host_blocks = np.zeros((max_rows, self.max_blocks), np.int32)  # equals block_table
-        self._unsent: list[Int64] = []  # places in it, flat, that the device hasn't been told of
+        self._unsent: list[Int64] = []  # indices into it, flat, that the device hasn't been told of
         self.known = np.zeros(max_rows, np.int64)  # equals num_tokens
         self.computed = np.zeros(max_rows, np.int64)  # tokens whose K and V are there, or enqueued
         self.num_blocks = np.zeros(max_rows, np.int64)
@@ -76,7 +76,7 @@ class RowState:
         """Raise `DovetailError` naming a request whose tokens or blocks don't suffice for what the batch wants computed."""
         ends = self.computed[batch.rows] + batch.num_tokens
         wrong = (batch.num_tokens < 1) | (ends > self.known[batch.rows]) | (ends > self.num_blocks[batch.rows] * self.block_size)
-        wrong |= (ends > self.max_len) | (batch.samples & (ends != self.known[batch.rows]))
+        wrong |= (ends > self.max_len) | (batch.yields_token & (ends != self.known[batch.rows]))
         if wrong.any():
             row, count = (int(values[wrong.argmax()]) for values in (batch.rows, batch.num_tokens))
             raise DovetailError(
@@ -91,14 +91,14 @@ class RowState:
         return blocks * self.block_size + positions % self.block_size
 
     def advance(self, rows: NDArray[np.int32], num_tokens: NDArray[np.int32]) -> None:
-        """So many tokens more of each row are computed."""
+        """Note that `num_tokens` more tokens of each row are computed."""
         self.computed[rows] += num_tokens
 
     def append(self, token_ids: torch.Tensor, rows: torch.Tensor, host_rows: Int64) -> None:
         """One sampled token a row, [n] int64 on the device, becomes its next known one. `host_rows` are the same rows."""
         known = self.known[host_rows]
-        places, grown = all_to_device([host_rows * self.row_width + known, (known + 1).astype(np.int32)], self.device)
-        self.token_ids.view(-1).index_copy_(0, places, token_ids.to(torch.int32))
+        indices, grown = all_to_device([host_rows * self.row_width + known, (known + 1).astype(np.int32)], self.device)
+        self.token_ids.view(-1).index_copy_(0, indices, token_ids.to(torch.int32))
         self.num_tokens.index_copy_(0, rows, grown)
         self.known[host_rows] += 1
 
@@ -133,33 +133,33 @@ class RowState:
     def _append_blocks(self, rows: Int64, blocks: NDArray[np.int32]) -> None:
         order = np.argsort(rows, kind="stable")  # a row's blocks together, in their order
         rows = rows[order]
-        places = self.num_blocks[rows] + counts_within(rows)
-        if (places >= self.max_blocks).any():
-            row = int(rows[(places >= self.max_blocks).argmax()])
+        columns = self.num_blocks[rows] + counts_within(rows)
+        if (columns >= self.max_blocks).any():
+            row = int(rows[(columns >= self.max_blocks).argmax()])
             raise DovetailError(f"request {self.request_ids[row]!r} was given more than the {self.max_blocks} blocks that a row holds")
         np.add.at(self.num_blocks, rows, 1)
-        self.host_blocks[rows, places] = blocks[order]
-        self._unsent.append(rows * self.max_blocks + places)
+        self.host_blocks[rows, columns] = blocks[order]
+        self._unsent.append(rows * self.max_blocks + columns)
 
     def _send(self, changes: list[Change]) -> None:
         """These, and blocks that weren't sent."""
         if self._unsent:
-            places = np.concatenate(self._unsent)  # some twice, if a row was given up and begun again meanwhile: with the same number
-            changes = [*changes, (self._block_table_at + places, self.host_blocks.reshape(-1)[places])]
+            indices = np.concatenate(self._unsent)  # some twice, if a row was given up and begun again meanwhile: with the same number
+            changes = [*changes, (self._block_table_at + indices, self.host_blocks.reshape(-1)[indices])]
             self._unsent = []
         where, numbers = (np.concatenate(parts) for parts in zip(*changes, strict=True))
         self._all.index_copy_(0, *all_to_device([where, numbers], self.device))
 
 
 def counts_within(groups: Int64) -> Int64:
-    """For groups that stand together, [2, 2, 2, 5, 5]: each element's place in its own, [0, 1, 2, 0, 1]."""
+    """Return each element's index within its group of equal neighbours: [0, 1, 2, 0, 1] for [2, 2, 2, 5, 5]."""
     index = np.arange(len(groups))
     begins = np.concatenate([[True], groups[1:] != groups[:-1]])
     return index - np.maximum.accumulate(np.where(begins, index, 0))
 
 
 def _laid_out(starts: Int64, values: list[NDArray[np.int32]]) -> Change:
-    """Each of `values` from its start on."""
+    """Return indices and values to write each of `values` at its start, one after the other."""
     lens = np.array([len(part) for part in values])
-    places = np.repeat(starts - (np.cumsum(lens) - lens), lens) + np.arange(lens.sum())
-    return places, np.concatenate(values).astype(np.int32, copy=False)
+    indices = np.repeat(starts - (np.cumsum(lens) - lens), lens) + np.arange(lens.sum())
+    return indices, np.concatenate(values).astype(np.int32, copy=False)

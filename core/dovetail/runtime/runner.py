@@ -46,7 +46,7 @@ class LogprobsCopy:
 
 
 class DeviceSpan:
-    """A stretch of a GPU's queue, timed by the GPU: from where this is made to where it is closed."""
+    """A span of a GPU's queue, timed by the GPU: from where this is made to where it is closed."""
 
     __slots__ = ("_begin", "_end", "_stream")
 
@@ -59,12 +59,12 @@ class DeviceSpan:
         self._end.record(self._stream)
 
     def wait(self) -> None:
-        """Until the device has passed the end."""
+        """Wait until the device has passed the end."""
         self._end.synchronize()
 
     @property
     def seconds(self) -> float:
-        """Once it has."""
+        """The span's seconds on the GPU, once the device has passed its end."""
         return float(self._begin.elapsed_time(self._end)) / 1000
 
 
@@ -75,7 +75,7 @@ class PendingStep:
     step: int
     rows: NDArray[np.int32]  # [b]
     request_ids: list[str]  # of each row there is: by the time of `collect` it may be another's
-    samples: NDArray[np.bool_]  # [b]
+    yields_token: NDArray[np.bool_]  # [b]
     started: float  # when submitted, in seconds on the engine's clock
     token_ids: HostCopy | None = None  # [n] of the rows that sample
     broken: HostCopy | None = None  # [n] bool: their hidden states hold NaN
@@ -121,7 +121,7 @@ class Runner:
         started = self.clock.now()
         span = DeviceSpan(self.device) if self.device.type == "cuda" else None
         self._change_rows(batch)
-        pending = PendingStep(batch.step, batch.rows, self.rows.request_ids, batch.samples, started, span=span)
+        pending = PendingStep(batch.step, batch.rows, self.rows.request_ids, batch.yields_token, started, span=span)
         graphs, kind = self.graphs if self.graphs is not None and self._is_plain_decode(batch) else None, None
         if graphs is not None:
             self._tell_sampler(batch)
@@ -129,11 +129,11 @@ class Runner:
         if graphs is not None and kind is not None:
             self._replay(graphs, kind, batch, pending)
         else:
-            hidden, places = self._run_model(batch, pending)
+            hidden, last_indices = self._run_model(batch, pending)
             if graphs is None:
                 self._tell_sampler(batch)  # while the device computes
-            if len(places):
-                self._sample(batch, places, hidden, pending)
+            if len(last_indices):
+                self._sample(batch, last_indices, hidden, pending)
         self.rows.advance(batch.rows, batch.num_tokens)
         if span is not None:
             span.close()
@@ -148,11 +148,11 @@ class Runner:
             oldest = f"step {self._pending[0].step} is the oldest" if self._pending else "none is in flight"
             raise DovetailError(f"step {pending.step} was collected, but {oldest}")
         started, ended = self._wait(self._pending.popleft())
-        token_ids = np.full(len(pending.samples), -1, np.int64)
-        sampling = np.flatnonzero(pending.samples)
+        token_ids = np.full(len(pending.yields_token), -1, np.int64)
+        sampling = np.flatnonzero(pending.yields_token)
         sampled, broken = pending.outcome(len(sampling))
         token_ids[sampling] = sampled
-        failed = {int(sampling[place]): "the model's hidden state holds NaN" for place in np.flatnonzero(broken)}
+        failed = {int(sampling[index]): "the model's hidden state holds NaN" for index in np.flatnonzero(broken)}
         return Result(
             step=pending.step,
             token_ids=token_ids,
@@ -164,7 +164,7 @@ class Runner:
         )
 
     def _wait(self, pending: PendingStep) -> tuple[float, float]:
-        """Until it is computed; when it began and ended."""
+        """Wait until the step is computed. Returns when it began and ended."""
         if pending.ended is not None or pending.span is None:
             return pending.started, pending.ended or pending.started
         pending.span.wait()
@@ -178,31 +178,31 @@ class Runner:
         asks = np.flatnonzero(self._asks_prompt_logprobs(batch))
         all_states = len(asks) > 0
         recording = None if graphs is None else graphs.recording_for(host.num_tokens, shared_blocks, all_states=all_states)
-        places = host.ends[batch.samples].astype(np.int64) - 1  # in the step
-        inputs = host.to_device(self.device) if recording is None else recording.inputs.fill(host, places)
+        last_indices = host.ends[batch.yields_token].astype(np.int64) - 1
+        inputs = host.to_device(self.device) if recording is None else recording.inputs.fill(host, last_indices)
         self.backend.plan(self._attention_batch(batch, host, inputs, shared_blocks, recording))
         if graphs is not None and recording is not None:
             hidden, all_states = graphs.run(recording), recording.all_states
         else:
-            all_states = all_states or len(places) == host.num_tokens
-            hidden = self._launch_model(inputs, None if all_states else places)
+            all_states = all_states or len(last_indices) == host.num_tokens
+            hidden = self._launch_model(inputs, None if all_states else last_indices)
         self._ask_prompt_logprobs(asks, batch, host, hidden, pending)
-        return hidden, places if all_states else np.arange(len(places))
+        return hidden, last_indices if all_states else np.arange(len(last_indices))
 
     def _launch_model(self, inputs: DeviceInputs, wanted: NDArray[np.int64] | None) -> torch.Tensor:
-        """Hidden states [tokens, hidden]; of the tokens at `wanted` places alone, if it is given [n, hidden], n at least 1."""
-        token_ids = self.rows.token_ids.view(-1).index_select(0, inputs.places).long()
+        """Hidden states [tokens, hidden]; with `wanted`, indices of tokens, theirs alone: [n, hidden], n at least 1."""
+        token_ids = self.rows.token_ids.view(-1).index_select(0, inputs.token_indices).long()
         if wanted is not None and not len(wanted):
             wanted = np.array([len(token_ids) - 1])  # no row samples; models are promised a token
         hidden: torch.Tensor = self.model(token_ids, inputs.positions, None if wanted is None else to_device(wanted, self.device))
         return hidden
 
     def _is_plain_decode(self, batch: Batch) -> bool:
-        """Whether each row computes one token and samples: then a graph can replay the step, if one serves what they ask of the sampler."""
-        return bool((batch.num_tokens == 1).all() and batch.samples.all() and not self._asks_prompt_logprobs(batch).any())
+        """True if every row computes one token and samples it, so that a graph can replay the step if one serves what the rows ask of the sampler."""
+        return bool((batch.num_tokens == 1).all() and batch.yields_token.all() and not self._asks_prompt_logprobs(batch).any())
 
     def _replay(self, graphs: DecodeGraphs, kind: Kind, batch: Batch, pending: PendingStep) -> None:
-        """The longest rows first: kernels that take a row in one piece begin with them, and the short ones fill up the end."""
+        """Replay with the longest rows first: kernels that compute a row in one program begin with them, and the short ones fill up the end."""
         rows = batch.rows.astype(np.int64)
         order = np.argsort(-self.rows.known[rows], kind="stable")
         self._fetch(graphs.replay(kind, rows[order], self._worth_sharing(batch)), rows, pending, order)
@@ -249,14 +249,14 @@ class Runner:
             mixed_graph=recording is not None and recording.whole,
         )
 
-    def _sample(self, batch: Batch, host_places: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep) -> None:
-        """`host_places` [n]: of the rows that sample, in `hidden`."""
-        host_rows = batch.rows[batch.samples].astype(np.int64)
-        if self.sampling_graphs is not None and (replayed := self.sampling_graphs.replay(hidden, host_places, host_rows)) is not None:
+    def _sample(self, batch: Batch, host_indices: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep) -> None:
+        """Sample for each row that yields a token. `host_indices` [n]: where in `hidden` the states of their last tokens are."""
+        host_rows = batch.rows[batch.yields_token].astype(np.int64)
+        if self.sampling_graphs is not None and (replayed := self.sampling_graphs.replay(hidden, host_indices, host_rows)) is not None:
             self._fetch(replayed, host_rows, pending)
             return
-        rows, places = all_to_device([host_rows, host_places], self.device)
-        last = hidden.index_select(0, places)  # [n, hidden]
+        rows, indices = all_to_device([host_rows, host_indices], self.device)
+        last = hidden.index_select(0, indices)  # [n, hidden]
         sampled = self.sampler.sample(self.model.logits(last), rows, host_rows)
         self.rows.append(sampled.token_ids, rows, host_rows)
         pending.token_ids = HostCopy(sampled.token_ids)

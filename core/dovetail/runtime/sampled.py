@@ -1,4 +1,4 @@
-"""What a replayed graph leaves of sampling, and how it comes to the host: in one copy, log-probabilities and all."""
+"""The sampled tokens and log-probabilities that a replayed graph leaves on the device, and one copy that brings all of them to the host."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SampledCopy:
     __slots__ = ("_columns", "_copy", "_order", "_size")
 
     def __init__(self, sampled: Sampled, order: NDArray[np.int64] | None = None, *, with_logprobs: bool = False) -> None:
-        """`order` [n]: the places of a step's rows that the first n rows of `sampled` stand for; as they stand, if it is None."""
+        """`order` [n]: the first n rows of `sampled` belong to these indices of the step's rows; None: they are in the step's order."""
         self._order, self._size = order, sampled.size
         self._columns = sampled.columns if with_logprobs else 0
         self._copy = HostCopy(sampled.packed if with_logprobs and sampled.packed is not None else sampled.tokens)

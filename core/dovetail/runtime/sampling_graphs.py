@@ -29,16 +29,16 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class SamplingGraph:
-    """One size. A replay reads `places`, of which the first row says which rows sample, and `hidden`; it writes `sampled`."""
+    """The recording of one size. A replay reads `rows_and_indices`, whose first line says which rows sample, and `hidden`; it writes `sampled`."""
 
     graph: torch.cuda.CUDAGraph
-    places: torch.Tensor  # [2, size] int64: rows, nobody's for padding; and where the state of each one's last token is
+    rows_and_indices: torch.Tensor  # [2, size] int64: rows, nobody's for padding; and where the state of each one's last token is
     hidden: torch.Tensor  # [size, hidden]
     sampled: Sampled
 
 
 class SamplingGraphs:
-    """All sizes up to `most` rows."""
+    """The recorded sampling of steps with up to `most` sampled rows."""
 
     def __init__(self, model: Any, sampler: Sampler, rows: RowState, most: int) -> None:
         self._model, self._sampler, self._rows = model, sampler, rows
@@ -63,31 +63,31 @@ class SamplingGraphs:
             if progress is not None:
                 progress("capturing CUDA graphs of sampling", done + 1, len(wanted))
 
-    def replay(self, hidden: torch.Tensor, host_places: Int64, host_rows: Int64) -> Sampled | None:
-        """Enqueue what remains of a step: each of `host_rows` samples the token after its last known one, which has the state hidden[host_places].
+    def replay(self, hidden: torch.Tensor, host_indices: Int64, host_rows: Int64) -> Sampled | None:
+        """Enqueue what remains of a step: each of `host_rows` samples the token after its last known one, which has the state hidden[host_indices].
         Of what is returned the first entries are theirs. None, and nothing is done, if they ask for more than a graph gives."""
         full, count = not self._sampler.capturable(host_rows), len(host_rows)
         if full and not (full in self._sizes and self._sampler.fully_capturable(host_rows)):
             return None
         captured = self._graphs[full, self._sizes[full][bisect_left(self._sizes[full], count)]]
-        host = np.zeros(captured.places.shape, np.int64)
+        host = np.zeros(captured.rows_and_indices.shape, np.int64)
         host[0, :count], host[0, count:] = host_rows, self._rows.max_rows
-        host[1, :count] = host_places
-        upload(host, captured.places)
-        torch.index_select(hidden, 0, captured.places[1], out=captured.hidden)
+        host[1, :count] = host_indices
+        upload(host, captured.rows_and_indices)
+        torch.index_select(hidden, 0, captured.rows_and_indices[1], out=captured.hidden)
         captured.graph.replay()
         self._rows.known[host_rows] += 1
         return captured.sampled
 
     def _capture(self, full: bool, size: int, like: torch.Tensor, pool: Any) -> SamplingGraph:
         """Make the inputs of padding alone."""
-        places = torch.zeros((2, size), dtype=torch.int64, device=like.device)
-        places[0] = self._rows.max_rows
+        rows_and_indices = torch.zeros((2, size), dtype=torch.int64, device=like.device)
+        rows_and_indices[0] = self._rows.max_rows
         hidden = like.new_zeros(size, like.shape[1])
-        graph, sampled = record(lambda: self._sample(places[0], hidden, full), pool, 1, like.device)
-        return SamplingGraph(graph, places, hidden, sampled)
+        graph, sampled = record(lambda: self._sample(rows_and_indices[0], hidden, full), pool, 1, like.device)
+        return SamplingGraph(graph, rows_and_indices, hidden, sampled)
 
     def _sample(self, rows: torch.Tensor, hidden: torch.Tensor, full: bool) -> Sampled:
-        """What is recorded: device work only, at fixed addresses."""
+        """Compute the part of a step that is recorded: device work only, at fixed addresses."""
         _, positions = last_tokens(self._rows, rows)
         return sample(self._sampler, self._rows, rows, positions, self._model.logits(hidden), hidden, full)

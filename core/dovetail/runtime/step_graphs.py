@@ -1,4 +1,4 @@
-"""All that is recorded of one model's steps as CUDA graphs, and how kernels are compiled for it before."""
+"""The CUDA graphs of one model's steps, and compiling the kernels for them beforehand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 from dovetail.nn.kernels.available import has_triton
 from dovetail.nn.kernels.launch import compiling_ahead
 from dovetail.runtime.decode_graphs import DecodeGraphs
-from dovetail.runtime.mixed_graphs import Cuts, MixedGraphs
+from dovetail.runtime.mixed_graphs import LayerSplitter, MixedGraphs
 from dovetail.runtime.runner import Runner
 from dovetail.runtime.sampling_graphs import SamplingGraphs
 from dovetail.runtime.token_sizes import most_recorded
@@ -22,15 +22,15 @@ MOST_THREADS = 16  # that compile: as many kernels are worth a thread, and Pytho
 
 
 class StepGraphs:
-    """What `runner` may replay: the model's part of any step that isn't too large; and, if its sampler can be recorded, the rest of such a step and
-    whole steps of decodes."""
+    """The CUDA graphs that `runner` may replay: the model's part of any step that isn't too large; and, if its sampler can be recorded, the rest of
+    such a step and whole decode steps."""
 
-    def __init__(self, runner: Runner, cuts: Cuts, max_tokens: int, parameters: int) -> None:
+    def __init__(self, runner: Runner, splitter: LayerSplitter, max_tokens: int, parameters: int) -> None:
         """Prepare graphs of steps of up to `max_tokens`, for a model of so many `parameters`. Attention can be recorded, at least
         beside the model."""
         rows, model, backend = runner.rows, runner.model, runner.backend
         self._runner = runner
-        self.mixed = MixedGraphs(model, cuts, backend, rows, most_recorded(max_tokens, parameters))
+        self.mixed = MixedGraphs(model, splitter, backend, rows, most_recorded(max_tokens, parameters))
         self.decode: DecodeGraphs | None = None
         self.sampling: SamplingGraphs | None = None
         if runner.sampler.capabilities.cuda_graph:

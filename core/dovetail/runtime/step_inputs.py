@@ -1,4 +1,4 @@
-"""What the host tells the device of a step's tokens and rows: a ragged batch, flat."""
+"""The inputs of a step that the host sends to the device: the tokens and rows of a ragged batch, flattened."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Int64 = NDArray[np.int64]
 class DeviceInputs:
     """`HostInputs` on the device; tokens may be padded there."""
 
-    places: torch.Tensor  # [tokens] int64
+    token_indices: torch.Tensor  # [tokens] int64
     positions: torch.Tensor  # [tokens] int64
     slots: torch.Tensor  # [tokens] int64
     rows: torch.Tensor  # [b] int64
@@ -34,7 +34,7 @@ class DeviceInputs:
 class HostInputs:
     """The inputs of the b rows of a batch, and of their tokens, one row's after the other's."""
 
-    places: Int64  # [tokens] of the tokens' ids, in those of all rows
+    token_indices: Int64  # [tokens] indices of the tokens' ids in the flat ids of all rows
     positions: Int64  # [tokens] in their sequences
     slots: Int64  # [tokens] where their K and V go
     rows: Int64  # [b]
@@ -59,7 +59,7 @@ class HostInputs:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.places)
+        return len(self.token_indices)
 
     @property
     def ends(self) -> Int32:
@@ -68,14 +68,16 @@ class HostInputs:
 
     def to_device(self, device: torch.device) -> DeviceInputs:
         table = [] if self.table is None else [self.table]
-        return DeviceInputs(*all_to_device([self.places, self.positions, self.slots, self.rows, self.query_starts, self.kv_lens, *table], device))
+        return DeviceInputs(
+            *all_to_device([self.token_indices, self.positions, self.slots, self.rows, self.query_starts, self.kv_lens, *table], device)
+        )
 
 
 class FixedInputs:
     """The same for a recorded step of up to `size` tokens of up to `max_rows` rows, where a graph finds it: the tensors keep their addresses. Padding
     tokens are the first token of row 0, and their K and V go nowhere.
 
-    `wanted` [most_wanted] int64: of the tokens whose states are computed to the end, their places in the step."""
+    `wanted` [most_wanted] int64: indices, in the step, of the tokens whose states are computed to the end."""
 
     def __init__(self, size: int, max_rows: int, most_wanted: int, device: torch.device) -> None:
         self.size = size
@@ -87,8 +89,8 @@ class FixedInputs:
         self._all = DeviceInputs(*inputs)
 
     @property
-    def places(self) -> torch.Tensor:
-        return self._all.places
+    def token_indices(self) -> torch.Tensor:
+        return self._all.token_indices
 
     @property
     def positions(self) -> torch.Tensor:
@@ -98,13 +100,13 @@ class FixedInputs:
         """Return the inputs of so many rows, which may have this table, and of all tokens."""
         every = self._all
         rows, query_starts, kv_lens = every.rows[:count], every.query_starts[: count + 1], every.kv_lens[:count]
-        return DeviceInputs(every.places, every.positions, every.slots, rows, query_starts, kv_lens, table)
+        return DeviceInputs(every.token_indices, every.positions, every.slots, rows, query_starts, kv_lens, table)
 
     def fill(self, host: HostInputs, wanted: Int64) -> DeviceInputs:
-        """Enqueue the copy: of a step, and the places of the tokens whose states are wanted, if that matters."""
-        places, positions, slots, rows, query_starts, kv_lens, all_wanted, table = self._mirror.arrays
+        """Enqueue the copy of a step's inputs, and of the indices of the tokens whose states are wanted, if not all are."""
+        token_indices, positions, slots, rows, query_starts, kv_lens, all_wanted, table = self._mirror.arrays
         tokens, count = host.num_tokens, len(host.rows)
-        for padded, own, padding in ((places, host.places, 0), (positions, host.positions, 0), (slots, host.slots, -1)):
+        for padded, own, padding in ((token_indices, host.token_indices, 0), (positions, host.positions, 0), (slots, host.slots, -1)):
             padded[:tokens], padded[tokens:] = own, padding
         rows[:count], query_starts[: count + 1], kv_lens[:count] = host.rows, host.query_starts, host.kv_lens
         if len(all_wanted):

@@ -66,7 +66,7 @@ class PinnedRing:
 
 
 class _Rings(threading.local):
-    """Each thread's own."""
+    """Buffers of one thread."""
 
     def __init__(self) -> None:
         self.of: dict[torch.device, PinnedRing] = {}

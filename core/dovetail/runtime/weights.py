@@ -51,7 +51,7 @@ def load_weights(model: Any, directory: str | Path, progress: Progress | None = 
 
 
 def _is_bare(files: Mapping[str, Path], rules: Mapping[str, WeightRule]) -> bool:
-    """Whether the checkpoint was saved from the bare model (`LlamaModel`), whose names lack the prefix; transformers reads such ones, too."""
+    """True if the checkpoint was saved from the bare model (`LlamaModel`), whose names lack the prefix. transformers reads such checkpoints, too."""
     return not any(name.startswith(_PREFIX) for name in files) and any(_PREFIX + name in rules for name in files)
 
 

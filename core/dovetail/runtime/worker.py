@@ -19,7 +19,7 @@ from dovetail.runtime.device_choice import describe_device
 from dovetail.runtime.kv_pool import kv_layout, pool_blocks
 from dovetail.runtime.loading import LoadedModel, load_model
 from dovetail.runtime.memory import readable_bytes
-from dovetail.runtime.mixed_graphs import Cuts
+from dovetail.runtime.mixed_graphs import LayerSplitter
 from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len
 from dovetail.runtime.profiling import peak_bytes
 from dovetail.runtime.row_state import RowState
@@ -58,14 +58,14 @@ class Worker:
         layout = kv_layout(chosen.backend, specs, chosen.backend.context.block_size, dtype)
         if device.type == "cpu":  # before the weights are read: what is too big is told at once
             self._pool_blocks(layout, resolve_max_model_len(config.max_model_len, hf_config), num_blocks, device)
-        cuts = Cuts()
-        make_layer = cuts.wrap(chosen.backend.make_layer)
+        splitter = LayerSplitter()
+        make_layer = splitter.wrap(chosen.backend.make_layer)
         model = load_model(config.model, config, self.context.models, make_layer, self.group, device, self.context.progress)
         self.runner = self._make_runner(model, chosen.backend, layout, device)
         if device.type == "cuda":
             gc.collect()
             gc.freeze()  # what stands now stays: looking through it again and again would stall steps for some 20 ms
-        self._graphs = self._step_graphs(model, chosen.backend, cuts, device)
+        self._graphs = self._step_graphs(model, chosen.backend, splitter, device)
         blocks = self._pool_blocks(layout, model.max_model_len, num_blocks, device)
         return Capacity(
             num_blocks=blocks,
@@ -152,12 +152,12 @@ class Worker:
         runner.backend.allocate(num_blocks)
         runner.backend.prepare(config.max_num_seqs, config.max_num_batched_tokens, runner.rows.max_len)
 
-    def _step_graphs(self, model: LoadedModel, backend: AttentionBackend, cuts: Cuts, device: torch.device) -> StepGraphs | None:
+    def _step_graphs(self, model: LoadedModel, backend: AttentionBackend, splitter: LayerSplitter, device: torch.device) -> StepGraphs | None:
         """Return the graphs that will be recorded, their kernels compiled; None where none can be, or none are wanted."""
         config = self.context.config
         if device.type != "cuda" or not config.cuda_graphs or backend.capabilities.cuda_graph == "none":
             return None
-        graphs = StepGraphs(self._running(), cuts, config.max_num_batched_tokens, _num_parameters(model))
+        graphs = StepGraphs(self._running(), splitter, config.max_num_batched_tokens, _num_parameters(model))
         graphs.compile_ahead(lambda: self._make_pool(1), self.context.progress)
         return graphs
 

@@ -99,8 +99,8 @@ class FakeExecutor(Executor):
         self._require(len(shared) == 1 and len(shared.pop()) == batch.shared_prefix_blocks, "shared_prefix_blocks aren't shared by all rows")
         for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
             self._write(row, count)
-        given = zip(rows, batch.num_tokens.tolist(), batch.samples.tolist(), strict=True)
-        tokens = [self._read(row, count, samples) for row, count, samples in given]
+        given = zip(rows, batch.num_tokens.tolist(), batch.yields_token.tolist(), strict=True)
+        tokens = [self._read(row, count, yields_token) for row, count, yields_token in given]
         seconds = self.options.seconds_per_step + self.options.seconds_per_token * int(batch.num_tokens.sum())
         self._pending.append((batch.step, tokens, seconds, self.context.clock.now()))
         self.batches += 1
@@ -141,14 +141,14 @@ class FakeExecutor(Executor):
             self._memory[row.blocks[index], offset] = values[position]
         row.computed += count
 
-    def _read(self, row: _Row, count: int, samples: bool) -> int:
+    def _read(self, row: _Row, count: int, yields_token: bool) -> int:
         values = prefix_ids(row.tokens)
         first = 0 if self.options.window is None else max(0, row.computed - count - self.options.window + 1)  # seen by the first of its tokens
         for position in range(first, row.computed):
             index, offset = divmod(position, self.options.block_size)
             found = self._memory.get((row.blocks[index], offset))
             self._require(found == values[position], f"position {position} of {len(row.tokens)} would read another sequence's K and V")
-        if not samples:
+        if not yields_token:
             return -1
         self._require(row.computed == len(row.tokens), "a row samples before its last token is computed")
         token = next_token(row.tokens, row.seed, self.options.vocab_size)

@@ -47,7 +47,8 @@ class Bags:
 
 
 def make_bags(queries: Int64, slots: Int64, lens: Int64, heads: int, kv_heads: int, num_slots: int) -> Bags:
-    """Of rows with tokens `queries` [rows] that see `lens` [rows] slots each: `slots` [sum of lens], row by row. The cache has `num_slots`."""
+    """Make the bags of rows of one query each: row i is token `queries[i]` and sees the next `lens[i]` of `slots` [sum of lens], which lists the
+    rows' slots one after the other. The cache has `num_slots`."""
     bag_lens = np.repeat(lens, heads)
     ends = np.cumsum(bag_lens)
     starts = ends - bag_lens
@@ -66,7 +67,7 @@ def make_bags(queries: Int64, slots: Int64, lens: Int64, heads: int, kv_heads: i
 
 @cache
 def bags_work() -> bool:
-    """Whether this build of torch has the sampled product on the CPU: some platforms' don't."""
+    """True if this build of torch has the sampled product on the CPU: some platforms' builds don't."""
     try:
         pattern = _csr(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), (1, 1))
         torch.sparse.sampled_addmm(pattern, torch.ones(1, 2), torch.ones(2, 1), beta=0.0, out=pattern)

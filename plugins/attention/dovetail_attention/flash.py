@@ -84,7 +84,7 @@ class FlashAttention(AttentionBackend):
 
 
 class FlashStep:
-    """What the layers read of a step: buffers whose addresses never change, and on the host how many rows each call serves."""
+    """The inputs of a step that all layers read: buffers whose addresses never change, and on the host how many rows each call serves."""
 
     def __init__(self, max_rows: int, max_tokens: int, max_blocks: int, device: torch.device) -> None:
         def zeros(*shape: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ class FlashLibrary(ABC):
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
-        """Whether the package is made for such a device."""
+        """True if the package has kernels for such a device."""
         return True
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Which layers of a model are alike: those that share a plan of each step, its schedule and buffers."""
+"""The key by which layers of a model share a step's plan, schedule and buffers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dovetail.api.attention import LayerSpec
 
 
 class LayerShape(NamedTuple):
-    """All of a layer that the work of a step depends on: layers differ in their index and scale besides."""
+    """The properties of a layer on which the work of a step depends: all but its index and scale."""
 
     heads: int
     kv_heads: int

@@ -1,11 +1,11 @@
-"""How the `torch` backend cuts a ragged batch into parts, once a step for all layers.
+"""Splitting a ragged batch into parts for the `torch` backend, once a step for all layers.
 
 A *piece* is what one scaled dot product computes, over K and V gathered through the block table:
 
 - *decodes*: rows of one query each, of similar length. Their keys are gathered into [rows, longest]; what is missing is the null slot, masked.
 - *fresh prefills*: rows that begin at token 0, of similar length, causal. A query sees only keys at its left, so nothing needs a mask: the
   filling lies at the right.
-- *stretches*: up to `STRETCH` queries of one row that has tokens before them or a window. The mask is a part of one band matrix.
+- *chunks*: up to `CHUNK` queries of one row that has tokens before them or a window. The mask is a part of one band matrix.
 
 Decodes in float32 on a CPU are no pieces but `bags.Bags`, which gather nothing; save a row alone whose blocks follow each other, which a piece
 reads in place.
@@ -31,9 +31,9 @@ from dovetail_attention.layer_shape import LayerShape
 
 MAX_PIECE_BYTES = 2 << 20  # of gathered K, if more than one row
 MAX_FILL_BYTES = 128 << 10  # of K that is only filling
-STRETCH = 256  # queries
+CHUNK = 256  # queries
 
-Where = slice | torch.Tensor  # consecutive places, or an index [n] int64
+Where = slice | torch.Tensor  # consecutive indices, or an index [n] int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Piece:
     queries: Where  # [rows * queries_per_row] tokens of the batch
     keys: Where  # [rows * keys_per_row] slots
     mask: torch.Tensor | None = None  # added to the scores, broadcast to [rows, heads, queries, keys]
-    causal: bool = False  # a query sees the keys up to its own place in its row
+    causal: bool = False  # a query sees the keys up to its own position in its row
     real: torch.Tensor | None = None  # which of the queries are no filling; None: all
 
     def attend(self, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ class Piece:
 
 
 class BandMask:
-    """Which keys each of up to `STRETCH` consecutive queries of a row sees: all that stand before it, or the last `window` of them.
+    """The mask of the keys that each of up to `CHUNK` consecutive queries of a row sees: all that stand before it, or the last `window` of them.
 
     One matrix serves all: cut so that its last column is the last query's own key.
     """
@@ -83,17 +83,17 @@ class BandMask:
         self.window = window
         self._reach = max_len if window is None else min(window, max_len)  # keys before a query that any cut may need
         self._dtype, self._device = dtype, device
-        self._matrix: torch.Tensor | None = None  # [STRETCH, reach + STRETCH], made when first needed
+        self._matrix: torch.Tensor | None = None  # [CHUNK, reach + CHUNK], made when first needed
 
     def hide(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What to add to scores so that those where `hidden` (bool) is true count nothing."""
+        """Return a mask to add to scores: -inf where `hidden` (bool) is true, 0 elsewhere."""
         return torch.zeros_like(hidden, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
 
     def cut(self, queries: int, keys: int) -> torch.Tensor:
         """The mask [queries, keys] of `queries` queries that are the last of `keys` keys."""
         if self._matrix is None:
-            query = torch.arange(STRETCH, device=self._device)[:, None]
-            back = query + self._reach - torch.arange(self._reach + STRETCH, device=self._device)  # how far before the query a key stands
+            query = torch.arange(CHUNK, device=self._device)[:, None]
+            back = query + self._reach - torch.arange(self._reach + CHUNK, device=self._device)  # how far before the query a key stands
             seen = back >= 0 if self.window is None else (back >= 0) & (back < self.window)
             self._matrix = self.hide(~seen)
         part = self._matrix[:queries, self._reach + queries - keys : self._reach + queries]
@@ -112,7 +112,7 @@ class Planner:
 
     @classmethod
     def of(cls, layers: Sequence[LayerSpec], block_size: int, max_len: int, dtype: torch.dtype, device: torch.device) -> Planner:
-        """For these layers, and sequences of at most `max_len` tokens."""
+        """Make a planner for these layers and sequences of at most `max_len` tokens."""
         return cls(
             block_size,
             max((spec.kv_heads * spec.head_size * dtype.itemsize for spec in layers), default=1),
@@ -160,7 +160,7 @@ class _BatchCutter:
     def _bags(self, rows: NDArray[np.int64]) -> Bags:
         size, table, ends = self.planner.block_size, self.batch.block_table.numpy(), self.lens[rows]
         lens = ends if self.shape.window is None else np.minimum(ends, self.shape.window)
-        skipped = np.cumsum(lens) - ends  # so that position = place in the whole - skipped
+        skipped = np.cumsum(lens) - ends  # so that position = index in the whole - skipped
         positions = np.arange(lens.sum()) - np.repeat(skipped, lens)
         blocks = table.ravel()[np.repeat(rows * table.shape[1], lens) + positions // size]
         slots = blocks.astype(np.int64) * size + positions % size
@@ -190,21 +190,21 @@ class _BatchCutter:
         if len(rows) == 1:
             first = int(self.first_query[rows[0]])
             return Piece(1, longest, longest, slice(first, first + longest), keys, causal=True)
-        places = np.minimum(self.first_query[rows][:, None] + np.arange(longest), self.batch.num_tokens - 1)
+        indices = np.minimum(self.first_query[rows][:, None] + np.arange(longest), self.batch.num_tokens - 1)
         real = None if seen is None else self._to_device(np.flatnonzero(np.arange(longest) < lens[:, None]))
-        return Piece(len(rows), longest, longest, self._to_device(places.ravel()), keys, causal=True, real=real)
+        return Piece(len(rows), longest, longest, self._to_device(indices.ravel()), keys, causal=True, real=real)
 
     def _stretches(self, row: int) -> list[Piece | Bags]:
         queries, length, window = int(self.queries[row]), int(self.lens[row]), self.shape.window
         before = length - queries
         pieces: list[Piece | Bags] = []
-        for start in range(0, queries, STRETCH):
-            count = min(STRETCH, queries - start)
+        for start in range(0, queries, CHUNK):
+            count = min(CHUNK, queries - start)
             end = before + start + count
             first = 0 if window is None else max(0, before + start + 1 - window)
             keys, _ = self._slots(np.array([row]), np.array([first]), np.array([end - first]), end - first)
-            place = int(self.first_query[row]) + start
-            pieces.append(Piece(1, count, end - first, slice(place, place + count), keys, self.mask.cut(count, end - first)))
+            first_index = int(self.first_query[row]) + start
+            pieces.append(Piece(1, count, end - first, slice(first_index, first_index + count), keys, self.mask.cut(count, end - first)))
         return pieces
 
     def _slots(self, rows: NDArray[np.int64], starts: NDArray[np.int64], lens: NDArray[np.int64], longest: int) -> tuple[Where, torch.Tensor | None]:
@@ -231,11 +231,11 @@ class _BatchCutter:
                 return slice(first, first + count)
         return slots
 
-    def _where(self, places: NDArray[np.int64]) -> Where:
-        first = int(places[0])
-        if bool((places == np.arange(first, first + len(places))).all()):
-            return slice(first, first + len(places))
-        return self._to_device(places)
+    def _where(self, indices: NDArray[np.int64]) -> Where:
+        first = int(indices[0])
+        if bool((indices == np.arange(first, first + len(indices))).all()):
+            return slice(first, first + len(indices))
+        return self._to_device(indices)
 
     def _to_device(self, array: NDArray[np.int64]) -> torch.Tensor:
         return to_device(array, self.device)

@@ -98,7 +98,7 @@ class TorchLayer(AttentionLayer):
         return out
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor, block_size: int) -> None:
-        """All at once: no block of `dst` may be in `src`."""
+        """Copy all blocks at once: no block of `dst` may be in `src`."""
         for cache in (self._k, self._v):
             blocks = cache[:-2].view(-1, block_size, *cache.shape[1:])
             blocks.index_copy_(0, dst, blocks.index_select(0, src))

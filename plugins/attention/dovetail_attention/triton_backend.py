@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, FusedCache, LayerSpec
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.available import runs_kernels, works
-from dovetail.nn.kernels.chain import chained
+from dovetail.nn.kernels.dependent_launch import pdl_options
 from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import is_compiling_ahead, launch
 from dovetail_attention import triton_cache, triton_decode, triton_prefill, triton_trial
@@ -200,7 +200,7 @@ class TritonLayer(AttentionLayer):
             "scale": self.spec.scale * LOG2_E,
             "N": tiling.keys,
             **self._constants(q),
-            **chained(q.device),
+            **pdl_options(q.device),
         }
         captured = schedule.mixed_graph or (q.is_cuda and torch.cuda.is_current_stream_capturing())
         prefixed = schedule.prefix.parts > 0 or (schedule.may_share and captured)
@@ -276,13 +276,13 @@ class TritonLayer(AttentionLayer):
 
 @cache
 def _can_load_apart() -> bool:
-    """Whether this Triton has what `triton_prefill_hopper` is written in."""
+    """True if this Triton can import `triton_prefill_hopper`, which is written in Gluon."""
     return works(LOADS_APART, lambda: import_module("dovetail_attention.triton_prefill_hopper"))
 
 
 @cache
 def _loads_apart_well(shape: LayerShape, limits: Limits) -> bool:
-    """Whether it computes what it should for such layers, if it would be used for them."""
+    """True if `triton_prefill_hopper` computes such layers correctly, or wouldn't be used for them."""
     tiling = limits.tilings.prefill(Shape.of(shape, limits.dtype, limits.block_size))
     if not tiling.loads_apart:
         return True

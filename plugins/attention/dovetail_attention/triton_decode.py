@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dovetail.nn.kernels.chain import fetch, let_next_begin, wait
+from dovetail.nn.kernels.dependent_launch import fetch, let_next_begin, wait
 from dovetail_attention.triton_tile import HIDDEN, attend_range, block_ids, nothing_seen
 
 LINE = tl.constexpr(64)  # numbers of 2 bytes that lie in a line of memory
@@ -52,11 +52,11 @@ def decode_shares(
     MERGED: tl.constexpr,  # parts of a row that are put together at once
     TOGETHER: tl.constexpr,  # and one after the other, by one program
     PREFIXED: tl.constexpr,  # there may be a shared prefix
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Attend over one share of one kv head. A segment is a stretch [begin, end) of a row's tokens; place -1 - p: all that its row reads by itself. A
     row's first segment goes on where `attend_prefix` ended."""
-    let_next_begin(CHAINED)
+    let_next_begin(PDL)
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
     member = tl.arange(0, M)
@@ -65,7 +65,7 @@ def decode_shares(
     real = (member < GROUP)[:, None] & (d < D)[None, :]
     first_segment, last_segment = tl.load(share_starts + share), tl.load(share_starts + share + 1)
     row, token, begin, end, place = _segment(segments, first_segment, last_segment)  # written before the step's first kernel
-    if CHAINED:  # so are the tables; and K and V of all tokens but the newest lie there
+    if PDL:  # so are the tables; and K and V of all tokens but the newest lie there
         start = begin // N * N
         if start < end:
             blocks = block_ids(table + row.to(tl.int64) * TABLE_STRIDE, start, end, begin, N, BLOCK_SIZE)
@@ -75,7 +75,7 @@ def decode_shares(
             fetch(v_cache + lines)
     if PREFIXED:
         prefix_parts, prefix_tokens = tl.load(bounds), tl.load(bounds + 1)
-    wait(CHAINED)
+    wait(PDL)
     for segment in range(first_segment, last_segment):
         query = tl.load(q + token * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=real, other=0.0)
         acc, top, total = nothing_seen(M, D_PADDED)
@@ -143,7 +143,7 @@ def decode_shares(
 
 @triton.jit
 def _segment(segments, index, last):
-    """What is written of a segment."""
+    """Read the record of a segment."""
     record, exists = segments + index * 5, index < last
     row = tl.load(record, mask=exists, other=0)
     token = tl.load(record + 1, mask=exists, other=0).to(tl.int64)
@@ -222,7 +222,7 @@ def _merged(
     D_PADDED: tl.constexpr,
     N: tl.constexpr,
 ):
-    """What the heads of a group see in `count` slots, `apart` from each other: [padded, D_PADDED], and its log-sum-exp, base 2, [padded]."""
+    """Merge `count` partial results of a group of heads, `apart` slots from each other: [padded, D_PADDED] and log-sum-exp, base 2, [padded]."""
     padded: tl.constexpr = head.shape[0]
     acc = tl.zeros([padded, D_PADDED], tl.float32)
     top, total = tl.full([padded], float("-inf"), tl.float32), tl.zeros([padded], tl.float32)
@@ -268,11 +268,11 @@ def attend_prefix(
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The queries of many rows go over one part of the blocks that all of them begin with: read once, for M queries at once. Arguments as above."""
-    let_next_begin(CHAINED)
-    wait(CHAINED)
+    let_next_begin(PDL)
+    wait(PDL)
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
     part = tl.program_id(2)

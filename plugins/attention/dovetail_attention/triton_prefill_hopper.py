@@ -398,4 +398,4 @@ def check(shape: LayerShape, limits: Limits, tiling: PrefillTiling) -> None:
     scores = torch.einsum("qhgd,khd->hgqk", q.float().view(queries, kv_heads, shape.group, size), wide_k) * scale
     expected = torch.einsum("hgqk,khd->qhgd", scores.masked_fill(~seen, float("-inf")).softmax(-1), wide_v).flatten(1, 2)
     if not torch.allclose(out.float(), expected, atol=CLOSE):
-        raise DovetailError("it computes something else")
+        raise DovetailError("it computes wrong numbers")

@@ -1,4 +1,4 @@
-"""Which program of the `triton` kernels computes what, written on the host in numpy once a step and read by the kernels as int32 records.
+"""Schedules: which program of the `triton` kernels computes what, written on the host in numpy once a step and read by the kernels as int32 records.
 
 The cut is made anew for every step, but the sizes of all tables are fixed when they are made: a CUDA graph replays the same grids over them.
 """
@@ -124,7 +124,7 @@ class DecodeTables:
         return self._filled.buffer
 
     def _fill(self, rows: StepRows, seen: Seen, step: int, prefix: Prefix) -> tuple[Int32, Int64]:
-        """All but the bounds, and the ends of the rows: `Filled.ends`."""
+        """Fill everything but the bounds and the ends of the rows (`Filled.ends`)."""
         keys = int(seen.steps.sum()) * step
         shares = self._worth_having(keys)  # the rest have nothing to do
         beginning = min(BEGINNING_KEYS, keys // shares // 2)  # or beginning would be all that some have to do
@@ -202,7 +202,7 @@ def prefill_tiles(rows: StepRows, group: int, tile: int, split: Split | None = N
 
 
 def _in_parts(tiles: Int32, seen: Int64, split: Split) -> Int32:
-    """As many parts as the GPU has room for, of equal length within each tile; one, if there are tiles enough."""
+    """Split each tile into parts of equal length, as many as the GPU has room for; one part each, if there are tiles enough."""
     steps = -(-seen // split.step)
     parts = np.maximum(steps // max(LEAST_STEPS, -(-int(steps.sum()) // split.most)), 1)
     if not (parts > 1).any():

@@ -1,4 +1,4 @@
-"""What the layers of the `triton` backend read of a step: its inputs and its schedules, in buffers whose addresses never change.
+"""The inputs and schedules of a step that the layers of the `triton` backend read, in buffers whose addresses never change.
 
 All of it is made by `prepare` and filled by `plan`; the kernels find it on the device, the launches know on the host how many programs they need.
 """
@@ -67,7 +67,7 @@ class StepBuffers:
 
 @dataclass(frozen=True, slots=True)
 class TileParts:
-    """What is computed of tiles that come in parts, until one program puts them together."""
+    """Results of the parts of split tiles, kept until one program merges them."""
 
     values: torch.Tensor  # [slots, kv_heads, queries, head_size] float32
     lse: torch.Tensor  # [slots, kv_heads, queries] float32, base 2
@@ -143,7 +143,7 @@ class Schedule:
             self._mirror.send(0, used)
 
     def _fill_tiles(self, records: Int32, prefills: StepRows, tokens: int) -> int:
-        """On the host. In a mixed graph with as many empty ones as any step of so many tokens may have: a prefill has two queries at least."""
+        """Write the tiles on the host. A mixed graph gets empty ones, up to the most that a step of so many tokens may have (two queries each)."""
         tiles = prefill_tiles(prefills, self.shape.group, self.prefill_tiling.queries, self._split)
         count = self._most_tiles(min(self.limits.rows, tokens // 2), tokens) if self.mixed_graph else len(tiles)
         records[: tiles.size] = tiles.reshape(-1)

@@ -15,7 +15,7 @@ HIDDEN = tl.constexpr(-1.0e30)  # a finite score: what a query has summed while 
 
 @triton.jit
 def block_ids(table_row, start, last, low, N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Of the tile [start, start + N): one number if it lies in one block, else one for each token. Never reads past `last`."""
+    """Return the block ids of the tile [start, start + N): one number if it lies in one block, else one for each token. Never reads past `last`."""
     if BLOCK_SIZE % N == 0:
         ids = tl.load(table_row + start // BLOCK_SIZE, mask=start < last, other=0)
     else:

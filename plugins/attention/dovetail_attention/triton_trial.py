@@ -33,11 +33,11 @@ def check(backend: type[AttentionBackend], context: AttentionContext, spec: Laye
     """Raises unless such layers attend as in plain torch, whatever it is that goes wrong."""
     ours, plain = (_attended(kind(NoOptions(), context), spec) for kind in (backend, TorchAttention))
     if not torch.allclose(ours, plain, atol=CLOSE):
-        raise DovetailError(f"heads of {spec.head_size} in {context.dtype}: it computes something else")
+        raise DovetailError(f"heads of {spec.head_size} in {context.dtype}: it computes wrong numbers")
 
 
 def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
-    """What layers of that kind make of the steps, [tokens, heads, head_size] float32."""
+    """Compute the trial's steps with a layer of that kind. Returns [tokens, heads, head_size] float32."""
     size, device = backend.context.block_size, torch.device(backend.context.device)
     shared_blocks = -(-SHARED_TOKENS // size)
     shared = shared_blocks * size

@@ -1,4 +1,4 @@
-"""Which tile sizes the `triton` kernels use for which shape: tables, measured with `bench.attention --tune` on an H200; nothing is tuned at run time.
+"""The tile sizes of the `triton` kernels for each shape: tables, measured with `bench.attention --tune` on an H200; nothing is tuned at run time.
 
 Other GPUs have less shared memory, and older ones no matrix units that Triton uses. They get the first tilings of the same tables that they have room
 for, which `bench.compiles` compiles for each of them: none was measured there.
@@ -25,7 +25,7 @@ PARTS = 4  # of a multiprocessor, which warps are dealt out to
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a choice may depend on."""
+    """The sizes of a layer on which the choice of a tiling may depend."""
 
     group: int  # query heads that share a kv head
     head_size: int  # padded to a power of two
@@ -58,7 +58,7 @@ class DecodeTiling:
         return min(255, REGISTERS // (self.programs * self.warps * 32) // 8 * 8)
 
     def shared_bytes(self, shape: Shape) -> int:
-        """That a program takes, at most: K and V of each stage."""
+        """The most shared memory that a program takes: K and V of each stage."""
         return self.stages * self.keys * shape.bytes_per_key + SPARE_BYTES
 
 
@@ -74,7 +74,7 @@ class PrefillTiling:
     loads_apart: bool = False
 
     def shared_bytes(self, shape: Shape) -> int:
-        """That a program takes, at most: K and V of each stage, and the queries or what they weigh a step's keys with. Without `loads_apart`."""
+        """The most shared memory that a program takes without `loads_apart`: K and V of each stage, and queries or weights of a step's keys."""
         kept = self.queries * max(shape.head_size, self.keys) * shape.itemsize
         return self.stages * self.keys * shape.bytes_per_key + kept + SPARE_BYTES
 
@@ -146,7 +146,7 @@ def _hopper_prefill(shape: Shape) -> PrefillTiling:
 
 
 def _fitting_decode(gpu: GPU, shape: Shape) -> DecodeTiling:
-    """As many programs at once as have room, and their warps dealt out evenly."""
+    """Return a tiling for as many programs at once as fit a multiprocessor, with its warps shared out evenly."""
     tiling = _hopper_decode(shape)
     if not gpu.has_matrix_units:
         tiling = replace(tiling, stages=1)
@@ -160,7 +160,7 @@ def _prefill_without_matrix_units(shape: Shape) -> PrefillTiling:
 
 
 def tilings_for(gpu: GPU) -> Tilings:
-    """What a GPU has room for, not measured; on a Hopper `CUDA`, which `HOPPER` betters where it can be had."""
+    """Return tilings that fit the GPU, without measuring; for a Hopper `CUDA`, in place of which the faster `HOPPER` is taken where it works."""
     if gpu.is_hopper:
         return CUDA
     prefill = partial(_cuda_prefill, shared_bytes=gpu.shared_bytes) if gpu.has_matrix_units else _prefill_without_matrix_units

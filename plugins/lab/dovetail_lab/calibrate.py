@@ -275,7 +275,7 @@ def _cells(steps: Sequence[Timed]) -> list[list[tuple[Timed, ...]]]:
     cells: dict[tuple[Any, ...], list[tuple[Timed, ...]]] = defaultdict(list)
     for first, last in _spans([step.shape for step in steps]):
         measured = tuple(steps[first:last])
-        if all(step.samples and step.computed_s(LaunchRule()) > 0 for step in measured):
+        if all(step.yields_token and step.computed_s(LaunchRule()) > 0 for step in measured):
             cells[_cell(measured[0].shape)].append(measured)
     return list(cells.values())
 

@@ -67,7 +67,7 @@ class Probe(Executor):
             self._computed[new.row] = new.computed
         shape = StepShape.of(batch.num_tokens, self._computed[batch.rows])
         self._computed[batch.rows] += batch.num_tokens
-        sighting = Sighting(shape, self.planned, submitted, launched, added=len(batch.added), sampled=int(batch.samples.sum()))
+        sighting = Sighting(shape, self.planned, submitted, launched, added=len(batch.added), sampled=int(batch.yields_token.sum()))
         self._in_flight.append((handle, sighting))
         return handle
 

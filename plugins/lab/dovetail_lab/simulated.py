@@ -115,8 +115,8 @@ class SimulatedExecutor(Executor):
         shape = StepShape.of(batch.num_tokens, self._computed[rows])
         self._computed[rows] += batch.num_tokens
         token_ids = self._answers[rows, np.minimum(self._position[rows], self._last[rows])]
-        token_ids[~batch.samples] = -1
-        self._position[rows] += batch.samples
+        token_ids[~batch.yields_token] = -1
+        self._position[rows] += batch.yields_token
         seconds = self._step_time.seconds(shape)
         if not 0.0 < seconds < np.inf:
             raise DovetailError(f"step times {self.profile.name!r}: {seconds} seconds for {shape}; a step takes more than 0 and less than for ever")

@@ -143,7 +143,7 @@ class LinearStepTime(_Model):
 
 
 class PiecewiseStepTime(_Model):
-    """As linear, but the share of the batch's size is drawn through measured points: flat while reading the weights takes longest, steep where
+    """A linear model except that the time for the batch's size follows measured points: flat while reading the weights takes longest, steep where
     computing does, with the steps of tile sizes and captured graphs between them. Where a graph is recorded for each of some `sizes`, what counts is
     the next size: a staircase. While rows, or a prefill's queries, are few, how long a row is counts beside how much K and V is read in all: parts of
     the device alone read it."""
@@ -205,7 +205,7 @@ class PiecewiseStepTime(_Model):
         return _interpolated(tuple(zip((rows for rows, _ in around), ratios, strict=True)), rows)
 
     def scaled(self, factor: float) -> PiecewiseStepTime:
-        """All of its seconds times `factor`."""
+        """Return the model with all its seconds multiplied by `factor`."""
         points = tuple((tokens, factor * seconds) for tokens, seconds in self.points)
         return self.model_copy(update={"points": points, **{name: factor * value for name, value in self if name.endswith("_s")}})
 
@@ -328,7 +328,7 @@ class Spread(_Model):
         return ratios
 
     def drawn(self, regime: Regime, share: float) -> float:
-        """At `share` of the distribution: from 0 to less than 1."""
+        """Return the value at `share` of the distribution, from 0 to less than 1."""
         ratios = self.of(regime)
         return ratios[bisect_right(LEVELS, share) - 1] if ratios else 1.0
 
@@ -397,7 +397,7 @@ class StepTimeProfile(_Model):
         return self.core_s + self.core_per_row_s * rows
 
     def delivering_s(self, rows: int) -> float:
-        """From the end of such a step until its tokens are delivered."""
+        """Return the seconds from the end of such a step until its tokens are delivered."""
         return self.results_s + self.results_per_row_s * rows
 
     def make(self) -> StepTimeModel:

@@ -40,7 +40,7 @@ class Timed:
     launch_s: float  # that handing it over took
     waited_s: float  # from then on until the device was free for it
     seconds: float  # from then on until it had ended
-    samples: bool = True  # a token, for anybody
+    yields_token: bool = True  # a token, for anybody
     goes_on: bool = False  # with prompts, all of which had a row before, as far as that was noted: it is launched sooner
 
     @property
@@ -61,7 +61,7 @@ class Timed:
 
 
 def timed(sightings: Iterable[Sighting], overlapped: bool) -> Iterator[Timed]:
-    """In order. Without overlap nothing is launched while the device is busy: a step takes as long as the executor says."""
+    """Yield the timed steps in order. Without overlap nothing is launched while the device is busy: a step takes as long as the executor says."""
     sightings = list(sightings)
     noted = any(sighting.added for sighting in sightings)
     before = -np.inf
@@ -161,7 +161,7 @@ class DeviceTimes:
 
 def counts_as_launched(step: Timed) -> bool:
     """Return True if a run waits for its launching: False for steps that sample nothing, or continue prompts while nothing decodes."""
-    return step.samples and (step.shape.decodes > 0 or not step.goes_on)
+    return step.yields_token and (step.shape.decodes > 0 or not step.goes_on)
 
 
 def spread(times: Iterable[tuple[Regime, float, float]]) -> Spread:
@@ -186,7 +186,7 @@ def median(cell: Sequence[tuple[Timed, ...]]) -> tuple[Timed, ...]:
 
 
 def in_time(cell: Sequence[tuple[Timed, ...]]) -> Sequence[tuple[Timed, ...]]:
-    """Without the decodes that were launched late, if enough are left: what those computed is only inferred."""
+    """Drop the decodes that were launched late, if enough others are left: the times of the late ones are only inferred."""
     if cell[0][0].shape.prefill_rows:
         return cell
     kept = [tuple(step for step in steps if step.late_s <= 0) for steps in cell]

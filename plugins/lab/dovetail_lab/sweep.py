@@ -34,7 +34,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One place of the grid: a value for each axis, and the seed."""
+    """One point of the grid: a value for each axis, and the seed."""
 
     values: Mapping[str, str]
     seed: int
@@ -56,12 +56,12 @@ def parse_axis(text: str) -> Axis:
         raise ConfigError(f"--set: expected key=value,value,…, got {text!r}")
     for part in parts:
         if parts.count(part) > 1:
-            raise ConfigError(f"--set: {key.strip()}: {part} is there twice")
+            raise ConfigError(f"--set: {key.strip()}: {part} is given twice")
     return Axis(key.strip(), parts)
 
 
 def _split(text: str) -> list[str]:
-    """At commas outside of brackets and quotes."""
+    """Split at commas outside of brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -108,7 +108,7 @@ def figures(run: RunResult, objectives: Sequence[Objective] = ()) -> dict[str, f
 
 
 def averaged(rows: Sequence[Row]) -> list[Row]:
-    """One row a place of the grid: the mean over its seeds. The seed of such a row is that of the first."""
+    """Return one row for each point of the grid: the mean over its seeds. The row has the seed of the first."""
     places: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         places.setdefault(tuple(row.point.values.values()), []).append(row)

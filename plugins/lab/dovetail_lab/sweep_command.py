@@ -65,7 +65,7 @@ def sweep(
 
 
 def _factors(text: str) -> tuple[str, ...]:
-    """As given, each a number above 0. Raises `ConfigError`."""
+    """Split a list of factors and return them as written, after checking that each is a number above 0. Raises `ConfigError`."""
     parts = tuple(part.strip() for part in text.split(","))
     for part in parts:
         try:
@@ -75,7 +75,7 @@ def _factors(text: str) -> tuple[str, ...]:
         if not good:
             raise ConfigError(f"--rates: expected numbers above 0, got {part!r}")
         if parts.count(part) > 1:
-            raise ConfigError(f"--rates: {part} is there twice")
+            raise ConfigError(f"--rates: {part} is given twice")
     return parts
 
 

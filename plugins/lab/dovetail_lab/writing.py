@@ -10,7 +10,7 @@ from dovetail.errors import ConfigError
 
 
 def make_folder(out: Path) -> None:
-    """Before the runs, so that nothing is lost for want of a place. Raises `ConfigError` if it can't be made, or written into."""
+    """Make the output folder before the runs, so that no results are lost. Raises `ConfigError` if it can't be made or written to."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -20,7 +20,7 @@ def make_folder(out: Path) -> None:
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """In place of what was there, and only when all of it is on the disk: whoever is interrupted leaves the old file, or none. Text is UTF-8.
+    """Replace the file, only once the new content is on the disk: if interrupted, the old file stays, or none. Text is UTF-8.
 
     Raises `ConfigError`.
     """

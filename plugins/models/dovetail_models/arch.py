@@ -1,4 +1,4 @@
-"""What the architectures built on the shared decoder have in common: checking a Hugging Face config, and building from its shape."""
+"""The base of all architectures built on the shared decoder: checking a Hugging Face config, and building from its shape."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class DecoderArch(ModelArch):
 
     @abstractmethod
     def shape(self, config: Any) -> DecoderShape:
-        """What the decoder is; called only for a config without reasons against it."""
+        """Return the shape of the decoder. Called only for a config without reasons against it."""
 
     def reasons_against(self, config: Any) -> list[str]:
         if config.model_type != self.model_type:
@@ -196,7 +196,7 @@ def _is_harmless(name: str, value: object) -> bool:
 
 
 def _is_copy(code: object, config: Any) -> bool:
-    """Whether a class of a checkpoint's own code has the name of transformers' class for this config, which transformers prefers, too."""
+    """True if a class of a checkpoint's own code has the name of transformers' class for this config, which transformers prefers, too."""
     return code is None or str(code).rpartition(".")[2] in (config.architectures or ())
 
 

@@ -25,7 +25,7 @@ from dovetail.nn.rotary import Rope, RotaryEmbedding, Rotation
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """All that decides what a decoder computes, besides its weights. Sizes are of the whole model, not of a rank."""
+    """The parameters that decide what a decoder computes, besides its weights. Sizes are of the whole model, not of a rank."""
 
     vocab_size: int
     hidden_size: int

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from dovetail.api.sampler import RowHistory
-from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 from dovetail_samplers import rules
 
@@ -48,11 +48,11 @@ def _widen(
     stride,
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Only allowed tokens are left to `_change`."""
-    let_next_begin(CHAINED)
-    wait(CHAINED)
+    let_next_begin(PDL)
+    wait(PDL)
     place, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + place)
     if row >= max_rows:
@@ -85,10 +85,10 @@ def _change(
     tiles,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    let_next_begin(CHAINED)
-    wait(CHAINED)
+    let_next_begin(PDL)
+    wait(PDL)
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     if row >= max_rows:
@@ -144,7 +144,7 @@ def _apply_rules(logits, changed, record, packed, seen, known, generated, num_fi
 
 @triton.jit
 def _note_misses(record, missed, tokens, seen, known, num_words, CHUNK: tl.constexpr):
-    """Which bad words' prefixes aren't what the row ends with."""
+    """Mark the bad words whose prefixes differ from the end of the row."""
     for start in range(0, num_words, CHUNK):
         i = start + tl.arange(0, CHUNK)
         tl.store(missed + i, 0, mask=i < num_words)
@@ -161,7 +161,7 @@ def _note_misses(record, missed, tokens, seen, known, num_words, CHUNK: tl.const
 
 @triton.jit
 def _ban(record, changed, banned, before, missed, num_stops, count, generated, num_finite, CHUNK: tl.constexpr):
-    """And lift all bans if they leave none of the `num_finite` tokens."""
+    """Apply the bans, and lift them all if they leave none of the `num_finite` tokens."""
     too_few = generated < tl.load(record + MIN_TOKENS)
     for start in range(0, count, CHUNK):
         i = start + tl.arange(0, CHUNK)
@@ -225,7 +225,7 @@ def change(
     width = max(4, triton.next_power_of_2(tiles))
     finite = torch.empty((n, width), dtype=torch.int32, device=logits.device)
     shape = len(records) - 1, vocab, logits.stride(0)
-    cut = {"WIDTH": width, **chained(logits.device)}
+    cut = {"WIDTH": width, **pdl_options(logits.device)}
     launch(_widen, (n, tiles))(logits, changed, rows, records, finite, *shape, TILE=TILE, num_warps=WIDEN_WARPS, **cut)
     launch(_change, (n,))(
         logits,

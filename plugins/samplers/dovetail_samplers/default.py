@@ -30,7 +30,7 @@ from dovetail_samplers.noise import exponentials, stream_keys
 from dovetail_samplers.order import first_argmax, on_cpu
 from dovetail_samplers.table import Needs, RowTable
 
-Rows = NDArray[np.int64]  # row numbers, or places in the batch, on the host
+Rows = NDArray[np.int64]  # row numbers, or indices in the batch, on the host
 AT_ONCE = 2**24  # numbers of all rows' logits, or of their histories, that rules and penalties work on: each takes some 30 bytes meanwhile
 UNCAPTURABLE = ~int(Needs.RANDOM | Needs.FILTERS)
 CAPTURED_LOGPROBS = 20  # of the likeliest tokens; with more a step is sampled outside of graphs
@@ -38,7 +38,7 @@ CPU_CHUNK = 2**17  # logits that the CPU draws from at once: what its cache hold
 
 
 class DefaultSampler(Sampler):
-    """All of `RowSampling`, for any mix of rows."""
+    """The sampler with every parameter of `RowSampling`, for any mix of rows."""
 
     capabilities = SamplerCapabilities(cuda_graph=has_triton(), cuda_graph_full=has_triton(), logprobs=True)
 
@@ -62,7 +62,7 @@ class DefaultSampler(Sampler):
                 self._changes.send(self._table, rows)
 
     def capturable(self, host_rows: Rows) -> bool:
-        """What needs no more than the device holds: temperature and filters."""
+        """True if the rows need only what the device holds: temperature and filters."""
         return not int(np.bitwise_or.reduce(self._table.needs[host_rows])) & UNCAPTURABLE
 
     @torch.inference_mode()
@@ -70,7 +70,7 @@ class DefaultSampler(Sampler):
         return self._device_rows.draw(logits, rows, self.context.history)
 
     def fully_capturable(self, host_rows: Rows) -> bool:
-        """All but many log-probabilities."""
+        """True unless a row asks for many log-probabilities."""
         return self._changes is not None and int(self._table.logprobs[host_rows].max()) <= CAPTURED_LOGPROBS
 
     @torch.inference_mode()
@@ -119,10 +119,10 @@ class DefaultSampler(Sampler):
         most = max(1, AT_ONCE // max(self.context.history.token_ids.shape[1], logits.shape[1]))
         changes = {Needs.RULES: self._apply_rules, Needs.REPETITION: self._penalise_repetition, Needs.FREQUENCY: self._penalise_output}
         for need, change in changes.items():
-            for places in _cut(np.flatnonzero(needs & need), most):
-                at = self._index(places)
+            for indices in _cut(np.flatnonzero(needs & need), most):
+                at = self._index(indices)
                 part = logits[at]
-                change(part, rows[at], host_rows[places])
+                change(part, rows[at], host_rows[indices])
                 if not isinstance(at, slice):
                     logits[at] = part
 
@@ -148,19 +148,19 @@ class DefaultSampler(Sampler):
         keys = stream_keys(self._table.send(self._table.seed_states, host_rows), positions)  # [n, 2]
         token_ids = torch.empty(len(needs), dtype=torch.int64, device=self._device)
         most = max(1, CPU_CHUNK // logits.shape[1]) if on_cpu(logits) else len(needs)
-        for way, places in _alike(needs, most):
-            if len(places) == len(needs):
+        for way, indices in _alike(needs, most):
+            if len(indices) == len(needs):
                 return self._draw_alike(way, logits, keys, host_rows)
-            at = self._index(places)
-            token_ids[at] = self._draw_alike(way, logits[at], keys[at], host_rows[places])
+            at = self._index(indices)
+            token_ids[at] = self._draw_alike(way, logits[at], keys[at], host_rows[indices])
         return token_ids
 
-    def _index(self, places: Rows) -> torch.Tensor | slice:
-        """What picks these ascending places of a batch: a slice, which copies nothing, where they are neighbours."""
-        first, last = int(places[0]), int(places[-1])
-        if last - first + 1 == len(places):
+    def _index(self, indices: Rows) -> torch.Tensor | slice:
+        """Return an index that selects these ascending indices of a batch: a slice, which copies nothing, where they are neighbours."""
+        first, last = int(indices[0]), int(indices[-1])
+        if last - first + 1 == len(indices):
             return slice(first, last + 1)
-        return to_device(places, self._device)
+        return to_device(indices, self._device)
 
     def _draw_alike(self, way: Needs, logits: torch.Tensor, keys: torch.Tensor, host_rows: Rows) -> torch.Tensor:
         """Rows that go the same way: logits [n, vocab], keys [n, 2] -> token ids [n]."""
@@ -200,25 +200,25 @@ class DefaultSampler(Sampler):
         """The same, for weights that are 0 where `kept` is: on the CPU, noise is made for the kept alone."""
         if not on_cpu(weights):
             return self._race(weights, keys)
-        places = np.flatnonzero(kept.numpy())
-        if len(places) > weights.numel() // 8:
+        indices = np.flatnonzero(kept.numpy())
+        if len(indices) > weights.numel() // 8:
             return self._race(weights, keys)
         row = np.repeat(np.arange(len(kept)), kept.sum(-1).numpy().astype(np.int64))
-        token = torch.from_numpy(places - row * kept.shape[1])
+        token = torch.from_numpy(indices - row * kept.shape[1])
         noise = exponentials(keys[torch.from_numpy(row)], self._device_rows.hashes[token][:, None]).squeeze(1)
-        weights.view(-1)[torch.from_numpy(places)] /= noise
+        weights.view(-1)[torch.from_numpy(indices)] /= noise
         return first_argmax(weights)
 
 
 def _alike(needs: NDArray[np.uint8], most: int) -> Iterator[tuple[Needs, Rows]]:
-    """The places [n] of the batch, in groups that need the same way of drawing, `most` at once."""
+    """The indices [n] in the batch, in groups that need the same way of drawing, `most` at once."""
     ways = needs & int(Needs.RANDOM | Needs.FILTERS)
     for way in np.unique(ways):
-        for places in _cut(np.flatnonzero(ways == way), most):
-            yield Needs(int(way)), places
+        for indices in _cut(np.flatnonzero(ways == way), most):
+            yield Needs(int(way)), indices
 
 
-def _cut(places: Rows, most: int) -> Iterator[Rows]:
-    """In pieces of `most`, and what is left."""
-    for start in range(0, len(places), most):
-        yield places[start : start + most]
+def _cut(indices: Rows, most: int) -> Iterator[Rows]:
+    """Yield slices of at most `most` indices."""
+    for start in range(0, len(indices), most):
+        yield indices[start : start + most]

@@ -1,4 +1,4 @@
-"""What rows ask of single tokens, on the device, and changing logits by it without asking the host: `DeviceChanges`. Where Triton's kernels run."""
+"""The biases, bans and penalties of rows, kept on the device so that logits are changed without the host: `DeviceChanges`. Needs Triton's kernels."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from triton import knobs
 from triton.language.extra import libdevice
 
 from dovetail.api.sampler import RowHistory
-from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 from dovetail_samplers import noise
 
@@ -60,7 +60,7 @@ SERIES_0, SERIES_1, SERIES_2, SERIES_3 = (tl.constexpr(c) for c in (1.4426944, 0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How the work is cut; powers of two. The result doesn't depend on it."""
+    """The sizes into which the work is split; powers of two. The result doesn't depend on them."""
 
     tile: int = 2048  # ids of a program of `_survey`
     rows: int = 4  # that such a program goes over, at most: it fetches the ids' hashes once
@@ -112,7 +112,7 @@ def exponentials(first, second, hashes):
 
 @triton.jit
 def _log2(x):
-    """Of positive x, within 2^-22: one instruction, where `tl.log2`, which gets the last bits right, takes 25."""
+    """Return log2 of positive x within 2^-22, in one instruction, where `tl.log2`, which gets the last bits right, takes 25."""
     return tl.log2(x) if INTERPRETED else libdevice.fast_log2f(x)
 
 
@@ -146,10 +146,10 @@ def _survey(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,  # of what the tiles leave, in memory
     GROUP: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    let_next_begin(CHAINED)
-    wait(CHAINED)
+    let_next_begin(PDL)
+    wait(PDL)
     start, tile = tl.program_id(0) * each, tl.program_id(1)
     token = tile * TILE + tl.arange(0, TILE)
     exists = token < vocab
@@ -184,7 +184,7 @@ def _times(x, top, sharpness, key_1, key_2, hashes):
 
 @triton.jit
 def _sharpness(temperature):
-    """What a logit is multiplied by to be the weight's logarithm, base 2."""
+    """Return the factor that turns a logit into the base-2 logarithm of its weight."""
     return LOG2_E / tl.minimum(temperature, HOTTEST)
 
 
@@ -222,10 +222,10 @@ def _choose(
     CHUNK: tl.constexpr,
     PIVOTS: tl.constexpr,
     SPARE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    let_next_begin(CHAINED)
-    wait(CHAINED)
+    let_next_begin(PDL)
+    wait(PDL)
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + place)
     if row >= max_rows:
@@ -402,7 +402,7 @@ def _list_hits(group_tops, hits, groups, bound, least, top, sharpness, CHUNK: tl
 
 @triton.jit
 def _above(values, hits, count, limit, end, top, sharpness, GROUP: tl.constexpr, CHUNK: tl.constexpr, SPARE: tl.constexpr):
-    """Of those above `end` in the order: how many, and their weight; and the weight of one at it."""
+    """Return how many tokens are above `end` in the order, their total weight, and the weight of one token at `end`."""
     number, mass, weight = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float32), tl.full((), 0.0, tl.float32)
     for start in range(0, count * GROUP, CHUNK):
         _, x, key, inside = _read(values, hits, start, count, limit, GROUP, CHUNK, SPARE)
@@ -446,7 +446,7 @@ def draw(
     )
     shape = (len(records) - 1, vocab, logits.stride(0))
     each = max(1, min(sizes.rows, n * tiles // sizes.programs))
-    cut = {"TILE": sizes.tile, "WIDTH": width, "GROUP": sizes.group, **chained(logits.device)}
+    cut = {"TILE": sizes.tile, "WIDTH": width, "GROUP": sizes.group, **pdl_options(logits.device)}
     launch(_survey, (triton.cdiv(n, each), tiles))(*known, each, n, *shape, num_warps=sizes.survey_warps, **cut)
     launch(_choose, (n,))(
         *known,

@@ -12,7 +12,7 @@ from dovetail_samplers.order import on_cpu
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What some rows have seen, on the CPU cut to the longest of them."""
+    """The tokens that some rows have seen. On the CPU they are cut to the longest row."""
 
     token_ids: torch.Tensor  # [n, len] int64; beyond a row's tokens its first one again, a valid id
     known: torch.Tensor  # [n, len] bool

@@ -1,4 +1,4 @@
-"""What a request says of single tokens: logit_bias, allowed_token_ids, bad words and the stop tokens before min_tokens.
+"""The rules of a request about single tokens: logit_bias, allowed_token_ids, bad words and the stop tokens before min_tokens.
 
 A row's rules are packed into one tensor when it begins (`RowRules`). The wishes (bias, allowed ids) are applied first, then the bans (bad words,
 stop tokens). Something can always be sampled: if a row's bans leave nothing of what its wishes allow, they are lifted in that step; if the model
@@ -118,7 +118,7 @@ def _add_biases(logits: torch.Tensor, rules: list[RowRules]) -> None:
 
 
 def _keep_allowed(logits: torch.Tensor, rules: list[RowRules]) -> None:
-    """All other logits to -inf; an allowed one is LEAST at least, so that a row always has one that isn't -inf."""
+    """Set all other logits to -inf; an allowed one is at least LEAST, so that a row always has one that isn't -inf."""
     allowed = [(i, r.allowed) for i, r in enumerate(rules) if r.num_allowed >= 0]
     if allowed:
         where = _joined(allowed)

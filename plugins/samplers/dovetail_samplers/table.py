@@ -23,7 +23,7 @@ NO_TOP_P = np.inf  # 1 would let rounding drop the last ones
 
 
 class Needs(IntFlag):
-    """What a row needs beyond the likeliest token."""
+    """Flags of what a row needs besides the most likely token."""
 
     RANDOM = 1  # temperature above 0, and more than one token to choose from
     TOP_K = 2

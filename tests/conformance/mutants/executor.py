@@ -175,7 +175,7 @@ class ZeroWhereNothingWasSampled(FakeExecutor):
 class SortsTheBatchInPlace(FakeExecutor):
     def submit(self, batch: Batch) -> int:
         order = np.argsort(batch.rows)
-        for array in (batch.rows, batch.num_tokens, batch.samples):
+        for array in (batch.rows, batch.num_tokens, batch.yields_token):
             array[:] = array[order]
         return super().submit(batch)
 
@@ -216,9 +216,9 @@ class SeedsByRow(FakeExecutor):
 
 @mutant(caught_by="executor.ids_stay")
 class FeedsBackAnotherToken(FakeExecutor):
-    def _read(self, row: _Row, count: int, samples: bool) -> int:
-        token = super()._read(row, count, samples)
-        if samples:
+    def _read(self, row: _Row, count: int, yields_token: bool) -> int:
+        token = super()._read(row, count, yields_token)
+        if yields_token:
             row.tokens[-1] = (token + 1) % self.options.vocab_size
         return token
 
@@ -227,9 +227,9 @@ class FeedsBackAnotherToken(FakeExecutor):
 class ForgetsTheChunksBefore(FakeExecutor):
     """The sampled token is a function of the last chunk of more than one token."""
 
-    def _read(self, row: _Row, count: int, samples: bool) -> int:
+    def _read(self, row: _Row, count: int, yields_token: bool) -> int:
         row.seed += row.computed - count if count > 1 else 0
-        return super()._read(row, count, samples)
+        return super()._read(row, count, yields_token)
 
 
 @mutant(caught_by="executor.idle")
@@ -290,11 +290,11 @@ class ComputesFromTheBeginning(FakeExecutor):
 
 @mutant(caught_by="executor.shared_prefix")
 class SharesABlockTooMany(FakeExecutor):
-    def _read(self, row: _Row, count: int, samples: bool) -> int:
+    def _read(self, row: _Row, count: int, yields_token: bool) -> int:
         first = next(iter(self._rows.values()))
         blocks, row.blocks = row.blocks, [*first.blocks[: self.shared], *row.blocks[self.shared :]]
         try:
-            return super()._read(row, count, samples)
+            return super()._read(row, count, yields_token)
         finally:
             row.blocks = blocks
 
@@ -429,8 +429,8 @@ class BufferForARowLess(FakeExecutor):
 class LastPositionIsTheFirst(FakeExecutor):
     """Positions begin again one too early."""
 
-    def _read(self, row: _Row, count: int, samples: bool) -> int:
-        token = super()._read(row, count, samples)
-        if samples and count == 1 and row.computed == self.options.max_model_len - 1:
+    def _read(self, row: _Row, count: int, yields_token: bool) -> int:
+        token = super()._read(row, count, yields_token)
+        if yields_token and count == 1 and row.computed == self.options.max_model_len - 1:
             row.tokens[-1] = token = (token + 1) % self.options.vocab_size
         return token

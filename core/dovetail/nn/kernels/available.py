@@ -1,4 +1,4 @@
-"""Which tensors a Triton kernel computes; all others go to the kernel's twin in plain torch.
+"""The choice between a Triton kernel and its twin in plain torch, which computes all tensors that the kernel can't.
 
 A function that has both is written so, and a kernel that can't be had on this GPU is done without (`KernelUnavailable`):
 
@@ -25,18 +25,18 @@ log = logging.getLogger(__name__)
 
 @cache
 def has_triton() -> bool:
-    """Whether it is installed; doesn't import it."""
+    """True if Triton is installed. Doesn't import it."""
     return find_spec("triton") is not None
 
 
 def use_kernels(*tensors: torch.Tensor) -> bool:
-    """Whether a kernel may be given these: contiguous, on a CUDA device that runs kernels, and Triton is there."""
+    """True if a kernel may be given these tensors: Triton is installed, and they are contiguous and on a CUDA device that runs kernels."""
     return has_triton() and all(x.is_cuda and x.is_contiguous() for x in tensors) and runs_kernels(tensors[0].device)
 
 
 @cache
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run on the device at all: Triton must be there and know the GPU, and the machine have a C compiler."""
+    """True if Triton's kernels run on the device at all: Triton must be installed and know the GPU, and the machine must have a C compiler."""
 
     def check() -> None:
         from dovetail.nn.kernels import embedding
@@ -53,7 +53,7 @@ def is_hopper(device: torch.device) -> bool:
 
 @cache
 def has_many_rows(device: torch.device) -> bool:
-    """Whether the kernels of `many_rows` can be used."""
+    """True if the kernels of `many_rows` can be used."""
 
     def check() -> None:
         from dovetail.nn.kernels import many_rows
@@ -64,8 +64,8 @@ def has_many_rows(device: torch.device) -> bool:
 
 
 def works(kernel: str, check: Callable[[], object]) -> bool:
-    """Whether a kernel imports, compiles and computes what it should with this Triton on this GPU: `check`, which may launch it, raises if not, and a
-    warning says why it will be done without. Asked of what is written in Gluon, Triton's youngest part, and of GPUs that nobody has tried."""
+    """True if a kernel imports, compiles and computes what it should with this Triton on this GPU. `check`, which may launch it, raises if not, and a
+    warning says why the engine goes without it. Used for kernels written in Gluon, Triton's youngest part, and on GPUs that nobody has tried."""
     try:
         with launching():
             check()

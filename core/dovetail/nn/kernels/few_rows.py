@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import launch
 
@@ -54,7 +54,7 @@ def _linear(
     GATED: tl.constexpr,
     ADDS: tl.constexpr,
     BIASED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """N outputs of all rows. Tensors are [WARPS, N or M, a warp's inputs of a chunk]; tuples of them, one a chunk."""
     chunks: tl.constexpr = INPUTS // CHUNK
@@ -64,7 +64,7 @@ def _linear(
     real, exists = n < outputs, m < rows
     place = weight + n.to(tl.int64)[None, :, None] * INPUTS + i
     up_place = weight + (n + outputs).to(tl.int64)[None, :, None] * INPUTS + i
-    let_next_begin(CHAINED)
+    let_next_begin(PDL)
     weights, up_weights, scales = (), (), ()
     for chunk in tl.static_range(chunks):
         weights += (tl.load(place + chunk * CHUNK, mask=real[None, :, None], other=0.0),)
@@ -72,7 +72,7 @@ def _linear(
             up_weights += (tl.load(up_place + chunk * CHUNK, mask=real[None, :, None], other=0.0),)
         if NORMED:
             scales += (tl.load(norm + i + chunk * CHUNK).to(tl.float32),)
-    wait(CHAINED)
+    wait(PDL)
     at, mask = out + m[None, :] * outputs + n[:, None], real[:, None] & exists[None, :]
     if ADDS:
         before = tl.load(at, mask=mask, other=0.0).to(tl.float32)
@@ -108,7 +108,7 @@ def _linear(
 
 
 def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> Tiling | None:
-    """For a layer's weight [outputs, inputs]. None: torch is quicker. Measured with `bench.products --tune` on an H200."""
+    """Return a tiling for a layer's weight [outputs, inputs], or None if torch is quicker. Measured with `bench.products --tune` on an H200."""
     inputs = weight.shape[1]
     chunk = inputs & -inputs  # the largest power of two that divides it
     if gated:
@@ -137,7 +137,7 @@ def padded(rows: int) -> int:
 
 
 def fits(tiling: Tiling, inputs: int, gated: bool) -> bool:
-    """Whether the layer can be computed so."""
+    """True if the layer can be computed with this tiling."""
     held = tiling.outputs * inputs * (2 if gated else 1)  # numbers
     whole = inputs % tiling.inputs == 0 and inputs // tiling.inputs <= MOST_CHUNKS
     return whole and tiling.inputs >= tiling.warps * LEAST_INPUTS and held <= tiling.warps * MOST_HELD
@@ -182,6 +182,6 @@ def linear(
         ADDS=adds,
         BIASED=bias is not None,
         num_warps=tiling.warps,
-        **chained(x.device),
+        **pdl_options(x.device),
     )
     return out

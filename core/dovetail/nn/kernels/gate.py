@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 
 BLOCK = 1024  # numbers that a program writes
@@ -16,10 +16,10 @@ WARPS = 4
 
 
 @triton.jit
-def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def _silu_mul(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A part of one row."""
-    let_next_begin(CHAINED)
-    wait(CHAINED)
+    let_next_begin(PDL)
+    wait(PDL)
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = i < SIZE
     at = gate_up + row * (2 * SIZE) + i
@@ -32,5 +32,5 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        launch(_silu_mul, (tokens, triton.cdiv(size, BLOCK)))(gate_up, out, SIZE=size, BLOCK=BLOCK, num_warps=WARPS, **chained(out.device))
+        launch(_silu_mul, (tokens, triton.cdiv(size, BLOCK)))(gate_up, out, SIZE=size, BLOCK=BLOCK, num_warps=WARPS, **pdl_options(out.device))
     return out

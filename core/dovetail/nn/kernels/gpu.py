@@ -38,7 +38,7 @@ class GPU:
         return self.capability >= (8, 0)
 
     @property
-    def chains_launches(self) -> bool:
+    def has_pdl(self) -> bool:
         """True from Hopper on, which has programmatic dependent launch."""
         return self.capability >= (9, 0)
 

@@ -38,7 +38,7 @@ class Compiler:
         self._jobs: dict[tuple[Any, ...], Future[None]] = {}
 
     def add(self, kernel: Any, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
-        """What launching it so would compile. Returns at once."""
+        """Have compiled what launching the kernel with these arguments would compile. Returns at once."""
         placed = (_kind(value, parameter.do_not_specialize) for value, parameter in zip(args, kernel.params, strict=False))
         named = ((name, _kind(value) if isinstance(value, torch.Tensor) else value) for name, value in options.items())  # constants, mostly
         kind = id(kernel), *placed, *named
@@ -46,7 +46,7 @@ class Compiler:
             self._jobs[kind] = self._pool.submit(self._compile, kernel, grid, tuple(map(_stand_in, args)), options)
 
     def wait(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Until all is compiled; `progress` is told of how many of how many. What can't be is left to its launch, which says why."""
+        """Wait until all kernels are compiled; `progress` is told how many of how many are. If one can't be compiled, its launch will say why."""
         for done, job in enumerate(self._jobs.values(), 1):
             if (error := job.exception()) is not None:
                 log.debug("not compiled ahead: %s", error)
@@ -96,14 +96,14 @@ def _why_unavailable(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], 
 
 
 def is_compiling_ahead() -> bool:
-    """Whether `launch` launches nothing."""
+    """True while `launch` only has kernels compiled and launches none."""
     return _compiler.get() is not None
 
 
 @contextmanager
 def compiling_ahead(device: torch.device, threads: int, progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
-    """What `launch` is given by this thread meanwhile is compiled for `device` instead. The end waits for that, and tells `progress` how many of how
-    many are done. Numbers that kernels compute are undefined meanwhile: nothing may use one of them as an index."""
+    """Within the context, kernels that this thread gives to `launch` are compiled for `device` instead. Leaving it waits for that, and tells
+    `progress` how many of how many are done. Numbers that kernels compute are undefined meanwhile: nothing may use one of them as an index."""
     with ThreadPoolExecutor(threads, thread_name_prefix="dovetail-compile") as pool:
         compiler = Compiler(pool, device)
         token = _compiler.set(compiler)
@@ -141,7 +141,7 @@ def _kind(argument: Any, any_number: bool = False) -> object:
 
 
 def _stand_in(argument: Any) -> Any:
-    """As good as `argument` to compile for, without keeping its memory."""
+    """Return a value that compiles the same as `argument` but doesn't keep its memory."""
     if isinstance(argument, torch.Tensor) and argument.data_ptr() % ALIGNMENT == 0:
         return torch.empty(0, dtype=argument.dtype, device=argument.device)
     return argument

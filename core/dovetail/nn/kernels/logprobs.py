@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 
 LEAST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -32,7 +32,7 @@ def _order(x):
 
 @triton.jit
 def _alternatives(place, rows, asked, asked_stride, most):
-    """How many of the likeliest the row at `place` wants; negative: not even the token's own."""
+    """Return how many of the likeliest tokens the row at `place` wants; negative: not even its own token's log-probability."""
     wanted = most
     if rows is not None:
         wanted = tl.load(asked + tl.load(rows + place) * asked_stride)
@@ -57,10 +57,10 @@ def _survey(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    let_next_begin(CHAINED)
-    wait(CHAINED)
+    let_next_begin(PDL)
+    wait(PDL)
     place, tile = tl.program_id(0), tl.program_id(1)
     if _alternatives(place, rows, asked, asked_stride, most) < 0:
         return
@@ -102,10 +102,10 @@ def _choose(
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    let_next_begin(CHAINED)
-    wait(CHAINED)
+    let_next_begin(PDL)
+    wait(PDL)
     place = tl.program_id(0).to(tl.int64)
     wanted = _alternatives(place, rows, asked, asked_stride, most)
     if wanted < 0:
@@ -161,7 +161,7 @@ def top_logprobs(
     likelier = torch.empty((n, width), dtype=torch.int32, device=logits.device)
     group_tops = torch.empty((n, groups), dtype=torch.int32, device=logits.device)
     known = logits, token_ids, rows, asked, 0 if asked is None else asked.stride(0), most, tops, totals, likelier, group_tops
-    shape = {"WIDTH": width, "GROUP": group, **chained(logits.device)}
+    shape = {"WIDTH": width, "GROUP": group, **pdl_options(logits.device)}
     launch(_survey, (n, tiles))(*known, groups, vocab, logits.stride(0), TILE=tile, num_warps=SURVEY_WARPS, **shape)
     launch(_choose, (n,))(
         *known,

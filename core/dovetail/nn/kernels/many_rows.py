@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dovetail.errors import DovetailError
-from dovetail.nn.kernels.chain import chained
+from dovetail.nn.kernels.dependent_launch import pdl_options
 from dovetail.nn.kernels.described import in_tiles
 from dovetail.nn.kernels.launch import launch
 
@@ -51,8 +51,8 @@ PART_COST = 8  # of a byte of sums that the next kernel adds up, in bytes that a
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """What a program computes: rows, outputs (pairs, if gated), and into how many parts the inputs are cut; how many inputs a chunk has, and how many
-    chunks of the weights and of the inputs have room."""
+    """The share of one program: rows, outputs (pairs, if gated), and into how many parts the inputs are split; how many inputs a chunk has, and how
+    many chunks of the weights and of the inputs fit into shared memory."""
 
     rows: int
     outputs: int
@@ -78,7 +78,7 @@ def _linear(
     STAGES: gl.constexpr,
     GATED: gl.constexpr,
     BIASED: gl.constexpr,
-    CHAINED: gl.constexpr,
+    PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = x.dtype
@@ -99,7 +99,7 @@ def _linear(
         mbarrier.init(weight_there.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    if CHAINED:
+    if PDL:
         gdc_launch_dependents()
     for i in gl.static_range(HELD):
         mbarrier.expect(weight_there.index(i), weight_bytes)
@@ -108,7 +108,7 @@ def _linear(
             tma.async_copy_global_to_shared(weight, [outputs + n0, k0 + i * K], weight_there.index(i), ups.index(i))
     for i in gl.static_range(STAGES):
         mbarrier.expect(input_there.index(i), input_bytes)
-    if CHAINED:
+    if PDL:
         gdc_wait()
     for i in gl.static_range(STAGES):
         tma.async_copy_global_to_shared(x, [m0, k0 + i * K], input_there.index(i), inputs.index(i))
@@ -161,7 +161,7 @@ def _linear(
 
 
 def tiling_for(weight: torch.Tensor, rows: int, *, gated: bool = False, in_parts: bool = False) -> Tiling | None:
-    """For a layer's weight [outputs, inputs]. None: torch is quicker, or the layer can't be computed so. `in_parts`: its sums may be left so."""
+    """Return a tiling for a layer's weight [outputs, inputs]; None if torch is quicker or no tiling fits. `in_parts`: sums may be left in parts."""
     outputs, inputs = weight.shape
     tiles = 1 << (ceil(rows / GROUP_ROWS) - 1).bit_length()  # to the next power of two: each tiling is a kernel to compile
     if rows > MOST_ROWS or weight.nbytes > MOST_BYTES[tiles]:
@@ -244,7 +244,7 @@ def linear(
         GATED=gated,
         BIASED=bias is not None,
         num_warps=4 * tiling.rows // GROUP_ROWS,
-        **chained(x.device),
+        **pdl_options(x.device),
     )
     return out
 
@@ -255,4 +255,4 @@ def check(device: torch.device) -> None:
     x, weight = numbers[:20].bfloat16(), numbers.bfloat16()
     ours = linear(x, weight, tiling=Tiling(64, 32, 1, 64, 3, 3))
     if not torch.equal(ours, (x.float() @ weight.float().t()).bfloat16()):
-        raise DovetailError("it computes something else")
+        raise DovetailError("it computes wrong numbers")

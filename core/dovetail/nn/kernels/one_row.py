@@ -3,8 +3,8 @@
 """A linear layer of one row, at the speed at which memory gives the weights: what decoding a single request consists of.
 
 A program asks for all weights of some outputs at once, before its input is there: so all of a small layer is under way at the same time, and while
-the kernel before still runs (`chain`). What stands around a layer, and would cost a launch and a way through memory, is done in it: the norm of its
-input, the gate of its output, its addition to the residual stream. Twin: `dovetail.nn.linear`.
+the kernel before still runs (`dependent_launch`). What comes before and after a layer, and would cost a launch and a pass through memory, is done in
+it: the norm of its input, the gate of its output, its addition to the residual stream. Twin: `dovetail.nn.linear`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 
 WIDE = 8192  # inputs from which on a program has more warps
@@ -35,18 +35,18 @@ def _linear(
     GATED: tl.constexpr,
     ADDS: tl.constexpr,
     BIASED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """N outputs."""
     n, i = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, PADDED)
     real, inside = n < outputs, i < INPUTS
     mask = real[:, None] & inside[None, :]
     place = weight + n.to(tl.int64)[:, None] * INPUTS + i[None, :]
-    let_next_begin(CHAINED)
+    let_next_begin(PDL)
     weights = tl.load(place, mask=mask, other=0.0)
     if GATED:
         up_weights = tl.load(weight + (n + outputs).to(tl.int64)[:, None] * INPUTS + i[None, :], mask=mask, other=0.0)
-    wait(CHAINED)
+    wait(PDL)
     values = tl.load(x + i, mask=inside, other=0.0).to(tl.float32)
     if NORMED:
         scale = tl.rsqrt(tl.sum(values * values, 0) / INPUTS + eps)
@@ -102,6 +102,6 @@ def linear(
         ADDS=adds,
         BIASED=bias is not None,
         num_warps=8 if padded >= WIDE else 4,
-        **chained(x.device),
+        **pdl_options(x.device),
     )
     return out

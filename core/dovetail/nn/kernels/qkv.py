@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from dovetail.api.attention import FusedCache
-from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 
 NUMBERS = 2048  # that a program turns, about
@@ -50,10 +50,10 @@ def _norm_turn_write(
     V_BLOCK: tl.constexpr,
     V_TOKEN: tl.constexpr,
     V_HEAD: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    let_next_begin(CHAINED)
-    wait(CHAINED)
+    let_next_begin(PDL)
+    wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * M + tl.arange(0, M))[:, None]
     i = tl.arange(0, HALF)[None, :]
@@ -132,7 +132,7 @@ def norm_turn_write(
         V_TOKEN=v_strides[1],
         V_HEAD=v_strides[2],
         num_warps=max(1, 2 * heads_at_once * half // NUMBERS_PER_WARP),
-        **chained(qkv.device),
+        **pdl_options(qkv.device),
     )
 
 

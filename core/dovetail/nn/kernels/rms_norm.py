@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dovetail.nn.kernels.chain import chained, let_next_begin, wait
+from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.row import warps_of_row
 
@@ -24,15 +24,15 @@ def _rms_norm(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row: a token. If there are parts, it changes first."""
-    let_next_begin(CHAINED)
+    let_next_begin(PDL)
     i = tl.arange(0, BLOCK)
     mask = i < SIZE
     weights = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
     at = tl.program_id(0).to(tl.int64) * SIZE + i
-    wait(CHAINED)
+    wait(PDL)
     values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     if PARTS > 0:
         for part in tl.static_range(PARTS):
@@ -69,6 +69,6 @@ def _normed(x: torch.Tensor, parts: torch.Tensor | None, weight: torch.Tensor, e
             BLOCK=block,
             PARTS=0 if parts is None else len(parts),
             num_warps=warps_of_row(block),
-            **chained(x.device),
+            **pdl_options(x.device),
         )
     return out

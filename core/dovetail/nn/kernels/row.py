@@ -1,4 +1,4 @@
-"""What kernels have in common of which a program looks at one row in one go."""
+"""Helpers of kernels in which one program reads a whole row at once."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ MAX_WARPS = 16
 
 
 def warps_of_row(numbers: int) -> int:
-    """For so many numbers, padded to a power of two."""
+    """Return the number of warps for so many numbers, padded to a power of two."""
     return min(MAX_WARPS, max(1, numbers // NUMBERS_PER_WARP))

@@ -180,16 +180,16 @@ class ExecutorSuite(Suite):
 
     @check("executor.results", since="0.1")
     def test_each_row_of_the_batch_has_its_result(self) -> None:
-        """`token_ids` must be [rows of the batch], in the order of `batch.rows`: an id of the vocabulary where `samples` is true, -1 elsewhere; and
-        `failed` empty when nothing has failed."""
+        """`token_ids` must be [rows of the batch], in the order of `batch.rows`: an id of the vocabulary where `yields_token` is true, -1 elsewhere;
+        `failed` must be empty when nothing has failed."""
         with self._bench() as bench:
             self._seat(bench, *LENGTHS)
             batch = bench.submit({"c": 20, "a": LENGTHS["a"], "b": 1})
             result = bench.collect()
-            for token, samples in zip(result.token_ids.tolist(), batch.samples.tolist(), strict=True):
+            for token, yields_token in zip(result.token_ids.tolist(), batch.yields_token.tolist(), strict=True):
                 vocabulary = bench.capacity.vocab_size
-                told = f"token_ids are {result.token_ids.tolist()} where samples are {batch.samples.tolist()}"
-                require((0 <= token < vocabulary) if samples else token == -1, f"{told}; expected ids below {vocabulary}, and -1 elsewhere")
+                told = f"token_ids are {result.token_ids.tolist()} where yields_token is {batch.yields_token.tolist()}"
+                require((0 <= token < vocabulary) if yields_token else token == -1, f"{told}; expected ids below {vocabulary}, and -1 elsewhere")
             require(not result.failed, f"nothing failed, and Result.failed is {result.failed}")
 
     @check("executor.batch_untouched", since="0.1")
@@ -424,8 +424,8 @@ class ExecutorSuite(Suite):
 
     @check("executor.logprobs", since="0.1", capability="logprobs")
     def test_logprobs_are_of_the_rows_that_sample(self) -> None:
-        """`Result.logprobs` must have a line for each row with `samples`, in order, when one of them asks: column 0 the token sampled, then the k
-        likeliest, best first; `ranks` from 1."""
+        """`Result.logprobs` must have a line for each row with `yields_token`, in order, when one of them asks: column 0 is the sampled token, then
+        come the k most likely, best first; `ranks` count from 1."""
         with self._bench() as bench:
             self._seat(bench, "b")
             bench.add("a", bench.prompt(5), logprobs=3)

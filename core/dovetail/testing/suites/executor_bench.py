@@ -113,9 +113,9 @@ class Bench:
         batch = self.build(counts, copies, shared)
         seats = [self.seats[name] for name in counts]
         self.sent.append(Sent(batch, self._call("submit", batch), seats))
-        for seat, count, samples in zip(seats, counts.values(), batch.samples.tolist(), strict=True):
+        for seat, count, yields_token in zip(seats, counts.values(), batch.yields_token.tolist(), strict=True):
             seat.computed += count
-            seat.known += samples
+            seat.known += yields_token
         return batch
 
     def collect(self) -> Result:
@@ -126,8 +126,8 @@ class Bench:
         ids = result.token_ids
         shaped = isinstance(ids, np.ndarray) and ids.shape == sent.batch.rows.shape and np.issubdtype(ids.dtype, np.integer)
         require(shaped, f"token_ids of a step of {len(sent.batch.rows)} rows are {ids!r}; expected [{len(sent.batch.rows)}] integers")
-        for seat, token, samples in zip(sent.seats, ids.tolist(), sent.batch.samples.tolist(), strict=True):
-            if samples:
+        for seat, token, yields_token in zip(sent.seats, ids.tolist(), sent.batch.yields_token.tolist(), strict=True):
+            if yields_token:
                 self.tokens[seat.name].append(token)
                 seat.tokens.append(token)
         return result
@@ -174,7 +174,7 @@ class Bench:
             copies=tuple(copies),
             rows=np.array([seat.row for seat in seats], np.int32),
             num_tokens=np.array(list(counts.values()), np.int32),
-            samples=np.array([seat.computed + counts[seat.name] == seat.known for seat in seats], np.bool_),
+            yields_token=np.array([seat.computed + counts[seat.name] == seat.known for seat in seats], np.bool_),
             shared_prefix_blocks=shared,
         )
 

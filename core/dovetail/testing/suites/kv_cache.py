@@ -163,8 +163,8 @@ class KVCacheSuite(Suite):
 
     @check("kv_cache.same_step", since="0.1", capability="reuse")
     def test_a_prefix_is_shared_within_the_step_that_computes_it(self) -> None:
-        """What is committed at its grant must be found by the next request of the same step, and its very blocks be held by both: the backend
-        writes the K and V of the whole batch before it attends."""
+        """Blocks committed at one grant must be found by the next request of the same step, and then be held by both: the backend writes the K and V
+        of the whole batch before it attends."""
         for block_size in BLOCK_SIZES:
             kv, prompt = self._manager(block_size), list(range(2 * block_size))
             first, second = make_request("first", prompt), make_request("second", [*prompt, 7])

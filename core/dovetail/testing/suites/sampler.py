@@ -508,7 +508,7 @@ class SamplerSuite(Suite):
         _require_same(others, out, bench.sample(), "replayed for other requests, ")
 
     def fully_capturable(self, rows: Sequence[Row]) -> tuple[Bench, list[Row]]:
-        """Those of `rows` that may be captured in full, and a bench of them."""
+        """Return a bench of those of `rows` that may be captured in full, and these rows."""
         bench = self.bench(rows)
         some = [row for place, row in zip(bench.places, rows, strict=True) if bench.sampler.fully_capturable(np.array([place]))]
         if not some:
@@ -521,7 +521,7 @@ def _asking(rows: Sequence[Row], logprobs: int | None) -> list[Row]:
 
 
 def _require_same(rows: Sequence[Row], captured: SampledTokens, sampled: SampledTokens, when: str = "") -> None:
-    """Of each row its token, and as many log-probabilities as it asks for."""
+    """Require the same token of each row, and as many equal log-probabilities as the row asks for."""
     tokens, expected = captured.token_ids[: len(rows)].tolist(), sampled.token_ids.tolist()
     require(tokens == expected, f"{when}sample() gave {expected}, sample_fully_captured() {tokens}")
     for place, row in enumerate(rows):

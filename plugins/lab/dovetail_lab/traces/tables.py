@@ -81,7 +81,7 @@ def missing_of(table: Table, header: Sequence[str]) -> list[str]:
 
 
 def almost(header: Sequence[str]) -> str:
-    """Which known layout was probably meant, if all but one of its columns are there: in words, to follow others. Else nothing."""
+    """Return words that name the known layout that was probably meant, if all but one of its columns are there; else an empty text."""
     near = [(table, missing_of(table, header)) for table in TABLES]
     return "".join(
         f"; for {table.name} the column {missing[0]!r} is missing" for table, missing in near if len(missing) == 1 < len(table.columns) - 1

@@ -28,7 +28,7 @@ class Fixed(Distribution):
 
 
 class Uniform(Distribution):
-    """From `low` to `high`, both included."""
+    """Uniform lengths from `low` to `high`, both included."""
 
     low: float = Field(ge=0)
     high: float = Field(ge=0)

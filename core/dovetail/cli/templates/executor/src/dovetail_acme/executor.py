@@ -64,7 +64,8 @@ class AcmeExecutor(Executor):
         for new in batch.added:
             self._rows[new.row] = Row(new.token_ids[: new.prompt_len].tolist(), len(new.token_ids))
         tokens = [
-            self._next_token(self._rows[row]) if samples else -1 for row, samples in zip(batch.rows.tolist(), batch.samples.tolist(), strict=True)
+            self._next_token(self._rows[row]) if yields_token else -1
+            for row, yields_token in zip(batch.rows.tolist(), batch.yields_token.tolist(), strict=True)
         ]
         self._results.append(Result(batch.step, np.array(tokens, np.int64), started, self.context.clock.now()))
         return batch.step

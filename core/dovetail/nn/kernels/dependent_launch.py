@@ -3,7 +3,7 @@
 """Programmatic dependent launch: a kernel is brought onto the GPU while the one before it still runs, so that a launch costs nothing.
 
 Such a kernel may read what nobody writes, its weights say, at once; all else, and whatever it writes, only after `wait`. A kernel that calls `wait`
-must be launched with `chained`'s arguments. Hopper and what came after can do it; elsewhere, and in Triton's interpreter, nothing of this happens.
+must be launched with the arguments of `pdl_options`. GPUs from Hopper on have this; elsewhere, and in Triton's interpreter, `wait` does nothing.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from dovetail.nn.kernels.gpu import gpu_of
 
 
 @triton.jit
-def let_next_begin(CHAINED: tl.constexpr):
-    """The next kernel may be brought onto the GPU from now on."""
-    if CHAINED:
+def let_next_begin(PDL: tl.constexpr):
+    """Allow the next kernel to be brought onto the GPU from now on."""
+    if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
-def wait(CHAINED: tl.constexpr):
-    """Until the kernel before has ended, and what it wrote can be read."""
-    if CHAINED:
+def wait(PDL: tl.constexpr):
+    """Wait until the kernel before has ended and what it wrote can be read."""
+    if PDL:
         gdc_wait()
 
 
 @triton.jit
 def fetch(pointers):
-    """Ask for the lines of memory that these lie in, and don't wait. Only where a launch is chained."""
+    """Ask for the lines of memory that these lie in, and don't wait. Only in a launch with PDL."""
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
 
 
-def chained(device: torch.device) -> dict[str, Any]:
-    """Arguments of a launch on `device`."""
+def pdl_options(device: torch.device) -> dict[str, Any]:
+    """Return the arguments that a launch on `device` takes for programmatic dependent launch (PDL)."""
     gpu = gpu_of(device)
-    return {"CHAINED": True, "launch_pdl": True} if gpu is not None and gpu.chains_launches else {"CHAINED": False}
+    return {"PDL": True, "launch_pdl": True} if gpu is not None and gpu.has_pdl else {"PDL": False}
