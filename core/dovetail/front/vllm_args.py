@@ -192,7 +192,8 @@ def _planned(section: str) -> str:
 
 _GPUS, _LORA, _DRAFTS = _planned("Several GPUs, several machines"), _planned("LoRA adapters"), _planned("Speculative decoding")
 _GRAMMARS, _POOLING, _FP8 = _planned("Structured output"), _planned("Embeddings and scores"), _planned("FP8 weights and K and V")
-_EXPERTS, _SERVER = _planned("Mixture of experts"), _planned("HTTP server")
+_EXPERTS = _planned("Mixture of experts")
+_SERVER = "that is the server's business: an option of `dovetail serve`"
 _ONE_DEVICE = "one device computes"
 _DOWNLOAD = "name a local directory as the model: `hf download` fetches any revision to one"
 _SCHEDULERS = "a scheduler decides that: choose or write one (scheduler)"
@@ -298,7 +299,7 @@ _ROWS = (
     _anyway("num_speculative_tokens", None, why="nothing is drafted", otherwise=_DRAFTS, refused=3),
     _anyway("structured_outputs_config", None, {}, why="there are no grammars", otherwise=_GRAMMARS, refused={"backend": "xgrammar"}),
     _anyway("guided_decoding_backend", None, "auto", why="there are no grammars", otherwise=_GRAMMARS, refused="xgrammar"),
-    _anyway("reasoning_parser", None, "", why="text isn't parsed", otherwise=_SERVER, refused="qwen3"),
+    _anyway("reasoning_parser", None, "", why="text is parsed by the server alone", otherwise=_SERVER, refused="qwen3"),
     _anyway("logits_processors", None, why="the sampler decides", otherwise="write a sampler plugin, and name it: sampler", refused=["my.Processor"]),
     _anyway(
         "logprobs_mode", "raw_logprobs", why="they are those of the raw distribution", otherwise="only raw_logprobs is there", refused="raw_logits"
@@ -309,7 +310,7 @@ _ROWS = (
     _anyway("disable_log_requests", None, True, why="no request is logged", otherwise="observers hear of each request: write one", refused=False),
     _anyway("enable_log_requests", *_OFF, why="no request is logged", otherwise="observers hear of each request: write one", refused=True),
     _never_matters("use_tqdm_on_load", True, "`LLM` shows no bar while it loads"),
-    _anyway("served_model_name", None, why="nothing is served", otherwise=_SERVER, refused="my-model"),
+    _anyway("served_model_name", None, why="`LLM` serves nothing", otherwise=_SERVER, refused="my-model"),
     _anyway("otlp_traces_endpoint", None, why="observers tell", otherwise="write an observer plugin, and name it: observers", refused="http://x"),
 )
 
