@@ -8,6 +8,7 @@ the frame. The frames go through a ZeroMQ socket to a thread that reads and drop
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import threading
@@ -66,6 +67,7 @@ def measure_host(num_seqs: int, context: int, steps: int) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for num_seqs in (256, 1024):
         offline, host = measure(num_seqs, 100, False, 300), measure_host(num_seqs, 100, 300)
         print(f"{num_seqs:>5} requests: offline {offline:.2f} ms, host {host:.2f} ms a step: {host / offline:.2f} times")

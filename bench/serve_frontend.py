@@ -41,7 +41,7 @@ class _Nobody:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--step-ms", type=float, default=5.0, help="time between two steps, if the front end keeps up")
