@@ -11,7 +11,8 @@ What a block's info string means, here and for writers:
     ```any language               `--8<-- "path"` alone: the page shows that file, which must exist
     ```bash                       commands of docker, which don't run; the files that they name must exist
     <!-- not run: why -->         on the line above a block: it doesn't run, and `test_code_blocks.NOT_RUN` must list it
-Python and curl that name `SHOWN_URL` talk to a server of the demo model. Of `dovetail serve` and `dovetail chat`, which don't end, the flags are checked.
+Python and curl that name `SHOWN_URL` talk to a server of the demo model. Of `dovetail serve` and `dovetail chat`, which don't end, the flags are
+checked.
 """
 
 from __future__ import annotations

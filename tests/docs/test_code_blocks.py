@@ -248,6 +248,7 @@ def test_a_page_that_is_wrong_is_caught(namespace: dict[str, object]) -> None:
 
     with pytest.raises(DovetailError):
         check_config(block("yaml", "scheduler: {name: priority, agin_s: 5}"))
+
     def nowhere() -> str:
         raise AssertionError("no server is needed")
 
@@ -272,5 +273,5 @@ def test_a_page_that_is_wrong_is_caught(namespace: dict[str, object]) -> None:
 @pytest.mark.parametrize("path", ["/v1/nothing", "/v1/completions -d {}"])
 def test_a_request_that_is_refused_is_caught(path: str, server: Server) -> None:
     block = Block("page.md", 1, "console", None, f"$ curl {SHOWN_URL}{path}\n", not_run=False)
-    with pytest.raises(AssertionError, match="page.md:1: 4"):
+    with pytest.raises(AssertionError, match=r"page\.md:1: 4"):
         run_console(block, server)
