@@ -5,9 +5,14 @@ What a block's info string means, here and for writers:
     ```python                     runs; the blocks of a page share a namespace and a temporary directory
     ```python title="a/b.py"      a file, written to that directory; so are blocks of any other language with a title
     ```yaml                       an engine config, titled or not; one titled "wrong…" must be refused
-    ```console                    lines that begin with "$ dovetail" run; lines that don't begin with "$ " are their output, "..." for any text
+    ```console                    lines that begin with "$ dovetail" or "$ curl" run; lines that don't begin with "$ " are their output, "..." for
+                                  any text. A line that ends with a backslash goes on in the next
     ```text title="Output"        what the block above printed, "..." for any text
+    ```any language               `--8<-- "path"` alone: the page shows that file, which must exist
+    ```bash                       commands of docker, which don't run; the files that they name must exist
     <!-- not run: why -->         on the line above a block: it doesn't run, and `test_code_blocks.NOT_RUN` must list it
+Python and curl that name `SHOWN_URL` talk to a server of the demo model. Of `dovetail serve` and `dovetail chat`, which don't end, the flags are
+checked.
 """
 
 from __future__ import annotations
@@ -22,7 +27,9 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+SHOWN_URL = "http://127.0.0.1:8000"
 
+_INCLUDED = re.compile(r'--8<-- "([^"]+)"\n')
 _NOT_RUN = re.compile(r"<!-- not run: .+ -->")
 
 
@@ -38,6 +45,12 @@ class Block:
     @property
     def place(self) -> str:
         return f"{self.page}:{self.line}"
+
+    @property
+    def included(self) -> Path | None:
+        """The file that is shown here, if this is all that there is."""
+        found = _INCLUDED.fullmatch(self.text)
+        return ROOT / found[1] if found else None
 
     @property
     def is_output(self) -> bool:
@@ -72,7 +85,7 @@ def commands_of(block: Block) -> Iterator[Command]:
     first, *others = re.split(r"^\$ ", block.text, flags=re.MULTILINE)
     assert not first, f"{block.place}: a console block begins with a command, got {first!r}"
     for part in others:
-        line, _, output = part.partition("\n")
+        line, _, output = part.replace("\\\n", "").partition("\n")
         yield Command(line, output)
 
 

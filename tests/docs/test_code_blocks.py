@@ -6,22 +6,26 @@ import doctest
 import io
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, redirect_stdout
+from functools import cache
 from importlib.metadata import metadata
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from bench.soak import serving
 from typer.testing import CliRunner
 
 from dovetail.cli.app import app
 from dovetail.config import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import DISTRIBUTION, ConfigError, DovetailError
 from dovetail.registry.registry import Registry
-from tests.docs.pages import ROOT, Block, blocks_of, commands_of, pages
+from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, commands_of, pages
 from tests.registry.fakes import Site, modules_forgotten
 
 OWN_TEST = {"docs/write-a-scheduler.md"}  # test_write_a_scheduler.py installs what it describes
@@ -30,7 +34,17 @@ NOT_INSTALLED = {"dovetail-fair", "dovetail-experimental"}  # distributions that
 
 ABOUT = {"docs/plugins/port-a-model.md": "dovetail-olmo2"}  # packages of examples/plugins that a page is about: there they are installed
 
-LANGUAGES = {"python", "yaml", "console", "text", "toml", "json"}
+LANGUAGES = {"python", "yaml", "console", "text", "toml", "json", "bash"}
+ENDLESS = ("serve", "chat")  # commands that run until they are told to end
+CURL_S = 60
+
+Server = Callable[[], str]  # starts a server of the demo model, once, and returns its URL
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    with ExitStack() as stack:
+        yield cache(lambda: stack.enter_context(serving("demo")).url)
 
 
 @pytest.fixture
@@ -63,21 +77,26 @@ def installed(page: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("page", [page for page in pages() if blocks_of(page) and page not in OWN_TEST])
-def test_blocks_of_the_page_run(page: str, namespace: dict[str, object]) -> None:
+def test_blocks_of_the_page_run(page: str, namespace: dict[str, object], server: Server) -> None:
     printed = ""
     for block in blocks_of(page):
+        if block.included is not None:
+            assert block.included.is_file(), f"{block.place}: no file {block.included}"
+            continue
         assert block.language in LANGUAGES, f"{block.place}: unknown language {block.language!r}"
         if block.not_run:
             continue
         if block.is_file:
             write(block)
         if block.language == "python":
-            code = compile("\n" * block.line + block.text, block.page, "exec")
+            code = compile("\n" * block.line + addressed(block.text, server), block.page, "exec")
             printed = "" if block.is_file else run_python(code, namespace)
         elif block.language == "yaml":
             check_config(block)
         elif block.language == "console":
-            run_console(block)
+            run_console(block, server)
+        elif block.language == "bash":
+            check_docker(block)
         elif block.is_output:
             check_output(block, block.text, printed)
 
@@ -130,10 +149,19 @@ def check_components(config: EngineConfig) -> None:
                 registry.resolve(kind, choice.name, choice.options, choice.where).validate_options()
 
 
-def run_console(block: Block) -> None:
+def addressed(text: str, server: Server) -> str:
+    """Return the text with the URL of the server instead of the one that pages show."""
+    return text.replace(SHOWN_URL, server()) if SHOWN_URL in text else text
+
+
+def run_console(block: Block, server: Server) -> None:
     for command in commands_of(block):
         words = shlex.split(command.line, comments=True)
-        if words[0] == "dovetail":
+        if words[0] == "curl":
+            run_curl(block, words, command.output, server)
+        elif words[0] == "dovetail" and words[1] in ENDLESS:
+            check_flags(block, words[1:])
+        elif words[0] == "dovetail":
             run_dovetail(block, words[1:], command.output)
         else:
             check_that_it_could_run(block, words)
@@ -150,6 +178,35 @@ def run_dovetail(block: Block, args: list[str], expected: str) -> None:
     assert result.exit_code == (2 if "error:" in expected else 0), f"{block.place}: {result.output}"
     if expected:
         check_output(block, expected, result.output)
+
+
+def run_curl(block: Block, words: list[str], expected: str, server: Server) -> None:
+    """The server's answer must be one of success."""
+    assert any(word.startswith(f"{SHOWN_URL}/") for word in words), f"{block.place}: curl asks another server than {SHOWN_URL}"
+    if shutil.which("curl") is None:
+        pytest.skip(f"{block.place}: curl isn't installed")
+    added = ["--silent", "--show-error", "--noproxy", "*", "--max-time", str(CURL_S), "--write-out", "\n%{http_code}"]
+    done = subprocess.run([*(addressed(word, server) for word in words), *added], capture_output=True, text=True)
+    body, _, status = done.stdout.rpartition("\n")
+    assert done.returncode == 0, f"{block.place}: {done.stderr}"
+    assert status.startswith("2"), f"{block.place}: {status} {body}"
+    if expected:
+        check_output(block, expected, body)
+
+
+def check_flags(block: Block, args: list[str]) -> None:
+    """The command's help must have them."""
+    told = CliRunner().invoke(app, [args[0], "--help"], prog_name="dovetail").output
+    unknown = {word.partition("=")[0] for word in args if word.startswith("--")} - set(re.findall(r"--[\w-]+", told))
+    assert not unknown, f"{block.place}: dovetail {args[0]} has no {sorted(unknown)}"
+
+
+def check_docker(block: Block) -> None:
+    for line in block.text.splitlines():
+        words = shlex.split(line, comments=True)
+        assert words[0] == "docker", f"{block.place}: {words[0]} isn't docker; what can be run or checked is in blocks of the language console"
+        missing = [word for word in words if word.startswith("deploy/") and not (ROOT / word).is_file()]
+        assert not missing, f"{block.place}: no file {missing}"
 
 
 def check_that_it_could_run(block: Block, words: list[str]) -> None:
@@ -171,7 +228,7 @@ def check_that_it_could_run(block: Block, words: list[str]) -> None:
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert all(extra in known for names in extras for extra in names.split(",")), f"{block.place}: unknown extra in {words}"
     else:
-        pytest.fail(f"{block.place}: {words[0]} is none of dovetail, make, python, pip, git: nobody could check it")
+        pytest.fail(f"{block.place}: {words[0]} is none of dovetail, curl, make, python, pip, git: nobody could check it")
 
 
 def check_output(block: Block, expected: str, printed: str) -> None:
@@ -191,13 +248,30 @@ def test_a_page_that_is_wrong_is_caught(namespace: dict[str, object]) -> None:
 
     with pytest.raises(DovetailError):
         check_config(block("yaml", "scheduler: {name: priority, agin_s: 5}"))
+
+    def nowhere() -> str:
+        raise AssertionError("no server is needed")
+
     with pytest.raises(AssertionError, match="expected"):
-        run_console(block("console", "$ dovetail config check demo\ndemo: fine\n"))
+        run_console(block("console", "$ dovetail config check demo\ndemo: fine\n"), nowhere)
     with pytest.raises(AssertionError):
-        run_console(block("console", "$ dovetail config check nowhere/at/all\n"))
+        run_console(block("console", "$ dovetail config check nowhere/at/all\n"), nowhere)
     with pytest.raises(AssertionError, match="no file"):
-        run_console(block("console", "$ python bench/nothing.py\n"))
+        run_console(block("console", "$ python bench/nothing.py\n"), nowhere)
     with pytest.raises(AssertionError, match="no file"):
-        run_console(block("console", "$ python -m pytest -m gpu tests/nothing\n"))
+        run_console(block("console", "$ python -m pytest -m gpu tests/nothing\n"), nowhere)
     with pytest.raises(pytest.fail.Exception, match="is none of"):
-        run_console(block("console", "$ curl x | sh\n"))
+        run_console(block("console", "$ wget x | sh\n"), nowhere)
+    with pytest.raises(AssertionError, match="another server"):
+        run_console(block("console", "$ curl http://example.com/\n"), nowhere)
+    with pytest.raises(AssertionError, match="has no \\['--prot'\\]"):
+        run_console(block("console", "$ dovetail serve demo --host ::1 --prot 80\n"), nowhere)
+    with pytest.raises(AssertionError, match="isn't docker"):
+        check_docker(block("bash", "pip install x\n"))
+
+
+@pytest.mark.parametrize("path", ["/v1/nothing", "/v1/completions -d {}"])
+def test_a_request_that_is_refused_is_caught(path: str, server: Server) -> None:
+    block = Block("page.md", 1, "console", None, f"$ curl {SHOWN_URL}{path}\n", not_run=False)
+    with pytest.raises(AssertionError, match=r"page\.md:1: 4"):
+        run_console(block, server)

@@ -8,23 +8,14 @@ from typing import Any
 import openai
 import pytest
 
-from dovetail import AsyncLLMEngine
-from dovetail_server.in_process import InProcessEngine
 from dovetail_server.testing import FakeEngine
-from tests.server.serving import demo_tokenizer, serving_in_thread
+from tests.server.serving import demo_tokenizer, serving_in_threads
 
 
 @pytest.fixture(scope="session")
-def demo_engine() -> Iterator[AsyncLLMEngine]:
-    engine = AsyncLLMEngine.from_config({"model": "demo", "max_num_seqs": 16})
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="session")
-def server_url(demo_engine: AsyncLLMEngine) -> Iterator[str]:
+def server_url() -> Iterator[str]:
     """The URL of a server of the demo model."""
-    with serving_in_thread(lambda: InProcessEngine(demo_engine)) as url:
+    with serving_in_threads({"model": "demo", "max_num_seqs": 16}) as url:
         yield url
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ import uvicorn
 from starlette.applications import Starlette
 
 import dovetail_models
+from dovetail.front.assembly import assemble
 from dovetail.front.tokenizer import Tokenizer
 from dovetail_server.app import create_app
 from dovetail_server.engine import ServedEngine
+from dovetail_server.one_process import HostThread
+from dovetail_server.remote import RemoteEngine
 from dovetail_server.settings import ServerSettings
 from dovetail_server.wire import DirectProtocol
 
@@ -53,18 +57,22 @@ async def serving(engine: ServedEngine, settings: ServerSettings | None = None, 
 
 
 @contextmanager
-def serving_in_thread(make_engine: Callable[[], ServedEngine], settings: ServerSettings | None = None) -> Iterator[str]:
+def serving_in_thread(make_engine: Callable[[], ServedEngine | Awaitable[ServedEngine]], settings: ServerSettings | None = None) -> Iterator[str]:
     """Serve an engine in a thread with an event loop of its own; the URL."""
     started = threading.Event()
     found: dict[str, Any] = {}
 
     async def main() -> None:
-        engine = make_engine()
+        made = make_engine()
+        engine = await made if inspect.isawaitable(made) else made
         server, listening, url = _server(create_app(engine, settings or ServerSettings()))
         found.update(url=url, server=server)
         started.set()
         await server._serve([listening])
-        engine.chat.close()
+        if isinstance(engine, RemoteEngine):
+            engine.close()
+        else:
+            engine.chat.close()
 
     thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
     thread.start()
@@ -72,3 +80,22 @@ def serving_in_thread(make_engine: Callable[[], ServedEngine], settings: ServerS
     yield found["url"]
     found["server"].should_exit = found["server"].force_exit = True
     thread.join(PATIENCE_S)
+
+
+@contextmanager
+def serving_in_threads(config: dict[str, Any], settings: ServerSettings | None = None, *, chat_template: str | None = None) -> Iterator[str]:
+    """Serve an engine of this config, which has a thread of its own too, as `dovetail serve --in-process` does; the URL. `chat_template` is used
+    instead of the model's."""
+    thread = HostThread(assemble(config, {}))
+
+    async def connect() -> ServedEngine:
+        engine = await RemoteEngine.connect(thread.line, "test")
+        if chat_template is not None:
+            engine.tokenizer.transformers.chat_template = chat_template
+        return engine
+
+    try:
+        with serving_in_thread(connect, settings) as url:
+            yield url
+    finally:
+        thread.close()

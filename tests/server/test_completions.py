@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from dovetail import AsyncLLMEngine
+from tests.server.serving import demo_tokenizer
 
 PROMPT = "ROMEO: But soft"
 
@@ -82,23 +82,23 @@ def test_a_stream_adds_up_to_the_whole_answer(openai_client: openai.OpenAI, opti
     assert len(whole.choices) == options.get("n", 1)
 
 
-def test_the_text_is_that_of_the_engine(openai_client: openai.OpenAI, demo_engine: AsyncLLMEngine) -> None:
+def test_the_text_is_that_of_the_engine(openai_client: openai.OpenAI) -> None:
     answer = ask(openai_client, temperature=0, extra_headers={"X-Request-Id": "mine"})
     assert answer.choices[0].finish_reason == "length"
     assert answer.model == "demo"
     usage = answer.usage
-    assert usage.prompt_tokens == len(demo_engine.engine.tokenizer.encode(PROMPT))
+    assert usage.prompt_tokens == len(demo_tokenizer().encode(PROMPT))
     assert (usage.completion_tokens, usage.total_tokens) == (8, usage.prompt_tokens + 8)
 
 
-def test_token_ids_are_prompts_too(openai_client: openai.OpenAI, demo_engine: AsyncLLMEngine) -> None:
-    ids = demo_engine.engine.tokenizer.encode(PROMPT)
+def test_token_ids_are_prompts_too(openai_client: openai.OpenAI) -> None:
+    ids = demo_tokenizer().encode(PROMPT)
     assert ask(openai_client, ids).choices[0].text == ask(openai_client, PROMPT).choices[0].text
 
 
-def test_each_prompt_of_a_list_has_its_own_choices(openai_client: openai.OpenAI, demo_engine: AsyncLLMEngine) -> None:
+def test_each_prompt_of_a_list_has_its_own_choices(openai_client: openai.OpenAI) -> None:
     prompts = [PROMPT, "JULIET:", "First Citizen:"]
-    ids = [demo_engine.engine.tokenizer.encode(prompt) for prompt in prompts]
+    ids = [demo_tokenizer().encode(prompt) for prompt in prompts]
     alone = [choice.text for prompt in prompts for choice in ask(openai_client, prompt, n=2).choices]
     assert [choice.text for choice in ask(openai_client, prompts, n=2).choices] == alone
     assert [choice.text for choice in ask(openai_client, ids, n=2).choices] == alone

@@ -16,12 +16,10 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
 
-from dovetail import AsyncLLMEngine
-from dovetail_server.in_process import InProcessEngine
 from dovetail_server.protocol.openapi import OPERATIONS as ENDPOINTS
 from dovetail_server.settings import ServerSettings
 from tests.server.scripted import TEMPLATE
-from tests.server.serving import PATIENCE_S, serving_in_thread
+from tests.server.serving import PATIENCE_S, serving_in_threads
 from tests.support import examples
 
 PATHS_WITH_BODIES = [operation.path for operation in ENDPOINTS if operation.request is not None]
@@ -33,13 +31,11 @@ _known: list[Any] = []  # the operations, once a server has told them
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """A server of a small real model, which answers with a few tokens."""
-    engine = AsyncLLMEngine.from_config({"model": "demo", "max_model_len": 128, "max_num_seqs": 4})
-    engine.engine.tokenizer.transformers.chat_template = TEMPLATE
-    with serving_in_thread(lambda: InProcessEngine(engine), ServerSettings(log_requests=False)) as url:
+    config = {"model": "demo", "max_model_len": 128, "max_num_seqs": 4}
+    with serving_in_threads(config, ServerSettings(log_requests=False), chat_template=TEMPLATE) as url:
         schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
         _known[:] = [operation.ok() for operation in schema.get_all_operations()]
         yield url
-    engine.close()
 
 
 @pytest.fixture(scope="module")

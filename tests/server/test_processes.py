@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from dovetail.cli.app import app
 
 PATIENCE_S = 60.0
 ENDLESS = {"prompt": "ROMEO:", "max_tokens": 900, "ignore_eos": True}
@@ -217,3 +220,16 @@ def test_what_keeps_it_from_starting_is_told_in_a_sentence(start: Callable[..., 
     assert said in server.told()
     assert "Traceback" not in server.told()
     assert server.left([]) == []
+
+
+@pytest.mark.parametrize("options", [("--front-ends", "2"), ("--in-process",)])
+def test_each_request_is_a_line_of_json_on_stderr(start: Callable[..., Server], options: tuple[str, ...]) -> None:
+    server = start(*options)
+    server.get("/v1/models")
+    lines = until(lambda: server.told().splitlines(), "the request was logged")
+    assert [json.loads(line)["path"] for line in lines if line.startswith("{")] == ["/v1/models"]
+
+
+def test_the_help_tells_defaults() -> None:
+    told = CliRunner().invoke(app, ["serve", "--help"]).output
+    assert "[default: 8000]" in " ".join(told.split())

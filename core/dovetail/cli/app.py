@@ -41,7 +41,7 @@ class PluginCommand(TyperCommand):
             return typer.main.get_command(loaded)
         if not callable(loaded):
             raise PluginError(f"command {self.name!r} of plugin {self.command.origin}: {self.command.spec.target} is {loaded!r}, not a Typer app")
-        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)  # it would swallow "[default: …]"
         app.command(name=self.name)(loaded)
         return typer.main.get_command(app)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -45,9 +46,9 @@ class _Server(uvicorn.Server):
 class FrontEnd:
     """All methods are called in the event loop."""
 
-    def __init__(self, line: Line, name: str, settings: ServerSettings, sock: socket.socket, ready: Callable[[], None]) -> None:
-        """`name` is no other front end's, before or after; `ready` is called once it listens."""
-        self._line, self._name, self._settings, self._socket, self._ready = line, name, settings, sock, ready
+    def __init__(self, line: Line, name: str, settings: ServerSettings, sock: socket.socket, ready: Callable[[], None], *, place: int = 0) -> None:
+        """`name` is no other front end's, before or after; `place`, its number among those that run now; `ready` is called once it listens."""
+        self._line, self._name, self._settings, self._socket, self._ready, self._place = line, name, settings, sock, ready, place
         self._engine: RemoteEngine | None = None
         self._app: Any = None
         self._server: _Server | None = None
@@ -58,7 +59,7 @@ class FrontEnd:
         """Serve until `drain` or `fail` has ended it. Raises `DovetailError` if it can't start."""
         self._engine = engine = await RemoteEngine.connect(self._line, self._name)
         try:
-            self._app = create_app(engine, self._settings)
+            self._app = create_app(engine, self._settings, front_end=self._place)
             self._app.state.draining, self._app.state.failure = False, None
             config = self._config()
             try:
@@ -134,8 +135,20 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def log_to_stderr() -> None:
+    """Write the lines of requests to stderr as they are, for machines, and the warnings of the rest of Dovetail as text."""
+    requests, others = logging.getLogger("dovetail.server"), logging.getLogger("dovetail")
+    for logger, level, text in ((requests, logging.INFO, "%(message)s"), (others, logging.WARNING, "%(levelname)s %(name)s: %(message)s")):
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(text))
+        logger.addHandler(handler)
+        logger.setLevel(level)
+    requests.propagate = False  # to `others`, which would write them once more
+
+
 def main() -> int:
     """Return the exit code: 2 if it can't be started."""
+    log_to_stderr()
     channel = channel_of_process(sys.argv[1])
     start, early = channel.first()
     settings = ServerSettings.model_validate(start["settings"])
@@ -144,7 +157,7 @@ def main() -> int:
     async def serve() -> None:
         line = ZmqLine(start["address"], start["name"].encode())
         sock = socket.socket(fileno=start["socket"])
-        front_end = FrontEnd(line, start["name"], settings, sock, lambda: channel.send(ready=True))
+        front_end = FrontEnd(line, start["name"], settings, sock, lambda: channel.send(ready=True), place=start["place"])
         channel.socket.setblocking(False)
 
         def obey() -> None:

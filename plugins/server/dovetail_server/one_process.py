@@ -11,7 +11,7 @@ from contextlib import suppress
 from dovetail.config import EngineConfig
 from dovetail.errors import DovetailError, EngineDeadError, describe
 from dovetail.front.assembly import Assembly, assemble
-from dovetail_server.front_end import FrontEnd, new_event_loop
+from dovetail_server.front_end import FrontEnd, log_to_stderr, new_event_loop
 from dovetail_server.host import EngineHost
 from dovetail_server.links import ThreadLine, ThreadPost
 from dovetail_server.settings import ServerSettings
@@ -48,6 +48,7 @@ def serve_in_one_process(source: str, overrides: list[str], settings: ServerSett
     """Serve until a signal ends it, and return the exit code. Raises `DovetailError` if it can't start or the engine dies."""
     if settings.front_ends != 1:
         raise DovetailError("--in-process is one front end beside the engine: --front-ends must be 1")
+    log_to_stderr()
     sockets, url = bind(settings)
     config = EngineConfig.load_with(source, EngineConfig.read_settings(overrides), origin="--set")
     assembly = assemble(config, {})

@@ -144,7 +144,7 @@ class Supervisor:
         name = f"front-end-{place}.{self._generation}"
         self._generation += 1
         sock = self._sockets[place]
-        start = {"name": name, "settings": self._settings.model_dump(mode="json"), "socket": sock.fileno()}
+        start = {"name": name, "place": place, "settings": self._settings.model_dump(mode="json"), "socket": sock.fileno()}
         self._front_ends[place] = self._start(name, "dovetail_server.front_end", start, sock)
 
     # Watching
