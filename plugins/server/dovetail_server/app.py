@@ -41,7 +41,7 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
         middleware.append(Middleware(ApiKeys, settings))
     metrics = ServerMetrics(engine, front_end=front_end)
     models = settings.served_model_name or (engine.facts.model,)
-    routes = [*all_routes(settings), Route("/metrics", metrics_route(metrics))]
+    routes = [*all_routes(settings), Route("/metrics", metrics_route(metrics), include_in_schema=False)]
     if settings.page:
         routes += page_routes(metrics, engine, models[0])
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_exception})
