@@ -126,6 +126,15 @@ async def test_a_dead_engine_is_told_by_health_and_to_who_asks(fake: Callable[..
 
 
 @pytest.mark.anyio
+async def test_a_server_that_drains_takes_nothing_new(fake: Callable[..., FakeEngine]) -> None:
+    app = create_app(fake())
+    app.state.draining = True
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
+        answers = [await http.get("/ready"), await http.post("/v1/completions", json=PROMPT), await http.get("/health")]
+    assert [answer.status_code for answer in answers] == [503, 503, 200]
+
+
+@pytest.mark.anyio
 async def test_an_early_refusal_of_a_stream_has_its_status(fake: Callable[..., FakeEngine]) -> None:
     engine = fake(paced=True)
     async with serving(engine) as url, httpx.AsyncClient(base_url=url) as http:

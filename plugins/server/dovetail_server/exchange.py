@@ -171,9 +171,16 @@ class Exchange:
         return decode(data, kind)
 
     def admit(self) -> None:
-        """Let the request in, to wait for its prompt to be made: that takes time, too, and memory. Raises `HttpError` 429."""
+        """Let the request in, to wait for its prompt to be made: that takes time, too, and memory. Raises `HttpError` 429, and 503 while the server
+        drains."""
+        self.check_open()
         self.server.admission.check(1, 0)
         self._ticket = self.server.admission.enter(0)
+
+    def check_open(self) -> None:
+        """Raises `HttpError` 503 while the server drains."""
+        if self.scope["app"].state.draining:
+            raise HttpError(503, "the server is shutting down: it ends what is under way, and takes nothing new", code="draining")
 
     def _leave(self) -> None:
         if self._ticket is not None:
@@ -212,6 +219,7 @@ class Exchange:
         async with self.attended():
             tokens = [_tokens_of(job.prompt) for job in jobs]
             self._leave()
+            self.check_open()
             self.server.admission.check(len(jobs), sum(tokens))
             self._left = len(jobs)
             for index, (job, count) in enumerate(zip(jobs, tokens, strict=True)):

@@ -21,8 +21,7 @@ async def health(exchange: Exchange) -> None:
 async def ready(exchange: Exchange) -> None:
     """200 while new requests are welcome; 503 when the server drains, or isn't healthy."""
     _check_health(exchange)
-    if exchange.scope["app"].state.draining:
-        raise HttpError(503, "the server is shutting down: it ends what is under way, and takes nothing new", code="draining")
+    exchange.check_open()
     await exchange.reply({"status": "ready"})
 
 
