@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import signal
 import sys
 import threading
 import time
@@ -204,9 +205,15 @@ class Terminal:
         os.write(self._fd, text)
 
     def status(self) -> int:
+        """Return the exit status, once the command has ended by itself."""
+        deadline = time.monotonic() + DEADLINE_S
         try:
-            while os.read(self._fd, 4096):
-                pass
+            while True:
+                if time.monotonic() > deadline:
+                    os.kill(self.pid, signal.SIGKILL)
+                    raise AssertionError(f"the command doesn't end after {self._unread!r}")
+                if select.select([self._fd], [], [], 1.0)[0] and not os.read(self._fd, 4096):
+                    break
         except OSError:  # the other end is closed
             pass
         os.close(self._fd)
@@ -229,6 +236,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(parrot: tuple[str
     terminal.type(b"\x1b[A -- or not?\n")  # the line before, from the history
     terminal.until(b"and on and on")
     terminal.type(b"\x03")
+    terminal.until(b"(stopped)")
     terminal.until(b"> ")
     terminal.type(b"\x04")
     assert terminal.status() == 0
