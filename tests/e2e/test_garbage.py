@@ -56,13 +56,17 @@ def test_a_token_more_is_nothing_more_to_look_through(kind: str, stop: list[str]
         things = gc.get_objects()
         return sum(len(gc.get_referents(thing)) for thing in things if not isinstance(thing, BytePieces))  # the vocabulary's, as far as it was seen
 
-    with LLMEngine.from_config({"model": "demo", "max_num_seqs": 2, "max_model_len": 512}) as engine:
-        engine.add_request("a", "To be", SamplingParams(max_tokens=400, ignore_eos=True, output_kind=kind, stop=stop))
+    def growth() -> int:
+        with LLMEngine.from_config({"model": "demo", "max_num_seqs": 2, "max_model_len": 512}) as engine:
+            engine.add_request("a", "To be", SamplingParams(max_tokens=400, ignore_eos=True, output_kind=kind, stop=stop))
 
-        def after(tokens: int) -> int:
-            while engine.stats().decode_tokens < tokens:
-                engine.step()
-            return looked_at()
+            def after(tokens: int) -> int:
+                while engine.stats().decode_tokens < tokens:
+                    engine.step()
+                return looked_at()
 
-        few, many = after(40), after(340)
-    assert many - few < 300 / 3, "blocks of 16 tokens are noted in some places"
+            few, many = after(40), after(340)
+        return many - few
+
+    least = min(growth() for _ in range(2))  # what a library imports or starts meanwhile, it does once
+    assert least < 300 / 3, "blocks of 16 tokens are noted in some places"
