@@ -72,7 +72,7 @@ def circumstances(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@examples(quick=16, full=500)
+@examples(quick=10, full=500)
 @given(config=circumstances(), order=st.permutations(range(len(PROMPTS))))
 def test_tokens_are_the_same_whatever_is_around_them(config: dict[str, Any], order: list[int]) -> None:
     outputs = run(model_dir(), [PROMPTS[i] for i in order], [PARAMS[i] for i in order], **config)

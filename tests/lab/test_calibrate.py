@@ -199,6 +199,7 @@ def gridded(made: Calibration) -> list[Sighting]:
     return [sighting for sighting in made.sightings if not sighting.rehearsed]
 
 
+@pytest.mark.slow
 def test_it_is_found_out_which_steps_are_one_graph_of_which_sizes(found_machine: StepTimeProfile) -> None:
     assert found_machine.recorded_tokens == GRAPHS[-1]
     assert tuple(found_machine.step_time["mixed"]["sizes"]) == GRAPHS
@@ -232,6 +233,7 @@ def found_stairs() -> StepTimeProfile:
     return calibrated(**STAIRS)
 
 
+@pytest.mark.slow
 def test_it_is_found_out_what_decodes_are_padded_to(found_stairs: StepTimeProfile) -> None:
     assert tuple(found_stairs.step_time["decode"]["sizes"]) == ROW_GRAPHS
     model = found_stairs.make()
@@ -312,6 +314,7 @@ def found_busy() -> Calibration:
         return calibrate(MACHINE, time_limit_s=600)
 
 
+@pytest.mark.slow
 def test_what_the_host_takes_is_what_it_takes_while_requests_come_and_go(found_busy: Calibration) -> None:
     grid, found = profile_of(gridded(found_busy), True, name="grid"), found_busy.profile
     launch, grids = found.make_launch(), grid.make_launch()
@@ -378,6 +381,7 @@ def test_a_third_of_the_first_round_is_enough_for_a_profile(measured_machine: Ca
         assert partial.make().seconds(shape(*rows)) == pytest.approx(found_machine.make().seconds(shape(*rows)), rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
