@@ -1,0 +1,62 @@
+"""`Constraint`: the grammar of one sample. It holds the sample back while the grammar is compiled, masks its tokens, and watches them."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from dovetail.api.grammar import Grammar, GrammarBackend, Matcher
+from dovetail.engine.finish import Finish
+
+
+class Constraint:
+    """A `Gate` until its grammar is compiled, and a `TokenWatcher` from then on. Samples share `compiling`, and each has a matcher of its own."""
+
+    __slots__ = ("_after", "_compiling", "_matcher", "_tail", "_token_bytes", "backend")
+
+    def __init__(self, compiling: Future[Grammar], backend: GrammarBackend, after: bytes = b"") -> None:
+        """`compiling` becomes the grammar, or a `RequestError` that says why it can't be had. The grammar begins behind the first `after` in the
+        answer."""
+        self.backend = backend
+        self._compiling = compiling
+        self._after = after  # not seen yet; empty: the grammar has begun
+        self._tail = b""  # the end of the text so far, shorter than `_after`
+        self._token_bytes = backend.context.token_bytes
+        self._matcher: Matcher | None = None
+
+    def closed(self) -> bool:
+        return not self._compiling.done()
+
+    def failed(self) -> str | None:
+        error = self._compiling.exception() if self._compiling.done() else None
+        return None if error is None else str(error) or type(error).__name__
+
+    @property
+    def polled(self) -> bool:
+        """True: it opens by itself, so that an idle engine must look again."""
+        return True
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """What masks the next token; None while any may come."""
+        if self._after:
+            return None
+        if self._matcher is None:
+            self._matcher = self._compiling.result(timeout=0).begin()
+        return self._matcher
+
+    def see(self, token: int) -> Finish | None:
+        matcher = self.matcher
+        if matcher is None:
+            self._look_for_beginning(self._token_bytes[token] or b"")
+            return None
+        if not matcher.accept(token):
+            return Finish("error", f"token {token} was sampled, which the grammar doesn't allow: the executor or the grammar backend is at fault")
+        return Finish("stop") if matcher.complete else None
+
+    def _look_for_beginning(self, text: bytes) -> None:
+        """What a token has behind `after` belongs to neither part: tokens like `>` and line breaks in one."""
+        seen = self._tail + text
+        if self._after in seen:
+            self._after = self._tail = b""
+        else:
+            self._tail = seen[max(0, len(seen) - len(self._after) + 1) :]
