@@ -47,6 +47,7 @@ class IntakeFacts:
     sampler: str
     has_logprobs: bool = True
     extra_args: frozenset[str] = frozenset()  # keys of `SamplingParams.extra_args` that the sampler understands
+    has_masks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +209,8 @@ class Intake:
                 raise RequestError(f"{name}: token id {shown(wrong[0])} is out of the vocabulary: allowed are 0 to {vocab_size - 1}")
         if not self.facts.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise RequestError(f"logprobs: executor {self.facts.executor} can't return them")
+        if params.structured is not None and not self.facts.has_masks:
+            raise RequestError(f"structured: executor {self.facts.executor} can't mask tokens, which a rule of the answer needs")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocab_size:
                 raise RequestError(f"{name} must be at most the vocabulary's {vocab_size} tokens, got {getattr(params, name)}")
