@@ -17,7 +17,8 @@ from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContex
 from dovetail.api.sampler import RowSampling
 from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
 from dovetail.engine.core import CoreSettings, EngineCore
-from dovetail.engine.flight import Delivery, Finish
+from dovetail.engine.finish import Finish
+from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.observers import ObserverHub
 from dovetail.engine.siblings import make_siblings

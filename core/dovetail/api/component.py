@@ -26,7 +26,7 @@ API_VERSIONS: dict[Kind, str] = {  # the version of each kind's interface that t
     "attention": "0.1",
     "model": "0.2",
     "sampler": "0.1",
-    "executor": "0.2",
+    "executor": "0.3",
     "observer": "0.1",
 }
 

@@ -32,8 +32,8 @@ class GrammarSpec:
     - `regex`: a regular expression that the whole answer matches, in the syntax of Python's `re` as far as it is regular.
     - `grammar`: a context-free grammar in Lark's or GBNF's syntax.
     - `choice`: a JSON list of strings, of which the answer is one.
-    - `structural_tag`: JSON, `{"structures": [{"begin": "<f>", "schema": {…}, "end": "</f>"}], "triggers": ["<f"]}`: free text in which whatever begins
-      with a trigger is one of the structures.
+    - `structural_tag`: JSON, `{"structures": [{"begin": "<f>", "schema": {…}, "end": "</f>"}], "triggers": ["<f"]}`: free text in which whatever
+    begins with a trigger is one of the structures.
     """
 
     kind: SpecKind
@@ -69,8 +69,8 @@ class Matcher(ABC):
 
     @abstractmethod
     def accept(self, token: int) -> bool:
-        """Go on by one token. Return False, with nothing changed, if it may not come. A stop id is accepted when the answer may end; then nothing else
-        may come."""
+        """Go on by one token. Return False, with nothing changed, if it may not come. A stop id is accepted when the answer may end; then nothing
+        else may come."""
 
     @abstractmethod
     def rollback(self, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""How a request ends: `Finish`, and `TokenWatcher`, which may end one at a token."""
+"""The end of a request: `Finish`, and `TokenWatcher`, which may end one at a token."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dovetail.request import FinishReason
 class Finish:
     reason: FinishReason
     stop_reason: int | str | None = None
+    keeps_token: bool = False  # for "stop": the last token is part of the text, as it isn't if it is a stop token
 
 
 class TokenWatcher(Protocol):

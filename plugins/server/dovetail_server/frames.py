@@ -129,6 +129,7 @@ class Finished(msgspec.Struct, array_like=True, gc=False):
     reason: FinishReason
     stop_reason: int | str | None
     preemptions: int
+    keeps_token: bool = False
 
 
 class Logprobs(msgspec.Struct, array_like=True, gc=False):

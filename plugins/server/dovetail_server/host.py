@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from dovetail.api.clock import VirtualClock, WallClock
-from dovetail.engine.flight import Delivery, Finish
+from dovetail.engine.finish import Finish
+from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.front.assembly import Assembly
@@ -315,7 +316,7 @@ class EngineHost:
                 self._new.discard(request)
         for request, finish in finished.items():
             front_end, number = places[request]
-            part_of(front_end).finished.append(Finished(number, finish.reason, finish.stop_reason, request.preemptions))
+            part_of(front_end).finished.append(Finished(number, finish.reason, finish.stop_reason, request.preemptions, finish.keeps_token))
         if delivery.logprobs or delivery.prompt_logprobs:
             self._put_logprobs(delivery, part_of)
         return parts
