@@ -24,14 +24,16 @@ class Constraint:
 
     __slots__ = ("_after", "_compiling", "_matcher", "_tail", "_token_bytes", "backend")
 
-    def __init__(self, compiling: Future[Grammar], backend: GrammarBackend, after: bytes = b"") -> None:
+    def __init__(
+        self, compiling: Future[Grammar], backend: GrammarBackend, after: bytes = b"", token_bytes: Sequence[bytes | None] | None = None
+    ) -> None:
         """`compiling` becomes the grammar, or a `RequestError` that says why it can't be had. The grammar begins behind the first `after` in the
-        answer."""
+        answer, which may be a special token's text if `token_bytes` has those; None: it is the backend's, which hasn't."""
         self.backend = backend
         self._compiling = compiling
         self._after = after  # not seen yet; empty: the grammar has begun
         self._tail = b""  # the end of the text so far, shorter than `_after`
-        self._token_bytes = backend.context.token_bytes
+        self._token_bytes = backend.context.token_bytes if token_bytes is None else token_bytes
         self._matcher: Matcher | None = None
 
     def closed(self) -> bool:

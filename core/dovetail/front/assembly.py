@@ -64,11 +64,11 @@ class Assembly:
             gc.freeze()
         return tokenizer
 
-    def constraints(self, params: SamplingParams) -> list[Constraint | None]:
-        """Return what holds each sample of a request to its rule, if it has one. The first call that needs the grammar backend makes it, which may take a
+    def constraints(self, params: SamplingParams) -> list[Constraint]:
+        """Return what holds each sample of a request to its rule; nothing if it has none. The first call that needs the grammar backend makes it, which may take a
         second for a large vocabulary. Raises `RequestError` if the backend can't do what is asked, `MissingExtraError` without its package,
         `UnsupportedError` if the model's tokenizer is of an unknown kind, `ModelLoadError` if there is none."""
-        return [None] * params.n if params.structured is None else self.grammars().constraints(params)
+        return [] if params.structured is None else self.grammars().constraints(params)
 
     def grammars(self) -> GrammarCompiler:
         """Return the compiler of rules, made by the first call. Raises as `constraints`; a failure is remembered."""
@@ -159,7 +159,7 @@ def assemble(
                 "executor": parts.executor.qualified_name,
             },
             has_masks=executor.capabilities.masks,
-            grammar=parts.grammar,
+            grammar=getattr(parts, "grammar", None),
             freezes=freezes,
         )
     except BaseException:

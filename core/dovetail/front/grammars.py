@@ -92,7 +92,7 @@ class GrammarCompiler:
         backend: GrammarBackend = part.make(GrammarContext(plain, frozenset(stop_ids), vocab_size))
         return cls(backend, limits, part.qualified_name, spelled)
 
-    def constraints(self, params: SamplingParams) -> list[Constraint | None]:
+    def constraints(self, params: SamplingParams) -> list[Constraint]:
         """Return a constraint for each sample of a request with a rule: it holds the sample back until the grammar is compiled, and fails with the reason
         if that can't be. Raises `RequestError` for a kind of rule that the backend doesn't have."""
         structured = Structured.of(params.structured)

@@ -121,6 +121,7 @@ class EngineHost:
                     post.wait(None if not self._lost() else 0.1)
         finally:
             self._busy_since = None
+            self._assembly.close()
             core.stop()
 
     def stop(self) -> None:
@@ -185,7 +186,7 @@ class EngineHost:
         request = request_of(add)
         sampling = resolve_sampling(request.params, self._assembly.defaults, add.seed, tuple(tuple(words) for words in add.bad_words))
         arrival = core.earliest_arrival(core.clock.now() if add.arrival_time is None else add.arrival_time)
-        samples = make_samples(request, sampling, arrival, [None] * request.params.n, extra)
+        samples = make_samples(request, sampling, arrival, [None] * request.params.n, extra, self._assembly.constraints(request.params))
         for index, sample in enumerate(samples):
             try:
                 core.add(sample)
@@ -255,6 +256,7 @@ class EngineHost:
             sampler=intake.sampler,
             has_logprobs=intake.has_logprobs,
             extra_args=sorted(intake.extra_args),
+            has_masks=intake.has_masks,
             parts=dict(assembly.parts),
             details={key: value if isinstance(value, str | int | float | None) else str(value) for key, value in capacity.details.items()},
             wall_clock=not isinstance(self._core.clock, VirtualClock),
