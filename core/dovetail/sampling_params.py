@@ -31,7 +31,15 @@ _VLLMS_RULES = ("structured_outputs", "guided_decoding")  # vLLM's names of `str
 
 T = TypeVar("T")
 
-__all__ = ["NAMES_ELSEWHERE", "REPETITION_PENALTIES", "GuidedDecodingParams", "OutputKind", "SamplingParams", "StructuredOutputsParams", "changed_unchecked"]
+__all__ = [
+    "NAMES_ELSEWHERE",
+    "REPETITION_PENALTIES",
+    "GuidedDecodingParams",
+    "OutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "changed_unchecked",
+]
 
 
 class OutputKind(Enum):
@@ -155,7 +163,9 @@ class SamplingParams:
             put("structured", Structured.of(self.structured))
             for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
                 if value := getattr(self, name):
-                    raise RequestError(f"{name} and structured contradict each other: the rule says which tokens may come, and where the end; got {shown(value)}")
+                    raise RequestError(
+                        f"{name} and structured contradict each other: the rule says which tokens may come, and where the end; got {shown(value)}"
+                    )
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need text: set detokenize to true, or use stop_token_ids")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +51,8 @@ class Assembly:
     has_masks: bool = False  # the executor can mask tokens, as grammars need it
     grammar: ResolvedComponent | None = None  # the grammar backend, neither imported nor made before a request asks for it
     freezes: bool = False  # what lasts, so that the garbage collector doesn't go through it while a step waits
+    _grammars: GrammarCompiler | DovetailError | None = None  # None: not made yet
+    _making_grammars: threading.Lock = field(default_factory=threading.Lock)
 
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -65,29 +69,39 @@ class Assembly:
         return tokenizer
 
     def constraints(self, params: SamplingParams) -> list[Constraint]:
-        """Return what holds each sample of a request to its rule; nothing if it has none. The first call that needs the grammar backend makes it, which may take a
-        second for a large vocabulary. Raises `RequestError` if the backend can't do what is asked, `MissingExtraError` without its package,
-        `UnsupportedError` if the model's tokenizer is of an unknown kind, `ModelLoadError` if there is none."""
+        """Return what holds each sample of a request to its rule; nothing if it has none. The first call that needs the grammar backend makes it,
+        which may take a second for a large vocabulary. Raises `RequestError` if the backend can't do what is asked, `MissingExtraError` without its
+        package, `UnsupportedError` if the model's tokenizer is of an unknown kind, `ModelLoadError` if there is none."""
         return [] if params.structured is None else self.grammars().constraints(params)
 
     def grammars(self) -> GrammarCompiler:
         """Return the compiler of rules, made by the first call. Raises as `constraints`; a failure is remembered."""
-        made = self._grammars
-        if isinstance(made, DovetailError):
-            raise made
-        return made
+        with self._making_grammars:
+            if self._grammars is None:
+                try:
+                    self._grammars = GrammarCompiler.make(
+                        self.grammar, self.tokenizer(), self.capacity.vocab_size, self.defaults.eos_token_ids, self.config.limits
+                    )
+                except DovetailError as error:
+                    self._grammars = error
+        if isinstance(self._grammars, DovetailError):
+            raise self._grammars.with_traceback(None)
+        return self._grammars
 
-    @cached_property
-    def _grammars(self) -> GrammarCompiler | DovetailError:
-        try:
-            return GrammarCompiler.make(self.grammar, self.tokenizer(), self.capacity.vocab_size, self.defaults.eos_token_ids, self.config.limits)
-        except DovetailError as error:
-            return error
+    def prepare_grammars(self) -> None:
+        """Have the grammar backend made in a thread, so that no request waits for it. What is wrong with it hears the first request that needs it."""
+
+        def prepare() -> None:
+            with suppress(DovetailError):
+                self.grammars()
+
+        if self.has_masks:
+            threading.Thread(target=prepare, name="dovetail-prepares-grammars", daemon=True).start()
 
     def close(self) -> None:
         """End the threads that compile rules. The core has its own end."""
-        if isinstance(made := vars(self).get("_grammars"), GrammarCompiler):
-            made.close()
+        if isinstance(self._grammars, GrammarCompiler):
+            self._grammars.close()
 
     @property
     def intake_facts(self) -> IntakeFacts:

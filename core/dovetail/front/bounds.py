@@ -31,7 +31,7 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
     if params.prompt_logprobs:
         at_most("prompt_logprobs", params.prompt_logprobs, limits, "max_logprobs")
     if params.structured is not None:
-        check_structured(params.structured, limits)
+        check_structured(Structured.of(params.structured), limits)
     check_size("extra_args", params.extra_args, limits)
 
 

@@ -1,4 +1,4 @@
-"""`GrammarCompiler`: the rules of answers become grammars in threads, while their requests wait. An engine has one, made when the first rule comes."""
+"""`GrammarCompiler`: rules of answers become grammars in threads, while their requests wait. An engine has one, made when the first rule comes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
@@ -50,8 +49,8 @@ class _Job:
 
 
 class GrammarCompiler:
-    """Compiles each spec once, in a few threads. What takes too long is given up: its thread can't be ended, so another takes its place. Any thread may
-    call it."""
+    """Compiles each spec once, in a few threads. What takes too long is given up: its thread can't be ended, so another takes its place. Any thread
+    may call it."""
 
     def __init__(
         self,
@@ -63,8 +62,8 @@ class GrammarCompiler:
         threads: int | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        """`name`: the backend's, for errors. `spelled`: the bytes of each id, special tokens included; None: those of the backend's context. `threads`:
-        None means half of the cores, from one to four."""
+        """`name`: the backend's, for errors. `spelled`: the bytes of each id, special tokens included; None: those of the backend's context.
+        `threads`: None means half of the cores, from one to four."""
         self.backend = backend
         self._name = name or type(backend).__name__
         self._spelled = spelled if spelled is not None else [piece or b"" for piece in backend.context.token_bytes]
@@ -79,9 +78,11 @@ class GrammarCompiler:
         self._closed = False
 
     @classmethod
-    def make(cls, part: ResolvedComponent | None, tokenizer: Tokenizer, vocab_size: int, stop_ids: Collection[int], limits: Limits) -> GrammarCompiler:
-        """Make the backend that `part` describes, for a model's vocabulary, and its compiler. Raises `UnsupportedError` if there is none or it can't be
-        used with this tokenizer, `MissingExtraError` without its package, `PluginError` if it fails."""
+    def make(
+        cls, part: ResolvedComponent | None, tokenizer: Tokenizer, vocab_size: int, stop_ids: Collection[int], limits: Limits
+    ) -> GrammarCompiler:
+        """Make the backend that `part` describes, for a model's vocabulary, and its compiler. Raises `UnsupportedError` if there is none or it can't
+        be used with this tokenizer, `MissingExtraError` without its package, `PluginError` if it fails."""
         if part is None:
             raise UnsupportedError("structured: no grammar backend is installed")
         part.load()  # before the vocabulary is looked through
@@ -93,8 +94,8 @@ class GrammarCompiler:
         return cls(backend, limits, part.qualified_name, spelled)
 
     def constraints(self, params: SamplingParams) -> list[Constraint]:
-        """Return a constraint for each sample of a request with a rule: it holds the sample back until the grammar is compiled, and fails with the reason
-        if that can't be. Raises `RequestError` for a kind of rule that the backend doesn't have."""
+        """Return a constraint for each sample of a request with a rule: it holds the sample back until the grammar is compiled, and fails with the
+        reason if that can't be. Raises `RequestError` for a kind of rule that the backend doesn't have."""
         structured = Structured.of(params.structured)
         if structured.kind not in (kinds := self.backend.capabilities.kinds):
             raise RequestError(f"structured.{structured.kind}: grammar backend {self._name} can't do it; it has {', '.join(kinds)}")
@@ -232,14 +233,16 @@ def _size(spec: GrammarSpec) -> int:
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[bytes | None], list[bytes]]:
-    """Return the bytes [vocab_size] that each id adds to a text, twice: first None where an id is never text (special tokens, and ids that the tokenizer
-    doesn't have), then with the text of special tokens.
+    """Return the bytes [vocab_size] that each id adds to a text, twice: first None where an id is never text (special tokens, and ids that the
+    tokenizer doesn't have), then with the text of special tokens.
 
     Raises `UnsupportedError` if the tokenizer is of a kind whose tokens have no bytes of their own.
     """
     backend = tokenizer.backend
     if backend is None:
-        raise UnsupportedError("structured: this model's tokenizer is written in Python, and tells no bytes of its tokens: structured output needs them")
+        raise UnsupportedError(
+            "structured: this model's tokenizer is written in Python, and tells no bytes of its tokens: structured output needs them"
+        )
     spell = _speller(tokenizer)
     special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
     spelled = [spell(token_id) if token_id < tokenizer.vocab_size else b"" for token_id in range(vocab_size)]
@@ -260,7 +263,9 @@ def _speller(tokenizer: Tokenizer) -> Any:
     spaces += [part["replacement"] for part in parts if part["type"] == "Metaspace"]
     if len(spaces) != 1 or kinds - {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}:
         names = ", ".join(sorted(kinds)) or "none"
-        raise UnsupportedError(f"structured: this model's tokenizer decodes by {names}: the bytes of its tokens aren't known, which structured output needs")
+        raise UnsupportedError(
+            f"structured: this model's tokenizer decodes by {names}: the bytes of its tokens aren't known, which structured output needs"
+        )
 
     def spell(token_id: int) -> bytes:
         token = backend.id_to_token(token_id) or ""
