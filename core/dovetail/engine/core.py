@@ -287,21 +287,22 @@ class EngineCore:
             self.stats.arrived += 1
             if self.observers:
                 self.observers.tell("on_arrived", RequestArrived(now, request))
-            if request.preparations:
-                self._preparing[request] = None
+            if any(preparation.closed() for preparation in request.preparations):
                 request.status = Status.PREPARING
+                self._preparing[request] = None
             else:
                 self._show(request)
-        for request in [r for r in self._preparing if not any(p.closed() for p in r.preparations)]:
-            why = next((why for p in request.preparations if (why := p.failed()) is not None), None)
-            if why is not None:
-                self._finish(request, Finish("rejected", why), deliver=True)
-            else:
-                del self._preparing[request]
-                self._show(request)
+        for request in [r for r in self._preparing if not any(preparation.closed() for preparation in r.preparations)]:
+            del self._preparing[request]
+            self._show(request)
 
     def _show(self, request: LiveRequest) -> None:
-        """Let the policy know of a request whose time has come, and which is ready."""
+        """Let the policy know of a request whose time has come and which is prepared; or end it, if a preparation has failed."""
+        for preparation in request.preparations:
+            if (why := preparation.failed()) is not None:
+                request.status = Status.PREPARING
+                self._finish(request, Finish("rejected", why), deliver=True)
+                return
         self.books.arrive(request)
         self._ask("on_arrival", request)
 
