@@ -27,13 +27,14 @@ SPEC_KINDS: tuple[SpecKind, ...] = get_args(SpecKind)
 class GrammarSpec:
     """What an answer must follow. `text` is, by kind:
 
-    - `json_schema`: a JSON Schema, as JSON.
+    - `json_schema`: a JSON Schema, as JSON. A backend may hold an answer to an order of properties, or to one way of setting white space.
     - `json_object`: empty. Any JSON object.
-    - `regex`: a regular expression that the whole answer matches, in the syntax of Python's `re` as far as it is regular.
-    - `grammar`: a context-free grammar in Lark's or GBNF's syntax.
+    - `regex`: a regular expression that the whole answer matches, in the syntax of Python's `re` with the flag ASCII, as far as it is regular.
+    - `grammar`: a context-free grammar, in Lark's syntax with a rule `start`, or in GBNF's with a rule `root`.
     - `choice`: a JSON list of strings, of which the answer is one.
-    - `structural_tag`: JSON, `{"structures": [{"begin": "<f>", "schema": {…}, "end": "</f>"}], "triggers": ["<f"]}`: free text in which whatever
-    begins with a trigger is one of the structures.
+    - `structural_tag`: JSON, `{"structures": [{"begin": "<f>", "schema": {…}, "end": "</f>"}], "triggers": ["<f"]}`. Text is free up to the first
+      trigger. There one of the structures stands that begin with it, and behind that text is free again. With `"at_least_one": true` the answer begins
+      with a structure, with `"stop_after_first": true` it ends behind the first.
     """
 
     kind: SpecKind
@@ -44,8 +45,8 @@ class GrammarSpec:
 class GrammarContext:
     """Constants that a backend receives when it is made."""
 
-    token_bytes: Sequence[bytes | None]  # [vocab_size] of each id; None: it is never text (special tokens, and ids beyond the tokenizer's)
-    stop_ids: frozenset[int]  # ids that end an answer
+    token_bytes: Sequence[bytes | None]  # [vocab_size] of each id. None, and b"": it is never text, and may never come unless it is a stop id
+    stop_ids: frozenset[int]  # ids that end an answer, and aren't text whatever their bytes are; perhaps none
     vocab_size: int  # of the model's logits
 
 
@@ -60,12 +61,17 @@ class GrammarCapabilities:
 
 
 class Matcher(ABC):
-    """The state of one answer in its grammar. One thread at a time calls it."""
+    """The state of one answer in its grammar. One thread at a time calls it.
+
+    A matcher that can't go on (its library gave up at a limit, no token of the vocabulary fits) raises `DovetailError` with the reason in `fill`,
+    `accept` or `forced`, and from then on in each of them. The engine ends that request, and no other.
+    """
 
     @abstractmethod
     def fill(self, words: UInt32) -> None:
-        """Write the mask of the next token to words [ceil(vocab_size / 32)]: bit `id % 32` of word `id // 32` is 1 if the id may come, else 0. A stop
-        id's bit is 1 just when the answer may end here. Bits beyond the vocabulary are 0. The matcher stays as it is."""
+        """Write the mask of the next token to words [ceil(vocab_size / 32)], contiguous: bit `id % 32` of word `id // 32` is 1 if the id may come,
+        else 0. An id may come if some text that follows the grammar goes on by its bytes. A stop id's bit is 1 just when the answer may end here.
+        Bits beyond the vocabulary are 0. The matcher stays as it is."""
 
     @abstractmethod
     def accept(self, token: int) -> bool:
@@ -74,11 +80,12 @@ class Matcher(ABC):
 
     @abstractmethod
     def rollback(self, tokens: int) -> None:
-        """Take back the last `tokens` accepted ones. Raises `ValueError` if there weren't so many."""
+        """Take back the last `tokens` accepted ones, stop ids among them. Raises `ValueError` if there weren't so many."""
 
     @abstractmethod
     def forced(self) -> Sequence[int]:
-        """Return tokens that must come next in this order, as far as they are certain; perhaps none. The matcher stays as it is."""
+        """Return tokens that must come next in this order, each the only one that may, as far as that is found out; perhaps none, never a stop id. The
+        matcher stays as it is."""
 
     @property
     @abstractmethod
@@ -107,11 +114,12 @@ class GrammarBackend(ABC):
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Compile `spec`. Several threads call this at once, and it may take long: the engine gives up waiting after its time limit.
 
-        Raises `RequestError` that names what is wrong with the spec, or the feature that this backend can't do: it never ignores one.
+        Raises `RequestError` that names what is wrong with the spec, or the feature that this backend can't do: it never ignores one. Whatever a
+        library raises because of a spec becomes a `RequestError` too.
         """
 
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
-        """`fill` of each of these distinct matchers to its line of words [m, ceil(vocab_size / 32)]. A backend that can use several cores overrides
-        it."""
+        """`fill` of each of these distinct matchers, all begun by this backend's grammars, to its line of words [m, ceil(vocab_size / 32)], which are
+        contiguous. A backend that can use several cores overrides it. Raises `DovetailError` if one has failed: `fill` of each tells which."""
         for matcher, line in zip(matchers, words, strict=True):
             matcher.fill(line)

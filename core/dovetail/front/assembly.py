@@ -173,7 +173,7 @@ def assemble(
                 "executor": parts.executor.qualified_name,
             },
             has_masks=executor.capabilities.masks,
-            grammar=getattr(parts, "grammar", None),
+            grammar=parts.grammar,
             freezes=freezes,
         )
     except BaseException:

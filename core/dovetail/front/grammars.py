@@ -175,7 +175,7 @@ class GrammarCompiler:
             return self.backend.compile(spec), None
         except RequestError as error:
             text = str(error)
-            return None, error if text.startswith("structured") else RequestError(f"structured.{spec.kind}: {text}")
+            return None, RequestError(f"structured.{text}" if text.startswith(f"{spec.kind}:") else f"structured.{spec.kind}: {text}")
         except BaseException as error:  # a panic of a native library, too: it is this request's alone
             logger.exception("a grammar backend failed")
             return None, RequestError(f"structured.{spec.kind}: the grammar backend failed: {describe(error)}")
