@@ -84,8 +84,8 @@ class Matcher(ABC):
 
     @abstractmethod
     def forced(self) -> Sequence[int]:
-        """Return tokens that must come next in this order, each the only one that may, as far as that is found out; perhaps none, never a stop id. The
-        matcher stays as it is."""
+        """Return tokens that must come next in this order, each the only one that may, as far as that is found out; perhaps none, never a stop id.
+        The matcher stays as it is."""
 
     @property
     @abstractmethod
