@@ -33,8 +33,8 @@ class GrammarSpec:
     - `grammar`: a context-free grammar, in Lark's syntax with a rule `start`, or in GBNF's with a rule `root`.
     - `choice`: a JSON list of strings, of which the answer is one.
     - `structural_tag`: JSON, `{"structures": [{"begin": "<f>", "schema": {…}, "end": "</f>"}], "triggers": ["<f"]}`. Text is free up to the first
-      trigger. There one of the structures stands that begin with it, and behind that text is free again. With `"at_least_one": true` the answer begins
-      with a structure, with `"stop_after_first": true` it ends behind the first.
+      trigger. There one of the structures stands that begin with it, and behind that text is free again. With `"at_least_one": true` the answer
+      begins with a structure, with `"stop_after_first": true` it ends behind the first.
     """
 
     kind: SpecKind
@@ -84,8 +84,8 @@ class Matcher(ABC):
 
     @abstractmethod
     def forced(self) -> Sequence[int]:
-        """Return tokens that must come next in this order, each the only one that may, as far as that is found out; perhaps none, never a stop id. The
-        matcher stays as it is."""
+        """Return tokens that must come next in this order, each the only one that may, as far as that is found out; perhaps none, never a stop id.
+        The matcher stays as it is."""
 
     @property
     @abstractmethod
