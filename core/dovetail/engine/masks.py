@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,7 +55,9 @@ class MaskFiller:
             self._filled.set_result(_fill(backend, matchers, self._words))
         else:
             self._thread = self._thread or ThreadPoolExecutor(1, "dovetail-masks")
-            self._filled = self._thread.submit(_fill, backend, matchers, self._words)
+            begun = Event()
+            self._filled = self._thread.submit(_fill, backend, matchers, self._words, begun)
+            begun.wait()  # else the thread might wait for Python's lock for as long as all masks take
 
     def finish(self) -> tuple[Masks, dict[LiveRequest, str]]:
         """Wait for the masks. Return them, and why some requests can't go on: a matcher that fails, or that allows nothing, ends its own request
@@ -76,8 +79,10 @@ class MaskFiller:
             self._thread = None
 
 
-def _fill(backend: GrammarBackend, matchers: Sequence[Matcher], words: UInt32) -> dict[int, str]:
+def _fill(backend: GrammarBackend, matchers: Sequence[Matcher], words: UInt32, begun: Event | None = None) -> dict[int, str]:
     """Fill a mask for each matcher. Return, by line, why one failed."""
+    if begun is not None:
+        begun.set()
     try:
         backend.fill_many(matchers, words)
     except Exception:  # find out whose it is
