@@ -18,6 +18,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher, SpecKind
 from dovetail.errors import DovetailError, RequestError, describe
 from dovetail_grammars.forced import forced_tokens
+from dovetail_grammars.lark import check_lark
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
 from dovetail_grammars.regexes import RUST, rewritten
 from dovetail_grammars.specs import read_choices, read_json, read_schema, read_structures, refuse
@@ -203,17 +204,10 @@ def _grammar(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
         lark = any_to_lark(spec.text)
     except Exception as error:  # the converter has no error of its own
         refuse(spec, f"it is neither Lark, with a rule `start`, nor GBNF, with a rule `root`: {error}")
-    bare = _NOT_SYNTAX.sub("", lark)
-    if special := _SPECIAL_TOKEN.search(bare):
-        refuse(spec, f"{special[0]}: special tokens aren't text, and never come")
-    if attribute := _ATTRIBUTE.search(bare):
-        refuse(spec, f"the attribute {attribute[1]} isn't supported")
+    check_lark(spec, lark)
     return _with_json_options(spec, lark, options)
 
 
-_NOT_SYNTAX = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?![/*])(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*')  # strings, regular expressions, comments
-_SPECIAL_TOKEN = re.compile(r"<[^\s<>]*>")
-_ATTRIBUTE = re.compile(r"[\[,]\s*(stop|temperature|max_tokens)\b")
 _INLINE_JSON = re.compile(r"%json\s*(?=\{)")
 
 
