@@ -171,7 +171,22 @@ def _schema(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
 
 def _json_schema(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
-    return f"start: {_schema(read_schema(spec, read_json(spec)), options)}\n"
+    return f"start: {_schema(_countable(spec, read_schema(spec, read_json(spec))), options)}\n"
+
+
+def _countable(spec: GrammarSpec, schema: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what the library counts wrongly: it lets keys that the schema doesn't name come twice, and counts them twice."""
+    rest: list[Any] = [schema]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            least, required = part.get("minProperties"), part.get("required", ())
+            if isinstance(least, int) and least > max(1, len(required)):
+                refuse(spec, f"minProperties = {least}: more than one can't be told apart from a key that comes twice; name them in `required`")
+            rest += [value for key, value in part.items() if key not in ("const", "enum", "default", "examples")]
+        elif isinstance(part, list):
+            rest += part
+    return schema
 
 
 def _json_object(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
@@ -192,7 +207,11 @@ def _structural_tag(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
     triggers = list(dict.fromkeys(structure.trigger for structure in structures))
     lines = [f"start: ({' | '.join(f'tag_{n}' for n in range(len(triggers)))})* rest"]
     for n, trigger in enumerate(triggers):
-        bodies = [f"{_text(s.begin.removeprefix(trigger))} {_schema(s.schema, options)} {_text(s.end)}" for s in structures if s.trigger == trigger]
+        bodies = [
+            f"{_text(s.begin.removeprefix(trigger))} {_schema(_countable(spec, s.schema), options)} {_text(s.end)}"
+            for s in structures
+            if s.trigger == trigger
+        ]
         lines += [f"tag_{n}: head_{n} ({' | '.join(bodies)})", f"head_{n}[lazy]: {ANY_TEXT} {_text(trigger)}"]
     lines += ["rest: REST", f"REST: {ANY_TEXT} & ~({ANY_TEXT} ({' | '.join(map(_text, triggers))}) {ANY_TEXT})"]
     return "\n".join(lines) + "\n"
@@ -221,7 +240,7 @@ def _with_json_options(spec: GrammarSpec, lark: str, options: Mapping[str, Any])
             schema, end = json.JSONDecoder().raw_decode(lark, match.end())
         except (ValueError, RecursionError) as error:
             refuse(spec, f"the JSON behind %json can't be read: {error}")
-        parts += [lark[position : match.start()], _schema(read_schema(spec, schema), options)]
+        parts += [lark[position : match.start()], _schema(_countable(spec, read_schema(spec, schema)), options)]
         position = end
     return "".join([*parts, lark[position:]])
 
