@@ -13,7 +13,7 @@ from starlette.routing import Route
 from dovetail_server.admission import Admission
 from dovetail_server.answer_parsing import AnswerParsing
 from dovetail_server.engine import ServedEngine
-from dovetail_server.errors import HttpError, anthropic_shape, openai_shape
+from dovetail_server.errors import HttpError, anthropic_shape, openai_shape, speaks_anthropic
 from dovetail_server.exchange import Server
 from dovetail_server.live_page import page_routes
 from dovetail_server.metrics import ServerMetrics, metrics_route
@@ -34,7 +34,7 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
                 allow_origins=settings.cors_origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after"],
+                expose_headers=["x-request-id", "request-id", "retry-after"],
             )
         )
     if settings.api_keys:
@@ -61,5 +61,5 @@ def _http_exception(request: Request, error: Exception) -> Response:
     else:
         message = str(error)
     told = HttpError(status, message)
-    shape = anthropic_shape if request.url.path.startswith("/v1/messages") else openai_shape
+    shape = anthropic_shape if speaks_anthropic(request.url.path) else openai_shape
     return Response(told.body(shape), status, headers, "application/json")

@@ -266,6 +266,8 @@ class Exchange:
     def close(self) -> None:
         """Abort what is left in the engine, and note the numbers."""
         self._leave()
+        if self.stream is not None:
+            self.stream.stop_pings()
         parts, self._parts = self._parts, {}
         for request_id, part in parts.items():
             if not part.ended:

@@ -4,9 +4,11 @@ Routes ask `detect` once a model, `parser_for` once an answer, and feed the pars
 """
 
 from dovetail_server.parsers.events import Content, Event, OutputParser, Reasoning, ToolCallArguments, ToolCallStart
+from dovetail_server.parsers.reader import AnswerReader, reasoning_tokens_of
 from dovetail_server.parsers.registry import Detected, detect, parser_for, reasoning_parsers, starts_in_reasoning, tool_parsers
 
 __all__ = [
+    "AnswerReader",
     "Content",
     "Detected",
     "Event",
@@ -17,6 +19,7 @@ __all__ = [
     "detect",
     "parser_for",
     "reasoning_parsers",
+    "reasoning_tokens_of",
     "starts_in_reasoning",
     "tool_parsers",
 ]
