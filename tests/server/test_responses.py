@@ -272,7 +272,7 @@ def test_a_texts_logprobs_are_told_streamed_or_not(openai_client: OpenAI, tools:
 
 def test_only_a_texts_tokens_have_logprobs() -> None:
     parts = AnswerParts()
-    reader = AnswerReader(parser_for(tool_parser="hermes", reasoning_parser="think", has_tools=True, starts_in_reasoning=False))
+    reader = AnswerReader(parser_for(tool_parser="hermes", reasoning_parser="think", tools=[TOOL], starts_in_reasoning=False))
     for token in ("<think>", "a", "</think>", "b", " <", "c", '<tool_call>{"name": ', '"f"}', "</tool_call>", "d", ""):
         sample = CompletionOutput(0, token, (1,), finish_reason=None if token else "stop")
         parts.add(reader.read(sample), [{"token": token}])

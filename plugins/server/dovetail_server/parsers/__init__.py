@@ -4,6 +4,7 @@ Routes ask `detect` once a model, `parser_for` once an answer, and feed the pars
 """
 
 from dovetail_server.parsers.events import Content, Event, OutputParser, Reasoning, ToolCallArguments, ToolCallStart
+from dovetail_server.parsers.parameters import Tools
 from dovetail_server.parsers.reader import AnswerReader, reasoning_tokens_of
 from dovetail_server.parsers.registry import Detected, detect, parser_for, reasoning_parsers, starts_in_reasoning, tool_parsers
 
@@ -16,6 +17,7 @@ __all__ = [
     "Reasoning",
     "ToolCallArguments",
     "ToolCallStart",
+    "Tools",
     "detect",
     "parser_for",
     "reasoning_parsers",

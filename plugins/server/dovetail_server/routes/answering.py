@@ -69,7 +69,7 @@ async def rendered(exchange: Exchange, messages: Sequence[Mapping[str, Any]], op
 
 def answer_parser(exchange: Exchange, prompt: TokenizedText, options: ChatOptions) -> OutputParser | None:
     """Return the parser of an answer to this prompt; None if all of its text is content."""
-    return exchange.server.parsing.parser(prompt, has_tools=bool(options.tools), template=options.chat_template)
+    return exchange.server.parsing.parser(prompt, tools=options.tools, template=options.chat_template)
 
 
 def as_parsed(params: SamplingParams, parser: OutputParser | None) -> SamplingParams:

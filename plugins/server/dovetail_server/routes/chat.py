@@ -30,7 +30,7 @@ async def chat(exchange: Exchange) -> None:
     name = new_id("chatcmpl")
     head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": model}
     fields = engine_fields(body, exchange.engine)
-    parsers = [exchange.server.parsing.parser(prompt, has_tools=bool(options.tools), template=body.chat_template) for _ in range(params.n)]
+    parsers = [exchange.server.parsing.parser(prompt, tools=options.tools, template=body.chat_template) for _ in range(params.n)]
     if any(parser is not None and parser.needs_special_tokens for parser in parsers):
         params = dataclasses.replace(params, skip_special_tokens=False)
     if body.stream:
