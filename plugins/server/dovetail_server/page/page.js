@@ -128,6 +128,7 @@ function take(live) {
   while (samples.length && samples[0].at < now - SECONDS_SHOWN) samples.shift();
   charts.forEach((chart) => chart.draw(samples, now));
   showCounts(live);
+  showSteps(live.decisions);
 }
 
 function showList(id, pairs) {
@@ -148,6 +149,24 @@ function showCounts(live) {
     ["preemptions", number(live.preemptions)],
     ...ended.map(([reason, count]) => [`requests ended: ${reason}`, number(count)]),
   ]);
+}
+
+const STEP_FIELDS = ["index", "granted", "prefill_tokens", "decode_tokens", "refused", "preempted", "rejected", "waiting"];
+let lastStep = null;
+
+// What the scheduler decided in the last steps, the latest first.
+function showSteps(decisions) {
+  const steps = decisions?.steps ?? [];
+  if (!steps.length || steps.at(-1).index === lastStep) return;
+  lastStep = steps.at(-1).index;
+  byId("scheduler").textContent = decisions.scheduler;
+  byId("steps-note").textContent =
+    "How many requests got tokens, how many were held back for lack of tokens, seats or blocks. Noted while this page is open.";
+  byId("steps").tBodies[0].replaceChildren(...steps.toReversed().map((step) => {
+    const row = element("tr");
+    row.append(...STEP_FIELDS.map((field) => element("td", step[field].toLocaleString("en"), step[field] ? "" : "none")));
+    return row;
+  }));
 }
 
 function showState(text, bad) {
