@@ -164,7 +164,7 @@ function showSteps(decisions) {
     "How many requests got tokens, how many were held back for lack of tokens, seats or blocks. Noted while this page is open.";
   byId("steps").tBodies[0].replaceChildren(...steps.toReversed().map((step) => {
     const row = element("tr");
-    row.append(...STEP_FIELDS.map((field) => element("td", step[field].toLocaleString("en"), step[field] ? "" : "none")));
+    row.append(...STEP_FIELDS.map((field) => element("td", step[field].toLocaleString("en"), step[field] || field === "index" ? "" : "none")));
     return row;
   }));
 }

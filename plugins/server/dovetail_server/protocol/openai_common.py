@@ -62,16 +62,19 @@ class OpenAIFields(FurtherFields, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
 
-    # Harmless: they change no answer
+    # `NO_EFFECT` has them
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+    # Not every value is supported
     service_tier: str | None = None
     store: bool | None = None
 
 
+NO_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 OPENAI_ONLY = (
     Only("store", (False,), "answers aren't kept: leave it out, or give false"),
     Only("service_tier", ("auto", "default"), 'there is one tier, "auto"; `priority` is what schedulers look at'),

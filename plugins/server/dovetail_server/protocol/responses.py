@@ -13,6 +13,7 @@ from dovetail.errors import RequestError
 from dovetail.front.chat import ChatOptions
 from dovetail.sampling_params import SamplingParams
 from dovetail_server.errors import HttpError
+from dovetail_server.protocol import openai_common
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
 from dovetail_server.protocol.openai_common import FurtherFields, sampling_params
 
@@ -176,7 +177,7 @@ class ResponsesRequest(FurtherFields, forbid_unknown_fields=True, kw_only=True):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None  # thoughts are told in the open anyhow
     top_logprobs: int | None = None
 
-    # Harmless: they change no answer
+    # `NO_EFFECT` has them
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -202,6 +203,7 @@ class ResponsesRequest(FurtherFields, forbid_unknown_fields=True, kw_only=True):
 _LOGPROBS = "message.output_text.logprobs"
 _LATER = "comes with structured output, which isn't there yet"
 _NOTHING_STORED = "nothing is stored between requests: send the whole conversation in input"
+NO_EFFECT = (*openai_common.NO_EFFECT, "prompt_cache_options")
 ONLY = (
     Only("store", (False,), "answers aren't stored: leave it out, or give false"),
     Only("previous_response_id", (), _NOTHING_STORED),
