@@ -1,10 +1,11 @@
 """What the scheduler decided in the last steps, for the page: counts alone, nothing of anybody's request. The engine's host has a `DecisionWatch`.
 
-Noting decisions costs a step some time, so it is done only while somebody asks.
+Noting decisions makes a step several times as dear to the core, so each question has a few steps noted, and no more.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 
@@ -12,8 +13,8 @@ from dovetail.api.observer import Observer, ObserverCapabilities, StepFinished
 from dovetail.engine.core import EngineCore
 from dovetail_server.engine import DecidedStep, Decisions
 
-SHOWN_STEPS = 12
-WATCHED_S = 5.0  # after the last question
+NOTED_STEPS = 12  # after a question, and as many are told
+REST_S = 0.5  # between two questions that have steps noted
 
 
 class DecisionLog(Observer):
@@ -22,11 +23,13 @@ class DecisionLog(Observer):
     capabilities = ObserverCapabilities(decisions=True)
 
     def __init__(self) -> None:
-        self.steps: deque[DecidedStep] = deque(maxlen=SHOWN_STEPS)
+        self.steps: deque[DecidedStep] = deque(maxlen=NOTED_STEPS)
+        self.left = 0  # steps to note
 
     def on_step(self, event: StepFinished) -> None:
         if not event.decisions:  # it was planned before anybody asked
             return
+        self.left -= 1
         acts = Counter(decision.act for decision in event.decisions)
         self.steps.append(
             DecidedStep(
@@ -44,23 +47,27 @@ class DecisionLog(Observer):
 
 
 class DecisionWatch:
-    """Has a core's decisions noted from a question on until nobody has asked for a while. It is called in the engine's thread, between steps."""
+    """Has the decisions of a core's next steps noted when somebody asks. It is called in the engine's thread, between steps."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._log: DecisionLog | None = None
-        self._asked = 0.0
+        self._log = DecisionLog()
+        self._noting = False
+        self._asked = -math.inf
 
     def ask(self) -> Decisions:
         """Return what is known, and see to it that more will be."""
-        self._asked = time.monotonic()
-        if self._log is None:
-            self._log = DecisionLog()
-            self._core.observers.add("of the page", self._log)
+        now = time.monotonic()
+        if now - self._asked >= REST_S:
+            self._asked = now
+            self._log.left = NOTED_STEPS
+            if not self._noting:
+                self._noting = True
+                self._core.observers.add("of the page", self._log)
         return Decisions(self._core.settings.scheduler_name, tuple(self._log.steps))
 
     def rest(self) -> None:
-        """Stop if nobody asks any more."""
-        if self._log is not None and time.monotonic() - self._asked > WATCHED_S:
+        """Stop once enough steps are noted."""
+        if self._noting and self._log.left <= 0:
+            self._noting = False
             self._core.observers.remove(self._log)
-            self._log = None

@@ -110,7 +110,7 @@ class ServedEngine(Protocol):
 
     def decisions(self) -> Decisions | None:
         """Return what the scheduler decided lately, as far as that is known here, and ask the engine for news of it, twice a second at most. None: it
-        hasn't answered yet. The engine notes decisions only while it is asked."""
+        hasn't answered yet. The engine notes the decisions of a few steps after each question."""
 
     def now(self) -> float:
         """Return the time in seconds on the engine's clock."""
