@@ -13,6 +13,7 @@ from dovetail.checks import shown
 from dovetail.cli.settings import RequiredSource, Settings
 from dovetail.errors import ConfigError
 from dovetail_server.settings import ServerSettings
+from dovetail_server.tracing import check_installed
 
 NULL = "null"  # how an option says that there is no limit
 
@@ -20,6 +21,8 @@ NULL = "null"  # how an option says that there is no limit
 def serve(source: str, settings: list[str], in_process: bool, **options: Any) -> None:
     """Serve a model over HTTP until SIGTERM or Ctrl-C, as OpenAI's and Anthropic's clients expect it."""
     server = _read(options)
+    if server.otlp_traces_endpoint is not None:
+        check_installed()  # before anything starts
     if in_process:
         from dovetail_server.one_process import serve_in_one_process
 

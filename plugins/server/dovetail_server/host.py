@@ -18,11 +18,14 @@ from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.front.assembly import Assembly
 from dovetail.front.generation_defaults import resolve_sampling
 from dovetail.front.intake import make_samples
+from dovetail_server.decisions import DecisionWatch
 from dovetail_server.engine import Load
 from dovetail_server.frames import (
     Abort,
     Accepted,
     Add,
+    Ask,
+    Decided,
     Dropped,
     Extra,
     Facts,
@@ -97,6 +100,7 @@ class EngineHost:
         self._later: list[tuple[bytes, ToEngine]] = []  # messages that came amidst a step, and can't be heeded there
         self._changed = False  # the load, since the last frame, without a step
         self._stopping = False
+        self._watch = DecisionWatch(self._core)
         self._busy_since: float | None = None
         self._core.pacing.expects_arrivals = True
         if type(self._core.clock) is WallClock:
@@ -149,6 +153,7 @@ class EngineHost:
         for front_end in self._lost():
             if self._post.send(front_end.name, Dropped(front_end.lost_below)):
                 front_end.lost_below = 0
+        self._watch.rest()
 
     def _heed(self, sender: bytes, message: ToEngine) -> None:
         if sender in self._gone:
@@ -165,6 +170,8 @@ class EngineHost:
                         self._drop(request)
             case Hello():
                 self._send(front_end, self.facts())
+            case Ask():
+                self._post.send(sender, Decided(self._watch.ask()))  # if it isn't taken, the next may be
 
     def _add(self, front_end: _FrontEnd, add: Add) -> None:
         front_end.top = max(front_end.top, add.number + int(add.params.get("n", 1)))

@@ -28,10 +28,12 @@ from dovetail.front.prompts import Prompt, content_of
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
-from dovetail_server.engine import EngineFacts, Listener, Load
+from dovetail_server.engine import Decisions, EngineFacts, Listener, Load
 from dovetail_server.frames import (
     Abort,
     Accepted,
+    Ask,
+    Decided,
     Dropped,
     Facts,
     Finished,
@@ -47,6 +49,7 @@ from dovetail_server.links import Line
 
 logger = logging.getLogger("dovetail")
 
+ASK_S = 0.5  # between two questions for decisions
 SHORT = 2000  # characters of a text that is tokenized at once: a thread would take longer
 _FIELDS = tuple(field.name for field in dataclasses.fields(RequestFields))
 
@@ -134,6 +137,8 @@ class RemoteEngine:
         self._next_number = 1
         self._time = 0.0  # of the last frame
         self._failure: str | None = None
+        self._decisions: Decisions | None = None
+        self._asked = 0.0  # for them, seconds of `time.monotonic`
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -168,6 +173,13 @@ class RemoteEngine:
 
     def now(self) -> float:
         return time.perf_counter() if self._facts.wall_clock else self._time  # which is what the engine's clock reads, on the same host
+
+    def decisions(self) -> Decisions | None:
+        now = time.monotonic()
+        if now - self._asked >= ASK_S and self._failure is None:
+            self._asked = now
+            self._line.send(Ask())
+        return self._decisions
 
     def check_health(self) -> None:
         if self._failure is not None:
@@ -274,6 +286,8 @@ class RemoteEngine:
         match message:
             case StepFrame():
                 self._take_frame(message)
+            case Decided():
+                self._decisions = message.decisions
             case Refused():
                 if (entry := self._entry_of(message.number)) is not None:
                     self._end(entry, RequestError(message.reason))

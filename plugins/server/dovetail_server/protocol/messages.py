@@ -136,7 +136,7 @@ class Conversation(FurtherFields, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
 
-    # Harmless: they change no answer
+    # `NO_EFFECT` has them
     metadata: Metadata | None = None
     inference_geo: str | None = None
     cache_control: CacheControl | None = None
@@ -162,6 +162,7 @@ class CountTokensRequest(Conversation, forbid_unknown_fields=True, kw_only=True)
 
 
 RENAMED = {"stop": "stop_sequences", "prompt": "messages", "conversation": "messages", "a": "messages"}
+NO_EFFECT = ("metadata", "inference_geo", "cache_control")
 ONLY = (
     Only("speed", ("standard",), "the server has one speed"),
     Only("service_tier", ("auto", "standard_only"), "the server has one tier; `priority` is what schedulers look at"),
