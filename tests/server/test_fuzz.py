@@ -63,12 +63,13 @@ class Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self._lines.put(record.getMessage())
 
-    def only(self) -> dict[str, Any]:
-        """The line of the one request since the last call."""
-        line = json.loads(self._lines.get(timeout=PATIENCE_S))  # it may come after the answer
-        assert self._lines.empty()
-        assert isinstance(line, dict)
-        return line
+    def only(self, request_id: str) -> dict[str, Any]:
+        """The one line of this request, which is the last."""
+        while True:
+            line: dict[str, Any] = json.loads(self._lines.get(timeout=PATIENCE_S))  # it may come after the answer
+            if line["request_id"] == request_id:
+                assert self._lines.empty()
+                return line
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def test_no_request_makes_the_server_fail(url: str, session: requests.Session, l
     answer = case.call(base_url=url, session=session, timeout=PATIENCE_S)
     case.validate_response(answer, checks=[not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance])
     assert not any(word in answer.content for word in SERVER_ERRORS)  # amidst a stream
-    assert lines.only()["status"] == answer.status_code
+    assert lines.only(answer.headers["x-request-id"])["status"] == answer.status_code
 
 
 @given(data=st.data())
@@ -101,7 +102,7 @@ def test_a_malformed_body_is_always_refused(url: str, session: requests.Session,
     case = data.draw(operation.as_strategy(GenerationMode.NEGATIVE))
     answer = case.call(base_url=url, session=session, timeout=PATIENCE_S)
     assert 400 <= answer.status_code < 500, case.body
-    assert lines.only()["status"] == answer.status_code
+    assert lines.only(answer.headers["x-request-id"])["status"] == answer.status_code
 
 
 _JSON = st.recursive(
@@ -115,12 +116,13 @@ _JSON = st.recursive(
 def test_bytes_that_are_no_request_are_always_refused(url: str, client: httpx.Client, lines: Lines, path: str, body: bytes) -> None:
     answer = client.post(url + path, content=body, timeout=PATIENCE_S)
     assert answer.status_code == 400
-    assert lines.only()["status"] == 400
+    assert lines.only(answer.headers["x-request-id"])["status"] == 400
     assert answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", PATHS_WITH_BODIES)
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"messages":' * 100_000, b'{"a":"\\ud800"}', b"\xff\xfe", b"1" * 10_000, b'{"max_tokens":1e999}'])
 def test_bodies_that_break_parsers_are_refused(url: str, client: httpx.Client, lines: Lines, path: str, body: bytes) -> None:
-    assert client.post(url + path, content=body, timeout=PATIENCE_S).status_code == 400
-    assert lines.only()["status"] == 400
+    answer = client.post(url + path, content=body, timeout=PATIENCE_S)
+    assert answer.status_code == 400
+    assert lines.only(answer.headers["x-request-id"])["status"] == 400

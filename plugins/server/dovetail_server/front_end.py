@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -157,7 +158,13 @@ def main() -> int:
     async def serve() -> None:
         line = ZmqLine(start["address"], start["name"].encode())
         sock = socket.socket(fileno=start["socket"])
-        front_end = FrontEnd(line, start["name"], settings, sock, lambda: channel.send(ready=True), place=start["place"])
+
+        def ready() -> None:
+            gc.collect()
+            gc.freeze()  # what stands now stays: looking through it again and again would stall streams
+            channel.send(ready=True)
+
+        front_end = FrontEnd(line, start["name"], settings, sock, ready, place=start["place"])
         channel.socket.setblocking(False)
 
         def obey() -> None:
