@@ -12,6 +12,8 @@ import pytest
 from dovetail import LLM, SamplingParams
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.request import RequestOutput
+from dovetail_server.links import ZmqLine
+from dovetail_server.remote import RemoteEngine
 from tests.server.engines import DEMO, PATIENCE_S, Collector, Link, Served, served
 
 both = pytest.mark.parametrize("link", ["thread", "zmq"])
@@ -218,6 +220,27 @@ def test_a_failing_listener_harms_nobody_else(tmp_path: Path, where: str) -> Non
             listener = await ask(at.engine, "sound", "ROMEO:", SamplingParams(max_tokens=5))
             assert len(listener.samples()[0].token_ids) == 5
             await at.until_all_is_free()
+
+    run(main())
+
+
+def test_all_front_ends_together_may_have_as_many_requests_as_the_engine_takes(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served("zmq", tmp_path, limits={"max_waiting": 3}) as at:
+            other = await RemoteEngine.connect(ZmqLine(f"ipc://{tmp_path}/engine", b"another"), "another")
+            try:
+                await begin_endless(at, 2)
+                both_samples = Collector()
+                await other.submit("two samples", "ROMEO:", SamplingParams(n=2, ignore_eos=True, max_tokens=200), both_samples)
+                await both_samples.begun.wait()
+                refused = await ask(other, "one more", "ROMEO:", SamplingParams())
+                assert "max_waiting" in str(refused.error)
+                at.engine.abort("endless 0")
+                other.abort("two samples")
+                for name in ("taken", "as well"):
+                    assert (await ask(other, name, "ROMEO:", SamplingParams(max_tokens=2))).error is None
+            finally:
+                other.close()
 
     run(main())
 

@@ -117,6 +117,7 @@ class FrontEnd:
         return uvicorn.Config(
             self._app,
             http=DirectProtocol,  # through which streams write
+            ws="none",
             loop="none",
             access_log=False,
             log_level="warning",
