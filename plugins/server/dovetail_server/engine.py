@@ -69,7 +69,15 @@ class Decisions:
 
 
 class Listener(Protocol):
-    """Who hears of one request. Neither method may block or raise."""
+    """Who hears of one request. No method may block or raise."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it would rather have a token's text by `on_text`, where that is all there is to tell. Asked with each output."""
+
+    def on_text(self, text: str) -> None:
+        """Take the text of one more token, perhaps none: instead of an output that has nothing else to tell, of a request for one sample. Called only
+        after an output, and before the last one."""
 
     def on_output(self, output: RequestOutput) -> None:
         """Take what is new since the last call: `text`, `token_ids` and `logprobs` of the samples that changed (deltas, several steps perhaps in

@@ -84,6 +84,8 @@ class Part:
         self.begun = self.ended = False
         self.times: RequestMetrics | None = None  # of the engine's events, which grow with them
         self.finish_reasons: list[str] = []
+        self.is_plain = False
+        self._around = b"", b""  # a token's text, if `is_plain`
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
 
     def take(self, output: RequestOutput) -> None:
@@ -110,6 +112,19 @@ class Part:
             return
         if output.finished:
             self.exchange.part_ended()
+
+    def tell_plainly(self, before: bytes, behind: bytes) -> None:
+        """From now on, write a token that brings nothing but text as this text in JSON, between two pieces. Of a stream with one sample."""
+        self._around = before, behind
+        self.is_plain = True
+
+    def on_text(self, text: str) -> None:
+        self.completion_tokens += 1
+        if self.meter is not None:
+            self.meter.saw_token()
+        if text and (stream := self.exchange.stream) is not None:
+            before, behind = self._around
+            stream.write(b"%b%b%b" % (before, orjson.dumps(text), behind))
 
     def on_error(self, error: DovetailError) -> None:
         self.ended = True

@@ -15,6 +15,7 @@ from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
+from dovetail.front import bounds
 from dovetail.front.assembly import Assembly
 from dovetail.front.generation_defaults import resolve_sampling
 from dovetail.front.intake import make_samples
@@ -97,6 +98,7 @@ class EngineHost:
         self._gone: set[bytes] = set()  # front ends that have ended, some of whose messages may be still to come
         self._places: dict[LiveRequest, tuple[_FrontEnd, int]] = {}  # of samples that haven't ended
         self._new: set[LiveRequest] = set()  # those of them without a token
+        self._unfinished = 0  # requests, whose samples they are
         self._later: list[tuple[bytes, ToEngine]] = []  # messages that came amidst a step, and can't be heeded there
         self._changed = False  # the load, since the last frame, without a step
         self._stopping = False
@@ -189,6 +191,7 @@ class EngineHost:
     def _admit(self, front_end: _FrontEnd, add: Add) -> None:
         """Raises `RequestError`."""
         core = self._core
+        bounds.at_most("unfinished requests", self._unfinished + 1, self._assembly.config.limits, "max_waiting")  # of all front ends
         extra = self._assembly.check_extra(add.extra)
         request = request_of(add)
         sampling = resolve_sampling(request.params, self._assembly.defaults, add.seed, tuple(tuple(words) for words in add.bad_words))
@@ -201,6 +204,7 @@ class EngineHost:
                 for added in samples[:index]:
                     self._drop(added)
                 raise
+            self._unfinished += index == 0
             self._places[sample] = (front_end, add.number + index)
             front_end.live[add.number + index] = sample
             self._new.add(sample)
@@ -221,8 +225,9 @@ class EngineHost:
         del front_end.live[number]
         self._new.discard(request)
         siblings = request.siblings
-        if siblings and not any(sibling in self._places for sibling in siblings):  # they refer to each other: see `LLMEngine`
-            for sibling in siblings:
+        if not any(sibling in self._places for sibling in siblings):
+            self._unfinished -= 1
+            for sibling in siblings:  # they refer to each other: see `LLMEngine`
                 sibling.siblings = ()
 
     def _wait_until(self, instant: float) -> None:

@@ -133,7 +133,7 @@ class EventStream:
             self._drop()
             return
         direct.write(waiting[0] if len(waiting) == 1 else b"".join(waiting))
-        self._waiting = []
+        waiting.clear()
 
     async def _pass_on(self) -> None:
         self._flush()

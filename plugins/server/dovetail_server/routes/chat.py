@@ -193,6 +193,8 @@ class ChatStream(Part):
         index, events = sample.index, []
         if not self._said_role[index]:
             self._said_role[index] = True
+            if self._plain and len(self._readers) == 1:
+                self.tell_plainly(self._prefixes[0], self._suffix)
             first = self._chunk([self._choice(index, {"role": "assistant", "content": ""})])
             if self._token_ids:
                 first["prompt_token_ids"] = [int(token) for token in output.prompt_token_ids]

@@ -201,6 +201,8 @@ class StreamedPart(CompletionPart):
         index, choices = sample.index, []
         if not self._begun[index]:
             self._begun[index] = True
+            if self._plain and len(self._begun) == 1:
+                self.tell_plainly(self._prefixes[0], self._suffix)
             if self.body.echo:
                 text, logprobs = self.echo(output, index)
                 choices.append({**_choice(self.first + index, text), "logprobs": logprobs})
