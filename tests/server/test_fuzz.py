@@ -51,7 +51,7 @@ def client() -> Iterator[httpx.Client]:
 
 
 @given(data=st.data())
-@examples(quick=100, full=5_000)
+@examples(quick=40, full=5_000)
 def test_no_request_makes_the_server_fail(url: str, session: requests.Session, data: st.DataObject) -> None:
     case = data.draw(data.draw(OPERATIONS).as_strategy(data.draw(st.sampled_from(GenerationMode))))
     answer = case.call(base_url=url, session=session, timeout=PATIENCE_S)
@@ -60,7 +60,7 @@ def test_no_request_makes_the_server_fail(url: str, session: requests.Session, d
 
 
 @given(data=st.data())
-@examples(quick=100, full=5_000)
+@examples(quick=40, full=5_000)
 def test_a_malformed_body_is_always_refused(url: str, session: requests.Session, data: st.DataObject) -> None:
     operation = data.draw(OPERATIONS.filter(lambda operation: operation.path in PATHS_WITH_BODIES))
     case = data.draw(operation.as_strategy(GenerationMode.NEGATIVE))
