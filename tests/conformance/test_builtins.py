@@ -16,7 +16,7 @@ from dovetail.registry.registry import Registry
 from dovetail.registry.requirements import missing_requirements
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.testing.suite import Suite
-from dovetail.testing.suites import suite_for
+from dovetail.testing.suites import repeatable, scheduler, suite_for
 from tests.support import FULL
 
 BUILT_INS = [component for component in Registry.discover().components() if component.origin.built_in]
@@ -47,6 +47,17 @@ def suites() -> Iterator[type[Suite]]:
         if component.spec.name not in (NEEDS_MORE if torch.cuda.is_available() else NEEDS_MORE | NEEDS_A_GPU):
             for options in ({}, *(OPTIONS.get(component.spec.name, ()) if FULL else ())):
                 yield suite_of(component, options)
+
+
+@pytest.fixture(autouse=True)
+def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick profile tries a third of what the schedulers' suite does: there are many of them, and each has its own tests too."""
+
+    def for_some(among: Any, examples: int, *rest: Any) -> None:
+        repeatable.for_all(among, examples // 3, *rest)
+
+    if not FULL:
+        monkeypatch.setattr(scheduler, "for_all", for_some)
 
 
 @pytest.fixture(autouse=True)

@@ -86,7 +86,7 @@ def lines(url: str) -> Iterator[Lines]:
 
 
 @given(data=st.data())
-@examples(quick=100, full=5_000)
+@examples(quick=40, full=5_000)
 def test_no_request_makes_the_server_fail(url: str, session: requests.Session, lines: Lines, data: st.DataObject) -> None:
     case = data.draw(data.draw(OPERATIONS).as_strategy(data.draw(st.sampled_from(GenerationMode))))
     answer = case.call(base_url=url, session=session, timeout=PATIENCE_S)
@@ -96,7 +96,7 @@ def test_no_request_makes_the_server_fail(url: str, session: requests.Session, l
 
 
 @given(data=st.data())
-@examples(quick=100, full=10_000)
+@examples(quick=40, full=10_000)
 def test_a_malformed_body_is_always_refused(url: str, session: requests.Session, lines: Lines, data: st.DataObject) -> None:
     operation = data.draw(OPERATIONS.filter(lambda operation: operation.path in PATHS_WITH_BODIES))
     case = data.draw(operation.as_strategy(GenerationMode.NEGATIVE))
@@ -112,7 +112,7 @@ _JSON = st.recursive(
 
 
 @given(path=st.sampled_from(PATHS_WITH_BODIES), body=st.binary() | st.text().map(str.encode) | _JSON.map(lambda value: json.dumps(value).encode()))
-@examples(quick=100, full=10_000)
+@examples(quick=40, full=10_000)
 def test_bytes_that_are_no_request_are_always_refused(url: str, client: httpx.Client, lines: Lines, path: str, body: bytes) -> None:
     answer = client.post(url + path, content=body, timeout=PATIENCE_S)
     assert answer.status_code == 400
