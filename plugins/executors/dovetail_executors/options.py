@@ -31,7 +31,9 @@ class TensorOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     size: int = Field(default=2, ge=2, le=64, description="Ranks that the model is split over: as many GPUs, or as many processes on the CPU.")
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the ranks compute; auto: on CUDA devices if there are enough.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where the ranks compute; auto: on CUDA devices if there is one, else on the CPU."
+    )
     devices: tuple[int, ...] | None = Field(
         default=None, min_length=2, description="Indices of the CUDA devices of ranks 0, 1, …; as many as `size`. Unset: 0, 1, …"
     )

@@ -54,6 +54,10 @@ class Ring:
         self.counters = np.frombuffer(memory, np.int64, (1 + readers) * _LINE).reshape(1 + readers, _LINE)
         self.words = np.frombuffer(memory, np.int32, size, head)
 
+    def close(self) -> None:
+        """Let go of the memory, which nobody may use any more."""
+        self.counters, self.words = np.zeros((1 + self.readers, _LINE), np.int64), np.zeros(1, np.int32)
+
     @classmethod
     def make(cls, readers: int, size: int = RING_WORDS) -> Ring:
         """Return a new ring. Its file is to be closed by who made it."""

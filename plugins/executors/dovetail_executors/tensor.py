@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 import weakref
 from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import torch
@@ -46,6 +47,7 @@ class TensorExecutor(Executor):
         super().__init__(options, context)
         self._ranks: Ranks | None = None
         self._rank: Rank | None = None
+        self._ring: Ring | None = None
         self._writer: RingWriter | None = None
         self._fds: list[int] = []
         self._in_flight: deque[PendingStep] = deque()
@@ -66,7 +68,7 @@ class TensorExecutor(Executor):
             writer.send(Kind.STEP, to_words(batch))
             handle = rank.worker.submit(batch)
         except Exception as error:
-            raise self._failed(error) from error
+            self._fail(error)
         self._in_flight.append(handle)
         return handle
 
@@ -76,16 +78,16 @@ class TensorExecutor(Executor):
             self._wait_for(handle)
             result = rank.worker.collect(handle)
         except Exception as error:
-            raise self._failed(error) from error
+            self._fail(error)
         self._in_flight.popleft()
         self._limit(self._in_flight[0].step if self._in_flight else None)
         return result
 
     def check(self) -> None:
-        if self._failure is not None:
-            raise DovetailError(f"executor tensor stopped computing: {self._failure}") from self._failure
         if self._ranks is not None:
             self._ranks.check()
+        if self._failure is not None:
+            raise DovetailError(f"executor tensor stopped computing: {self._failure}") from self._failure
 
     def stop(self) -> None:
         self._drain()
@@ -94,10 +96,14 @@ class TensorExecutor(Executor):
             self._finalizer.detach()
         _end(ranks, self._fds)
         rank, self._rank = self._rank, None
+        ring, self._ring = self._ring, None
         self._writer = None
         self._in_flight.clear()
+        if ring is not None:
+            ring.close()
         if rank is not None:
             rank.close()
+        _let_go(self._failure)
 
     # Starting
 
@@ -110,7 +116,7 @@ class TensorExecutor(Executor):
             os.environ.setdefault(name, value)
         store, settings = self._store(), self._settings(devices)
         settings = replace(settings, store_path=f"/proc/self/fd/{store}")
-        ring = Ring.make(options.size - 1)
+        ring = self._ring = Ring.make(options.size - 1)
         self._fds.append(ring.fd)
         jobs, wakers = self._jobs(devices, settings, ring, store)
         ranks = self._ranks = Ranks(jobs, "tensor")
@@ -123,7 +129,7 @@ class TensorExecutor(Executor):
         try:
             capacity = self._load(rank, ranks)
         except Exception as error:
-            raise self._failed(error, keep=False) from error
+            self._fail(error)
         self._writer = RingWriter(ring, wakers, ranks.check)
         ranks.limit(None)
         return capacity
@@ -209,18 +215,18 @@ class TensorExecutor(Executor):
             self.check()
             time.sleep(0)
 
-    def _failed(self, error: Exception, keep: bool = True) -> DovetailError:
-        """Return what went wrong, which is the other rank's failure if this one only missed it. From now on `check` raises it, unless not `keep`."""
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raise what went wrong, from now on by `check` too: another rank's failure if this one only missed it."""
         ranks, rank = self._ranks, self._rank
         if ranks is not None and rank is not None and rank.group.failure is not None:
             ranks.await_failure(TOLD_S)
+        failure = error if isinstance(error, DovetailError) else DovetailError(f"executor tensor: rank 0: {type(error).__name__}: {error}")
         if ranks is not None and ranks.failure is not None:
             failure = DovetailError(str(ranks.failure))
-        else:
-            failure = error if isinstance(error, DovetailError) else DovetailError(f"executor tensor: rank 0: {type(error).__name__}: {error}")
-        if keep:
-            self._failure = self._failure or failure
-        return failure
+        self._failure = self._failure or failure
+        if failure is error:
+            raise error
+        raise failure from error
 
     def _drain(self) -> None:
         """Let the steps in flight end, so that no rank waits for one that was stopped."""
@@ -276,6 +282,13 @@ def _late_in_step(ranks: Ranks, writer: RingWriter, step: int | None, seconds: f
 def _in_words(devices: list[str]) -> str:
     """["cpu", "cpu"] -> "2 × cpu"; different ones one by one."""
     return f"{len(devices)} × {devices[0]}" if len(set(devices)) == 1 else ", ".join(devices)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Have an error's frames, which may be kept with it for long, forget what they computed with: connections, memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
 
 
 def _end(ranks: Ranks | None, fds: list[int]) -> None:
