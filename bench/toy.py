@@ -106,7 +106,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="executor",
             name="toy",
             target="bench.toy:ToyExecutor",
-            api="0.2",
+            api="0.3",
             options="bench.toy:ToyOptions",
             summary="No model: tokens are a function of seed and position",
         )

@@ -39,6 +39,7 @@ KIND_TITLES: dict[Kind, str] = {
     "attention": "Attention backends",
     "model": "Model architectures",
     "sampler": "Samplers",
+    "grammar": "Grammar backends",
     "executor": "Executors",
     "observer": "Observers",
 }

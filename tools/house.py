@@ -40,7 +40,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # a box of the drawing -> the modules 
         "dovetail.errors",
     ),
 }
-PLUGINS = ("schedulers", "kv_cache", "attention", "models", "samplers", "executors", "observers", "lab")
+PLUGINS = ("schedulers", "kv_cache", "attention", "models", "samplers", "grammars", "executors", "observers", "lab")
 SAYS: Mapping[str, str] = {
     "cli": "the command dovetail",
     "front": "requests in, text out",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dovetail.front.vllm_args import EngineArgs
     from dovetail.request import CompletionOutput, RequestOutput
     from dovetail.sampling_params import OutputKind, SamplingParams
+    from dovetail.structured import Structured, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,8 @@ _HOMES = {
     "OutputKind": "dovetail.sampling_params",
     "RequestOutput": "dovetail.request",
     "SamplingParams": "dovetail.sampling_params",
+    "Structured": "dovetail.structured",
+    "StructuredOutputsParams": "dovetail.structured",
 }
 
 __all__ = [
@@ -44,6 +47,8 @@ __all__ = [
     "OutputKind",
     "RequestOutput",
     "SamplingParams",
+    "Structured",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

@@ -13,7 +13,7 @@ from dovetail.api.component import Kind
 from dovetail.checks import shown
 from dovetail.errors import ConfigError
 from dovetail.limits import Limits
-from dovetail.registry.auto_attention import attention_candidates
+from dovetail.registry.auto import attention_candidates, chosen_grammar
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
@@ -32,6 +32,7 @@ COMPONENT_KEYS: dict[str, Kind] = {  # key of the config -> kind of component
     "kv_cache": "kv_cache",
     "attention": "attention",
     "sampler": "sampler",
+    "grammar": "grammar",
     "executor": "executor",
     "observers": "observer",
 }
@@ -153,6 +154,10 @@ class EngineConfig(BaseModel):
     sampler: Choice = ComponentChoice("default")
     """The sampler, which draws tokens from the logits."""
 
+    grammar: Choice = ComponentChoice("auto")
+    """The grammar backend, which holds answers to a schema, a regular expression or a grammar. It is made when a request first asks for that. auto:
+    llguidance, or xgrammar if only that is installed."""
+
     executor: Choice = ComponentChoice("local")
     """The executor, which computes the steps."""
 
@@ -214,8 +219,12 @@ class EngineConfig(BaseModel):
         return cls.model_validate({key: value for key, value in given.items() if isinstance(key, str) and key not in wrong}), told
 
     def attention_candidates(self, registry: Registry) -> tuple[ResolvedComponent, ...]:
-        """Return the backends that the executor should consider, best first: see `dovetail.registry.auto_attention`."""
+        """Return the backends that the executor should consider, best first: see `dovetail.registry.auto`."""
         return attention_candidates(registry, self.attention.name, self.attention.options, self.attention.where)
+
+    def chosen_grammar(self, registry: Registry) -> ResolvedComponent | None:
+        """Return the grammar backend that requests may ask for, if there is one: see `dovetail.registry.auto`."""
+        return chosen_grammar(registry, self.grammar.name, self.grammar.options, self.grammar.where)
 
     def executor_config(self, model_dir: Path) -> ExecutorConfig:
         """Return the settings that concern an executor, for a model whose directory was found."""

@@ -9,7 +9,7 @@ from pydantic_core import core_schema
 
 from dovetail.config import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import DovetailError
-from dovetail.registry.auto_attention import AUTO
+from dovetail.registry.auto import AUTO, PREFERENCE
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 
@@ -31,7 +31,7 @@ def json_schema(registry: Registry) -> dict[str, Any]:
     for key, kind in COMPONENT_KEYS.items():
         components = [c for c in registry.components(kind) if c.api_problem() is None]
         names = [name for c in components for name in ([c.qualified_name] if registry.is_ambiguous(c) else [c.spec.name, c.qualified_name])]
-        extra = [AUTO] if kind == "attention" else []
+        extra = [AUTO] if kind in PREFERENCE else []
         choices = [{"enum": extra + names}, *(_with_options(c, registry, definitions) for c in components)]
         choice: dict[str, Any] = {"anyOf": choices}
         own = schema["properties"][key]

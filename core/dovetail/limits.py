@@ -57,6 +57,15 @@ class Limits(BaseModel):
     max_allowed_token_ids: CountOrZero = 4096
     """The most tokens in `allowed_token_ids`."""
 
+    max_grammar_chars: CountOrZero = 262_144
+    """The most characters of the rule of an answer (`structured`): of a JSON Schema, a grammar, all choices together."""
+
+    max_grammar_depth: CountOrZero = 100
+    """The most brackets within each other in the rule of an answer."""
+
+    max_grammar_s: Annotated[float, Field(gt=0, le=86_400)] = 10.0
+    """The longest that the rule of an answer may take to compile, in seconds."""
+
     max_logprobs: CountOrZero = 20
     """The most alternatives a token (`logprobs`, `prompt_logprobs`)."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from dovetail.api.component import KINDS, Kind
 from dovetail.config import COMPONENT_KEYS, ComponentChoice, EngineConfig
 from dovetail.errors import ConfigError, DovetailError, MissingExtraError
+from dovetail.registry.auto import PREFERENCE
 from dovetail.registry.models import locate_model
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
@@ -19,23 +20,26 @@ from dovetail.where import LISTED, and_more
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The components of an engine. `attention`: the candidates, best first. `models`: all installed architectures of this api version."""
+    """The components of an engine. `attention`: the candidates, best first. `models`: all installed architectures of this api version.
+    `grammar` is neither imported nor made before a request asks for it; None: `grammar: auto`, and no built-in backend is there."""
 
     scheduler: ResolvedComponent
     kv_cache: ResolvedComponent
     attention: tuple[ResolvedComponent, ...]
     sampler: ResolvedComponent
+    grammar: ResolvedComponent | None
     executor: ResolvedComponent
     observers: tuple[ResolvedComponent, ...]
     models: tuple[ResolvedComponent, ...]
 
     def __iter__(self) -> Iterator[ResolvedComponent]:
-        yield from (self.scheduler, self.kv_cache, *self.attention, self.sampler, self.executor, *self.observers, *self.models)
+        grammar = () if self.grammar is None else (self.grammar,)
+        yield from (self.scheduler, self.kv_cache, *self.attention, self.sampler, *grammar, self.executor, *self.observers, *self.models)
 
 
 def find_parts(config: EngineConfig, registry: Registry) -> Parts:
     """Find the components that `config` names. Raises `PluginError` for the first that isn't available, `ConfigError` for options of
-    `attention: auto`."""
+    `auto`."""
 
     def one(kind: Kind, choice: ComponentChoice) -> ResolvedComponent:
         return registry.resolve(kind, choice.name, choice.options, choice.where)
@@ -45,6 +49,7 @@ def find_parts(config: EngineConfig, registry: Registry) -> Parts:
         kv_cache=one("kv_cache", config.kv_cache),
         attention=config.attention_candidates(registry),
         sampler=one("sampler", config.sampler),
+        grammar=config.chosen_grammar(registry),
         executor=one("executor", config.executor),
         observers=tuple(one("observer", choice) for choice in config.observers),
         models=tuple(model for model in registry.components("model") if model.api_problem() is None),
@@ -79,7 +84,8 @@ def find_problems(
     config: EngineConfig, registry: Registry, *, imports: Collection[Kind] = KINDS, note: Callable[[MissingExtraError], None] | None = None
 ) -> list[DovetailError]:
     """Return all problems with the model's name and with the components: their names, their options, and the import of those of the kinds
-    `imports`. An executor may need neither sampler nor attention (a simulation doesn't): if `note` is given, it is told their problems instead."""
+    `imports`. Packages may be missing that nobody needs: a simulation has neither sampler nor attention, and no request may ask
+    for a grammar. If `note` is given, it is told of these instead."""
     problems: list[DovetailError] = []
 
     def check(part: ResolvedComponent) -> None:
@@ -90,7 +96,7 @@ def find_problems(
                 try:
                     part.load()
                 except MissingExtraError as error:
-                    if note is None or part.spec.kind not in ("sampler", "attention"):
+                    if note is None or part.spec.kind not in ("sampler", "attention", "grammar"):
                         raise
                     note(error)
 
@@ -102,8 +108,12 @@ def find_problems(
     with _noting(problems):
         for part in config.attention_candidates(registry):
             check(part)
+    with _noting(problems):
+        grammar = config.chosen_grammar(registry)
+        if grammar is not None:
+            check(grammar)
     for key, kind in COMPONENT_KEYS.items():
-        if kind == "attention":
+        if kind in PREFERENCE:
             continue
         for choice in config.observers if kind == "observer" else (getattr(config, key),):
             with _noting(problems):

@@ -8,7 +8,6 @@ from types import MappingProxyType
 PAGE = "docs/roadmap.md"
 
 _NAMES = {  # heading of the roadmap -> commands, keys and parameters that belong to it
-    "Structured output": "guided_json guided_regex guided_choice guided_grammar guided_decoding structured_outputs response_format grammar",
     "LoRA adapters": "lora enable_lora lora_modules lora_request lora_path max_loras max_lora_rank adapter",
     "Speculative decoding": "speculative_config speculative_model num_speculative_tokens draft_model spec_decode",
     "Embeddings and scores": "embed embeddings score classify rerank task runner pooler_config",

@@ -13,6 +13,7 @@ from dovetail.checks import BINARY, INT64, as_number, did_you_mean, plain_intege
 from dovetail.errors import RequestError
 from dovetail.frozen import FrozenDict, frozen
 from dovetail.roadmap import not_yet
+from dovetail.structured import GuidedDecodingParams, Structured, StructuredOutputsParams, structured_of_vllm
 
 REPETITION_PENALTIES = (0.01, 100.0)  # the allowed range: beyond it, logits in 16 or 32 bits become 0 or infinite
 NAMES_ELSEWHERE = {  # name in transformers or other engines -> name here
@@ -26,7 +27,19 @@ NAMES_ELSEWHERE = {  # name in transformers or other engines -> name here
     "top_logprobs": "logprobs",
 }
 
+_VLLMS_RULES = ("structured_outputs", "guided_decoding")  # vLLM's names of `structured`, by which it takes other values
+
 T = TypeVar("T")
+
+__all__ = [
+    "NAMES_ELSEWHERE",
+    "REPETITION_PENALTIES",
+    "GuidedDecodingParams",
+    "OutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "changed_unchecked",
+]
 
 
 class OutputKind(Enum):
@@ -45,6 +58,11 @@ def _refuses_unknown_fields(cls: type[T]) -> type[T]:
 
     @functools.wraps(made)
     def init(self: T, *args: Any, **named: Any) -> None:
+        for name in _VLLMS_RULES:
+            if name in named and (rule := named.pop(name)) is not None:
+                if named.get("structured") is not None:
+                    raise RequestError(f"{name} and structured say the same: give one of them")
+                named["structured"] = structured_of_vllm(rule)
         try:
             made(self, *args, **named)
         except TypeError:
@@ -100,6 +118,7 @@ class SamplingParams:
     output_kind: OutputKind | Literal["cumulative", "delta", "final"] = OutputKind.CUMULATIVE  # a string becomes an `OutputKind`
     extra_args: Mapping[str, Any] = field(default_factory=dict)  # for the sampler; keys that its capabilities don't name are refused
     truncate_prompt_tokens: int | None = None  # keep the prompt's last k tokens; -1: as many as fit the model
+    structured: Structured | Mapping[str, Any] | None = None  # a rule that the answer follows; a mapping of its fields becomes a `Structured`
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -140,6 +159,13 @@ class SamplingParams:
             raise RequestError(f"min_tokens must be at most max_tokens ({shown(self.max_tokens)}), got {shown(self.min_tokens)}")
         if self.truncate_prompt_tokens == 0:
             raise RequestError("truncate_prompt_tokens must be 1 or more, -1 or None, got 0: a prompt needs at least one token")
+        if self.structured is not None:
+            put("structured", Structured.of(self.structured))
+            for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
+                if value := getattr(self, name):
+                    raise RequestError(
+                        f"{name} and structured contradict each other: the rule says which tokens may come, and where the end; got {shown(value)}"
+                    )
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need text: set detokenize to true, or use stop_token_ids")
 

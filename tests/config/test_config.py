@@ -38,6 +38,7 @@ scheduler: fcfs
 kv_cache: {name: prefix}
 attention: auto
 sampler: default
+grammar: auto
 executor: local
 observers: []
 plugins: {allow: null, deny: [], require: []}

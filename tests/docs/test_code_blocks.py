@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from dovetail.cli.app import app
 from dovetail.config import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import DISTRIBUTION, ConfigError, DovetailError
+from dovetail.registry.auto import AUTO
 from dovetail.registry.registry import Registry
 from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, commands_of, pages
 from tests.registry.fakes import Site, modules_forgotten
@@ -145,7 +146,7 @@ def check_components(config: EngineConfig) -> None:
     registry = Registry.discover()
     for key, kind in COMPONENT_KEYS.items():
         for choice in config.observers if key == "observers" else (getattr(config, key),):
-            if (key, choice.name) != ("attention", "auto"):
+            if choice.name != AUTO:
                 registry.resolve(kind, choice.name, choice.options, choice.where).validate_options()
 
 

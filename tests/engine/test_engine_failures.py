@@ -12,7 +12,7 @@ from dovetail.api.component import NoOptions
 from dovetail.api.executor import Batch, ExecutorContext, Result
 from dovetail.api.observer import EngineStopped, Observer, RequestFinished
 from dovetail.api.scheduler import Scheduler, SchedulerContext, Step
-from dovetail.engine.flight import Finish
+from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.observers import MAX_ERRORS
 from dovetail.engine.stats import STORM_STEPS

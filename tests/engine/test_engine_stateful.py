@@ -58,6 +58,8 @@ def specs(draw: st.DrawFn, shape: Shape, id: str) -> Spec:
         predicted_tokens=draw(st.sampled_from([None, 1, 10])),
         cache_keys=draw(st.sampled_from([(), (), (), ("salt",)])),
         prompt_logprobs=draw(st.sampled_from([None] * 7 + [0])),
+        rule=draw(st.sampled_from([None, None, None, 1, 2, 5])),
+        rule_length=draw(st.sampled_from([0, 0, 1, 4])),
     )
 
 

@@ -17,7 +17,8 @@ from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContex
 from dovetail.api.sampler import RowSampling
 from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
 from dovetail.engine.core import CoreSettings, EngineCore
-from dovetail.engine.flight import Delivery, Finish
+from dovetail.engine.finish import Finish
+from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.observers import ObserverHub
 from dovetail.engine.siblings import make_siblings
@@ -28,6 +29,7 @@ from dovetail.testing.fake_executor import expected_tokens
 from dovetail_kv_cache.chain import HashName
 from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions
 from tests.engine.policies import FCFS
+from tests.engine.rules import constraint, expected_by_rule
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Spec:
     predicted_tokens: int | None = None
     cache_keys: tuple[str, ...] = ()
     prompt_logprobs: int | None = None
+    rule: int | None = None  # modulus of the `RuleMatcher` that it follows
+    rule_length: int = 0
 
 
 class RecordingExecutor(FakeExecutor):
@@ -139,7 +143,8 @@ def watched(policy: type[Scheduler]) -> type[Scheduler]:
             assert isinstance(request, LiveRequest)
             key = (request.arrival_time, request.order)
             assert request.id not in self.heard.arrived, "arrivals are told once"
-            assert all(key > other for other in self.heard.arrived.values()), "arrivals are told in order"
+            ordered = all(key > other for other in self.heard.arrived.values())
+            assert ordered or request.preparations, "arrivals are told in order, but for those that weren't ready"
             self.heard.arrived[request.id] = key
             super().on_arrival(request)
 
@@ -211,6 +216,7 @@ class World:
         self.core = EngineCore(self.policy, self.kv, self.executor, capacity, self.clock, settings, hub)
         self.requests: dict[str, LiveRequest] = {}
         self.seeds: dict[str, int] = {}
+        self.rules: dict[str, Spec] = {}
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, Finish] = {}
         self.aborted: set[str] = set()
@@ -240,7 +246,9 @@ class World:
                 cache_keys=spec.cache_keys,
                 sampling=RowSampling(seed=index),
                 stop_ids=spec.stop_ids,
+                constraint=None if spec.rule is None else constraint(spec.rule, spec.rule_length, vocab_size=self.shape.vocab_size),
             )
+            self.rules[id] = spec
             self.requests[id], self.seeds[id], self.tokens[id] = request, index, []
             samples.append(request)
         if spec.n > 1:
@@ -284,12 +292,16 @@ class World:
 
     def expected(self, id: str) -> tuple[list[int], str]:
         """All tokens of a request that nobody ends, and why it ends."""
-        request = self.requests[id]
-        tokens = expected_tokens(list(request.prompt_token_ids), request.max_tokens, self.seeds[id], self.shape.vocab_size)
+        request, spec, ruled = self.requests[id], self.rules[id], False
+        given = list(request.prompt_token_ids), request.max_tokens, self.seeds[id], self.shape.vocab_size
+        if spec.rule is None:
+            tokens = expected_tokens(*given)
+        else:
+            tokens, ruled = expected_by_rule(*given, spec.rule, spec.rule_length)
         for position, token in enumerate(tokens):
             if token in request.stop_ids and position >= request.params.min_tokens:
                 return tokens[: position + 1], "stop"
-        return tokens, "length"
+        return tokens, "stop" if ruled else "length"
 
     def check(self) -> None:
         """After any act."""

@@ -131,7 +131,7 @@ def replaying(patch: pytest.MonkeyPatch) -> tuple[Bench, GraphsOnCpu]:
     patch.setattr(bench.sampler, "sample", lambda *asked: pytest.fail("sampled as it is"))
     bench.runner.graphs = graphs = GraphsOnCpu(bench.model, bench.backend, bench.sampler, bench.rows, 256)
     graphs.capture()
-    bench.runner.sampling_graphs = SamplingGraphs(bench.model, bench.sampler, bench.rows, ROWS)
+    bench.runner.sampling_graphs = SamplingGraphs(bench.model, bench.sampler, bench.rows, bench.runner.masks, ROWS)
     bench.runner.sampling_graphs.capture(torch.zeros(1, HIDDEN), None)
     return bench, graphs
 

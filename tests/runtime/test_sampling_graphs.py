@@ -33,7 +33,7 @@ class GreedyWithoutLogprobs(CapturableGreedy):
 
 def with_sampling_graphs(bench: Bench, of: type[GreedyWithoutLogprobs] = GreedyWithoutLogprobs) -> GreedyWithoutLogprobs:
     bench.sampler.__class__ = of
-    graphs = SamplingGraphs(bench.model, bench.sampler, bench.rows, bench.max_rows)
+    graphs = SamplingGraphs(bench.model, bench.sampler, bench.rows, bench.runner.masks, bench.max_rows)
     graphs.capture(torch.zeros(1, HIDDEN), None)
     bench.runner.sampling_graphs = graphs
     assert isinstance(bench.sampler, GreedyWithoutLogprobs)

@@ -107,6 +107,7 @@ def test_what_recording_launches_was_compiled_before(graphs: StepGraphs) -> None
         graphs.mixed.rehearse()
         assert graphs.decode is not None
         graphs.decode.rehearse()
+        graphs.sampling.rehearse()
     with recording.instead():
         graphs.capture()
     assert {"_linear", "prefill_hopper", "decode_shares", "_choose", "_change", "_append", "_embed"} <= set(recording.names.values())

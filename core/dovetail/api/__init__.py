@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dovetail.api.attention import AttentionBackend
     from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, hookimpl
     from dovetail.api.executor import Executor
+    from dovetail.api.grammar import GrammarBackend
     from dovetail.api.kv_cache import KVCacheManager
     from dovetail.api.model import ModelArch
     from dovetail.api.observer import Observer
@@ -24,6 +25,7 @@ _HOMES = {
     "CommandSpec": "component",
     "ComponentSpec": "component",
     "Executor": "executor",
+    "GrammarBackend": "grammar",
     "KVCacheManager": "kv_cache",
     "ModelArch": "model",
     "Observer": "observer",
@@ -38,6 +40,7 @@ __all__ = [
     "CommandSpec",
     "ComponentSpec",
     "Executor",
+    "GrammarBackend",
     "KVCacheManager",
     "ModelArch",
     "Observer",

@@ -1,4 +1,4 @@
-"""The declarations by which a plugin says what it offers: `ComponentSpec`, `CommandSpec`, `BundledModel`, the `hookimpl` marker and the seven kinds.
+"""The declarations by which a plugin says what it offers: `ComponentSpec`, `CommandSpec`, `BundledModel`, the `hookimpl` marker and the eight kinds.
 
 A plugin is a module named by an entry point in the group `dovetail.plugins`; see `dovetail.registry.hookspecs` for its hooks. Everything
 here is strings and small values, so that declaring a component imports nothing heavy.
@@ -17,7 +17,7 @@ from dovetail.errors import PluginError
 
 ENTRY_POINT_GROUP = "dovetail.plugins"
 
-Kind = Literal["scheduler", "kv_cache", "attention", "model", "sampler", "executor", "observer"]
+Kind = Literal["scheduler", "kv_cache", "attention", "model", "sampler", "grammar", "executor", "observer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 API_VERSIONS: dict[Kind, str] = {  # the version of each kind's interface that this Dovetail offers
@@ -26,7 +26,8 @@ API_VERSIONS: dict[Kind, str] = {  # the version of each kind's interface that t
     "attention": "0.1",
     "model": "0.2",
     "sampler": "0.1",
-    "executor": "0.2",
+    "grammar": "0.1",
+    "executor": "0.3",
     "observer": "0.1",
 }
 

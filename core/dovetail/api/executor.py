@@ -19,11 +19,13 @@ from dovetail.api.clock import Clock
 from dovetail.api.component import Kind, NoOptions
 from dovetail.api.kv_cache import BlockCopy, KVLayout
 from dovetail.api.sampler import RowSampling
+from dovetail.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Int32 = NDArray[np.int32]
+    UInt32 = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +87,12 @@ class ExecutorContext:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorCapabilities:
-    """The features that an executor declares. `virtual_clock`: its `collect` moves a `VirtualClock`. `logprobs`: it can return them."""
+    """The features that an executor declares. `virtual_clock`: its `collect` moves a `VirtualClock`. `logprobs`: it can return them. `masks`: it has
+    `sample`; without it, requests with a grammar are refused."""
 
     virtual_clock: bool = False
     logprobs: bool = True
+    masks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,16 @@ class Batch:
     num_tokens: Int32  # [b] >= 1
     yields_token: NDArray[np.bool_]  # [b]
     shared_prefix_blocks: int = 0  # leading blocks that all rows have in common
+    late: bool = False  # some row's mask depends on tokens that aren't in yet: `submit` runs the model, and `sample` samples
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """The ids that may come next, for the rows of a late batch that have a grammar; any id may come in the others. Bit `id % 32` of word `id // 32`
+    is 1 if the id is allowed; at least one is."""
+
+    indices: Int32  # [m] in the batch, rising; rows that yield a token
+    words: UInt32  # [m, ceil(vocab_size / 32)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +173,8 @@ class Result:
 
 
 class Executor(ABC):
-    """An executor computes steps. One thread at a time calls it: `start`, then `submit` and `collect` in turn, `stop` at the end."""
+    """An executor computes steps. One thread at a time calls it: `start`, then `submit`, for late batches `sample`, and `collect` in turn, `stop` at
+    the end."""
 
     capabilities = ExecutorCapabilities()
     options: BaseModel
@@ -174,6 +189,19 @@ class Executor(ABC):
     @abstractmethod
     def submit(self, batch: Batch) -> Any:
         """Enqueue a step and return its handle as soon as possible. At most `Capacity.max_in_flight` steps are uncollected at any time."""
+
+    def mask_words(self, count: int, width: int) -> UInt32:
+        """Return memory [count, width] of undefined content for the words of the next masks. An executor whose device copies faster from memory of a
+        certain kind overrides it; `sample` must take other memory as well."""
+        return np.empty((count, width), np.uint32)
+
+    def sample(self, handle: Any, masks: Masks) -> None:
+        """Enqueue the sampling of a late batch, whose handle this is: rows that yield a token draw one that their mask allows. It comes once for each
+        late batch, when the results of all earlier batches have been collected, and before anything else is submitted. Memory from
+        `mask_words` is the executor's own again afterwards. Log-probabilities are those of the raw distribution, as ever. Raises `UnsupportedError`
+        unless `capabilities.masks`.
+        """
+        raise UnsupportedError(f"executor {type(self).__name__} can't mask tokens")
 
     @abstractmethod
     def collect(self, handle: Any) -> Result:

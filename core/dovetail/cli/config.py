@@ -47,6 +47,8 @@ def _describe(key: str, parts: Parts) -> tuple[Any, str]:
         if len(part) != 1:
             return "auto", "the first without a reason against it: " + (", ".join(f"{p.qualified_name} {p.version}" for p in part) or "none")
         part = part[0]
+    if part is None:
+        return "auto", "none is there"
     return _in_full(part), f"{part.distribution} {part.version}"
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.api.clock import Clock
-from dovetail.api.executor import Batch, Capacity, Executor, NewRow, Result
+from dovetail.api.executor import Batch, Capacity, Executor, Masks, NewRow, Result
 from dovetail.api.kv_cache import KVCacheManager
 from dovetail.api.observer import (
     EngineStopped,
@@ -35,7 +35,9 @@ from dovetail.api.observer import (
 )
 from dovetail.api.scheduler import Scheduler, StepDone
 from dovetail.engine.books import Books
-from dovetail.engine.flight import Delivery, Finish, Flight
+from dovetail.engine.constraint import fill_masks
+from dovetail.engine.finish import Finish
+from dovetail.engine.flight import Delivery, Flight
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.observers import ObserverHub
 from dovetail.engine.pacing import Pacing
@@ -47,6 +49,8 @@ logger = logging.getLogger("dovetail")
 
 NONE = np.zeros(0, np.int32)
 NONE.flags.writeable = False
+NO_WORDS = np.zeros((0, 0), np.uint32)
+PREPARING_S = 0.001  # how often an idle engine looks whether a request is ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,8 @@ class EngineCore:
         self._requests: dict[str, LiveRequest] = {}  # unfinished, by id
         self._arrivals: list[tuple[float, int, LiveRequest]] = []  # a heap
         self._dead_arrivals = 0  # how many of them were aborted before their time
+        self._constrained = 0  # unfinished requests that have a constraint
+        self._preparing: dict[LiveRequest, None] = {}  # their time has come, but what they need isn't ready; in order
         self._arrived_until = -math.inf  # the latest arrival time of those that policies have seen
         self._added = 0
         self._flights: list[Flight] = []
@@ -89,6 +95,7 @@ class EngineCore:
         self._finished: dict[LiveRequest, Finish] = {}  # ended otherwise than by results: rejected, failed
         self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
         self._may_share = capacity.shared_prefix
+        self._vocab_size = capacity.vocab_size
         self._sharing: tuple[list[LiveRequest], int] = [], 0  # the requests of the last step, and the number of blocks that all begin with
         self._storm = StormWatch(settings.scheduler_name)
 
@@ -106,6 +113,7 @@ class EngineCore:
         request.order = self._added
         self._added += 1
         self._requests[request.id] = request
+        self._constrained += request.constraint is not None
         heapq.heappush(self._arrivals, (request.arrival_time, request.order, request))
 
     def abort(self, request: LiveRequest) -> None:
@@ -168,6 +176,8 @@ class EngineCore:
         try:
             for flight in flights:
                 if self.dead is None:
+                    if flight.unsampled:
+                        self.executor.sample(flight.handle, Masks(NONE, NO_WORDS))
                     self.executor.collect(flight.handle)
         finally:
             self.executor.stop()
@@ -180,11 +190,11 @@ class EngineCore:
         """Plan, submit and collect as `step` does, into `delivery`, which keeps its content if a component fails."""
         for _ in range(2 * len(self._requests) + 8):  # a policy may take several plans to make room, but not forever
             planned = None
-            if len(self._flights) < self.max_in_flight:
+            if self._has_room():
                 if self._flights:
                     self.pacing.wait_until_due(self._flights[-1], self._next_arrival(), self.books.fit)
                 planned = self._plan_and_submit()
-                if planned.granted and len(self._flights) < self.max_in_flight:
+                if planned.granted and self._has_room():
                     return
             if self._flights:
                 self._collect(delivery)
@@ -196,9 +206,15 @@ class EngineCore:
                 return
         raise self._stalled("preempts and rejects, but never grants")
 
+    def _has_room(self) -> bool:
+        """True if another step may be submitted."""
+        return len(self._flights) < self.max_in_flight and not (self._flights and self._flights[-1].unsampled)
+
     def _idle(self, planned: PlannedStep) -> None:
         """Sleep until something changes, as nothing is in flight and nothing was granted."""
         wake = min(planned.wake_time, self._next_arrival())
+        if self._preparing:
+            wake = min(wake, self.clock.now() + PREPARING_S)
         if wake < math.inf:
             self.pacing.wait_until(wake)
         elif not self._end_for_lack_of_memory():
@@ -260,6 +276,7 @@ class EngineCore:
             flight.core_s = time.perf_counter() - begun
             flight.handle = self.executor.submit(batch)
             self._flights.append(flight)
+            self._sample_late()
             self.pacing.planned(time.perf_counter() - begun)
         return step
 
@@ -270,8 +287,24 @@ class EngineCore:
             self.stats.arrived += 1
             if self.observers:
                 self.observers.tell("on_arrived", RequestArrived(now, request))
-            self.books.arrive(request)
-            self._ask("on_arrival", request)
+            if any(preparation.closed() for preparation in request.preparations):
+                request.status = Status.PREPARING
+                self._preparing[request] = None
+            else:
+                self._show(request)
+        for request in [r for r in self._preparing if not any(preparation.closed() for preparation in r.preparations)]:
+            del self._preparing[request]
+            self._show(request)
+
+    def _show(self, request: LiveRequest) -> None:
+        """Let the policy know of a request whose time has come and which is prepared; or end it, if a preparation has failed."""
+        for preparation in request.preparations:
+            if (why := preparation.failed()) is not None:
+                request.status = Status.PREPARING
+                self._finish(request, Finish("rejected", why), deliver=True)
+                return
+        self.books.arrive(request)
+        self._ask("on_arrival", request)
 
     def _apply(self, step: PlannedStep) -> None:
         """Apply the policy's decisions besides grants: tell it of preemptions, finish rejected requests, show samples whose prompt is computed."""
@@ -306,6 +339,7 @@ class EngineCore:
             num_tokens=np.array(tokens, np.int32),
             yields_token=np.ones(len(requests), np.bool_) if yields_token is None else np.array(yields_token, np.bool_),
             shared_prefix_blocks=self._shared_prefix(requests, new=bool(step.admitted)),
+            late=self._constrained > 0 and any(r.constraint is not None and r.yields_token for r in requests),
         )
         flight = Flight(
             index=step.index,
@@ -324,6 +358,7 @@ class EngineCore:
             recomputed_tokens=step.recomputed_tokens,
             core_s=0.0,
             decisions=tuple(step.decisions or ()),
+            unsampled=batch.late,
         )
         for request in [r for r in requests if r.num_computed >= r.last_computed]:
             request.status = Status.DRAINING
@@ -339,6 +374,21 @@ class EngineCore:
             self._sharing = requests, self.kv.common_prefix(requests)
         return self._sharing[1]
 
+    # Late sampling
+
+    def _sample_late(self) -> None:
+        """Have the oldest step sampled, if it waits for that: the results of all before it are in, so its grammars have seen every token."""
+        if not self._flights or not self._flights[0].unsampled:
+            return
+        flight = self._flights[0]
+        live = ((index, r) for index, r in enumerate(flight.requests) if flight.yields_token is None or flight.yields_token[index])
+        indices = [index for index, request in live if request.constraint is not None and request.status is not Status.FINISHED]
+        masks, failed = fill_masks(flight.requests, indices, self._vocab_size, self.executor.mask_words)
+        flight.unsampled = False
+        self.executor.sample(flight.handle, masks)
+        for request, why in failed.items():
+            self._finish(request, Finish("error", why), deliver=True)
+
     # Results
 
     def _collect(self, delivery: Delivery) -> None:
@@ -353,6 +403,7 @@ class EngineCore:
         self.books.fit.update(result.ended - result.started, flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
         self._deliver(flight, result, delivery)
         self._settle(flight, result, delivery, begun)
+        self._sample_late()
 
     def _deliver(self, flight: Flight, result: Result, delivery: Delivery) -> None:
         """Give each live request its token and see whether it stops there. Finished ones are left alone: a wasted row shows nowhere."""
@@ -388,8 +439,8 @@ class EngineCore:
                 request.first_token_time = now
             if token in request.stop_ids and len(output) > request.params.min_tokens:
                 finished[request] = Finish("stop", token if token in (request.params.stop_token_ids or ()) else None)
-            elif request.stopper is not None and (matched := request.stopper(token)) is not None:
-                finished[request] = Finish("stop", matched)
+            elif request.watchers and (finish := _watched(request, token)) is not None:
+                finished[request] = finish
             elif len(output) >= request.max_tokens:
                 finished[request] = Finish("length")
             elif request.num_computed >= request.next_commit:
@@ -441,11 +492,13 @@ class EngineCore:
     def _finish(self, request: LiveRequest, finish: Finish, *, deliver: bool = False, settling: bool = False) -> None:
         """Take an ended request out of the books; tell the policy and the observers, if they were told of its arrival. `settling`: it is ended by
         the results of a step of which the observers haven't heard."""
-        arrived = request.status is not Status.NEW
+        arrived, known = request.status is not Status.NEW, request in self.books.known
         if request.blocks and finish.reason != "error":
             self.books.commit(request)  # its output may be part of the next turn's prompt
+        self._preparing.pop(request, None)
         self.books.remove(request, sound=finish.reason != "error")
         del self._requests[request.id]
+        self._constrained -= request.constraint is not None
         if deliver:
             self._finished[request] = finish
         self.books.open_gates()
@@ -457,7 +510,8 @@ class EngineCore:
         if self.observers:
             more_steps = settling or bool(self._flights)
             self.observers.tell("on_finished", RequestFinished(self.clock.now(), request, finish.reason, finish.stop_reason, more_steps))
-        self._ask("on_finished", request)
+        if known:
+            self._ask("on_finished", request)
 
     def _die(self, error: Exception, *, log: bool = True) -> None:
         """End the engine, as nothing can be trusted any more: fail every request, without asking the policy again."""
@@ -471,6 +525,8 @@ class EngineCore:
                 self.observers.tell("on_finished", RequestFinished(self.clock.now(), request, "error", str(error)))
         self._requests.clear()
         self._arrivals.clear()
+        self._preparing.clear()
+        self._constrained = 0
 
     def check_executor(self) -> None:
         """End the engine if the executor can't go on, between steps too: a process of its own may have died. Raises nothing."""
@@ -493,6 +549,15 @@ class EngineCore:
         except Exception as error:
             name = self.settings.scheduler_name
             raise PolicyError(f"scheduler {name} raised in {method}(): {type(error).__name__}: {error}") from error
+
+
+def _watched(request: LiveRequest, token: int) -> Finish | None:
+    """Show a token to all watchers of a request. Returns how the first that ends it does."""
+    finish = None
+    for watcher in request.watchers:
+        seen = watcher.see(token)
+        finish = finish or seen
+    return finish
 
 
 def _new_row(request: LiveRequest, granted: int) -> NewRow:

@@ -9,14 +9,8 @@ from typing import Any
 from dovetail.api.executor import HostLogprobs
 from dovetail.api.observer import Decision
 from dovetail.api.scheduler import Ran
+from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest, Status
-from dovetail.request import FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    reason: FinishReason
-    stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)
@@ -50,6 +44,7 @@ class Flight:
     recomputed_tokens: int
     core_s: float
     decisions: tuple[Decision, ...]
+    unsampled: bool = False  # it waits for `Executor.sample`
 
     def forget(self, index: int) -> None:
         """Drop the row of a request that ended before its results came: it counts nowhere."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +15,16 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from dovetail.engine.gates import Gate
-
-Stopper = Callable[[int], str | None]  # called with each token id; returns the stop string that it completes, or None
+    from dovetail.engine.constraint import Constraint
+    from dovetail.engine.finish import TokenWatcher
+    from dovetail.engine.gates import Gate, Preparation
 
 
 class Status(Enum):
     """The state of a request in the engine."""
 
     NEW = "not arrived"  # invisible to the policy
+    PREPARING = "being prepared"  # arrived, but invisible to the policy: what it needs isn't ready
     GATED = "held back"  # arrived, but hidden from the policy: a gate is closed
     WAITING = "waiting"  # holds no blocks
     RUNNING = "running"  # holds blocks
@@ -42,6 +43,7 @@ class LiveRequest(Request):
         "blocks",
         "cached_tokens",
         "capacity",
+        "constraint",
         "decided_in",
         "first_scheduled_time",
         "first_token_time",
@@ -57,14 +59,15 @@ class LiveRequest(Request):
         "output_token_ids",
         "preemptions",
         "prefill_end",
+        "preparations",
         "recomputed_tokens",
         "row",
         "sampling",
         "siblings",
         "status",
         "stop_ids",
-        "stopper",
         "trimmed",
+        "watchers",
         "yields_token",
     )
 
@@ -77,7 +80,8 @@ class LiveRequest(Request):
         max_tokens: int,
         sampling: RowSampling | None = None,
         stop_ids: Collection[int] = (),
-        stopper: Stopper | None = None,
+        watchers: Sequence[TokenWatcher] = (),
+        constraint: Constraint | None = None,
         arrival_time: float = 0.0,
         client: str | None = None,
         priority: int = 0,
@@ -87,7 +91,8 @@ class LiveRequest(Request):
         cache_keys: tuple[str, ...] = (),
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make a request that hasn't arrived. `sampling` are its parameters for the executor, `stop_ids` the tokens that end it. The rest is as for
+        """Make a request that hasn't arrived. `sampling` are its parameters for the executor, `stop_ids` the tokens that end it, as any of the
+        `watchers` may. A `constraint` is asked for the mask of each token; it watches, too, and the request waits for it. The rest is as for
         `Request`."""
         super().__init__(
             id,
@@ -105,7 +110,9 @@ class LiveRequest(Request):
         )
         self.sampling = sampling if sampling is not None else RowSampling(seed=0)
         self.stop_ids: frozenset[int] = frozenset(stop_ids)
-        self.stopper = stopper
+        self.constraint = constraint
+        self.watchers: tuple[TokenWatcher, ...] = (*watchers,) if constraint is None else (constraint, *watchers)
+        self.preparations: tuple[Preparation, ...] = () if constraint is None else (constraint,)  # what it waits for before policies hear of it
         self.siblings: Sequence[LiveRequest] = ()  # all samples of its prompt, itself included; empty for n = 1
         self.gates: list[Gate] = []  # reasons to hold it back when it arrives
         self.status = Status.NEW

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,13 +22,17 @@ from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.observers import ObserverHub
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError
 from dovetail.front.generation_defaults import GenerationDefaults
+from dovetail.front.grammars import GrammarCompiler
 from dovetail.front.intake import IntakeFacts
 from dovetail.parts import Parts, read_parts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
 
 if TYPE_CHECKING:
+    from dovetail.engine.constraint import Constraint
     from dovetail.front.tokenizer import Tokenizer
+    from dovetail.registry.resolved import ResolvedComponent
+    from dovetail.sampling_params import SamplingParams
 
 
 @dataclass
@@ -42,7 +48,11 @@ class Assembly:
     extra_args: frozenset[str] = frozenset()  # keys of `SamplingParams.extra_args` that the sampler understands
     extra_models: Mapping[str, Any] = field(default_factory=dict)  # distribution -> pydantic model of what requests carry for it
     parts: Mapping[str, str] = field(default_factory=dict)  # kind -> "distribution:name" of the component in use, without attention
+    has_masks: bool = False  # the executor can mask tokens, as grammars need it
+    grammar: ResolvedComponent | None = None  # the grammar backend, neither imported nor made before a request asks for it
     freezes: bool = False  # what lasts, so that the garbage collector doesn't go through it while a step waits
+    _grammars: GrammarCompiler | DovetailError | None = None  # None: not made yet
+    _making_grammars: threading.Lock = field(default_factory=threading.Lock)
 
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -58,6 +68,41 @@ class Assembly:
             gc.freeze()
         return tokenizer
 
+    def constraints(self, params: SamplingParams) -> list[Constraint]:
+        """Return what holds each sample of a request to its rule; nothing if it has none. The first call that needs the grammar backend makes it,
+        which may take a second for a large vocabulary. Raises `RequestError` if the backend can't do what is asked, `MissingExtraError` without its
+        package, `UnsupportedError` if the model's tokenizer is of an unknown kind, `ModelLoadError` if there is none."""
+        return [] if params.structured is None else self.grammars().constraints(params)
+
+    def grammars(self) -> GrammarCompiler:
+        """Return the compiler of rules, made by the first call. Raises as `constraints`; a failure is remembered."""
+        with self._making_grammars:
+            if self._grammars is None:
+                try:
+                    self._grammars = GrammarCompiler.make(
+                        self.grammar, self.tokenizer(), self.capacity.vocab_size, self.defaults.eos_token_ids, self.config.limits
+                    )
+                except DovetailError as error:
+                    self._grammars = error
+        if isinstance(self._grammars, DovetailError):
+            raise self._grammars.with_traceback(None)
+        return self._grammars
+
+    def prepare_grammars(self) -> None:
+        """Have the grammar backend made in a thread, so that no request waits for it. What is wrong with it hears the first request that needs it."""
+
+        def prepare() -> None:
+            with suppress(DovetailError):
+                self.grammars()
+
+        if self.has_masks:
+            threading.Thread(target=prepare, name="dovetail-prepares-grammars", daemon=True).start()
+
+    def close(self) -> None:
+        """End the threads that compile rules. The core has its own end."""
+        if isinstance(self._grammars, GrammarCompiler):
+            self._grammars.close()
+
     @property
     def intake_facts(self) -> IntakeFacts:
         """The facts by which requests are checked."""
@@ -70,6 +115,7 @@ class Assembly:
             sampler=self.config.sampler.name,
             has_logprobs=self.has_logprobs,
             extra_args=self.extra_args,
+            has_masks=self.has_masks,
         )
 
     def check_extra(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -126,6 +172,8 @@ def assemble(
                 "sampler": parts.sampler.qualified_name,
                 "executor": parts.executor.qualified_name,
             },
+            has_masks=executor.capabilities.masks,
+            grammar=parts.grammar,
             freezes=freezes,
         )
     except BaseException:

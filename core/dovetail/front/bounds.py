@@ -8,6 +8,7 @@ from dovetail.checks import is_larger
 from dovetail.errors import RequestError
 from dovetail.limits import Limits
 from dovetail.sampling_params import SamplingParams
+from dovetail.structured import Structured
 
 
 def check_params(params: SamplingParams, limits: Limits) -> None:
@@ -29,7 +30,17 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
         at_most("logprobs", params.logprobs, limits, "max_logprobs")
     if params.prompt_logprobs:
         at_most("prompt_logprobs", params.prompt_logprobs, limits, "max_logprobs")
+    if params.structured is not None:
+        check_structured(Structured.of(params.structured), limits)
     check_size("extra_args", params.extra_args, limits)
+
+
+def check_structured(structured: Structured, limits: Limits) -> None:
+    """Hold the rule of an answer against its limits. Whether it can be compiled is known only later."""
+    at_most(f"structured.{structured.kind}: its characters", len(structured.text), limits, "max_grammar_chars")
+    at_most(f"structured.{structured.kind}: brackets within each other", structured.depth(), limits, "max_grammar_depth")
+    if structured.after is not None:
+        at_most("structured.after: its characters", len(structured.after), limits, "max_stop_chars")
 
 
 def check_size(name: str, value: Any, limits: Limits) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dovetail.engine.finish import Finish
 from dovetail.front.stop_strings import START, StopStrings
 from dovetail.sampling_params import SamplingParams
 
@@ -189,6 +190,11 @@ class IncrementalText:
         for token_id in token_ids:
             if self.append_and_check(token_id) is not None:
                 return
+
+    def see(self, token: int) -> Finish | None:
+        """As `append_and_check`, for the engine: a `TokenWatcher`."""
+        matched = self.append_and_check(token)
+        return None if matched is None else Finish("stop", matched)
 
     def append_and_check(self, token_id: int) -> str | None:
         """One more token of a request with stop strings; the one that it completes, or None. From the match on (or from its end, with

@@ -9,10 +9,13 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from dovetail.checks import INT64, MAX_TIME_S, as_number, is_integer, plain_integer, plain_text, shown
-from dovetail.engine.live_request import LiveRequest, Stopper
+from dovetail.engine.constraint import Constraint
+from dovetail.engine.finish import TokenWatcher
+from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.siblings import make_siblings
 from dovetail.errors import RequestError
 from dovetail.front import bounds
@@ -47,6 +50,7 @@ class IntakeFacts:
     sampler: str
     has_logprobs: bool = True
     extra_args: frozenset[str] = frozenset()  # keys of `SamplingParams.extra_args` that the sampler understands
+    has_masks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +212,8 @@ class Intake:
                 raise RequestError(f"{name}: token id {shown(wrong[0])} is out of the vocabulary: allowed are 0 to {vocab_size - 1}")
         if not self.facts.has_logprobs and (params.logprobs is not None or params.prompt_logprobs is not None):
             raise RequestError(f"logprobs: executor {self.facts.executor} can't return them")
+        if params.structured is not None and not self.facts.has_masks:
+            raise RequestError(f"structured: executor {self.facts.executor} can't mask tokens, which a rule of the answer needs")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocab_size:
                 raise RequestError(f"{name} must be at most the vocabulary's {vocab_size} tokens, got {getattr(params, name)}")
@@ -221,11 +227,12 @@ def make_samples(
     request: CheckedRequest,
     sampling: RowSampling,
     arrival_time: float,
-    stoppers: Sequence[Stopper | None],
+    watchers: Sequence[TokenWatcher | None],
     extra: Mapping[str, Any],
+    constraints: Sequence[Constraint] = (),
 ) -> list[LiveRequest]:
-    """Return what the core takes of a request: a `LiveRequest` for each of its samples, in order. `sampling` is that of the first, `stoppers` has one
-    for each, `extra` holds each distribution's validated model."""
+    """Return what the core takes of a request: a `LiveRequest` for each of its samples, in order. `sampling` is that of the first, `watchers` has one
+    for each, and so has `constraints`, if there are any; `extra` holds each distribution's validated model."""
     params, fields = request.params, request.fields
     samples = [
         LiveRequest(
@@ -235,7 +242,8 @@ def make_samples(
             max_tokens=request.max_tokens,
             sampling=sampling if index == 0 else _sampling_of_sample(sampling, index),
             stop_ids=sampling.stop_token_ids,
-            stopper=stopper,
+            watchers=() if watcher is None else (watcher,),
+            constraint=constraint,
             arrival_time=arrival_time,
             client=fields.client,
             priority=fields.priority,
@@ -245,7 +253,7 @@ def make_samples(
             cache_keys=() if fields.cache_salt is None else (f"salt:{fields.cache_salt}",),
             extra=extra,
         )
-        for index, stopper in enumerate(stoppers)
+        for index, (watcher, constraint) in enumerate(zip(watchers, constraints or repeat(None, len(watchers)), strict=True))
     ]
     if params.n > 1:
         make_siblings(samples)

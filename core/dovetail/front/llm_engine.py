@@ -159,8 +159,9 @@ class LLMEngine:
         came = self.now() if checked.fields.arrival_time is None else checked.fields.arrival_time
         texts = self._intake.texts(params, checked.token_ids)
         sampling = resolve_sampling(params, self._assembly.defaults, self._intake.seed_of(params), self._intake.bad_word_ids(params))
-        stoppers = [text.append_and_check if text is not None and params.stop else None for text in texts]
-        samples = make_samples(checked, sampling, self.core.earliest_arrival(came), stoppers, extras)
+        constraints = self._assembly.constraints(params)
+        watchers = [text if params.stop else None for text in texts]
+        samples = make_samples(checked, sampling, self.core.earliest_arrival(came), watchers, extras, constraints)
         self._groups[request_id] = group = RequestGroup(request_id, checked.text, checked.token_ids, params, samples)
         group.metrics.arrival_time = came
         self._builder.expect(group, texts)
@@ -252,6 +253,7 @@ class LLMEngine:
         if not self._closed:
             self._closed = True
             self.abort_request(list(self._groups))
+            self._assembly.close()
             self.core.stop()
 
     def __enter__(self) -> LLMEngine:

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from dovetail.engine.flight import Finish
+from dovetail.engine.finish import Finish
 from dovetail.front.logprobs import LogprobLog, TokenLogprobs, TokenTexts
 from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobMap
 from dovetail.sampling_params import OutputKind, SamplingParams
@@ -26,10 +26,6 @@ class SampleState(Protocol):
 
     @property
     def arrival_time(self) -> float: ...
-
-    @property
-    def stopper(self) -> Any:
-        """None, or what was called with each of its tokens already, so that its text has grown by them."""
 
     @property
     def preemptions(self) -> int: ...
@@ -86,7 +82,7 @@ class RequestGroup(Generic[S]):
 class SampleOutput:
     """One sample's text and log-probabilities so far."""
 
-    __slots__ = ("finish", "group", "index", "logprobs", "plain", "request", "sent_tokens", "text")
+    __slots__ = ("finish", "group", "index", "logprobs", "plain", "request", "sent_tokens", "text", "watches")
 
     def __init__(self, group: RequestGroup[Any], index: int, text: IncrementalText | None, texts: TokenTexts) -> None:
         params = group.params
@@ -94,6 +90,7 @@ class SampleOutput:
         self.index = index
         self.request = group.samples[index]
         self.text = text
+        self.watches = text is not None and bool(params.stop)  # the engine shows its tokens to the text before they come here
         self.finish: Finish | None = None
         self.logprobs = None if params.logprobs is None else LogprobLog(params.logprobs, texts)
         self.sent_tokens = 0  # of its tokens, already part of a delta
@@ -167,7 +164,7 @@ class OutputBuilder:
         for request, token in zip(delivery.requests, delivery.token_ids, strict=True):
             sample = samples[request]
             if sample.plain and request not in finished:
-                if sample.text is not None and request.stopper is None:
+                if sample.text is not None and not sample.watches:
                     sample.text.append((token,))
                 if sample.group.kind is OutputKind.DELTA:
                     outputs.append(self._plain_delta(sample, token))
@@ -220,9 +217,8 @@ class OutputBuilder:
 
     def _feed(self, sample: SampleOutput, token: int, finish: Finish | None) -> None:
         """Its text grows by a token; not by one that stopped it, unless asked for."""
-        stopped_by_it = finish is not None and finish.reason == "stop" and not isinstance(finish.stop_reason, str)
-        fed_already = sample.request.stopper is not None and not stopped_by_it
-        if sample.text is None or fed_already:
+        stopped_by_it = finish is not None and finish.reason == "stop" and not isinstance(finish.stop_reason, str) and not finish.keeps_token
+        if sample.text is None or (sample.watches and not stopped_by_it):
             return
         if not stopped_by_it or sample.group.params.include_stop_str_in_output:
             sample.text.append([token])

@@ -26,6 +26,7 @@ BASE_CLASSES: dict[Kind, str] = {  # names in dovetail.api
     "attention": "AttentionBackend",
     "model": "ModelArch",
     "sampler": "Sampler",
+    "grammar": "GrammarBackend",
     "executor": "Executor",
     "observer": "Observer",
 }

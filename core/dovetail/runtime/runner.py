@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch
 from dovetail.api.clock import Clock
-from dovetail.api.executor import Batch, HostLogprobs, Result
-from dovetail.api.sampler import Sampler, TopLogprobs
+from dovetail.api.executor import Batch, HostLogprobs, Masks, Result
+from dovetail.api.sampler import SampledTokens, Sampler, TopLogprobs
 from dovetail.errors import DovetailError
 from dovetail.nn.logprobs import top_logprobs
+from dovetail.nn.token_masks import mask_tokens
 from dovetail.runtime.decode_graphs import DecodeGraphs, Kind
+from dovetail.runtime.mask_buffer import MaskBuffer, lines_of
 from dovetail.runtime.mixed_graphs import MixedGraphs, Recording
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampled import Sampled, SampledCopy
@@ -86,8 +88,10 @@ class PendingStep:
     broken: HostCopy | None = None  # [n] bool: their hidden states hold NaN
     logprobs: LogprobsCopy | None = None
     replayed: SampledCopy | None = None  # all three, of a step whose sampling was replayed
+    masked: NDArray[np.int64] | None = None  # [n] of the rows that sample: their lines in the masks, or -1; None: no row is masked
     asked_logprobs: int = -1  # the most alternatives that a row of such a step asks for; -1: none asks for logprobs
     prompt_logprobs: dict[int, LogprobsCopy] = field(default_factory=dict)
+    unsampled: tuple[torch.Tensor, NDArray[np.int64]] | None = None  # of a late batch before `sample`: hidden states, and where the rows' last are
     ended: float | None = None  # when it had been computed, where `submit` knows
     span: DeviceSpan | None = None  # on a GPU
 
@@ -122,17 +126,18 @@ class Runner:
         self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions whose logits are made at once
         self._pending: deque[PendingStep] = deque()
         self.graphs: DecodeGraphs | None = None  # put there once captured, as are the next two
+        self.masks = MaskBuffer(rows.max_rows, vocab_size, rows.device)
         self.mixed_graphs: MixedGraphs | None = None
         self.sampling_graphs: SamplingGraphs | None = None
 
     @torch.inference_mode()
     def submit(self, batch: Batch) -> PendingStep:
-        """Enqueue a step. Raises `DovetailError` if it doesn't fit what the rows hold."""
+        """Enqueue a step; of a late one, the model alone. Raises `DovetailError` if it doesn't fit what the rows hold."""
         started = self.clock.now()
         span = DeviceSpan(self.device) if self.device.type == "cuda" else None
         self._change_rows(batch)
         pending = PendingStep(batch.step, batch.rows, self.rows.request_ids, batch.yields_token, started, span=span)
-        graphs, kind = self.graphs if self.graphs is not None and self._is_plain_decode(batch) else None, None
+        graphs, kind = self.graphs if self.graphs is not None and not batch.late and self._is_plain_decode(batch) else None, None
         if graphs is not None:
             self._tell_sampler(batch)
             kind = graphs.kind_for(batch.rows.astype(np.int64), self._worth_sharing(batch))
@@ -142,21 +147,43 @@ class Runner:
             hidden, last_indices = self._run_model(batch, pending)
             if graphs is None:
                 self._tell_sampler(batch)  # while the device computes
-            if len(last_indices):
-                self._sample(batch, last_indices, hidden, pending)
+            if batch.late:
+                pending.unsampled = hidden, last_indices
+            elif len(last_indices):
+                self._sample(batch.rows[batch.yields_token].astype(np.int64), last_indices, hidden, pending)
         self.rows.advance(batch.rows, batch.num_tokens)
-        if span is not None:
-            span.close()
-        else:
-            pending.ended = self.clock.now()
+        if not batch.late:
+            self._close(pending)
         self._pending.append(pending)
         return pending
+
+    @torch.inference_mode()
+    def sample(self, pending: PendingStep, masks: Masks) -> None:
+        """Enqueue the sampling of a late step. Raises `DovetailError` if it isn't the only one in flight, or has been sampled."""
+        if pending.unsampled is None or [*self._pending] != [pending]:
+            raise DovetailError(f"step {pending.step} can't be sampled: it must be late, sampled once, and the only one in flight")
+        hidden, last_indices = pending.unsampled
+        pending.unsampled = None
+        if len(masks.indices):
+            self.masks.send(masks)
+            pending.masked = lines_of(masks, pending.yields_token)
+        self._sample(pending.rows[pending.yields_token].astype(np.int64), last_indices, hidden, pending)
+        self._close(pending)
+
+    def _close(self, pending: PendingStep) -> None:
+        """All of the step is enqueued; on a CPU, computed."""
+        if pending.span is not None:
+            pending.span.close()
+        else:
+            pending.ended = self.clock.now()
 
     def collect(self, pending: PendingStep) -> Result:
         """Wait for the oldest step that was submitted. Raises `DovetailError` if this is another."""
         if not self._pending or self._pending[0] is not pending:
             oldest = f"step {self._pending[0].step} is the oldest" if self._pending else "none is in flight"
             raise DovetailError(f"step {pending.step} was collected, but {oldest}")
+        if pending.unsampled is not None:
+            raise DovetailError(f"step {pending.step} was collected, but it is late and wasn't sampled")
         started, ended = self._wait(self._pending.popleft())
         token_ids = np.full(len(pending.yields_token), -1, np.int64)
         sampling = np.flatnonzero(pending.yields_token)
@@ -259,21 +286,35 @@ class Runner:
             mixed_graph=recording is not None and recording.whole,
         )
 
-    def _sample(self, batch: Batch, host_indices: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep) -> None:
-        """Sample for each row that yields a token. `host_indices` [n]: where in `hidden` the states of their last tokens are."""
-        host_rows = batch.rows[batch.yields_token].astype(np.int64)
-        if self.sampling_graphs is not None and (replayed := self.sampling_graphs.replay(hidden, host_indices, host_rows)) is not None:
-            self._fetch(replayed, host_rows, pending)
-            return
+    def _sample(self, host_rows: NDArray[np.int64], host_indices: NDArray[np.int64], hidden: torch.Tensor, pending: PendingStep) -> None:
+        """Sample for the rows that yield a token, `host_rows` [n]. `host_indices` [n]: where in `hidden` the states of their last tokens are."""
+        if self.sampling_graphs is not None:
+            replayed = self.sampling_graphs.replay(hidden, host_indices, host_rows, pending.masked)
+            if replayed is not None:
+                self._fetch(replayed, host_rows, pending)
+                return
         rows, indices = all_to_device([host_rows, host_indices], self.device)
         last = hidden.index_select(0, indices)  # [n, hidden]
-        sampled = self.sampler.sample(self.model.logits(last), rows, host_rows)
+        sampled = self._draw(self.model.logits(last), rows, host_rows, pending.masked)
         self.rows.append(sampled.token_ids, rows, host_rows)
         pending.token_ids = HostCopy(sampled.token_ids)
         pending.broken = HostCopy(last.isnan().any(dim=1))
         if sampled.logprobs is not None:
             pending.logprobs = LogprobsCopy()
             pending.logprobs.add(sampled.logprobs)
+
+    def _draw(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: NDArray[np.int64], masked: NDArray[np.int64] | None) -> SampledTokens:
+        """Have the sampler draw a token for each of `rows` [n] from logits [n, vocab], of what the masks at the lines `masked` [n] allow. Samplers
+        know nothing of masks: to them a forbidden token is one that the model finds impossible. Log-probabilities are those of the raw logits."""
+        if masked is None:
+            return self.sampler.sample(logits, rows, host_rows)
+        wants_logprobs = bool((self.rows.logprobs[host_rows] >= 0).any())
+        raw = logits.clone() if wants_logprobs else logits
+        mask_tokens(logits, to_device(masked, self.device), self.masks.words)
+        sampled = self.sampler.sample(logits, rows, host_rows)
+        if sampled.logprobs is None:
+            return sampled
+        return SampledTokens(sampled.token_ids, top_logprobs(raw, sampled.token_ids, sampled.logprobs.token_ids.shape[1] - 1))
 
     def _asks_prompt_logprobs(self, batch: Batch) -> NDArray[np.bool_]:
         """[b] the rows that want to know, and of whose known tokens more than the last are still to be computed."""

@@ -35,7 +35,7 @@ class StepGraphs:
         self.sampling: SamplingGraphs | None = None
         if runner.sampler.capabilities.cuda_graph:
             self.decode = DecodeGraphs(model, backend, runner.sampler, rows, max_tokens)
-            self.sampling = SamplingGraphs(model, runner.sampler, rows, min(rows.max_rows, max_tokens))
+            self.sampling = SamplingGraphs(model, runner.sampler, rows, runner.masks, min(rows.max_rows, max_tokens))
 
     def __str__(self) -> str:
         return "decode, mixed" if self.decode else "mixed"
@@ -49,8 +49,9 @@ class StepGraphs:
             with compiling_ahead(self._runner.device, min(MOST_THREADS, os.cpu_count() or 1), tell):
                 prepare()
                 self.mixed.rehearse()
-                if self.decode:
+                if self.decode and self.sampling:
                     self.decode.rehearse()
+                    self.sampling.rehearse()
         except Exception as error:  # nothing is lost: what is really wrong is told when it is launched
             log.info("kernels are compiled one by one: %s: %s", type(error).__name__, error)
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dovetail.api.attention import AttentionBackend
-from dovetail.api.executor import Batch, Capacity, ExecutorContext, Result
+from dovetail.api.executor import Batch, Capacity, ExecutorContext, Masks, Result
 from dovetail.api.kv_cache import KVLayout
 from dovetail.api.model import ParallelGroup
 from dovetail.api.sampler import SamplerContext
@@ -28,8 +30,8 @@ from dovetail.runtime.step_graphs import StepGraphs
 
 
 class Worker:
-    """Computes the steps of one rank: `load`, then `allocate`, then `submit` and `collect` in turn, `stop` at the end. By one thread at a time, which
-    may be another for each call.
+    """Computes the steps of one rank: `load`, then `allocate`, then `submit`, `sample` of late steps and `collect` in turn, `stop` at the end. By one
+    thread at a time, which may be another for each call.
 
     A step that fails ends it: what the device holds can't be trusted any more.
     """
@@ -107,6 +109,18 @@ class Worker:
         except Exception as error:
             names = self.runner.rows.request_ids if self.runner else []
             raise self._failed(batch.step, error, batch.rows.tolist(), names) from error
+
+    def mask_words(self, count: int) -> NDArray[np.uint32]:
+        """Return memory for the words of `count` masks, from which the device copies fast."""
+        return self._running().masks.to_fill(count)
+
+    def sample(self, handle: PendingStep, masks: Masks) -> None:
+        """Enqueue the sampling of a late step; on a CPU, compute it. Raises as `submit` does."""
+        self.check()
+        try:
+            self._running().sample(handle, masks)
+        except Exception as error:
+            raise self._failed(handle.step, error, handle.rows.tolist(), handle.request_ids) from error
 
     def collect(self, handle: PendingStep) -> Result:
         """Wait for the oldest uncollected step, whose handle this is. Raises as `submit` does."""

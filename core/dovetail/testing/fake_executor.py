@@ -10,10 +10,11 @@ import zlib
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.api.clock import VirtualClock
-from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Result
+from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Masks, Result
 from dovetail.api.kv_cache import KVGroup, KVLayout
 from dovetail.errors import DovetailError
 
@@ -54,6 +55,14 @@ def next_token(tokens: list[int], seed: int, vocab_size: int) -> int:
     return zlib.crc32(seed.to_bytes(8, "little", signed=False), prefix_ids(tokens)[-1]) % vocab_size
 
 
+def next_allowed(token: int, words: NDArray[np.uint32], vocab_size: int) -> int:
+    """Return the first token from `token` on, and then from 0 on, that a mask [ceil(vocab_size / 32)] allows."""
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size])
+    if not len(allowed):
+        raise DovetailError("fake executor: a mask allows no token")
+    return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
+
+
 @dataclass
 class _Row:
     tokens: list[int]
@@ -66,7 +75,7 @@ class FakeExecutor(Executor):
     """An executor that computes at `submit` and returns results at `collect`, where it moves a virtual clock. Raises `DovetailError` on any breach of
     the contract."""
 
-    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False)
+    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False, masks=True)
     options: FakeExecutorOptions
 
     def __init__(self, options: FakeExecutorOptions, context: ExecutorContext) -> None:
@@ -74,6 +83,7 @@ class FakeExecutor(Executor):
         self._rows: dict[int, _Row] = {}
         self._memory: dict[tuple[int, int], int] = {}  # (block, offset) -> prefix id of the token written there
         self._pending: list[tuple[int, list[int], float, float]] = []  # step, tokens, seconds that it takes, when it was submitted
+        self._unsampled: tuple[int, list[_Row], list[bool]] | None = None  # of a late step: its number, its rows, and which yield a token
         self._last_step = -1
         self._last_ended = 0.0
         self.batches = 0
@@ -85,6 +95,7 @@ class FakeExecutor(Executor):
         )
 
     def submit(self, batch: Batch) -> int:
+        self._require(self._unsampled is None, "a late step must be sampled before the next is submitted")
         self._require(len(self._pending) < self.options.max_in_flight, "more steps in flight than max_in_flight")
         self._require(batch.step > self._last_step, "steps must be submitted in order")
         self._require(len(set(batch.rows.tolist())) == len(batch.rows), "a row stands twice in a batch")
@@ -99,14 +110,33 @@ class FakeExecutor(Executor):
         self._require(len(shared) == 1 and len(shared.pop()) == batch.shared_prefix_blocks, "shared_prefix_blocks aren't shared by all rows")
         for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
             self._write(row, count)
-        given = zip(rows, batch.num_tokens.tolist(), batch.yields_token.tolist(), strict=True)
-        tokens = [self._read(row, count, yields_token) for row, count, yields_token in given]
+        for row, count in zip(rows, batch.num_tokens.tolist(), strict=True):
+            self._read(row, count)
+        yields_token = batch.yields_token.tolist()
+        tokens: list[int] = []
+        if batch.late:
+            self._unsampled = batch.step, rows, yields_token
+        else:
+            tokens += [self._sample(row) if yields else -1 for row, yields in zip(rows, yields_token, strict=True)]
         seconds = self.options.seconds_per_step + self.options.seconds_per_token * int(batch.num_tokens.sum())
         self._pending.append((batch.step, tokens, seconds, self.context.clock.now()))
         self.batches += 1
         return batch.step
 
+    def sample(self, handle: int, masks: Masks) -> None:
+        self._require(self._unsampled is not None and self._unsampled[0] == handle, "only a late step is sampled, and once")
+        self._require([pending[0] for pending in self._pending] == [handle], "a step is sampled when all before it are collected")
+        if self._unsampled is None:
+            return
+        _, rows, yields_token = self._unsampled
+        self._unsampled = None
+        words = dict(zip(masks.indices.tolist(), masks.words, strict=True))
+        self._require(all(yields_token[index] for index in words), "a mask is for a row that yields a token")
+        tokens = self._pending[0][1]
+        tokens += [self._sample(row, words.get(index)) if yields_token[index] else -1 for index, row in enumerate(rows)]
+
     def collect(self, handle: int) -> Result:
+        self._require(self._unsampled is None or self._unsampled[0] != handle, "a late step must be sampled before it is collected")
         step, tokens, seconds, submitted = self._pending.pop(0)
         self._require(step == handle, "results must be collected in order")
         started = max(submitted, self._last_ended)  # as on a device, which begins a step when the one before has ended
@@ -141,17 +171,19 @@ class FakeExecutor(Executor):
             self._memory[row.blocks[index], offset] = values[position]
         row.computed += count
 
-    def _read(self, row: _Row, count: int, yields_token: bool) -> int:
+    def _read(self, row: _Row, count: int) -> None:
         values = prefix_ids(row.tokens)
         first = 0 if self.options.window is None else max(0, row.computed - count - self.options.window + 1)  # seen by the first of its tokens
         for position in range(first, row.computed):
             index, offset = divmod(position, self.options.block_size)
             found = self._memory.get((row.blocks[index], offset))
             self._require(found == values[position], f"position {position} of {len(row.tokens)} would read another sequence's K and V")
-        if not yields_token:
-            return -1
+
+    def _sample(self, row: _Row, words: NDArray[np.uint32] | None = None) -> int:
         self._require(row.computed == len(row.tokens), "a row samples before its last token is computed")
         token = next_token(row.tokens, row.seed, self.options.vocab_size)
+        if words is not None:
+            token = next_allowed(token, words, self.options.vocab_size)
         row.tokens.append(token)
         return token
 

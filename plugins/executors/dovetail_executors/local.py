@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from dovetail.api.executor import Batch, Capacity, Executor, ExecutorContext, Result
+from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Masks, Result
 from dovetail.runtime.device_choice import choose_device
 from dovetail.runtime.parallel import SINGLE
 from dovetail.runtime.runner import PendingStep
@@ -20,6 +22,7 @@ from dovetail_executors.options import LocalOptions
 class LocalExecutor(Executor):
     """One device. A step that fails ends it: what the device holds can't be trusted any more."""
 
+    capabilities = ExecutorCapabilities(masks=True)
     options: LocalOptions
 
     def __init__(self, options: LocalOptions, context: ExecutorContext) -> None:
@@ -36,6 +39,12 @@ class LocalExecutor(Executor):
 
     def submit(self, batch: Batch) -> PendingStep:
         return self.worker.submit(batch)
+
+    def mask_words(self, count: int, width: int) -> NDArray[np.uint32]:
+        return self.worker.mask_words(count)
+
+    def sample(self, handle: PendingStep, masks: Masks) -> None:
+        self.worker.sample(handle, masks)
 
     def collect(self, handle: PendingStep) -> Result:
         return self.worker.collect(handle)

@@ -12,7 +12,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="executor",
             name="simulated",
             target="dovetail_lab.simulated:SimulatedExecutor",
-            api="0.2",
+            api="0.3",
             options="dovetail_lab.simulated:SimulatedOptions",
             summary="No model: a virtual clock, moved by a model of the time that a step takes",
         ),

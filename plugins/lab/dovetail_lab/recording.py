@@ -13,7 +13,8 @@ from dovetail_lab.traces.request import Trace, TraceRequest
 
 if TYPE_CHECKING:
     from dovetail.engine.core import EngineCore
-    from dovetail.engine.flight import Delivery, Finish
+    from dovetail.engine.finish import Finish
+    from dovetail.engine.flight import Delivery
 
 
 class Recorder:

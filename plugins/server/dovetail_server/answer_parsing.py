@@ -21,11 +21,26 @@ class AnswerParsing:
         ):
             if name not in (None, "auto", *known):
                 raise ConfigError(f"{option}: there is no parser {name!r}; valid are auto, {', '.join(known)}")
-        self._own = self._chosen(detect("\n".join(_templates(engine))))
+        self._text = "\n".join(_templates(engine))
+        self._own = self._chosen(detect(self._text))
+
+    @property
+    def expects_reasoning(self) -> bool:
+        """True if the settings name a parser of reasoning, rather than leave it to the chat template."""
+        return self._settings.reasoning_parser not in (None, "auto")
+
+    def template(self, given: str | None = None) -> str:
+        """Return the text of the chat template that a request brought, or of the model's own."""
+        return self._text if given is None or "{" not in given else given
+
+    def names(self, template: str | None = None) -> Detected:
+        """Return the parsers for a request that brought this chat template, if it brought one."""
+        text = self.template(template)
+        return self._own if text is self._text else self._chosen(detect(text))
 
     def parser(self, prompt: TokenizedText, *, has_tools: bool, template: str | None = None) -> OutputParser | None:
         """Return a parser for one sample's text; None if all of it is content. `template`: the chat template that the request brought."""
-        names = self._own if template is None or "{" not in template else self._chosen(detect(template))
+        names = self.names(template)
         return parser_for(
             tool_parser=names.tool_parser,
             reasoning_parser=names.reasoning_parser,

@@ -42,6 +42,7 @@ def main() -> int:
         channel.send(refused=str(error))
         return 2
     post = ZmqPost(start["address"])
+    assembly.prepare_grammars()
     host = EngineHost(assembly, post)
 
     channel.send(ready=True)

@@ -23,6 +23,7 @@ _TYPES = {  # status -> type in OpenAI's shape, in Anthropic's
     503: ("service_unavailable_error", "overloaded_error"),
     504: ("timeout_error", "timeout_error"),
 }
+_RULE = re.compile(r"structured\b(\.[a-z_]+)?(?=:)")  # the name of an answer's rule, at the beginning of an error's text
 _NAME = re.compile(r"[a-z][a-z0-9_]*(?:\[\d+\]|\.[a-z_]+)*")
 
 
@@ -63,7 +64,10 @@ def http_error(error: BaseException, fields: Sequence[str] = (), renamed: Mappin
         return error
     if isinstance(error, RequestError):
         message = str(error)
-        return HttpError(400, message, param=_param_of(message, fields, renamed or {}))
+        param = _param_of(message, fields, renamed or {})
+        if _RULE.match(message) and param is not None:  # which clients have by many names
+            message = _RULE.sub(lambda _: param, message, count=1)
+        return HttpError(400, message, param=param)
     if isinstance(error, EngineDeadError):
         return HttpError(503, str(error), code="engine_dead")
     if isinstance(error, UnsupportedError | ModelLoadError | MissingExtraError):

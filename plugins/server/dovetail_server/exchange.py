@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from dovetail.errors import DovetailError
+from dovetail.errors import DovetailError, RequestError
 from dovetail.front.bounds import check_params
 from dovetail.front.prompts import Prompt, content_of
 from dovetail.front.tokenizer import TokenizedText
@@ -120,7 +120,9 @@ class Part:
             self.ticket.leave(begun=True)
 
 
-def _failure(sample: CompletionOutput) -> HttpError:
+def _failure(sample: CompletionOutput) -> DovetailError:
+    if sample.finish_reason == "rejected" and str(sample.stop_reason).startswith("structured"):  # its rule couldn't be compiled: see `front.grammars`
+        return RequestError(str(sample.stop_reason))
     if sample.finish_reason == "rejected":
         return HttpError(503, f"the scheduler rejected the request: {sample.stop_reason}", code="rejected")
     if sample.finish_reason == "abort":

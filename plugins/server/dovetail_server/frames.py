@@ -76,6 +76,7 @@ class Facts(msgspec.Struct, array_like=True, tag=10):
     sampler: str
     has_logprobs: bool
     extra_args: list[str]
+    has_masks: bool
     parts: dict[str, str]
     details: dict[str, Any]
     wall_clock: bool  # the engine's clock is this host's; else its time is that of the last frame
@@ -91,6 +92,7 @@ class Facts(msgspec.Struct, array_like=True, tag=10):
             self.sampler,
             self.has_logprobs,
             frozenset(self.extra_args),
+            self.has_masks,
         )
 
 
@@ -129,6 +131,7 @@ class Finished(msgspec.Struct, array_like=True, gc=False):
     reason: FinishReason
     stop_reason: int | str | None
     preemptions: int
+    keeps_token: bool = False
 
 
 class Logprobs(msgspec.Struct, array_like=True, gc=False):

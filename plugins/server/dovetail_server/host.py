@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from dovetail.api.clock import VirtualClock, WallClock
-from dovetail.engine.flight import Delivery, Finish
+from dovetail.engine.finish import Finish
+from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.front.assembly import Assembly
@@ -123,6 +124,7 @@ class EngineHost:
                     core.check_executor()
         finally:
             self._busy_since = None
+            self._assembly.close()
             core.stop()
 
     def stop(self) -> None:
@@ -187,7 +189,7 @@ class EngineHost:
         request = request_of(add)
         sampling = resolve_sampling(request.params, self._assembly.defaults, add.seed, tuple(tuple(words) for words in add.bad_words))
         arrival = core.earliest_arrival(core.clock.now() if add.arrival_time is None else add.arrival_time)
-        samples = make_samples(request, sampling, arrival, [None] * request.params.n, extra)
+        samples = make_samples(request, sampling, arrival, [None] * request.params.n, extra, self._assembly.constraints(request.params))
         for index, sample in enumerate(samples):
             try:
                 core.add(sample)
@@ -257,6 +259,7 @@ class EngineHost:
             sampler=intake.sampler,
             has_logprobs=intake.has_logprobs,
             extra_args=sorted(intake.extra_args),
+            has_masks=intake.has_masks,
             parts=dict(assembly.parts),
             details={key: value if isinstance(value, str | int | float | None) else str(value) for key, value in capacity.details.items()},
             wall_clock=not isinstance(self._core.clock, VirtualClock),
@@ -318,7 +321,7 @@ class EngineHost:
                 self._new.discard(request)
         for request, finish in finished.items():
             front_end, number = places[request]
-            part_of(front_end).finished.append(Finished(number, finish.reason, finish.stop_reason, request.preemptions))
+            part_of(front_end).finished.append(Finished(number, finish.reason, finish.stop_reason, request.preemptions, finish.keeps_token))
         if delivery.logprobs or delivery.prompt_logprobs:
             self._put_logprobs(delivery, part_of)
         return parts

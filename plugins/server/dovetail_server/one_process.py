@@ -52,6 +52,7 @@ def serve_in_one_process(source: str, overrides: list[str], settings: ServerSett
     sockets, url = bind(settings)
     config = EngineConfig.load_with(source, EngineConfig.read_settings(overrides), origin="--set")
     assembly = assemble(config, {})
+    assembly.prepare_grammars()
 
     async def serve() -> int:
         loop = asyncio.get_running_loop()

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dovetail.api.executor import HostLogprobs
-from dovetail.engine.flight import Finish
-from dovetail.engine.live_request import Stopper
+from dovetail.engine.finish import Finish, TokenWatcher
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.front import bounds
 from dovetail.front.chat import ChatFrontEnd
@@ -63,13 +62,13 @@ class Sample:
         "number",
         "output_token_ids",
         "preemptions",
-        "stopper",
+        "watcher",
     )
 
-    def __init__(self, number: int, arrival_time: float, stopper: Stopper | None) -> None:
+    def __init__(self, number: int, arrival_time: float, watcher: TokenWatcher | None) -> None:
         self.number = number
         self.arrival_time = arrival_time
-        self.stopper = stopper
+        self.watcher = watcher
         self.output_token_ids: array[int] = array("q")
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
@@ -258,10 +257,7 @@ class RemoteEngine:
         number, came = self._next_number, checked.fields.arrival_time
         self._line.send(add_of(number, checked, self._intake.seed_of(params), bad_words, extra))
         self._next_number += params.n
-        samples = [
-            Sample(number + index, self._time if came is None else came, text.append_and_check if text is not None and params.stop else None)
-            for index, text in enumerate(texts)
-        ]
+        samples = [Sample(number + index, self._time if came is None else came, text if params.stop else None) for index, text in enumerate(texts)]
         group = RequestGroup(checked.request_id, checked.text, checked.token_ids, params, samples)
         self._builder.expect(group, texts)
         confirmed = asyncio.get_running_loop().create_future() if extra else None
@@ -327,8 +323,8 @@ class RemoteEngine:
             sample.output_token_ids.append(token)
             requests.append(sample)
             token_ids.append(token)
-            if sample.stopper is not None and (matched := self._stop(sample, token, ends.get(number))) is not None:
-                news.finished[sample] = Finish("stop", matched)
+            if sample.watcher is not None and (end := self._watched(sample.watcher, token, ends.get(number))) is not None:
+                news.finished[sample] = end
                 if ends.pop(number, None) is None:
                     stopped.append(number)
         for finish in ends.values():
@@ -340,15 +336,15 @@ class RemoteEngine:
             self._read_extra(frame, news)
         return news
 
-    def _stop(self, sample: Sample, token: int, finish: Finished | None) -> str | None:
-        """Return the stop string that a token completes, as the core would ask: not with one that ends the sample itself."""
-        if sample.stopper is None or (finish is not None and finish.reason == "stop"):
+    def _watched(self, watcher: TokenWatcher, token: int, finish: Finished | None) -> Finish | None:
+        """Show a token to the stop strings, as the core would: not if it is a stop token."""
+        if finish is not None and finish.reason == "stop" and not finish.keeps_token:
             return None
-        return sample.stopper(token)
+        return watcher.see(token)
 
     def _finish(self, news: FrameNews, sample: Sample, finish: Finished) -> None:
         sample.preemptions = finish.preemptions
-        news.finished[sample] = Finish(finish.reason, finish.stop_reason)
+        news.finished[sample] = Finish(finish.reason, finish.stop_reason, finish.keeps_token)
 
     def _read_extra(self, frame: StepFrame, news: FrameNews) -> None:
         if (extra := frame.extra) is None:

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from dovetail.api.executor import Batch, Capacity, ExecutorCapabilities, ExecutorContext, HostLogprobs, Result
+from dovetail.api.executor import Batch, Capacity, ExecutorCapabilities, ExecutorContext, HostLogprobs, Masks, Result
 from dovetail.errors import DovetailError
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import _Row, prefix_ids
@@ -434,3 +434,45 @@ class LastPositionIsTheFirst(FakeExecutor):
         if yields_token and count == 1 and row.computed == self.options.max_model_len - 1:
             row.tokens[-1] = token = (token + 1) % self.options.vocab_size
         return token
+
+
+# Late sampling
+
+
+@mutant(caught_by="executor.late")
+class SamplesALateStepAtOnceAndAgain(FakeExecutor):
+    def submit(self, batch: Batch) -> int:
+        handle = super().submit(replace(batch, late=False))
+        if batch.late:
+            self._unsampled = batch.step, [self._rows[row] for row in batch.rows.tolist()], batch.yields_token.tolist()
+            self._pending[-1][1].clear()
+        return handle
+
+
+@mutant(caught_by="executor.masks")
+class IgnoresMasks(FakeExecutor):
+    def sample(self, handle: int, masks: Masks) -> None:
+        super().sample(handle, Masks(masks.indices[:0], masks.words[:0]))
+
+
+@mutant(caught_by="executor.masks")
+class MasksTheFirstRows(FakeExecutor):
+    """Takes the place in the masks for the place in the batch."""
+
+    def sample(self, handle: int, masks: Masks) -> None:
+        yielding = np.flatnonzero(self._unsampled[2] if self._unsampled else [])[: len(masks.indices)]
+        super().sample(handle, Masks(yielding.astype(np.int32), masks.words))
+
+
+@mutant(caught_by="executor.late_overlap")
+class ForgetsTheLateTokenOfAStepBehindAnother(FakeExecutor):
+    def submit(self, batch: Batch) -> int:
+        self.behind = batch.late and len(self._pending) > 0
+        return super().submit(batch)
+
+    def sample(self, handle: int, masks: Masks) -> None:
+        rows = self._unsampled[1] if self._unsampled else []
+        super().sample(handle, masks)
+        if self.behind:
+            for row in rows:
+                row.tokens[-1] = 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.api.executor import Batch, Capacity, Executor, NewRow, Result
+from dovetail.api.executor import Batch, Capacity, Executor, Masks, NewRow, Result
 from dovetail.api.kv_cache import BlockCopy
 from dovetail.api.sampler import RowSampling
 from dovetail.testing.checks import fail, require
@@ -108,15 +108,31 @@ class Bench:
             self.seats[name].blocks.append(block)
             self._appended.append((self.seats[name].row, block))
 
-    def submit(self, counts: Mapping[str, int], copies: Sequence[BlockCopy] = (), shared: int = 0) -> Batch:
-        """A step: so many tokens of each, in this order. Who reaches the last known token samples. `shared`: leading blocks in common."""
-        batch = self.build(counts, copies, shared)
+    def submit(self, counts: Mapping[str, int], copies: Sequence[BlockCopy] = (), shared: int = 0, *, late: bool = False) -> Batch:
+        """A step: so many tokens of each, in this order. Who reaches the last known token samples. `shared`: leading blocks in common. A `late` one
+        must be sampled (`sample`) before it is collected."""
+        batch = self.build(counts, copies, shared, late=late)
         seats = [self.seats[name] for name in counts]
         self.sent.append(Sent(batch, self._call("submit", batch), seats))
         for seat, count, yields_token in zip(seats, counts.values(), batch.yields_token.tolist(), strict=True):
             seat.computed += count
             seat.known += yields_token
         return batch
+
+    def sample(self, allowed: Mapping[str, Sequence[int]], *, own_memory: bool = True) -> None:
+        """Have the oldest step sampled, which is late: the requests named sample one of the ids that are `allowed` to them. The masks lie in the
+        executor's own memory, or elsewhere."""
+        sent = self.sent[0]
+        indices = [index for index, seat in enumerate(sent.seats) if seat.name in allowed]
+        width = -(-self.capacity.vocab_size // 32)
+        words = self.executor.mask_words(len(indices), width) if own_memory else np.empty((len(indices), width), np.uint32)
+        require(words.shape == (len(indices), width), f"mask_words({len(indices)}, {width}) has the shape {words.shape}")
+        require(words.dtype == np.uint32, f"mask_words has the dtype {words.dtype}, expected uint32")
+        words[:] = 0
+        for line, index in enumerate(indices):
+            for token in allowed[sent.seats[index].name]:
+                words[line, token // 32] |= np.uint32(1 << token % 32)
+        self._call("sample", sent.handle, Masks(np.array(indices, np.int32), words))
 
     def collect(self) -> Result:
         """The oldest step's results."""
@@ -159,7 +175,7 @@ class Bench:
 
     # How it is sent
 
-    def build(self, counts: Mapping[str, int], copies: Sequence[BlockCopy] = (), shared: int = 0) -> Batch:
+    def build(self, counts: Mapping[str, int], copies: Sequence[BlockCopy] = (), shared: int = 0, *, late: bool = False) -> Batch:
         self.step += 1
         seats = [self.seats[name] for name in counts]
         appended, self._appended = self._appended, []
@@ -176,11 +192,12 @@ class Bench:
             num_tokens=np.array(list(counts.values()), np.int32),
             yields_token=np.array([seat.computed + counts[seat.name] == seat.known for seat in seats], np.bool_),
             shared_prefix_blocks=shared,
+            late=late,
         )
 
-    def _call(self, method: str, argument: Any) -> Any:
+    def _call(self, method: str, *arguments: Any) -> Any:
         try:
-            return getattr(self.executor, method)(argument)
+            return getattr(self.executor, method)(*arguments)
         except Exception as error:
             fail(f"{method} raised {type(error).__name__} for a lawful step: {error}")
 

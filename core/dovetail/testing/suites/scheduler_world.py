@@ -22,7 +22,7 @@ from dovetail.api.observer import Observer, ObserverCapabilities, ObserverContex
 from dovetail.api.sampler import RowSampling
 from dovetail.api.scheduler import Scheduler, SchedulerContext, Step, StepDone
 from dovetail.engine.core import CoreSettings, EngineCore
-from dovetail.engine.flight import Finish
+from dovetail.engine.finish import Finish
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.observers import ObserverHub
 from dovetail.engine.siblings import make_siblings
@@ -164,13 +164,13 @@ class _WantsDecisions(Observer):
 
 @dataclass(slots=True)
 class _Stop:
-    """A stopper that ends a request after a number of tokens."""
+    """A `TokenWatcher` that ends a request after a number of tokens."""
 
     left: int
 
-    def __call__(self, token: int) -> str | None:
+    def see(self, token: int) -> Finish | None:
         self.left -= 1
-        return "enough" if self.left <= 0 else None
+        return Finish("stop", "enough") if self.left <= 0 else None
 
 
 class World:
@@ -276,7 +276,7 @@ class World:
             predicted_tokens=arrive.predicted_tokens,
             parent=id.partition(".")[0] if arrive.n > 1 else None,
             sampling=RowSampling(seed=index),
-            stopper=_Stop(arrive.stops_after) if arrive.stops_after is not None else None,
+            watchers=() if arrive.stops_after is None else (_Stop(arrive.stops_after),),
         )
 
 

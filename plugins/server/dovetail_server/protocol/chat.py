@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from dovetail.front.chat import ChatOptions
@@ -9,6 +10,7 @@ from dovetail.sampling_params import SamplingParams
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
 from dovetail_server.protocol.openai_common import OPENAI_ONLY, RENAMED, OpenAIFields, check_stream, sampling_params
+from dovetail_server.protocol.structured import Demand, ResponseFormat, calls_of, chosen_function, demand_of
 
 
 class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
@@ -21,13 +23,13 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
 
     # Not every value is supported
-    response_format: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
@@ -38,12 +40,8 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     verbosity: Any = None
 
 
-_LATER = "comes with structured output, which isn't there yet"
 ONLY = (
     *OPENAI_ONLY,
-    Only("response_format", ({"type": "text"},), f'only {{"type": "text"}} is supported; JSON {_LATER}'),
-    Only("tool_choice", ("none", "auto"), f'"none" and "auto" are supported; "required" and named functions {_LATER}'),
-    Only("parallel_tool_calls", (True,), f"the model makes as many calls as it likes: false {_LATER}"),
     Only("modalities", (["text"],), 'only ["text"] is supported: models here read and write text'),
     Only("audio", (), "models here write text"),
     Only("prediction", (), "predicted outputs aren't supported"),
@@ -53,6 +51,22 @@ ONLY = (
     Only("reasoning_effort", (), "give the chat template's own variable in chat_template_kwargs"),
     Only("verbosity", ("medium",), "no model here knows it"),
 )
+
+
+def chat_demand(body: ChatRequest) -> Demand:
+    """Return what is demanded of the answer's form. Raises `HttpError`, `RequestError`."""
+    required, name = chosen_function("tool_choice", body.tool_choice)
+    tools = [] if body.tool_choice == "none" else [_tool(tool) for tool in body.tools or ()]
+    parallel = ("parallel_tool_calls", body.parallel_tool_calls is not False)
+    calls = calls_of(tools, ("tool_choice", required, name), parallel=parallel, strict="tools[{}].function.strict")
+    return demand_of(body, ("response_format", body.response_format), calls, has_tools=bool(tools))
+
+
+def _tool(tool: Mapping[str, Any]) -> tuple[str, Any, bool]:
+    """Name, schema and strictness of a tool; whether it is one at all, the chat front end checks."""
+    function = tool.get("function", tool)
+    function = function if isinstance(function, Mapping) else {}
+    return str(function.get("name")), function.get("parameters"), bool(function.get("strict"))
 
 
 def chat_options(body: ChatRequest) -> ChatOptions:

@@ -9,6 +9,7 @@ from dovetail.sampling_params import SamplingParams
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
 from dovetail_server.protocol.openai_common import OPENAI_ONLY, OpenAIFields, check_stream, sampling_params
+from dovetail_server.protocol.structured import Demand, ResponseFormat, demand_of
 
 MAX_PROMPTS = 2048  # in one request
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -20,6 +21,7 @@ class CompletionRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[str | int | list[int]]
     echo: bool = False
     logprobs: int | None = None
+    response_format: ResponseFormat | None = None
 
     # Not every value is supported
     best_of: int | None = None
@@ -40,6 +42,11 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_logprobs = body.logprobs if body.echo else body.prompt_logprobs
     return sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def completion_demand(body: CompletionRequest) -> Demand:
+    """Return what is demanded of each answer's form. Raises `HttpError`, `RequestError`."""
+    return demand_of(body, ("response_format", body.response_format), None, has_tools=False)
 
 
 def prompts_of(body: CompletionRequest) -> list[Prompt]:

@@ -13,6 +13,7 @@ from dovetail.sampling_params import SamplingParams
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
 from dovetail_server.protocol.openai_common import FurtherFields, sampling_params
+from dovetail_server.protocol.structured import Demand, MessageJsonSchemaFormat, calls_of, demand_of
 
 # --- requests -----------------------------------------------------------------------------------------------------------------------------------
 
@@ -87,7 +88,7 @@ class Tool(Struct, forbid_unknown_fields=True):
 
 
 class ToolChoice(Struct, forbid_unknown_fields=True):
-    """`auto`: the model decides. `none`: it isn't told of the tools. `any` and `tool` aren't supported yet."""
+    """`auto`: the model decides. `none`: it isn't told of the tools. `any`: it calls one. `tool`: it calls the one with that name."""
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
@@ -109,10 +110,10 @@ class Metadata(Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
-    """The form of the answer. Neither is supported yet."""
+    """The form of the answer. Its effort is the chat template's matter (`chat_template_kwargs`)."""
 
     effort: str | None = None
-    format: dict[str, Any] | None = None
+    format: MessageJsonSchemaFormat | None = None
 
 
 class Conversation(FurtherFields, forbid_unknown_fields=True, kw_only=True):
@@ -172,24 +173,28 @@ ONLY = (
 def check_supported(body: Conversation) -> None:
     """Raises `HttpError` 400 naming an option that this server can't honour."""
     refuse_unsupported(body, ONLY)
-    choice, thinking, config = body.tool_choice, body.thinking, body.output_config
-    if choice is not None and choice.type in ("any", "tool"):
-        raise _refusal("tool_choice.type", f"{choice.type!r} comes with structured output, which isn't there yet; use 'auto' or 'none'")
-    if choice is not None and choice.disable_parallel_tool_use:
-        raise _refusal("tool_choice.disable_parallel_tool_use", "the model makes as many calls as it likes: true comes with structured output")
+    thinking, config = body.thinking, body.output_config
     if thinking is not None and (thinking.type == "enabled" or thinking.budget_tokens is not None):
         raise _refusal("thinking", "a budget can't be held; use {'type': 'adaptive'}, which leaves it to the model, or {'type': 'disabled'}")
     if config is not None and config.effort is not None:
         raise _refusal("output_config.effort", "give the chat template's own variable in chat_template_kwargs")
-    if config is not None and config.format is not None:
-        raise _refusal("output_config.format", "it comes with structured output, which isn't there yet")
-    for index, tool in enumerate(body.tools or ()):
-        if tool.strict:
-            raise _refusal(f"tools[{index}].strict", "it comes with structured output, which isn't there yet")
 
 
 def _refusal(param: str, reason: str) -> HttpError:
     return HttpError(400, f"{param}: {reason}", param=param, code="unsupported_parameter")
+
+
+def answer_demand(body: Conversation) -> Demand:
+    """Return what is demanded of the answer's form. Raises `HttpError`, `RequestError`."""
+    choice = body.tool_choice or ToolChoice("auto")
+    if choice.type == "tool" and choice.name is None:
+        raise HttpError(400, "tool_choice.name: type 'tool' needs the tool's name", param="tool_choice.name", code="missing_parameter")
+    given = [] if choice.type == "none" else [(tool.name, tool.input_schema, bool(tool.strict)) for tool in body.tools or ()]
+    chosen = ("tool_choice", choice.type in ("any", "tool"), choice.name if choice.type == "tool" else None)
+    parallel = ("tool_choice.disable_parallel_tool_use", not choice.disable_parallel_tool_use)
+    calls = calls_of(given, chosen, parallel=parallel, strict="tools[{}].strict")
+    form = None if body.output_config is None else ("output_config.format", body.output_config.format)
+    return demand_of(body, form, calls, has_tools=bool(given))
 
 
 def chat_options(body: Conversation, templates: Mapping[str, str]) -> ChatOptions:

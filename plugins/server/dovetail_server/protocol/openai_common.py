@@ -12,11 +12,12 @@ from dovetail.sampling_params import OutputKind, SamplingParams
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.decoding import Only, given
+from dovetail_server.protocol.structured import RuleFields
 
 RENAMED = {"id": "request_id", "deadline": "deadline_s"}  # the engine's names of parameters that have another one in the APIs
 
 
-class FurtherFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class FurtherFields(RuleFields, kw_only=True, forbid_unknown_fields=True):
     """Dovetail's own parameters, of every API that generates."""
 
     top_k: int | None = None
@@ -87,7 +88,8 @@ def sampling_params(body: FurtherFields, **own: Any) -> SamplingParams:
     return SamplingParams(**given(**fields), max_tokens=max_tokens, output_kind=OutputKind.DELTA)
 
 
-_FURTHER = tuple(name for name in FurtherFields.__struct_fields__ if name not in ("priority", "client", "deadline_s", "cache_salt"))
+_OTHERS = ("priority", "client", "deadline_s", "cache_salt", *RuleFields.__struct_fields__)
+_FURTHER = tuple(name for name in FurtherFields.__struct_fields__ if name not in _OTHERS)
 
 
 def engine_fields(body: FurtherFields, engine: ServedEngine) -> Mapping[str, Any]:

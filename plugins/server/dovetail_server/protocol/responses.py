@@ -15,6 +15,7 @@ from dovetail.sampling_params import SamplingParams
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
 from dovetail_server.protocol.openai_common import FurtherFields, sampling_params
+from dovetail_server.protocol.structured import Demand, ResponsesFormat, TextFormat, calls_of, chosen_function, demand_of
 
 # --- requests -----------------------------------------------------------------------------------------------------------------------------------
 
@@ -121,16 +122,10 @@ class FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
     async_: Literal[False] | None = msgspec.field(default=None, name="async")
 
 
-class TextFormat(Struct, forbid_unknown_fields=True):
-    """Text. Others come with structured output."""
-
-    type: Literal["text"]
-
-
 class TextConfig(Struct, forbid_unknown_fields=True):
     """The form of the text."""
 
-    format: TextFormat | None = None
+    format: ResponsesFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -168,6 +163,8 @@ class ResponsesRequest(FurtherFields, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     tools: list[FunctionTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
     chat_template: str | None = None
@@ -188,8 +185,6 @@ class ResponsesRequest(FurtherFields, forbid_unknown_fields=True, kw_only=True):
     conversation: Any = None
     prompt: Any = None
     background: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
     max_tool_calls: Any = None
     truncation: Any = None
     service_tier: Any = None
@@ -198,7 +193,6 @@ class ResponsesRequest(FurtherFields, forbid_unknown_fields=True, kw_only=True):
     moderation: Any = None
 
 
-_LATER = "comes with structured output, which isn't there yet"
 _NOTHING_STORED = "nothing is stored between requests: send the whole conversation in input"
 ONLY = (
     Only("store", (False,), "answers aren't stored: leave it out, or give false"),
@@ -206,8 +200,6 @@ ONLY = (
     Only("conversation", (), _NOTHING_STORED),
     Only("prompt", (), "no prompts are stored: send its text in input"),
     Only("background", (False,), "answers aren't stored: leave it out, or give false"),
-    Only("tool_choice", ("none", "auto"), f'"none" and "auto" are supported; what forces a call {_LATER}'),
-    Only("parallel_tool_calls", (True,), f"the model makes as many calls as it likes: false {_LATER}"),
     Only("max_tool_calls", (), "there are no tools that the server itself calls"),
     Only("truncation", ("disabled",), "a conversation that doesn't fit the model is refused"),
     Only("service_tier", ("auto", "default"), 'there is one tier, "auto"; `priority` is what schedulers look at'),
@@ -221,11 +213,18 @@ RENAMED = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "in
 def check_supported(body: ResponsesRequest) -> None:
     """Raises `HttpError` 400 naming an option that this server doesn't honour."""
     refuse_unsupported(body, ONLY)
-    for index, tool in enumerate(body.tools or ()):
-        if tool.strict:
-            raise HttpError(400, f"tools[{index}].strict: it {_LATER}; set it to false", param=f"tools[{index}].strict", code="unsupported_parameter")
     if body.stream_options is not None and not body.stream:
         raise HttpError(400, "stream_options: only a stream has them: set stream to true", param="stream_options")
+
+
+def answer_demand(body: ResponsesRequest) -> Demand:
+    """Return what is demanded of the answer's form. Raises `HttpError`, `RequestError`."""
+    required, name = chosen_function("tool_choice", body.tool_choice)
+    given = [] if body.tool_choice == "none" else [(tool.name, tool.parameters, bool(tool.strict)) for tool in body.tools or ()]
+    parallel = ("parallel_tool_calls", body.parallel_tool_calls is not False)
+    calls = calls_of(given, ("tool_choice", required, name), parallel=parallel, strict="tools[{}].strict")
+    form = None if body.text is None else ("text.format", body.text.format)
+    return demand_of(body, form, calls, has_tools=bool(given))
 
 
 def chat_options(body: ResponsesRequest) -> ChatOptions:
@@ -408,8 +407,8 @@ class ResponseAnswer(Struct, kw_only=True):
     service_tier: Literal["default"] = "default"
     store: Literal[False] = False
     temperature: float | None = None
-    text: TextConfig = msgspec.field(default_factory=lambda: TextConfig(TextFormat("text")))
-    tool_choice: str = "auto"
+    text: TextConfig = msgspec.field(default_factory=lambda: TextConfig(TextFormat()))
+    tool_choice: str | dict[str, Any] = "auto"
     tools: list[FunctionTool] = []
     top_p: float | None = None
     truncation: Literal["disabled"] = "disabled"
@@ -426,8 +425,10 @@ def begun_answer(body: ResponsesRequest, response_id: str, model: str, created_a
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
+        parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning=body.reasoning or ReasoningConfig(),
         temperature=body.temperature,
+        text=TextConfig(body.text.format if body.text is not None and body.text.format is not None else TextFormat()),
         tool_choice=body.tool_choice or "auto",
         tools=body.tools or [],
         top_p=body.top_p,

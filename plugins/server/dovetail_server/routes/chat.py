@@ -12,9 +12,10 @@ import orjson
 from starlette.routing import Route
 
 from dovetail.request import CompletionOutput, Logprob, RequestOutput
+from dovetail_server.constraining import constrained_chat
 from dovetail_server.exchange import Endpoint, Exchange, Job, Part, new_id
 from dovetail_server.parsers import Content, Event, OutputParser, Reasoning, ToolCallArguments, ToolCallStart
-from dovetail_server.protocol.chat import ChatRequest, chat_options, chat_params, renamed_fields
+from dovetail_server.protocol.chat import ChatRequest, chat_demand, chat_options, chat_params, renamed_fields
 from dovetail_server.protocol.openai_common import StreamOptions, at_least, check_stream, engine_fields, likeliest, prompt_logprobs_json, usage
 from dovetail_server.streams import DONE, event
 
@@ -24,9 +25,10 @@ async def chat(exchange: Exchange) -> None:
     body = await exchange.body(ChatRequest)
     exchange.renamed = renamed_fields(body)
     model = exchange.record.model = exchange.server.model_named(body.model)
-    params, options = exchange.check(chat_params(body)), chat_options(body)
+    params, options, demand = exchange.check(chat_params(body)), chat_options(body), chat_demand(body)
     exchange.admit()
     prompt = await asyncio.to_thread(exchange.engine.chat.prompt, body.messages, options)
+    params, prompt = constrained_chat(exchange, params, demand, options, prompt)
     name = new_id("chatcmpl")
     head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": model}
     fields = engine_fields(body, exchange.engine)

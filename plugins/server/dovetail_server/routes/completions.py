@@ -10,8 +10,9 @@ import orjson
 from starlette.routing import Route
 
 from dovetail.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobMap
+from dovetail_server.constraining import constrained
 from dovetail_server.exchange import Endpoint, Exchange, Job, Part, new_id
-from dovetail_server.protocol.completions import CompletionRequest, completion_params, prompts_of
+from dovetail_server.protocol.completions import CompletionRequest, completion_demand, completion_params, prompts_of
 from dovetail_server.protocol.openai_common import RENAMED, at_least, check_stream, engine_fields, likeliest, prompt_logprobs_json, usage
 from dovetail_server.streams import DONE, event
 
@@ -22,6 +23,7 @@ async def completions(exchange: Exchange) -> None:
     exchange.renamed = RENAMED
     model = exchange.record.model = exchange.server.model_named(body.model)
     params, prompts = exchange.check(completion_params(body)), prompts_of(body)
+    params = constrained(exchange, params, completion_demand(body))
     fields = engine_fields(body, exchange.engine)
     name = new_id("cmpl")
     head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from starlette.routing import Route
 
+from dovetail_server.constraining import constrained_chat
 from dovetail_server.errors import anthropic_shape
 from dovetail_server.exchange import Endpoint, Exchange, Job, new_id
 from dovetail_server.parsers import OutputParser
@@ -17,6 +18,7 @@ from dovetail_server.protocol.messages import (
     StopReason,
     TokenCount,
     Usage,
+    answer_demand,
     answer_params,
     chat_options,
     check_supported,
@@ -33,8 +35,9 @@ async def messages(exchange: Exchange) -> None:
     model = exchange.record.model = exchange.server.model_named(body.model)
     check_supported(body)
     params, options = exchange.check(answer_params(body)), chat_options(body, exchange.engine.tokenizer.chat_templates)
+    demand = answer_demand(body)
     exchange.admit()
-    prompt = await rendered(exchange, conversation(body), options)
+    params, prompt = constrained_chat(exchange, params, demand, options, await rendered(exchange, conversation(body), options))
     parser = answer_parser(exchange, prompt, options)
     head = MessageAnswer(id=new_id("msg").replace("-", "_"), model=model, content=[], usage=Usage(0, 0))
     told = ToldMessage(exchange, parser, head, body.max_tokens, MessageWriter() if body.stream else None)

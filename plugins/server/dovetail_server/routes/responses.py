@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 from starlette.routing import Route
 
+from dovetail_server.constraining import constrained_chat
 from dovetail_server.exchange import Endpoint, Exchange, Job, new_id
 from dovetail_server.parsers import OutputParser
 from dovetail_server.protocol.openai_common import engine_fields
@@ -18,6 +19,7 @@ from dovetail_server.protocol.responses import (
     ResponseAnswer,
     ResponsesRequest,
     ResponseUsage,
+    answer_demand,
     answer_params,
     begun_answer,
     chat_options,
@@ -34,10 +36,10 @@ async def responses(exchange: Exchange) -> None:
     exchange.renamed = RENAMED
     model = exchange.record.model = exchange.server.model_named(body.model)
     check_supported(body)
-    params, options = exchange.check(answer_params(body)), chat_options(body)
+    params, options, demand = exchange.check(answer_params(body)), chat_options(body), answer_demand(body)
     messages = conversation(body.instructions, read_items(body.input))
     exchange.admit()
-    prompt = await rendered(exchange, messages, options)
+    params, prompt = constrained_chat(exchange, params, demand, options, await rendered(exchange, messages, options))
     parser = answer_parser(exchange, prompt, options)
     head = begun_answer(body, new_id("resp").replace("-", "_"), model, int(time.time()))
     told = ToldResponse(exchange, parser, head, ResponseWriter(head) if body.stream else None)

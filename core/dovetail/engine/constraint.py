@@ -1,0 +1,103 @@
+"""`Constraint`: the grammar of one sample. It holds the sample back while the grammar is compiled, masks its tokens, and watches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dovetail.api.executor import Masks
+from dovetail.api.grammar import Grammar, GrammarBackend, Matcher
+from dovetail.engine.finish import Finish
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from dovetail.engine.live_request import LiveRequest
+
+
+class Constraint:
+    """A `Preparation` until its grammar is compiled, and a `TokenWatcher` from then on. Samples share `compiling`, and each has a matcher of its
+    own."""
+
+    __slots__ = ("_after", "_compiling", "_matcher", "_tail", "_token_bytes", "backend")
+
+    def __init__(
+        self, compiling: Future[Grammar], backend: GrammarBackend, after: bytes = b"", token_bytes: Sequence[bytes | None] | None = None
+    ) -> None:
+        """`compiling` becomes the grammar, or a `RequestError` that says why it can't be had. The grammar begins behind the first `after` in the
+        answer, which may be a special token's text if `token_bytes` has those; None: it is the backend's, which hasn't."""
+        self.backend = backend
+        self._compiling = compiling
+        self._after = after  # not seen yet; empty: the grammar has begun
+        self._tail = b""  # the end of the text so far, shorter than `_after`
+        self._token_bytes = backend.context.token_bytes if token_bytes is None else token_bytes
+        self._matcher: Matcher | None = None
+
+    def closed(self) -> bool:
+        return not self._compiling.done()
+
+    def failed(self) -> str | None:
+        error = self._compiling.exception() if self._compiling.done() else None
+        return None if error is None else str(error) or type(error).__name__
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """What masks the next token; None while any may come."""
+        if self._after:
+            return None
+        if self._matcher is None:
+            self._matcher = self._compiling.result(timeout=0).begin()
+        return self._matcher
+
+    def see(self, token: int) -> Finish | None:
+        matcher = self.matcher
+        if matcher is None:
+            self._look_for_beginning(self._token_bytes[token] or b"")
+            return None
+        if not matcher.accept(token):
+            return Finish("error", f"token {token} was sampled, which the grammar doesn't allow: the executor or the grammar backend is at fault")
+        return Finish("stop", keeps_token=True) if matcher.complete else None
+
+    def _look_for_beginning(self, text: bytes) -> None:
+        """What a token has behind `after` belongs to neither part: tokens like `>` and line breaks in one."""
+        seen = self._tail + text
+        if self._after in seen:
+            self._after = self._tail = b""
+        else:
+            self._tail = seen[max(0, len(seen) - len(self._after) + 1) :]
+
+
+def fill_masks(
+    requests: Sequence[LiveRequest], indices: Sequence[int], vocab_size: int, memory: Callable[[int, int], NDArray[np.uint32]]
+) -> tuple[Masks, dict[LiveRequest, str]]:
+    """Return the masks of a step's `requests` at these indices, which have constraints, in `memory` of so many lines and words a line; and why
+    some of them can't go on: a matcher that fails, or that allows nothing at all, ends its own request alone."""
+    at, matchers, backend = [], [], None
+    for index in indices:
+        constraint = requests[index].constraint
+        if constraint is not None and (matcher := constraint.matcher) is not None:
+            at.append(index)
+            matchers.append(matcher)
+            backend = constraint.backend
+    words = memory(len(at), -(-vocab_size // 32))
+    failed: dict[LiveRequest, str] = {}
+    if backend is not None:
+        try:
+            backend.fill_many(matchers, words)
+        except Exception:  # find out whose it is
+            for line, (index, matcher) in enumerate(zip(at, matchers, strict=True)):
+                try:
+                    matcher.fill(words[line])
+                except Exception as error:
+                    words[line] = 0
+                    failed[requests[index]] = f"its grammar failed: {type(error).__name__}: {error}"
+    sound = words.any(axis=1)
+    for line in np.flatnonzero(~sound).tolist():
+        failed.setdefault(requests[at[line]], "its grammar allows no token that the model has: nothing can come next")
+    good = [line for line, index in enumerate(at) if requests[index] not in failed]
+    if len(good) < len(at):
+        at, words = [at[line] for line in good], words[good]
+    return Masks(np.array(at, np.int32), words), failed

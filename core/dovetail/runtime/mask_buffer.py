@@ -1,0 +1,65 @@
+"""`MaskBuffer`: the way of a step's token masks from the grammars, which fill memory of the host, to the device, where sampling reads them.
+
+They are megabytes for a large batch. So they are written straight to memory that the device can read by itself, and copied beside the model's work.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.api.executor import Masks
+
+SLOTS = 2  # the copy of one step may be under way while the next is filled
+
+
+class MaskBuffer:
+    """Room for `most` masks. `words` keeps its address, for graphs to read."""
+
+    def __init__(self, most: int, vocab_size: int, device: torch.device) -> None:
+        self._width = -(-vocab_size // 32)
+        self._most, self._device = most, device
+        self.words = torch.zeros((most, self._width), dtype=torch.int32, device=device)  # [most, ceil(vocab / 32)]
+        self._slots: list[torch.Tensor] = []  # of the host, as large; made when the first is asked for
+        self._copied: list[torch.cuda.Event] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._next = 0
+
+    def to_fill(self, count: int) -> NDArray[np.uint32]:
+        """Return memory [count, ceil(vocab / 32)] of undefined content for the masks of the next `send`. It is used again after `SLOTS` of them."""
+        on_gpu = self._device.type == "cuda"
+        if not self._slots:
+            self._slots = [torch.zeros(self.words.shape, dtype=torch.int32, pin_memory=on_gpu) for _ in range(SLOTS)]
+            if on_gpu:
+                self._copied = [torch.cuda.Event() for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
+                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._next = (self._next + 1) % SLOTS
+        if on_gpu:
+            self._copied[self._next].synchronize()
+        return self._slots[self._next][:count].numpy().view(np.uint32)
+
+    def send(self, masks: Masks) -> None:
+        """Enqueue the copy of `masks` to the first lines of `words`. What is enqueued afterwards reads them; what was before has read the old ones.
+        It runs beside the model, which was enqueued before and doesn't read them."""
+        count = len(masks.words)
+        if not count:
+            return
+        slot = self._slots[self._next] if self._slots else None
+        if slot is None or masks.words.ctypes.data != slot.data_ptr():  # from elsewhere
+            self.to_fill(count)[:] = masks.words
+            slot = self._slots[self._next]
+        if self._stream is None:
+            self.words[:count].copy_(slot[:count])
+            return
+        with torch.cuda.stream(self._stream):
+            self.words[:count].copy_(slot[:count], non_blocking=True)
+            self._copied[self._next].record(self._stream)
+        torch.cuda.current_stream(self._device).wait_event(self._copied[self._next])
+
+
+def lines_of(masks: Masks, yields_token: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return, for each row of a batch that yields a token, its line in the words of `masks`, or -1."""
+    lines = np.full(len(yields_token), -1, np.int64)
+    lines[masks.indices] = np.arange(len(masks.indices))
+    return lines[yields_token]

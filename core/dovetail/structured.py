@@ -1,0 +1,247 @@
+"""`Structured`: the rule that the text of an answer must follow, as a user gives it in `SamplingParams.structured`. This file doesn't need torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
+
+from dovetail.checks import BINARY, plain_text, shown, unicode_error
+from dovetail.errors import RequestError
+
+RULES = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")  # the fields of which exactly one is given
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)  # of JSON
+_ESCAPED = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)  # of a regular expression: an escape, a set of characters
+_BRACKETS = re.compile(r"[\[\](){}]")
+_TAG_KEYS = ("structures", "triggers", "at_least_one", "stop_after_first")
+_STRUCTURE_KEYS = ("begin", "schema", "end")
+
+
+@dataclass(frozen=True, slots=True)
+class Structured:
+    """The rule of an answer: exactly one of the first six. It is checked when made: a wrong value raises `RequestError` with the field's name.
+
+    With `after`, say `"</think>"`, the rule begins behind the first such text in the answer; what comes before is free.
+    """
+
+    json_schema: Any = None  # a JSON Schema: a mapping, its JSON, or a pydantic model's class; kept as its JSON
+    regex: str | None = None  # the whole answer matches it
+    grammar: str | None = None  # a context-free grammar, in Lark's or GBNF's syntax
+    choice: Sequence[str] | None = None  # the answer is one of these
+    json_object: bool = False  # any JSON object
+    structural_tag: str | Mapping[str, Any] | None = None  # see `dovetail.api.grammar.GrammarSpec`; kept as its JSON
+    after: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool):
+            raise _wrong("json_object", f"it must be true or false, got {shown(self.json_object)}")
+        given = [name for name in RULES if getattr(self, name) is not None and getattr(self, name) is not False]
+        if len(given) != 1:
+            raise RequestError(f"structured must have exactly one of {', '.join(RULES)}; got {' and '.join(given) or 'none'}")
+        [name] = given
+        object.__setattr__(self, name, _CHECKS[name](getattr(self, name), name))
+        if self.after is not None:
+            object.__setattr__(self, "after", _text(self.after, "after"))
+
+    @classmethod
+    def of(cls, value: Any) -> Structured:
+        """Return `value` if it is one, or make one of a mapping of its fields. Raises `RequestError`."""
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise RequestError(f"structured must be a Structured, or a mapping of its fields, got {shown(value)}")
+        known = [field.name for field in fields(cls)]
+        for key in value:
+            if key not in known:
+                raise RequestError(f"structured.{str(key)[:80]}: there is no such field; there are {', '.join(known)}")
+        return cls(**value)
+
+    @property
+    def kind(self) -> str:
+        """The name of the rule: one of `RULES`."""
+        return next(name for name in RULES if getattr(self, name))
+
+    @property
+    def text(self) -> str:
+        """The rule as text: see `dovetail.api.grammar.GrammarSpec`."""
+        value = getattr(self, self.kind)
+        if self.kind == "choice":
+            return json.dumps(value, ensure_ascii=False)
+        return "" if self.json_object else str(value)
+
+    def depth(self) -> int:
+        """Return how many brackets within each other the rule's text has, those in strings and sets of characters not counted."""
+        plain = (_ESCAPED if self.kind == "regex" else _STRING).sub("", self.text)
+        deepest = depth = 0
+        for bracket in _BRACKETS.findall(plain):
+            depth += 1 if bracket in "([{" else -1
+            deepest = max(deepest, depth)
+        return deepest
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """vLLM's name and spelling of `Structured`; `GuidedDecodingParams` is its older one. `SamplingParams(structured_outputs=…)` takes it."""
+
+    json: Any = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+    disable_fallback: bool = False  # there is no fallback
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    backend: str | None = None
+
+    def structured(self) -> Structured:
+        """Return the same rule. Raises `RequestError`, also for an option that can't be honoured."""
+        for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+            if getattr(self, name):
+                raise RequestError(f"structured_outputs.{name}: it isn't supported; say it in the schema, or in a grammar")
+        if self.backend not in (None, "auto"):
+            raise RequestError(f"structured_outputs.backend: the engine's config chooses it (grammar), got {shown(self.backend)}")
+        return Structured(self.json, self.regex, self.grammar, self.choice, bool(self.json_object), self.structural_tag)
+
+
+GuidedDecodingParams = StructuredOutputsParams
+
+
+def structured_of_vllm(value: Any) -> Structured:
+    """Return what `structured_outputs` or `guided_decoding` says. Raises `RequestError`."""
+    if isinstance(value, Mapping):
+        known = [field.name for field in fields(StructuredOutputsParams)]
+        for key in value:
+            if key not in known:
+                raise RequestError(f"structured_outputs.{str(key)[:80]}: there is no such field; there are {', '.join(known)}")
+        value = StructuredOutputsParams(**value)
+    if not isinstance(value, StructuredOutputsParams):
+        raise RequestError(f"structured_outputs must be StructuredOutputsParams, or a mapping of its fields, got {shown(value)}")
+    return value.structured()
+
+
+def _schema(value: Any, name: str) -> str:
+    if isinstance(value, type) and callable(make := getattr(value, "model_json_schema", None)):
+        try:
+            value = make()
+        except Exception as error:  # pydantic's, of a model that has no schema
+            raise _wrong(name, f"{value.__name__} has no JSON Schema: {type(error).__name__}: {error}") from None
+    return _json_object(value, name)
+
+
+def _json_object(value: Any, name: str) -> str:
+    """The JSON of an object, given as such or as its JSON."""
+    if isinstance(value, str):
+        value = _loaded(value, name)
+    if not isinstance(value, Mapping):
+        raise _wrong(name, f"it must be a JSON object: a mapping, or its JSON, got {shown(value)}")
+    return _dumped(value, name)
+
+
+def _loaded(text: str, name: str) -> Any:
+    def refuse(constant: str) -> NoReturn:
+        raise _wrong(name, f"{constant} is no JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise _wrong(name, "it is nested too deeply") from None
+    except RequestError:
+        raise
+    except ValueError as error:
+        raise _wrong(name, f"it isn't valid JSON: {error}") from None
+
+
+def _dumped(value: Any, name: str) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=_plain)
+    except RecursionError:
+        raise _wrong(name, "it is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        raise _wrong(name, f"it isn't JSON: {error}") from None
+    return _text(text, name)
+
+
+def _plain(value: Any) -> Any:
+    """What `json.dumps` asks for: other mappings and sequences than dicts and lists."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, BINARY):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is no type of JSON")
+
+
+def _text(value: Any, name: str) -> str:
+    text = plain_text(value)
+    if not text:
+        raise _wrong(name, f"it must be a non-empty string, got {shown(value)}")
+    if unicode_error(text):
+        raise _wrong(name, "it isn't valid Unicode: it has half a surrogate pair")
+    return text
+
+
+def _choice(value: Any, name: str) -> tuple[str, ...]:
+    if isinstance(value, str | BINARY) or not isinstance(value, Sequence | Set) or not value:
+        raise _wrong(name, f"it must be a list of one string or more, got {shown(value)}")
+    return tuple(dict.fromkeys(_text(one, name) for one in value))
+
+
+def _structural_tag(value: Any, name: str) -> str:
+    """Checks what `GrammarSpec` says of it. vLLM's `type` is left out."""
+    if isinstance(value, str):
+        value = _loaded(value, name)
+    if not isinstance(value, Mapping):
+        raise _wrong(name, f"it must be a JSON object: a mapping, or its JSON, got {shown(value)}")
+    tag = {key: one for key, one in value.items() if (key, one) != ("type", "structural_tag")}
+    for key in tag:
+        if key not in _TAG_KEYS:
+            raise _wrong(f"{name}.{str(key)[:80]}", f"there is no such key; there are {', '.join(_TAG_KEYS)}")
+    for key in ("at_least_one", "stop_after_first"):
+        if not isinstance(tag.get(key, False), bool):
+            raise _wrong(f"{name}.{key}", f"it must be true or false, got {shown(tag[key])}")
+    triggers = _items(tag, "triggers", name)
+    if not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        raise _wrong(f"{name}.triggers", f"they must be non-empty strings, got {shown(triggers)}")
+    for index, structure in enumerate(_items(tag, "structures", name)):
+        _check_structure(structure, triggers, f"{name}.structures[{index}]")
+    return _dumped(tag, name)
+
+
+def _check_structure(structure: Any, triggers: Sequence[str], place: str) -> None:
+    if not isinstance(structure, Mapping) or set(structure) != set(_STRUCTURE_KEYS):
+        raise _wrong(place, f"it must be a mapping with {', '.join(_STRUCTURE_KEYS)}, got {shown(structure)}")
+    if not isinstance(structure["begin"], str) or not any(structure["begin"].startswith(trigger) for trigger in triggers):
+        raise _wrong(f"{place}.begin", f"it must begin with one of the triggers, got {shown(structure['begin'])}")
+    if not isinstance(structure["end"], str):
+        raise _wrong(f"{place}.end", f"it must be a string, got {shown(structure['end'])}")
+    if not isinstance(structure["schema"], Mapping):
+        raise _wrong(f"{place}.schema", f"it must be a JSON Schema: a mapping, got {shown(structure['schema'])}")
+
+
+def _items(tag: Mapping[str, Any], key: str, name: str) -> Sequence[Any]:
+    items = tag.get(key)
+    if not isinstance(items, Sequence) or isinstance(items, str | BINARY) or not items:
+        raise _wrong(f"{name}.{key}", f"it must be a list with at least one item, got {shown(items)}")
+    return items
+
+
+def _flag(value: bool, name: str) -> bool:
+    return value
+
+
+def _wrong(name: str, what: str) -> RequestError:
+    """An error about a field. Its text begins with "structured", by which front ends know what it is about."""
+    return RequestError(f"structured.{name}: {what}")
+
+
+_CHECKS: Mapping[str, Any] = {
+    "json_schema": _schema,
+    "json_object": _flag,
+    "regex": _text,
+    "grammar": _text,
+    "choice": _choice,
+    "structural_tag": _structural_tag,
+}

@@ -1,0 +1,19 @@
+"""Built-in grammar backends."""
+
+from __future__ import annotations
+
+from dovetail.api.component import ComponentSpec, hookimpl
+
+
+@hookimpl
+def dovetail_components() -> list[ComponentSpec]:
+    return [
+        ComponentSpec(
+            kind="grammar",
+            name="llguidance",
+            target="dovetail_grammars.llguidance_backend:LLGuidance",
+            options="dovetail_grammars.options:GrammarOptions",
+            summary="llguidance: parses as it goes, so that any schema is ready at once",
+            requires=("llguidance>=1.9",),
+        ),
+    ]

@@ -1,0 +1,189 @@
+"""Regular expressions, rewritten for both libraries, which read other dialects than Python's and pass over some things.
+
+A pattern is parsed by Python's own `re`, whatever isn't regular is refused by name, and the rest is written anew in what a dialect surely has:
+groups, alternatives, repetitions, and classes as ranges of characters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from re import _constants, _parser  # type: ignore[attr-defined]  # the one reader of the syntax, in each Python that Dovetail runs on
+from typing import Any, NoReturn
+
+from dovetail.api.grammar import GrammarSpec
+from dovetail_grammars.specs import refuse
+
+Ranges = list[tuple[int, int]]  # of code points, first and last
+
+LAST = 0x10FFFF
+SURROGATES = (0xD800, 0xDFFF)
+UNLIMITED = _constants.MAXREPEAT
+CATEGORIES: dict[str, Ranges] = {
+    "CATEGORY_DIGIT": [(0x30, 0x39)],
+    "CATEGORY_SPACE": [(0x09, 0x0D), (0x20, 0x20)],
+    "CATEGORY_WORD": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
+}
+REFUSED = {
+    "ASSERT": "lookarounds, like (?=...)",
+    "ASSERT_NOT": "lookarounds, like (?!...)",
+    "ATOMIC_GROUP": "atomic groups, (?>...)",
+    "GROUPREF": "backreferences",
+    "GROUPREF_EXISTS": "conditions on groups, (?(1)...)",
+    "POSSESSIVE_REPEAT": "possessive repetitions, like a++",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The notation in which a pattern is written anew. Classes, repetitions and escapes (\\u and four digits, \\U and eight) are alike in all."""
+
+    group: str  # what opens a group
+    quote: str  # around literal text
+    space: str  # between the parts of a sequence
+
+
+RUST = Dialect("(?:", "", "")
+EBNF = Dialect("(", '"', " ")
+
+
+def rewritten(spec: GrammarSpec, pattern: str, dialect: Dialect) -> str:
+    """Return `pattern`, in Python's syntax with the flag ASCII, in another dialect. Raises `RequestError` if it is wrong, or isn't regular."""
+    try:
+        parsed = _parser.parse(pattern, re.ASCII)
+        return _Writer(spec, dialect).sequence(_without_anchors(parsed), parsed.state.flags)
+    except (re.error, OverflowError) as error:
+        refuse(spec, f"wrong regular expression: {error}")
+    except RecursionError:
+        refuse(spec, "the regular expression is nested too deeply")
+
+
+def _without_anchors(parsed: Iterable[Any]) -> list[Any]:
+    """Leave out the anchors at both ends: the whole answer is matched anyway."""
+    items = [(str(name), value) for name, value in parsed]
+    while items and items[0][0] == "AT" and str(items[0][1]) in ("AT_BEGINNING", "AT_BEGINNING_STRING"):
+        del items[0]
+    while items and items[-1][0] == "AT" and str(items[-1][1]) in ("AT_END", "AT_END_STRING"):
+        del items[-1]
+    return items
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """Writes a parsed pattern anew. The argument `flags` has those that hold at the place, since groups can change them."""
+
+    spec: GrammarSpec
+    dialect: Dialect
+
+    def sequence(self, items: Iterable[Any], flags: int) -> str:
+        parts: list[str] = []
+        text = ""  # of the literals that come one after the other
+        for name, value in items:
+            part = self.item(str(name), value, flags)
+            if isinstance(part, int):
+                text += _escaped(part)
+                continue
+            parts += [self.literal(text)] * bool(text) + [part]
+            text = ""
+        return self.dialect.space.join(parts + [self.literal(text)] * bool(text or not parts))
+
+    def literal(self, text: str) -> str:
+        return f"{self.dialect.quote}{text}{self.dialect.quote}"
+
+    def item(self, name: str, value: Any, flags: int) -> str | int:
+        """Return the text of an item, or its character if it is just one."""
+        if name == "LITERAL":
+            return self.characters(_cases([(value, value)], flags))
+        if name == "NOT_LITERAL":
+            return self.characters(_others(_cases([(value, value)], flags)))
+        if name == "ANY":
+            return self.characters(_others([] if flags & re.DOTALL else [(0x0A, 0x0A)]))
+        if name == "IN":
+            return self.characters(_members(value, flags))
+        if name == "BRANCH":
+            return self.group("|".join(self.sequence(branch, flags) for branch in value[1]))
+        if name == "SUBPATTERN":
+            _, added, removed, inner = value
+            return self.group(self.sequence(inner, flags & ~removed | added))
+        if name in ("MAX_REPEAT", "MIN_REPEAT"):
+            least, most, inner = value
+            return self.group(self.sequence(inner, flags)) + _times(least, most)
+        return self.refuse(name, value)
+
+    def group(self, text: str) -> str:
+        return f"{self.dialect.group}{text})"
+
+    def characters(self, ranges: Ranges) -> str | int:
+        """Return a class as text, or as a number if it has just one character."""
+        merged = _merged(ranges)
+        if not merged:
+            refuse(self.spec, "the regular expression has a class without any character, which nothing matches")
+        if len(merged) == 1 and merged[0][0] == merged[0][1]:
+            return merged[0][0]
+        return f"[{''.join(_escaped(first) if first == last else f'{_escaped(first)}-{_escaped(last)}' for first, last in merged)}]"
+
+    def refuse(self, name: str, value: Any) -> NoReturn:
+        anchors = {"AT_BOUNDARY": "word boundaries, \\b", "AT_NON_BOUNDARY": "word boundaries, \\B"}
+        what = anchors.get(str(value), "anchors within the expression") if name == "AT" else REFUSED.get(name, name.lower())
+        refuse(self.spec, f"{what} can't be followed token by token; write the expression without")
+
+
+def _members(members: Sequence[Any], flags: int) -> Ranges:
+    """Return the characters of a class in brackets."""
+    ranges: Ranges = []
+    negated = str(members[0][0]) == "NEGATE"
+    for name, value in members[negated:]:
+        if str(name) == "CATEGORY":
+            positive = CATEGORIES[str(value).replace("NOT_", "")]
+            ranges += _others(positive) if "NOT_" in str(value) else positive
+        else:
+            ranges += _cases([value if str(name) == "RANGE" else (value, value)], flags)
+    return _others(ranges) if negated else ranges
+
+
+def _cases(ranges: Ranges, flags: int) -> Ranges:
+    """Add the other case of the ASCII letters, if the flags ask for it."""
+    if not flags & re.IGNORECASE:
+        return ranges
+    added = list(ranges)
+    for first, last in ranges:
+        for begin, end, other in ((0x41, 0x5A, 0x20), (0x61, 0x7A, -0x20)):
+            if max(first, begin) <= min(last, end):
+                added.append((max(first, begin) + other, min(last, end) + other))
+    return added
+
+
+def _others(ranges: Ranges) -> Ranges:
+    """Return all characters that aren't in the ranges."""
+    others: Ranges = []
+    start = 0
+    for first, last in _merged([*ranges, SURROGATES]):
+        if first > start:
+            others.append((start, first - 1))
+        start = last + 1
+    return [*others, (start, LAST)] if start <= LAST else others
+
+
+def _merged(ranges: Ranges) -> Ranges:
+    """Return the ranges in order, without overlaps."""
+    merged: Ranges = []
+    for first, last in sorted(ranges):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return merged
+
+
+def _times(least: int, most: int) -> str:
+    if most == UNLIMITED:
+        return f"{{{least},}}" if least > 1 else "+" if least else "*"
+    return "?" if (least, most) == (0, 1) else f"{{{least},{most}}}"
+
+
+def _escaped(character: int) -> str:
+    text = chr(character)
+    if text.isascii() and text.isalnum():
+        return text
+    return f"\\u{character:04X}" if character < 0x10000 else f"\\U{character:08X}"

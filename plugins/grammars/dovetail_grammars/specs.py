@@ -1,0 +1,185 @@
+"""The reading of specs, for both backends: JSON within bounds, choices, structural tags, and the loops in a schema that no library finds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from dovetail.api.grammar import GrammarSpec
+from dovetail.errors import RequestError
+
+MAX_NESTING = 100  # levels of JSON: the libraries read it by recursion
+MAX_REASON = 300  # characters of a library's explanation
+
+Json = Any
+
+
+def refuse(spec: GrammarSpec, why: str) -> NoReturn:
+    raise RequestError(f"{spec.kind}: {why[:MAX_REASON]}")
+
+
+def read_json(spec: GrammarSpec) -> Json:
+    """Return the JSON of a spec's text. Raises `RequestError` for text that isn't JSON, or is nested too deeply."""
+    too_deep = f"its JSON is nested more than MAX_NESTING = {MAX_NESTING} levels deep"
+    try:
+        value = json.loads(spec.text, parse_constant=lambda name: refuse(spec, f"{name} isn't JSON"))
+    except RecursionError:
+        refuse(spec, too_deep)
+    except ValueError as error:
+        if isinstance(error, RequestError):
+            raise
+        refuse(spec, f"it isn't JSON: {error}")
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return value
+    refuse(spec, too_deep)
+
+
+def _inside(value: Json) -> Iterator[Json]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list):
+        yield from value
+
+
+def read_schema(spec: GrammarSpec, schema: Json) -> dict[str, Json]:
+    """Return a JSON Schema as a mapping. Raises `RequestError` for one that isn't a schema, that nothing follows, or whose `$ref`s go in a circle."""
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        refuse(spec, "the schema is false, which nothing follows" if schema is False else "a schema is an object or true")
+    if "x-guidance" in schema:
+        refuse(spec, "x-guidance: options of the backend are set in engine.yaml")
+    _refuse_loops(spec, schema)
+    return schema
+
+
+def _refuse_loops(spec: GrammarSpec, schema: Mapping[str, Json]) -> None:
+    """A reference that leads back to itself without any object or array between describes no text at all."""
+    known: set[str] = set()
+    for reference in _references(schema):
+        path: list[str] = []
+        _follow(spec, schema, reference, path, known)
+
+
+def _references(value: Json) -> Iterator[str]:
+    """Yield each `$ref` within the document."""
+    rest = [value]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, dict) and isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        rest.extend(_inside(value))
+
+
+def _follow(spec: GrammarSpec, root: Mapping[str, Json], reference: str, path: list[str], known: set[str]) -> None:
+    """Go from a reference to those that its target must follow too: `$ref` and `allOf`. Each is gone from once."""
+    if reference in path:
+        refuse(spec, f"its $refs go in a circle: {' -> '.join([*path[path.index(reference) :], reference])}")
+    if reference in known or len(path) > MAX_NESTING:
+        return
+    known.add(reference)
+    path.append(reference)
+    for further in _must_follow(_target(root, reference)):
+        _follow(spec, root, further, path, known)
+    path.pop()
+
+
+def _must_follow(schema: Json) -> Iterator[str]:
+    if isinstance(schema, dict):
+        if isinstance(schema.get("$ref"), str):
+            yield schema["$ref"]
+        for part in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+            yield from _must_follow(part)
+
+
+def _target(root: Json, reference: str) -> Json:
+    """Return what a reference by JSON pointer leads to; None if it leads nowhere, or is of another kind, which the libraries judge."""
+    if not reference.startswith("#"):
+        return None
+    target = root
+    for part in reference[1:].split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, dict):
+            target = target.get(part)
+        elif isinstance(target, list) and part.isdecimal() and int(part) < len(target):
+            target = target[int(part)]
+        else:
+            return None
+    return target
+
+
+def read_choices(spec: GrammarSpec) -> list[str]:
+    """Return the different strings of a choice. Raises `RequestError` unless there is one, and all can be written in UTF-8."""
+    choices = read_json(spec)
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        refuse(spec, "expected a list of one string or more")
+    for choice in choices:
+        try:
+            choice.encode()
+        except UnicodeEncodeError:
+            refuse(spec, f"{choice!r} can't be written in UTF-8")
+    return list(dict.fromkeys(choices))
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A part of a structural tag: `begin`, then JSON that follows `schema`, then `end`."""
+
+    trigger: str  # the beginning of `begin` that starts it
+    begin: str
+    schema: dict[str, Json]
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class StructuralTag:
+    """`at_least_one`: the answer begins with a structure. `stop_after_first`: it ends behind the first."""
+
+    structures: list[Structure]
+    at_least_one: bool
+    stop_after_first: bool
+
+
+def read_structural_tag(spec: GrammarSpec) -> StructuralTag:
+    """Return a structural tag. Raises `RequestError` if its JSON is of another form, or a structure begins with no trigger."""
+    tag = read_json(spec)
+    if not isinstance(tag, dict) or not {"structures", "triggers"} <= set(tag) <= {"structures", "triggers", *_FLAGS}:
+        refuse(spec, f'expected {{"structures": [...], "triggers": [...]}}, perhaps with {" and ".join(_FLAGS)}')
+    for flag in _FLAGS:
+        if not isinstance(tag.get(flag, False), bool):
+            refuse(spec, f"{flag}: expected true or false")
+    return StructuralTag(_read_structures(spec, tag), *(tag.get(flag, False) for flag in _FLAGS))
+
+
+_FLAGS = ("at_least_one", "stop_after_first")
+
+
+def _read_structures(spec: GrammarSpec, tag: Mapping[str, Json]) -> list[Structure]:
+    triggers, structures = tag["triggers"], tag["structures"]
+    if not isinstance(triggers, list) or not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        refuse(spec, "triggers: expected a list of one string or more, none of them empty")
+    if not isinstance(structures, list) or not structures:
+        refuse(spec, "structures: expected a list of one or more")
+    shortest = [trigger for trigger in dict.fromkeys(triggers) if not any(trigger != other and trigger.startswith(other) for other in triggers)]
+    read = [_read_structure(spec, f"structures.{index}", structure, shortest) for index, structure in enumerate(structures)]
+    for trigger in shortest:
+        if not any(structure.trigger == trigger for structure in read):
+            refuse(spec, f"triggers: no structure begins with {trigger!r}")
+    return read
+
+
+def _read_structure(spec: GrammarSpec, place: str, structure: Json, triggers: list[str]) -> Structure:
+    if not isinstance(structure, dict) or set(structure) != {"begin", "schema", "end"}:
+        refuse(spec, f'{place}: expected {{"begin": ..., "schema": ..., "end": ...}}')
+    begin, end = structure["begin"], structure["end"]
+    if not isinstance(begin, str) or not isinstance(end, str):
+        refuse(spec, f"{place}: begin and end are strings")
+    trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
+    if trigger is None:
+        refuse(spec, f"{place}: {begin!r} begins with none of the triggers")
+    return Structure(trigger, begin, read_schema(spec, structure["schema"]), end)

@@ -1,0 +1,109 @@
+"""A grammar backend that a test can see through: it knows choices alone, and answers to a few words as a test wants it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dovetail.api.component import NoOptions
+from dovetail.api.grammar import Grammar, GrammarBackend, GrammarCapabilities, GrammarContext, GrammarSpec, Matcher
+from dovetail.errors import RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class ToyMatcher(Matcher):
+    """Compares what has come with each choice."""
+
+    def __init__(self, choices: Sequence[bytes], context: GrammarContext) -> None:
+        self._choices, self._context = choices, context
+        self._said: list[bytes] = []
+        self._ended = False
+
+    def _text(self) -> bytes:
+        return b"".join(self._said)
+
+    def _may_come(self, token: int) -> bool:
+        if self._ended:
+            return False
+        if token in self._context.stop_ids:
+            return self._text() in self._choices
+        piece = self._context.token_bytes[token]
+        return piece is not None and any(choice.startswith(self._text() + piece) for choice in self._choices)
+
+    def fill(self, words: NDArray[np.uint32]) -> None:
+        words[:] = 0
+        for token in range(self._context.vocab_size):
+            if self._may_come(token):
+                words[token // 32] |= 1 << (token % 32)
+
+    def accept(self, token: int) -> bool:
+        if not self._may_come(token):
+            return False
+        if token in self._context.stop_ids:
+            self._ended = True
+        else:
+            self._said.append(self._context.token_bytes[token] or b"")
+        return True
+
+    def rollback(self, tokens: int) -> None:
+        del self._said[len(self._said) - tokens :]
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    @property
+    def complete(self) -> bool:
+        text = self._text()
+        return text in self._choices and not any(choice != text and choice.startswith(text) for choice in self._choices)
+
+
+class ToyGrammar(Grammar):
+    def __init__(self, choices: Sequence[bytes], context: GrammarContext) -> None:
+        self._choices, self._context = choices, context
+
+    def begin(self) -> Matcher:
+        return ToyMatcher(self._choices, self._context)
+
+
+class Toy(GrammarBackend):
+    """`hangs` compiles until `release` is set, `panics` raises what no library should, `wrong` is refused."""
+
+    capabilities = GrammarCapabilities(kinds=("choice",), rollback=True, forced=False)
+
+    def __init__(self, options: object = None, context: GrammarContext | None = None) -> None:
+        super().__init__(NoOptions(), context or GrammarContext([b"a", b"b", None], frozenset({2}), 3))
+        self.compiled: list[str] = []
+        self.begun = threading.Semaphore(0)  # a permit for each that hangs
+        self.release = threading.Event()
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        self.compiled.append(spec.text)
+        if "hangs" in spec.text:
+            self.begun.release()
+            self.release.wait(60)
+        if "panics" in spec.text:
+            raise Panic("the native library is beside itself")
+        if "wrong" in spec.text:
+            raise RequestError("the word isn't liked here")
+        return ToyGrammar([choice.encode() for choice in json.loads(spec.text)], self.context)
+
+
+class Panic(BaseException):
+    """As a panic of Rust reaches Python: no `Exception`."""
+
+
+class ToyPart:
+    """As much of a `ResolvedComponent` as an assembly uses."""
+
+    qualified_name = "tests:toy"
+
+    def load(self) -> type[Toy]:
+        return Toy
+
+    def make(self, context: GrammarContext) -> Toy:
+        return Toy(None, context)
