@@ -110,7 +110,7 @@ def test_of_several_ranks_the_one_is_named_that_died_first() -> None:
 def test_a_rank_that_cannot_start_in_time_is_named() -> None:
     with (
         nothing_left(),
-        pytest.raises(DovetailError, match=r"not started after 0.2 s \(executor.start_timeout_s\): rank 1 \(cpu\), .* haven't started$"),
+        pytest.raises(DovetailError, match=r"not started after 0.2 s \(executor.start_timeout_s\): rank 1 \(cpu\), .* haven't loaded the model$"),
     ):
         engine(2, start_timeout_s=0.2)
 

@@ -6,13 +6,14 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.api.executor import Batch, NewRow
+from dovetail.api.executor import Batch, Masks, NewRow
 from dovetail.api.kv_cache import BlockCopy
 from dovetail.api.sampler import RowSampling
-from dovetail.runtime.batch_words import from_words, to_words
+from dovetail.runtime.batch_words import from_words, masks_from_words, masks_to_words, to_words
 from tests.support import examples
 
 numbers = st.integers(0, 2**31 - 1)
@@ -46,6 +47,7 @@ def batches(draw: st.DrawFn) -> Batch:
         num_tokens=np.array([row[1] for row in rows], np.int32),
         yields_token=np.array([row[2] for row in rows], np.bool_),
         shared_prefix_blocks=draw(numbers),
+        late=draw(st.booleans()),
     )
 
 
@@ -65,6 +67,12 @@ def test_a_batch_is_the_same_after_the_way_as_words(batch: Batch) -> None:
     arrived = from_words(np.concatenate(to_words(batch)))
     assert values(arrived) == values(batch)
     assert [values(new) for new in arrived.added] == [values(new) for new in batch.added]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_masks_are_the_same_after_the_way_as_words(count: int) -> None:
+    masks = Masks(np.arange(count, dtype=np.int32), np.arange(count * 7, dtype=np.uint32).reshape(count, 7) * np.uint32(2**29))
+    assert values(masks_from_words(np.concatenate(masks_to_words(masks)))) == (values(masks) if count else [("int32", []), ("uint32", [])])
 
 
 def test_a_decode_step_is_sent_without_a_python_object_for_each_row() -> None:

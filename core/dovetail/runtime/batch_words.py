@@ -1,8 +1,8 @@
-"""A `Batch` as 32-bit words, for sending it to other ranks: numbers are copied as they are, with no Python object for each.
+"""A `Batch` and its `Masks` as 32-bit words, for sending them to other ranks: numbers are copied as they are, with no Python object for each.
 
 The sampling parameters of rows that begin are pickled together: they are of many kinds, and a row begins once.
 
-    step (two words), shared blocks, then how many of each
+    step (two words), shared blocks, 1 if it is late, then how many of each
     removed | new_block_rows | new_blocks | copies (src, dst, …) | rows | num_tokens | yields_token
     for each of `added`: row, prompt_len, computed; how many tokens and blocks, and bytes of its id
     all tokens | all blocks | all ids | sampling, pickled
@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.api.executor import Batch, NewRow
+from dovetail.api.executor import Batch, Masks, NewRow
 from dovetail.api.kv_cache import BlockCopy
 
 Words = NDArray[np.int32]
 
-_HEAD, _NEW = 9, 6  # words
+_HEAD, _NEW = 10, 6  # words
 
 
 def to_words(batch: Batch) -> list[Words]:
@@ -37,7 +37,7 @@ def to_words(batch: Batch) -> list[Words]:
         sampling = pickle.dumps([new.sampling for new in batch.added], pickle.HIGHEST_PROTOCOL)
         body += _added_words(batch.added)
         body.append(_bytes_words(sampling))
-    head = np.array([0, 0, batch.shared_prefix_blocks, *lens, len(sampling)], np.int32)
+    head = np.array([0, 0, batch.shared_prefix_blocks, batch.late, *lens, len(sampling)], np.int32)
     head[:2] = np.array([batch.step], np.int64).view(np.int32)  # a server may live for more steps than 32 bits can count
     return [head, *body]
 
@@ -45,7 +45,7 @@ def to_words(batch: Batch) -> list[Words]:
 def from_words(words: Words) -> Batch:
     """Return the batch of a message. Its arrays are views of `words`."""
     step = int(words[:2].copy().view(np.int64)[0])
-    shared, removed, new_blocks, copies, rows, added, sampling = words[2:_HEAD].tolist()
+    shared, late, removed, new_blocks, copies, rows, added, sampling = words[2:_HEAD].tolist()
     reader = _Reader(words, _HEAD)
     fields: dict[str, Any] = {
         "removed": reader.take(removed),
@@ -56,7 +56,18 @@ def from_words(words: Words) -> Batch:
         "num_tokens": reader.take(rows),
         "yields_token": reader.take(rows).astype(np.bool_),
     }
-    return Batch(step=step, shared_prefix_blocks=shared, added=_added(reader, added, sampling) if added else (), **fields)
+    return Batch(step=step, shared_prefix_blocks=shared, late=bool(late), added=_added(reader, added, sampling) if added else (), **fields)
+
+
+def masks_to_words(masks: Masks) -> list[Words]:
+    """Return arrays as `to_words` does: how many masks, their indices, their words."""
+    return [np.array([len(masks.indices)], np.int32), masks.indices, masks.words.reshape(-1).view(np.int32)]
+
+
+def masks_from_words(words: Words) -> Masks:
+    """Return the masks of a message. Its arrays are views of `words`."""
+    count = int(words[0])
+    return Masks(words[1 : 1 + count], words[1 + count :].view(np.uint32).reshape(count, -1 if count else 0))
 
 
 class _Reader:

@@ -21,7 +21,7 @@ from dovetail.errors import DovetailError
 from dovetail.nn.kernels.launch import is_compiling_ahead
 from dovetail.runtime.symmetric import SymmetricBuffer, symmetric_buffer
 
-JOIN_S = 20.0  # that ranks may take to connect to each other, once all of them are about to
+JOIN_S = 60.0  # that ranks may take to connect to each other, once all of them are about to
 POLL_S = 0.002
 ENVIRONMENT = {  # of all ranks, unless it says otherwise already
     "NCCL_NVLS_ENABLE": "0",  # no multicast, here …
@@ -49,8 +49,8 @@ class TorchGroup:
         before_join: Callable[[], None] = lambda: None,
     ) -> None:
         """`name` is the group's own on this host. `store_path` names a file that is empty at first, the same for all ranks. `timeout_s` is how long a
-        sum may wait for the others on a CPU; on a GPU it is the executor's business to break off. `before_join` is called, perhaps again and again,
-        while this rank waits for the others to join: it may raise what they died of."""
+        sum may wait for the others on a CPU; on a GPU it is the executor's business to break off. `before_join` is called right
+        before this rank joins, and by rank 0 again and again while it waits for the others to: it may raise what they died of."""
         self.rank, self.size, self.device = rank, size, device
         self.failure: BaseException | None = None  # the error of the first sum that failed
         self.symmetric: SymmetricBuffer | None = None
@@ -74,6 +74,7 @@ class TorchGroup:
         """Connect to the other ranks, if that hasn't been done. Raises `DovetailError` if they don't come in time."""
         if self._group is not None:
             return
+        self._before_join()
         store = FileStore(self._store_path, self.size)
         store.set_timeout(timedelta(seconds=JOIN_S))
         if self.rank == 0:
@@ -157,7 +158,6 @@ class TorchGroup:
     def _wait_for_others(self, store: FileStore) -> None:
         """Wait until every other rank has left something in the store. So this rank isn't held in a call that nothing can end, should one die."""
         until = time.monotonic() + JOIN_S
-        self._before_join()
         while store.num_keys() < self.size:  # theirs, and one of the store itself
             self._before_join()
             if time.monotonic() > until:

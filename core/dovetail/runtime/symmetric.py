@@ -7,6 +7,7 @@ as the buffer was made before."""
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,22 @@ RELEASE_POLL_S = 0.001
 class SymmetricBuffer:
     """A buffer on each GPU of a group, [numbers] of one dtype. Used by one stream at a time; `release` may be called by another thread."""
 
-    def __init__(self, buffer: torch.Tensor, handle: object, group_name: str) -> None:
-        self._buffer, self._group_name = buffer, group_name
-        self._handle: torch._C._distributed_c10d._SymmetricMemory = handle  # type: ignore[assignment]
+    def __init__(self, buffer: torch.Tensor, handle: Any, group_name: str) -> None:
+        """`handle` is what torch's rendezvous returned for the buffer."""
+        self._buffer, self._handle, self._group_name = buffer, handle, group_name
         self.most_bytes = buffer.nbytes
+        rank, size = handle.rank, handle.world_size
+        # A signal pad has a number for each pair of a block of a kernel and a rank that signals to it: 1 until the signal is taken.
+        count = handle.signal_pad_size // 4 // size * size
+        pads = [handle.get_signal_pad(each, (count,), torch.int32).view(-1, size) for each in range(size)]
+        self._to_me = [part for part in (pads[rank][:, :rank], pads[rank][:, rank + 1 :]) if part.numel()]
+        self._from_me = [pad[:, rank] for each, pad in enumerate(pads) if each != rank]
+        # What `release` needs is made now: no kernel can be loaded while another runs for ever. Nobody signals yet, so the numbers are 0.
+        self._aside, self._passed = torch.cuda.Stream(buffer.device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._aside):
+            for part in (*self._to_me, *self._from_me):
+                part.fill_(0)
+        self._aside.synchronize()
 
     def all_reduce(self, x: torch.Tensor) -> bool:
         """Sum x over the ranks, in place. Returns False, having done nothing, if x is too large, or of another dtype or alignment: then all ranks
@@ -53,17 +66,16 @@ class SymmetricBuffer:
     def release(self) -> None:
         """Let kernels return that wait for a rank which is gone: give them the signals that they wait for, until the GPU has done what was enqueued,
         or `RELEASE_S` have passed. What they compute is undefined."""
-        device, handle = self._buffer.device, self._handle
-        pads = [handle.get_signal_pad(rank, (handle.signal_pad_size // 4,), torch.int32) for rank in range(handle.world_size)]
-        done, until = torch.cuda.Event(), time.monotonic() + RELEASE_S  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device):
-            done.record(torch.cuda.default_stream(device))
-            aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(aside):
-                while not done.query() and time.monotonic() < until:  # type: ignore[no-untyped-call]
-                    for rank, pad in enumerate(pads):
-                        pad.fill_(int(rank == handle.rank))  # mine say that the others have come; theirs, that they have taken my signal
-                    aside.synchronize()
+        until = time.monotonic() + RELEASE_S
+        with torch.cuda.device(self._buffer.device):
+            self._passed.record(torch.cuda.default_stream(self._buffer.device))
+            with torch.cuda.stream(self._aside):
+                while not self._passed.query() and time.monotonic() < until:  # type: ignore[no-untyped-call]
+                    for part in self._to_me:
+                        part.fill_(1)  # the others have come
+                    for part in self._from_me:
+                        part.fill_(0)  # they have taken my signal
+                    self._aside.synchronize()
                     time.sleep(RELEASE_POLL_S)
 
     def _takes(self, x: torch.Tensor) -> bool:

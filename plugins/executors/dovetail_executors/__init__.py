@@ -21,7 +21,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="executor",
             name="tensor",
             target="dovetail_executors.tensor:TensorExecutor",
-            api="0.2",
+            api="0.3",
             options="dovetail_executors.options:TensorOptions",
             summary="The model split over several GPUs of this host, or over processes on its CPU",
             requires=("torch>=2.11", "transformers>=5", "safetensors>=0.5"),

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ def main() -> int:
     try:
         import torch
 
-        rank = Rank(job.rank, torch.device(job.device), job.settings, _context(job))
+        rank = Rank(job.rank, torch.device(job.device), job.settings, _context(job), partial(send, control, {"joining": True}))
         _run(rank, job, control, orders)
     except (WriterGone, EOFError):
         return 0
@@ -105,11 +106,10 @@ def _context(job: Job) -> ExecutorContext:
 
 def _run(rank: Rank, job: Job, control: socket.socket, orders: SimpleQueue[Message]) -> None:
     """Load, allocate as many blocks as all can, and compute what comes through the ring. Raises `WriterGone` at the end."""
-    from dovetail.runtime.batch_words import from_words
+    from dovetail.runtime.batch_words import from_words, masks_from_words
     from dovetail.runtime.runner import PendingStep
     from dovetail_executors.ring import Kind, Ring, RingReader
 
-    send(control, {"ready": True})
     capacity = rank.load()
     send(control, {"loaded": (capacity.num_blocks, dict(capacity.details))})
     rank.worker.allocate(orders.get()["allocate"])
@@ -121,10 +121,13 @@ def _run(rank: Rank, job: Job, control: socket.socket, orders: SimpleQueue[Messa
     most = job.max_in_flight or capacity.max_in_flight
     while True:
         kind, words = reader.next()
+        kept = most - 1 if kind is Kind.STEP else 1  # the engine has collected all others before it sent this
+        while len(in_flight) > kept:
+            rank.worker.collect(in_flight.popleft())
         if kind is Kind.STEP:
-            if len(in_flight) == most:  # the engine has collected it before it sent this step
-                rank.worker.collect(in_flight.popleft())
             in_flight.append(rank.worker.submit(from_words(words)))
+        else:
+            rank.worker.sample(in_flight[-1], masks_from_words(words))
         reader.done()
 
 

@@ -36,6 +36,7 @@ class Kind(IntEnum):
     """The kind of a message."""
 
     STEP = 1  # a batch to submit: `dovetail.runtime.batch_words`
+    SAMPLE = 2  # the masks of the late batch before it, to sample by
 
 
 class WriterGone(Exception):

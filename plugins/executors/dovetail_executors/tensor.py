@@ -20,11 +20,13 @@ from functools import partial
 from typing import Any, NoReturn
 from uuid import uuid4
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from dovetail.api.executor import Batch, Capacity, Executor, ExecutorContext, Result
+from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Masks, Result
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
-from dovetail.runtime.batch_words import to_words
+from dovetail.runtime.batch_words import masks_to_words, to_words
 from dovetail.runtime.device_choice import choose_device
 from dovetail.runtime.groups import ENVIRONMENT
 from dovetail.runtime.runner import PendingStep
@@ -41,6 +43,7 @@ DRAIN_S = 2.0  # that steps in flight get to end when the executor is stopped
 class TensorExecutor(Executor):
     """Several ranks. If one dies, fails or takes too long, all are ended, and every call raises `DovetailError` naming it."""
 
+    capabilities = ExecutorCapabilities(masks=True)
     options: TensorOptions
 
     def __init__(self, options: TensorOptions, context: ExecutorContext) -> None:
@@ -71,6 +74,18 @@ class TensorExecutor(Executor):
             self._fail(error)
         self._in_flight.append(handle)
         return handle
+
+    def mask_words(self, count: int, width: int) -> NDArray[np.uint32]:
+        _, rank = self._running()
+        return rank.worker.mask_words(count)
+
+    def sample(self, handle: PendingStep, masks: Masks) -> None:
+        writer, rank = self._running()
+        try:
+            writer.send(Kind.SAMPLE, masks_to_words(masks))
+            rank.worker.sample(handle, masks)
+        except Exception as error:
+            self._fail(error)
 
     def collect(self, handle: PendingStep) -> Result:
         _, rank = self._running()
@@ -124,7 +139,7 @@ class TensorExecutor(Executor):
         ranks.limit(options.start_timeout_s, partial(_late_at_start, ranks, options.start_timeout_s))
         ranks.start()
         context = replace(self.context, progress=partial(_progress, self.context.progress, ranks))
-        rank = self._rank = Rank(0, devices[0], settings, context, before_join=partial(_all_ready, ranks))
+        rank = self._rank = Rank(0, devices[0], settings, context, before_join=partial(_all_joining, ranks))
         ranks.on_failure = rank.group.abort
         try:
             capacity = self._load(rank, ranks)
@@ -255,8 +270,8 @@ def rank_devices(options: TensorOptions) -> list[torch.device]:
     return [choose_device(f"cuda:{index}", "executor.devices") for index in reversed(indices)][::-1]  # rank 0's becomes the current one
 
 
-def _all_ready(ranks: Ranks) -> None:
-    ranks.heard("ready")
+def _all_joining(ranks: Ranks) -> None:
+    ranks.heard("joining")
 
 
 def _progress(own: object, ranks: Ranks, what: str, done: int, total: int) -> None:
@@ -267,7 +282,7 @@ def _progress(own: object, ranks: Ranks, what: str, done: int, total: int) -> No
 
 
 def _late_at_start(ranks: Ranks, seconds: float) -> str:
-    for what, told in (("ready", "haven't started"), ("loaded", "haven't loaded the model"), ("allocated", "haven't made their memory")):
+    for what, told in (("joining", "haven't loaded the model"), ("loaded", "haven't connected"), ("allocated", "haven't made their memory")):
         if (silent := ranks.silent(what)) != "none":
             return f"not started after {seconds:g} s (executor.start_timeout_s): {silent} {told}"
     return f"not started after {seconds:g} s (executor.start_timeout_s): all ranks wait for rank 0"

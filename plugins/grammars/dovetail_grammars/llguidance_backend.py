@@ -196,7 +196,9 @@ def _structural_tag(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
     else:
         lines = [f"start: {f'{first} ' if tag.at_least_one else ''}{tags}* rest"]
     for n, trigger in enumerate(triggers):
-        bodies = [f"{_text(s.begin.removeprefix(trigger))} {_schema(s.schema, options)} {_text(s.end)}" for s in tag.structures if s.trigger == trigger]
+        bodies = [
+            f"{_text(s.begin.removeprefix(trigger))} {_schema(s.schema, options)} {_text(s.end)}" for s in tag.structures if s.trigger == trigger
+        ]
         lines += [f"tag_{n}: head_{n} ({' | '.join(bodies)})", f"head_{n}[lazy]: {ANY_TEXT} {_text(trigger)}"]
     lines += ["rest: REST", f"REST: {ANY_TEXT} & ~({ANY_TEXT} ({' | '.join(map(_text, triggers))}) {ANY_TEXT})"]
     return "\n".join(lines) + "\n"
