@@ -79,10 +79,8 @@ class RingWriter:
     def send(self, kind: Kind, arrays: Sequence[Words]) -> None:
         """Send a message that consists of these arrays. Returns once it is in the ring."""
         self.sent += 1
-        length = sum(map(len, arrays))
-        self._write(np.array([kind, self.sent & 0x7FFFFFFF, length], np.int32))
-        for array in arrays:
-            self._write(array)
+        head = np.array([kind, self.sent & 0x7FFFFFFF, sum(map(len, arrays))], np.int32)
+        self._write(np.concatenate((head, *arrays)))
         self._publish()
 
     def done(self) -> list[int]:
