@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dovetail.api.executor import ComponentRef
+from dovetail.errors import DovetailError
 from dovetail_executors.options import TensorOptions
 from dovetail_executors.tensor import TensorExecutor
 from tests.e2e import test_same_tokens as spine
@@ -85,6 +86,34 @@ def test_components_of_others_work_in_every_rank_without_being_searched_for(tmp_
         executor.stop()
     seen = {kind: {path.name for path in tmp_path.glob(f"{kind}-*")} for kind in theirs}
     assert all(len(processes) == 2 and f"{kind}-{os.getpid()}" in processes for kind, processes in seen.items()), seen
+
+
+@pytest.mark.slow
+def test_a_component_that_fails_in_one_rank_alone_is_named_with_what_it_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = context()
+    assert plain.sampler is not None
+    module, _, name = plain.sampler.path.partition(":")
+    code = [
+        "import os",
+        f"from {module} import {name}",
+        f"class Sampler({name}):",
+        "    def sample(self, *args):",
+        f"        if os.getpid() != {os.getpid()}:",
+        "            raise MemoryError('all is full')",
+        "        return super().sample(*args)",
+    ]
+    (tmp_path / "failing_elsewhere.py").write_text("\n".join(code))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sampler = ComponentRef("sampler", "somebody-else:failing", "failing_elsewhere:Sampler", plain.sampler.options, plain.sampler.options_model)
+    executor = TensorExecutor(TensorOptions(device="cpu"), context(sampler=sampler))
+    try:
+        capacity = executor.start()
+        executor.collect(executor.submit(prefill(capacity, [[1, 2, 3]])))
+        with pytest.raises(DovetailError, match=r"^executor tensor: rank 1 \(cpu\), process \d+, ended with exit code 1: ") as caught:
+            executor.collect(executor.submit(decode(1, 1)))
+        assert "step 0 failed: MemoryError: all is full; requests in it: request-0" in str(caught.value)
+    finally:
+        executor.stop()
 
 
 def _theirs(ref: ComponentRef, kind: str) -> ComponentRef:

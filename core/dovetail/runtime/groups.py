@@ -129,10 +129,6 @@ class TorchGroup:
         memory. What they compute is undefined. Raises nothing."""
         if self.symmetric is not None:
             self.symmetric.release()
-        self.close()
-
-    def close(self) -> None:
-        """Part from the other ranks, without waiting for them. Twice is as good as once."""
         backend, self._backend = self._backend, None
         if backend is not None and self.device.type == "cuda":
             try:

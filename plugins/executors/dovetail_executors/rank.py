@@ -57,7 +57,7 @@ class Rank:
 
     def close(self) -> None:
         """Release everything, without waiting for other ranks."""
-        self.group.close()
+        self.group.abort()
         self.worker.stop()
 
     def _reserve(self) -> None:

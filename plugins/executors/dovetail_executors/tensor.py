@@ -37,6 +37,7 @@ from dovetail_executors.ranks import RankJob, Ranks
 from dovetail_executors.ring import Kind, Ring, RingWriter
 
 TOLD_S = 2.0  # when rank 0 misses another rank, so long is waited for the watch to say what that one died of
+DEVICE_POLL_S = 20e-6  # the system makes some 70 of it; with steps in flight the device has work meanwhile
 DRAIN_S = 2.0  # that steps in flight get to end when the executor is stopped
 
 
@@ -144,7 +145,9 @@ class TensorExecutor(Executor):
         try:
             capacity = self._load(rank, ranks)
         except Exception as error:
-            self._fail(error)
+            if (others := self._others_failure()) is not None:
+                raise others from error
+            raise
         self._writer = RingWriter(ring, wakers, ranks.check)
         ranks.limit(None)
         return capacity
@@ -225,23 +228,29 @@ class TensorExecutor(Executor):
             self._ranks.limit(None if step is None else seconds, late)
 
     def _wait_for(self, handle: PendingStep) -> None:
-        """Wait until the device has passed the step, unless a rank dies: then the device may never do."""
+        """Wait until the device has passed the step, unless a rank dies: then the device may never do, so that this can't be left to CUDA."""
         while not handle.passed:
             self.check()
-            time.sleep(0)
+            time.sleep(DEVICE_POLL_S)
 
     def _fail(self, error: Exception) -> NoReturn:
         """Raise what went wrong, from now on by `check` too: another rank's failure if this one only missed it."""
-        ranks, rank = self._ranks, self._rank
-        if ranks is not None and rank is not None and rank.group.failure is not None:
-            ranks.await_failure(TOLD_S)
-        failure = error if isinstance(error, DovetailError) else DovetailError(f"executor tensor: rank 0: {type(error).__name__}: {error}")
-        if ranks is not None and ranks.failure is not None:
-            failure = DovetailError(str(ranks.failure))
+        failure = self._others_failure()
+        if failure is None:
+            failure = error if isinstance(error, DovetailError) else DovetailError(f"executor tensor: rank 0: {type(error).__name__}: {error}")
         self._failure = self._failure or failure
         if failure is error:
             raise error
         raise failure from error
+
+    def _others_failure(self) -> DovetailError | None:
+        """Return what another rank died of, if one did; if a sum has failed here, one surely does, and is waited for."""
+        ranks, rank = self._ranks, self._rank
+        if ranks is None:
+            return None
+        if rank is not None and rank.group.failure is not None:
+            ranks.await_failure(TOLD_S)
+        return None if ranks.failure is None else DovetailError(str(ranks.failure))
 
     def _drain(self) -> None:
         """Let the steps in flight end, so that no rank waits for one that was stopped."""
