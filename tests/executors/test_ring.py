@@ -1,5 +1,6 @@
 """The ring that carries batches to the ranks: every reader gets every message, whole and in order, whatever their sizes; and nobody waits for the
-dead."""
+dead.
+"""
 
 from __future__ import annotations
 

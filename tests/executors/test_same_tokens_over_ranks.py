@@ -1,5 +1,6 @@
 """Several ranks generate the tokens of one: whatever is around a request, whatever the model's sizes, as long as they can be split; and whoever wrote
-the components."""
+the components.
+"""
 
 from __future__ import annotations
 

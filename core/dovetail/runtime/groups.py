@@ -2,6 +2,8 @@
 gather through one, inside CUDA graphs too. An executor of several ranks makes one in each of its processes.
 
 torch's default group isn't used, so that several engines, and programs with a group of their own, can be in one process.
+
+Between CPUs all of it is tested. Between GPUs it hasn't been run as a whole; `docs/several-gpus.md` says which calls were, and how.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, _register_process_group
+from torch._C._distributed_c10d import FileStore, _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import GroupName
 
 from dovetail.errors import DovetailError
@@ -126,13 +128,15 @@ class TorchGroup:
 
     def abort(self) -> None:
         """End what waits for other ranks, from another thread, as they will not come: NCCL's kernels return, and so do those that wait for symmetric
-        memory. What they compute is undefined. Raises nothing."""
+        memory. What they compute is undefined. Twice is as good as once. Raises nothing."""
         if self.symmetric is not None:
             self.symmetric.release()
         backend, self._backend = self._backend, None
         if backend is not None and self.device.type == "cuda":
             try:
                 backend.abort()
+                if self.symmetric is not None:
+                    _unregister_process_group(GroupName(self._name))
             except RuntimeError as error:
                 self.failure = self.failure or error
 

@@ -1,5 +1,6 @@
 """Messages between the engine's process and its ranks', over a socket pair: pickled dictionaries behind their length. For starting and ending;
-batches go through the ring."""
+batches go through the ring.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The process of one rank: `python -m dovetail_executors.rank_process DESCRIPTOR PARENT`, as `Ranks` starts it.
 
 It ends with the engine's process, by three ways of which each is enough: the kernel kills it when the thread that started it is gone, a thread of its
-own waits for the end of the control socket, and the ring tells when its writer is gone."""
+own waits for the end of the control socket, and the ring tells when its writer is gone.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 takes too long, and then ends all of them.
 
 What must hold: no rank outlives the engine's process or the executor, whatever becomes of either; and whoever waits for a rank hears why it won't
-come."""
+come.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@
        taken by rank 1     taken by rank 2
 
 The memory has no name: processes inherit it, and when the last is gone, so is it. A message may be larger than the ring: it is written as readers
-make room. A reader spins for a moment and then waits at its pipe, which tells it as well when the writer is gone."""
+make room. A reader spins for a moment and then waits at its pipe, which tells it as well when the writer is gone.
+"""
 
 from __future__ import annotations
 
