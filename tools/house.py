@@ -31,6 +31,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # a box of the drawing -> the modules 
     "request": (
         "dovetail.request",
         "dovetail.sampling_params",
+        "dovetail.structured",
         "dovetail.limits",
         "dovetail.checks",
         "dovetail.frozen",

@@ -13,7 +13,9 @@ from dovetail.checks import BINARY, INT64, as_number, did_you_mean, plain_intege
 from dovetail.errors import RequestError
 from dovetail.frozen import FrozenDict, frozen
 from dovetail.roadmap import not_yet
-from dovetail.structured import GuidedDecodingParams, Structured, StructuredOutputsParams, structured_of_vllm
+from dovetail.structured import GuidedDecodingParams as GuidedDecodingParams  # who comes from vLLM looks for it here
+from dovetail.structured import Structured, structured_of_vllm
+from dovetail.structured import StructuredOutputsParams as StructuredOutputsParams
 
 REPETITION_PENALTIES = (0.01, 100.0)  # the allowed range: beyond it, logits in 16 or 32 bits become 0 or infinite
 NAMES_ELSEWHERE = {  # name in transformers or other engines -> name here
@@ -25,21 +27,12 @@ NAMES_ELSEWHERE = {  # name in transformers or other engines -> name here
     "stop_sequences": "stop",
     "eos_token_id": "stop_token_ids",
     "top_logprobs": "logprobs",
+    **dict.fromkeys(("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), "structured"),
 }
 
 _VLLMS_RULES = ("structured_outputs", "guided_decoding")  # vLLM's names of `structured`, by which it takes other values
 
 T = TypeVar("T")
-
-__all__ = [
-    "NAMES_ELSEWHERE",
-    "REPETITION_PENALTIES",
-    "GuidedDecodingParams",
-    "OutputKind",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "changed_unchecked",
-]
 
 
 class OutputKind(Enum):

@@ -55,7 +55,7 @@ class Structured:
         known = [field.name for field in fields(cls)]
         for key in value:
             if key not in known:
-                raise RequestError(f"structured.{str(key)[:80]}: there is no such field; there are {', '.join(known)}")
+                raise RequestError(f"structured.{_key(key)}: there is no such field; there are {', '.join(known)}")
         return cls(**value)
 
     @property
@@ -116,7 +116,7 @@ def structured_of_vllm(value: Any) -> Structured:
         known = [field.name for field in fields(StructuredOutputsParams)]
         for key in value:
             if key not in known:
-                raise RequestError(f"structured_outputs.{str(key)[:80]}: there is no such field; there are {', '.join(known)}")
+                raise RequestError(f"structured_outputs.{_key(key)}: there is no such field; there are {', '.join(known)}")
         value = StructuredOutputsParams(**value)
     if not isinstance(value, StructuredOutputsParams):
         raise RequestError(f"structured_outputs must be StructuredOutputsParams, or a mapping of its fields, got {shown(value)}")
@@ -198,7 +198,7 @@ def _structural_tag(value: Any, name: str) -> str:
     tag = {key: one for key, one in value.items() if (key, one) != ("type", "structural_tag")}
     for key in tag:
         if key not in _TAG_KEYS:
-            raise _wrong(f"{name}.{str(key)[:80]}", f"there is no such key; there are {', '.join(_TAG_KEYS)}")
+            raise _wrong(f"{name}.{_key(key)}", f"there is no such key; there are {', '.join(_TAG_KEYS)}")
     for key in ("at_least_one", "stop_after_first"):
         if not isinstance(tag.get(key, False), bool):
             raise _wrong(f"{name}.{key}", f"it must be true or false, got {shown(tag[key])}")
@@ -226,6 +226,11 @@ def _items(tag: Mapping[str, Any], key: str, name: str) -> Sequence[Any]:
     if not isinstance(items, Sequence) or isinstance(items, str | BINARY) or not items:
         raise _wrong(f"{name}.{key}", f"it must be a list with at least one item, got {shown(items)}")
     return items
+
+
+def _key(key: Any) -> str:
+    """A wrong key, to be read behind a dot."""
+    return key[:80] if isinstance(key, str) else shown(key)
 
 
 def _flag(value: bool, name: str) -> bool:

@@ -16,6 +16,7 @@ from dovetail.cli.app import app
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.request import CompletionOutput, RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams
+from dovetail.structured import Structured
 
 
 class Echo:
@@ -26,6 +27,7 @@ class Echo:
     def __init__(self, config: Any) -> None:
         self.config, self.requests, self.closed = config, dict[str, tuple[str, SamplingParams]](), False
         self.tokenizer = self
+        self.asked: dict[str, SamplingParams] = {}
         Echo.made = self
 
     @classmethod
@@ -45,6 +47,7 @@ class Echo:
         if prompt == "refused":
             raise RequestError("the prompt is empty")
         self.requests[request_id] = (getattr(prompt, "text", prompt), params)
+        self.asked[request_id] = params
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -123,6 +126,22 @@ def test_file_of_plain_text_and_chat_with_a_file() -> None:
     assert generate("--prompts-file", "-", "--plain", "--chat", input="one\n").stdout == "<one>\n"
 
 
+def test_rules_of_the_answer_are_sampling_parameters(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    seen = []
+    for args in (
+        ["--json-schema", str(schema)],
+        ["--regex", "a+"],
+        ["--choice", "a", "--choice", "b"],
+        ["--param", "structured={json_object: true}"],
+    ):
+        assert generate("x", *args).exit_code == 0
+        seen.append(Echo.made.asked["0"].structured)
+    expected = ({"json_schema": {"type": "object"}}, {"regex": "a+"}, {"choice": ["a", "b"]}, {"json_object": True})
+    assert seen == [Structured(**rule) for rule in expected]  # type: ignore[arg-type]
+
+
 def test_an_id_that_is_no_text_is_printed_as_an_escape() -> None:
     line = '{"id": "\\ud800", "prompt": "x"}\n{"id": 2, "prompt": "y"}'
     assert generate("--prompts-file", "-", input=line).stdout == "--- \\ud800\nx\n--- 2\ny\n"
@@ -139,10 +158,14 @@ def test_an_id_that_is_no_text_is_printed_as_an_escape() -> None:
         (["x", "--max-tokens", "0"], 2, "max_tokens must be an integer >= 1"),
         (["x", "--param", "tempature=1"], 2, "--param: tempature: unknown sampling parameter, did you mean temperature?"),
         (
-            ["x", "--param", "guided_json={}"],
+            ["x", "--param", "lora_path=x"],
             2,
-            '--param: guided_json: unknown sampling parameter: not there yet; "Structured output" is on the roadmap',
+            '--param: lora_path: unknown sampling parameter: not there yet; "LoRA adapters" is on the roadmap',
         ),
+        (["x", "--regex", "a", "--choice", "b"], 2, "--regex and --choice contradict each other"),
+        (["x", "--regex", "a", "--param", "structured={regex: b}"], 2, "--regex and --param structured contradict each other"),
+        (["x", "--json-schema", "/there/is/none"], 2, "--json-schema: /there/is/none: can't be read: No such file"),
+        (["x", "--regex", ""], 2, "structured.regex: it must be a non-empty string"),
         (["x", "--param", "n"], 2, "--param: expected key=value"),
         (["x", "--set", "zzz=1"], 2, "--set: zzz: unknown key"),
         (["refused"], 2, "request 0: the prompt is empty"),

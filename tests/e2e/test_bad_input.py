@@ -180,6 +180,7 @@ ALLOWED = {
     "output_kind": "one of cumulative, delta, final",
     "extra_args": "map names to values",
     "truncate_prompt_tokens": f"an integer >= -1 and <= {MOST} or None",
+    "structured": "",
 }
 
 NEVER_RIGHT: list[Any] = [
@@ -496,6 +497,8 @@ ROOM = {
     "max_logprobs": 2,
     "max_name_chars": 9,
     "max_extra_size": 9,
+    "max_grammar_chars": 9,
+    "max_grammar_depth": 2,
 }
 SPARED = {"n": 2, "stop": ["ab", "cdefghi"], "stop_token_ids": [1, 2], "bad_words": ["a", "b"], "logit_bias": {1: 1, 2: 1}} | {
     "allowed_token_ids": [1, 2],
@@ -521,6 +524,8 @@ TOO_FAR: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("max_name_chars", {}, {"cache_salt": "0123456789"}),
     ("max_extra_size", {"extra_args": {"a": [["b"] * 5]}}, {}),
     ("max_extra_size", {}, {"extra": {"a": {"b": [0] * 9}}}),
+    ("max_grammar_chars", {"structured": {"regex": "0123456789"}}, {}),
+    ("max_grammar_depth", {"structured": {"regex": "(((a)))"}}, {}),
 ]
 
 
@@ -548,7 +553,8 @@ def test_what_goes_up_to_the_limits_is_taken(narrow: LLMEngine) -> None:
 
 def test_every_limit_has_a_request_that_goes_too_far() -> None:
     of_chats = {"max_chat_chars", "max_template_chars", "max_template_s", "max_template_bytes"}  # see test_chat_limits
-    assert set(ROOM) == set(Limits.model_fields) - of_chats - {"max_waiting"} == {limit for limit, _, _ in TOO_FAR}
+    others = {"max_waiting", "max_grammar_s"}  # see tests/structured
+    assert set(ROOM) == set(Limits.model_fields) - of_chats - others == {limit for limit, _, _ in TOO_FAR}
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(engine: LLMEngine, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a na
     "dtype": [("half", {"dtype": "float16"}), (torch.bfloat16, {"dtype": "bfloat16"}), ("auto", {"dtype": "auto"})],
     "seed": [(7, {"seed": 7}), (None, {})],
     "generation_config": [("vllm", {"generation_config": "none"}), ("auto", {"generation_config": "auto"})],
+    "guided_decoding_backend": [("xgrammar", {"grammar": "xgrammar"}), ("guidance", {"grammar": "llguidance"}), ("auto", {}), (None, {})],
     "disable_log_stats": [(True, {}), (False, {"observers": ["log"]})],
 }
 

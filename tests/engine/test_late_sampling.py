@@ -216,6 +216,16 @@ def test_the_grammar_begins_behind_the_mark_however_it_is_cut(cuts: list[bytes])
     assert constraint.matcher is not None
 
 
+def test_requests_aborted_while_late_steps_are_in_flight_harm_nobody() -> None:
+    world = World(shape=Shape(max_seqs=12, num_blocks=128))
+    for index in range(12):
+        world.add(Spec(f"r{index}", (index, *PROMPT), max_tokens=9, rule=4))
+    for index in range(0, 12, 2):
+        world.step()
+        world.abort(f"r{index}")
+    world.drain(check=True)
+
+
 def test_stopping_with_a_late_step_in_flight_leaves_nothing() -> None:
     world = World(shape=Shape(max_in_flight=2))
     world.add(Spec("ruled", PROMPT, max_tokens=20, rule=5))

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from dovetail.api.attention import AttentionLayer, FusedCache, LayerSpec
 from dovetail.errors import DovetailError
-from dovetail.nn import activation, embedding, linear, logprobs, norm, qkv
+from dovetail.nn import activation, embedding, linear, logprobs, norm, qkv, token_masks
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.kernels import available, few_rows, gpu, many_rows, one_row
 from dovetail.nn.kernels import logprobs as kernels
@@ -56,7 +56,7 @@ def test_the_kernels_hold_in_tritons_interpreter() -> None:
 
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_kernels(monkeypatch, activation, embedding, linear, logprobs, norm, qkv)
+    take_kernels(monkeypatch, activation, embedding, linear, logprobs, norm, qkv, token_masks)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -98,6 +98,21 @@ def test_each_token_gets_its_row(ids: list[int], size: int, dtype: torch.dtype, 
 
 
 # ---- a linear layer of few rows
+
+
+@runs_kernels
+@pytest.mark.usefixtures("with_kernels")
+@given(vocab=st.sampled_from([1, 31, 32, 4096, 5000]), rows=st.integers(0, 4), lines=st.integers(1, 3), dtype=dtypes, seed=seeds)
+@some
+def test_masked_tokens_are_those_of_the_twin(vocab: int, rows: int, lines: int, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randn(rows, vocab, dtype=dtype, device=DEVICE)
+    words = torch.randint(-(2**31), 2**31, (lines, -(-vocab // 32)), device=DEVICE).to(torch.int32)
+    at = torch.randint(-1, lines, (rows,), device=DEVICE)
+    ours, twin = logits.clone(), logits.cpu()
+    token_masks.mask_tokens(ours, at, words)
+    token_masks.mask_tokens(twin, at.cpu(), words.cpu())
+    assert torch.equal(ours.cpu(), twin)
 
 
 @dataclass(frozen=True)

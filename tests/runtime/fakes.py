@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from dovetail.api.attention import AttentionContext, AttentionLayer, LayerSpec
 from dovetail.api.clock import WallClock
 from dovetail.api.component import NoOptions
-from dovetail.api.executor import Batch, NewRow, Result
+from dovetail.api.executor import Batch, Masks, NewRow, Result
 from dovetail.api.kv_cache import BlockCopy
 from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerContext
 from dovetail.nn.logprobs import top_logprobs
@@ -149,6 +149,19 @@ class Bench:
 
     def run(self, work: dict[int, int], added: Sequence[NewRow] = (), removed: Sequence[int] = (), copies: Sequence[BlockCopy] = ()) -> Result:
         return self.runner.collect(self.submit(work, added, removed, copies))
+
+    def run_late(self, work: dict[int, int], added: Sequence[NewRow] = (), allowed: Mapping[int, Sequence[int]] | None = None) -> Result:
+        """As `run`, sampled late. `allowed`: row -> the ids that its mask allows."""
+        batch = replace(self.batch(work, added, (), ()), late=True)
+        pending = self.runner.submit(batch)
+        rows = [row for row in work if row in (allowed or {})]
+        words = self.runner.masks.to_fill(len(rows))
+        words[:] = 0
+        for line, row in enumerate(rows):
+            for token in (allowed or {})[row]:
+                words[line, token // 32] |= np.uint32(1 << token % 32)
+        self.runner.sample(pending, Masks(np.array([list(work).index(row) for row in rows], np.int32), words))
+        return self.runner.collect(pending)
 
 
 def generate(prompt: Sequence[int], count: int) -> list[int]:

@@ -60,7 +60,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]}]},
     {"messages": [*MESSAGES, {"role": "assistant", "content": "I am"}], "continue_final_message": True},
     {"add_generation_prompt": False},
-    {"response_format": {"type": "text"}, "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"], "store": False},
+    {"response_format": {"type": "text"}, "tool_choice": "none", "parallel_tool_calls": False, "modalities": ["text"], "store": False},
     {"tools": [TOOL], "chat_template": TOOLS_TEMPLATE},
     {"return_token_ids": True},
 ]
@@ -99,7 +99,6 @@ def test_usage_comes_in_a_stream_that_asks_for_it(openai_client: openai.OpenAI) 
 
 
 REFUSED = {
-    "response_format": {"type": "json_object"},
     "tool_choice": "required",
     "modalities": ["audio"],
     "audio": {"voice": "x", "format": "wav"},
@@ -111,7 +110,6 @@ REFUSED = {
     "verbosity": "low",
     "store": True,
     "service_tier": "flex",
-    "parallel_tool_calls": False,
     "top_logprobs": 2,
 }
 

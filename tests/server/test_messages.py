@@ -125,8 +125,7 @@ def test_a_model_that_may_call_no_tools_hears_of_none() -> None:
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "disable_parallel_tool_use"),
+        ({"output_config": {"effort": "high"}}, "output_config.effort"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
     ],
 )

@@ -27,14 +27,16 @@ SPEC_KINDS: tuple[SpecKind, ...] = get_args(SpecKind)
 class GrammarSpec:
     """What an answer must follow. `text` is, by kind:
 
-    - `json_schema`: a JSON Schema, as JSON. A backend may hold an answer to an order of properties, or to one way of setting white space.
+    - `json_schema`: a JSON Schema, as JSON. A backend may allow less than the schema does (properties in their order alone, no white space, strings
+      of a given length only without escapes), never more.
     - `json_object`: empty. Any JSON object.
     - `regex`: a regular expression that the whole answer matches, in the syntax of Python's `re` with the flag ASCII, as far as it is regular.
     - `grammar`: a context-free grammar, in Lark's syntax with a rule `start`, or in GBNF's with a rule `root`.
     - `choice`: a JSON list of strings, of which the answer is one.
     - `structural_tag`: JSON, `{"structures": [{"begin": "<f>", "schema": {…}, "end": "</f>"}], "triggers": ["<f"]}`. Text is free up to the first
-      trigger. There one of the structures stands that begin with it, and behind that text is free again. With `"at_least_one": true` the answer begins
-      with a structure, with `"stop_after_first": true` it ends behind the first.
+      trigger. There one of the structures stands that begin with it, and behind that text is free again. With `"at_least_one": true` the
+      answer begins with a structure, with `"stop_after_first": true` it ends behind the first. Whether free text may have bytes that aren't UTF-8 is
+      the backend's affair.
     """
 
     kind: SpecKind
@@ -84,8 +86,8 @@ class Matcher(ABC):
 
     @abstractmethod
     def forced(self) -> Sequence[int]:
-        """Return tokens that must come next in this order, each the only one that may, as far as that is found out; perhaps none, never a stop id. The
-        matcher stays as it is."""
+        """Return tokens that must come next in this order, each the only one that may, as far as that is found out: perhaps none, never a stop id.
+        The matcher stays as it is."""
 
     @property
     @abstractmethod

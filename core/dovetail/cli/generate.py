@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,6 +42,11 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
     stop: Annotated[list[str], typer.Option(help="End before this text. May be repeated.")] = [],  # noqa: B006
+    json_schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help='The answer is JSON that follows the JSON Schema in this file; "-" reads standard input.')
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The whole answer matches this regular expression.")] = None,
+    choice: Annotated[list[str], typer.Option(help="The answer is this text, or another --choice. May be repeated.")] = [],  # noqa: B006
     param: Annotated[
         list[str],
         typer.Option(metavar="KEY=VALUE", help="Any other sampling parameter; the value is YAML. May be repeated.", autocompletion=completion.params),
@@ -55,7 +61,12 @@ def generate(
         raise ConfigError("give one prompt, or --prompts-file")
     if plain and prompts_file is None:
         raise ConfigError("--plain says how to read a --prompts-file, and there is none")
-    params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "stop": stop, **_params(param)}
+    params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "stop": stop}
+    params |= _params(param)
+    if rule := _rule(json_schema, regex, choice):
+        if params.get("structured") is not None:
+            raise ConfigError(f"--{next(iter(rule)).replace('_', '-')} and --param structured contradict each other: an answer follows one rule")
+        params["structured"] = rule
     prompts = _one_prompt(prompt, params) if prompt is not None else _file_of_prompts(str(prompts_file), plain, params)
     if chat:
         prompts = [as_chat(prompt) for prompt in prompts]
@@ -70,6 +81,18 @@ def generate(
         finished = _stream(engine, prompts[0]) if stream else _run(engine, prompts, as_json)
     if not finished:
         raise typer.Exit(1)
+
+
+def _rule(json_schema: Path | None, regex: str | None, choice: list[str]) -> dict[str, Any]:
+    """Return the rule of the answer, empty if there is none. Raises `ConfigError` for several."""
+    given = {"json_schema": json_schema, "regex": regex, "choice": choice or None}
+    rules = {name: value for name, value in given.items() if value is not None}
+    if len(rules) > 1:
+        names = [f"--{name.replace('_', '-')}" for name in rules]
+        raise ConfigError(f"{' and '.join(names)} contradict each other: an answer follows one rule")
+    if json_schema is not None:
+        rules["json_schema"] = read_text(str(json_schema), "--json-schema")
+    return rules
 
 
 def _params(settings: list[str]) -> dict[str, Any]:

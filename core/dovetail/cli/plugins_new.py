@@ -44,6 +44,7 @@ TEMPLATES: Mapping[Kind, Template] = {
     "attention": Template("An attention backend", "backend", needs_torch=True),
     "model": Template("A model architecture", "model", needs_torch=True),
     "sampler": Template("A sampler", "sampler", needs_torch=True),
+    "grammar": Template("A grammar backend", "backend", needs_torch=False),
     "executor": Template("An executor", "executor", needs_torch=False),
     "observer": Template("An observer", "observer", needs_torch=False),
 }

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from dovetail.engine.live_request import LiveRequest
 
 
+LIKELY = 64  # words in which nearly every mask has a token: only the others are looked through
+
+
 class Constraint:
     """A `Preparation` until its grammar is compiled, and a `TokenWatcher` from then on. Samples share `compiling`, and each has a matcher of its
     own."""
@@ -94,8 +97,8 @@ def fill_masks(
                 except Exception as error:
                     words[line] = 0
                     failed[requests[index]] = f"its grammar failed: {type(error).__name__}: {error}"
-    sound = words.any(axis=1)
-    for line in np.flatnonzero(~sound).tolist():
+    unlikely = np.flatnonzero(~words[:, :LIKELY].any(axis=1))
+    for line in unlikely[~words[unlikely].any(axis=1)].tolist():
         failed.setdefault(requests[at[line]], "its grammar allows no token that the model has: nothing can come next")
     good = [line for line, index in enumerate(at) if requests[index] not in failed]
     if len(good) < len(at):

@@ -203,7 +203,7 @@ def _planned(section: str) -> str:
 
 
 _MACHINES, _LORA, _DRAFTS = _planned("Several machines"), _planned("LoRA adapters"), _planned("Speculative decoding")
-_GRAMMARS, _POOLING, _FP8 = _planned("Structured output"), _planned("Embeddings and scores"), _planned("FP8 weights and K and V")
+_POOLING, _FP8 = _planned("Embeddings and scores"), _planned("FP8 weights and K and V")
 _EXPERTS = _planned("Mixture of experts")
 _SERVER = "that is the server's business: an option of `dovetail serve`"
 _ONE_DEVICE = "one device computes"
@@ -315,8 +315,14 @@ _ROWS = (
     *(_anyway(name, *_OFF, why="there are no adapters", otherwise=_LORA, refused=8) for name in ("enable_lora", "max_loras", "max_lora_rank")),
     *(_anyway(name, None, why="nothing is drafted", otherwise=_DRAFTS, refused="small") for name in ("speculative_config", "speculative_model")),
     _anyway("num_speculative_tokens", None, why="nothing is drafted", otherwise=_DRAFTS, refused=3),
-    _anyway("structured_outputs_config", None, {}, why="there are no grammars", otherwise=_GRAMMARS, refused={"backend": "xgrammar"}),
-    _anyway("guided_decoding_backend", None, "auto", why="there are no grammars", otherwise=_GRAMMARS, refused="xgrammar"),
+    _anyway("structured_outputs_config", None, {}, why="grammar decides", otherwise="name the backend: grammar", refused={"backend": "xgrammar"}),
+    _renamed(
+        "guided_decoding_backend",
+        "grammar",
+        {None: None, "auto": None, "xgrammar": "xgrammar", "guidance": "llguidance"},
+        "name a backend that is installed: grammar",
+        "outlines",
+    ),
     _anyway("reasoning_parser", None, "", why="text is parsed by the server alone", otherwise=_SERVER, refused="qwen3"),
     _anyway("logits_processors", None, why="the sampler decides", otherwise="write a sampler plugin, and name it: sampler", refused=["my.Processor"]),
     _anyway(
@@ -336,7 +342,7 @@ CALL_TABLE = {  # an argument of `generate`, `chat` or `add_request` -> what to 
     "lora_request": _LORA,
     "prompt_adapter_request": _LORA,
     "priority": "each request has its own: LLMEngine.add_request(…, priority=…)",
-    "guided_options_request": _GRAMMARS,
+    "guided_options_request": "say it in the sampling parameters: structured_outputs",
     "tokenization_kwargs": "SamplingParams has truncate_prompt_tokens; give token ids for anything else",
     "chat_template_content_format": "it is found out from the template: leave it out",
     "mm_processor_kwargs": _TEXT_ONLY,

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -43,15 +43,20 @@ class Kind(Enum):
     PLAIN = auto()
     SHARING = auto()  # attention reads a prefix that all rows share once
     FULL = auto()  # sampling is `Sampler.sample_fully_captured`
+    LATE = auto()  # the model alone: sampling waits for masks of the tokens that may come
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGraph:
-    """One size of a kind. What `inputs` holds is read by a replay, and `sampled` written."""
+class DecodeGraph(Generic[T]):
+    """One size of a kind. What `inputs` holds is read by a replay, and `outputs` written: hidden states [size, hidden] of kind `LATE`, otherwise what
+    was sampled."""
 
     graph: torch.cuda.CUDAGraph
     inputs: Inputs
-    sampled: Sampled
+    outputs: T
 
 
 class Inputs:
@@ -103,7 +108,7 @@ def sample(
     return Sampled(tokens) if sampled.logprobs is None else Sampled.pack(tokens, sampled.logprobs)
 
 
-def record(run: Callable[[], Sampled], pool: Any, warm_ups: int, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Sampled]:
+def record(run: Callable[[], T], pool: Any, warm_ups: int, device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
     """A graph of `run`, and what that returned: its replays overwrite it."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -127,9 +132,11 @@ class DecodeGraphs:
         self._sizes = {Kind.PLAIN: sizes}
         if backend.capabilities.shared_prefix:
             self._sizes[Kind.SHARING] = sharing_sizes(sizes[-1])
+        self._sizes[Kind.LATE] = half_of(sizes)
         if sampler.capabilities.cuda_graph_full:
             self._sizes[Kind.FULL] = half_of(sizes)
-        self._graphs: dict[tuple[Kind, int], DecodeGraph] = {}
+        self._graphs: dict[tuple[Kind, int], DecodeGraph[Sampled]] = {}
+        self._late_graphs: dict[int, DecodeGraph[torch.Tensor]] = {}
         self.pool: Any = None  # of memory; once captured
 
     @torch.inference_mode()
@@ -149,21 +156,22 @@ class DecodeGraphs:
         wanted = [(kind, size) for kind, sizes in self._sizes.items() for size in reversed(sizes)]
         for done, (kind, size) in enumerate(wanted):
             try:
-                captured = self._capture(kind, size, self.pool, WARM_UPS if done == 0 else 1)
+                graph = self._capture(kind, size, self.pool, WARM_UPS if done == 0 else 1)
             except UnsupportedError as error:
                 if kind is not Kind.FULL:
                     raise
                 log.info("decodes that ask for more than a token to be drawn aren't recorded: %s", error)
-                del self._sizes[kind]  # the last that is wanted
+                del self._sizes[kind]  # the last kind that is wanted
                 break
-            self.pool = self.pool or captured.graph.pool()
-            self._graphs[kind, size] = captured
+            self.pool = self.pool or graph.pool()
             if progress is not None:
                 progress("capturing CUDA graphs", done + 1, len(wanted))
 
-    def kind_for(self, host_rows: Int64, shared_prefix_blocks: int) -> Kind | None:
-        """Return the kind of recording that can replay a decode step of these rows, or None."""
+    def kind_for(self, host_rows: Int64, shared_prefix_blocks: int, *, late: bool) -> Kind | None:
+        """Return the kind of recording that can replay a decode step of these rows, or None. Of a `late` step it replays the model."""
         shares = shared_prefix_blocks > 0 and Kind.SHARING in self._sizes
+        if late:
+            return None if shares else Kind.LATE
         if self._sampler.capturable(host_rows):
             return Kind.SHARING if shares else Kind.PLAIN
         return Kind.FULL if Kind.FULL in self._sizes and not shares and self._sampler.fully_capturable(host_rows) else None
@@ -171,17 +179,31 @@ class DecodeGraphs:
     def replay(self, kind: Kind, host_rows: Int64, shared_prefix_blocks: int) -> Sampled:
         """Enqueue a step in which each of `host_rows` computes its last known token and samples the next. Of what is returned the first entries are
         theirs."""
-        state, sizes = self._rows, self._sizes[kind]
-        captured = self._graphs[kind, sizes[bisect_left(sizes, len(host_rows))]]
-        kv_lens, inputs = state.known[host_rows], captured.inputs
+        captured = self._graphs[kind, self._padded(kind, len(host_rows))]
+        self._run(captured, host_rows, shared_prefix_blocks)
+        self._rows.known[host_rows] += 1
+        return captured.outputs
+
+    def replay_model(self, host_rows: Int64) -> torch.Tensor:
+        """Enqueue the model's part of such a step, without a shared prefix. Return hidden states [any, hidden], of which the first are theirs; the
+        next replay overwrites them."""
+        captured = self._late_graphs[self._padded(Kind.LATE, len(host_rows))]
+        self._run(captured, host_rows, 0)
+        return captured.outputs
+
+    def _padded(self, kind: Kind, count: int) -> int:
+        sizes = self._sizes[kind]
+        return sizes[bisect_left(sizes, count)]
+
+    def _run(self, captured: DecodeGraph[Any], host_rows: Int64, shared_prefix_blocks: int) -> None:
+        state, inputs = self._rows, captured.inputs
+        kv_lens = state.known[host_rows]
         width = -(-int(kv_lens.max(initial=1)) // state.block_size)
         from_host = inputs.holds_table(width)
         inputs.fill(host_rows, state.slots(host_rows, kv_lens - 1), kv_lens, state.host_blocks[host_rows, :width] if from_host else None)
         table = inputs.table(width) if from_host else state.block_table[:, :width].index_select(0, inputs.rows)
         self._backend.plan(self._batch(inputs, kv_lens, table, shared_prefix_blocks))
         captured.graph.replay()
-        state.known[host_rows] += 1
-        return captured.sampled
 
     def _batch(self, inputs: Inputs, kv_lens: Int64, table: torch.Tensor, shared_prefix_blocks: int) -> AttentionBatch:
         count = len(kv_lens)
@@ -197,10 +219,16 @@ class DecodeGraphs:
             shared_prefix_blocks=shared_prefix_blocks,
         )
 
-    def _capture(self, kind: Kind, size: int, pool: Any, warm_ups: int) -> DecodeGraph:
+    def _capture(self, kind: Kind, size: int, pool: Any, warm_ups: int) -> torch.cuda.CUDAGraph:
+        """Record one, and keep it."""
         inputs = self._padding_inputs(kind, size)
-        graph, sampled = self._record(lambda: self._decode(inputs.rows, kind is Kind.FULL), pool, warm_ups)
-        return DecodeGraph(graph, inputs, sampled)
+        if kind is Kind.LATE:
+            graph, hidden = self._record(lambda: self._model_of(inputs.rows)[0], pool, warm_ups)
+            self._late_graphs[size] = DecodeGraph(graph, inputs, hidden)
+        else:
+            graph, sampled = self._record(lambda: self._decode(inputs.rows, kind is Kind.FULL), pool, warm_ups)
+            self._graphs[kind, size] = DecodeGraph(graph, inputs, sampled)
+        return graph
 
     def _padding_inputs(self, kind: Kind, size: int) -> Inputs:
         """Make the inputs of a step of padding alone, which reads and writes nothing, and tell the backend of it."""
@@ -209,11 +237,16 @@ class DecodeGraphs:
         self._backend.plan(self._batch(inputs, np.zeros(0, np.int64), nobodys, int(kind is Kind.SHARING)))
         return inputs
 
-    def _record(self, run: Callable[[], Sampled], pool: Any, warm_ups: int) -> tuple[torch.cuda.CUDAGraph, Sampled]:
+    def _record(self, run: Callable[[], T], pool: Any, warm_ups: int) -> tuple[torch.cuda.CUDAGraph, T]:
         return record(run, pool, warm_ups, self._rows.device)
+
+    def _model_of(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [size, hidden] of the last known tokens of `rows` [size], and their positions [size]."""
+        token_ids, positions = last_tokens(self._rows, rows)
+        hidden: torch.Tensor = self._model(token_ids, positions)
+        return hidden, positions
 
     def _decode(self, rows: torch.Tensor, full: bool) -> Sampled:
         """Compute the step that is recorded: device work only, at fixed addresses. rows [size] int64."""
-        token_ids, positions = last_tokens(self._rows, rows)
-        hidden = self._model(token_ids, positions)
+        hidden, positions = self._model_of(rows)
         return sample(self._sampler, self._rows, rows, positions, self._model.logits(hidden), hidden, full)

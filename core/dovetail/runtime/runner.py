@@ -137,10 +137,10 @@ class Runner:
         span = DeviceSpan(self.device) if self.device.type == "cuda" else None
         self._change_rows(batch)
         pending = PendingStep(batch.step, batch.rows, self.rows.request_ids, batch.yields_token, started, span=span)
-        graphs, kind = self.graphs if self.graphs is not None and not batch.late and self._is_plain_decode(batch) else None, None
+        graphs, kind = self.graphs if self.graphs is not None and self._is_plain_decode(batch) else None, None
         if graphs is not None:
             self._tell_sampler(batch)
-            kind = graphs.kind_for(batch.rows.astype(np.int64), self._worth_sharing(batch))
+            kind = graphs.kind_for(batch.rows.astype(np.int64), self._worth_sharing(batch), late=batch.late)
         if graphs is not None and kind is not None:
             self._replay(graphs, kind, batch, pending)
         else:
@@ -242,6 +242,9 @@ class Runner:
         """Replay with the longest rows first: kernels that compute a row in one program begin with them, and the short ones fill up the end."""
         rows = batch.rows.astype(np.int64)
         order = np.argsort(-self.rows.known[rows], kind="stable")
+        if kind is Kind.LATE:
+            pending.unsampled = graphs.replay_model(rows[order]), np.argsort(order)
+            return
         self._fetch(graphs.replay(kind, rows[order], self._worth_sharing(batch)), rows, pending, order)
 
     def _fetch(self, sampled: Sampled, host_rows: NDArray[np.int64], pending: PendingStep, order: NDArray[np.int64] | None = None) -> None:

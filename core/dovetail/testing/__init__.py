@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dovetail.testing.runner import run
     from dovetail.testing.suites.attention import AttentionSuite
     from dovetail.testing.suites.executor import ExecutorSuite
+    from dovetail.testing.suites.grammar import GrammarSuite
     from dovetail.testing.suites.kv_cache import KVCacheSuite
     from dovetail.testing.suites.model import ModelSuite
     from dovetail.testing.suites.observer import ObserverSuite
@@ -30,6 +31,7 @@ _HOMES = {
     "FakeExecutor": "fake_executor",
     "FakeExecutorOptions": "fake_executor",
     "FakeKVCache": "fake_kv",
+    "GrammarSuite": "suites.grammar",
     "KVCacheSuite": "suites.kv_cache",
     "ModelSuite": "suites.model",
     "ObserverSuite": "suites.observer",
@@ -49,6 +51,7 @@ __all__ = [
     "FakeExecutor",
     "FakeExecutorOptions",
     "FakeKVCache",
+    "GrammarSuite",
     "KVCacheSuite",
     "ModelSuite",
     "ObserverSuite",

@@ -16,4 +16,12 @@ def dovetail_components() -> list[ComponentSpec]:
             summary="llguidance: parses as it goes, so that any schema is ready at once",
             requires=("llguidance>=1.9",),
         ),
+        ComponentSpec(
+            kind="grammar",
+            name="xgrammar",
+            target="dovetail_grammars.xgrammar_backend:XGrammar",
+            options="dovetail_grammars.options:GrammarOptions",
+            summary="XGrammar: compiles masks in advance, which takes longer, and fills them faster",
+            requires=("xgrammar>=0.2.8",),
+        ),
     ]

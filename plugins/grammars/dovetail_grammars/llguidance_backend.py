@@ -18,6 +18,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher, SpecKind
 from dovetail.errors import DovetailError, RequestError, describe
 from dovetail_grammars.forced import forced_tokens
+from dovetail_grammars.lark import check_lark
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
 from dovetail_grammars.regexes import RUST, rewritten
 from dovetail_grammars.specs import read_choices, read_json, read_schema, read_structural_tag, refuse
@@ -170,7 +171,22 @@ def _schema(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
 
 def _json_schema(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
-    return f"start: {_schema(read_schema(spec, read_json(spec)), options)}\n"
+    return f"start: {_schema(_countable(spec, read_schema(spec, read_json(spec))), options)}\n"
+
+
+def _countable(spec: GrammarSpec, schema: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what the library counts wrongly: it lets keys that the schema doesn't name come twice, and counts them twice."""
+    rest: list[Any] = [schema]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            least, required = part.get("minProperties"), part.get("required", ())
+            if isinstance(least, int) and least > max(1, len(required)):
+                refuse(spec, f"minProperties = {least}: more than one can't be told apart from a key that comes twice; name them in `required`")
+            rest += [value for key, value in part.items() if key not in ("const", "enum", "default", "examples")]
+        elif isinstance(part, list):
+            rest += part
+    return schema
 
 
 def _json_object(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
@@ -190,15 +206,16 @@ def _structural_tag(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
     tag = read_structural_tag(spec)
     triggers = list(dict.fromkeys(structure.trigger for structure in tag.structures))
     tags = f"({' | '.join(f'tag_{n}' for n in range(len(triggers)))})"
-    first = f"({' | '.join(f'{_text(s.begin)} {_schema(s.schema, options)} {_text(s.end)}' for s in tag.structures)})"
+    schemas = [_schema(_countable(spec, structure.schema), options) for structure in tag.structures]
+    whole = [f"{_text(s.begin)} {schema} {_text(s.end)}" for s, schema in zip(tag.structures, schemas, strict=True)]
+    first = f"({' | '.join(whole)})"
     if tag.stop_after_first:
         lines = [f"start: {first if tag.at_least_one else f'{tags} | rest'}"]
     else:
         lines = [f"start: {f'{first} ' if tag.at_least_one else ''}{tags}* rest"]
     for n, trigger in enumerate(triggers):
-        bodies = [
-            f"{_text(s.begin.removeprefix(trigger))} {_schema(s.schema, options)} {_text(s.end)}" for s in tag.structures if s.trigger == trigger
-        ]
+        these = [(s, schema) for s, schema in zip(tag.structures, schemas, strict=True) if s.trigger == trigger]
+        bodies = [f"{_text(s.begin.removeprefix(trigger))} {schema} {_text(s.end)}" for s, schema in these]
         lines += [f"tag_{n}: head_{n} ({' | '.join(bodies)})", f"head_{n}[lazy]: {ANY_TEXT} {_text(trigger)}"]
     lines += ["rest: REST", f"REST: {ANY_TEXT} & ~({ANY_TEXT} ({' | '.join(map(_text, triggers))}) {ANY_TEXT})"]
     return "\n".join(lines) + "\n"
@@ -210,17 +227,10 @@ def _grammar(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
         lark = any_to_lark(spec.text)
     except Exception as error:  # the converter has no error of its own
         refuse(spec, f"it is neither Lark, with a rule `start`, nor GBNF, with a rule `root`: {error}")
-    bare = _NOT_SYNTAX.sub("", lark)
-    if special := _SPECIAL_TOKEN.search(bare):
-        refuse(spec, f"{special[0]}: special tokens aren't text, and never come")
-    if attribute := _ATTRIBUTE.search(bare):
-        refuse(spec, f"the attribute {attribute[1]} isn't supported")
+    check_lark(spec, lark)
     return _with_json_options(spec, lark, options)
 
 
-_NOT_SYNTAX = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?![/*])(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*')  # strings, regular expressions, comments
-_SPECIAL_TOKEN = re.compile(r"<[^\s<>]*>")
-_ATTRIBUTE = re.compile(r"[\[,]\s*(stop|temperature|max_tokens)\b")
 _INLINE_JSON = re.compile(r"%json\s*(?=\{)")
 
 
@@ -234,7 +244,7 @@ def _with_json_options(spec: GrammarSpec, lark: str, options: Mapping[str, Any])
             schema, end = json.JSONDecoder().raw_decode(lark, match.end())
         except (ValueError, RecursionError) as error:
             refuse(spec, f"the JSON behind %json can't be read: {error}")
-        parts += [lark[position : match.start()], _schema(read_schema(spec, schema), options)]
+        parts += [lark[position : match.start()], _schema(_countable(spec, read_schema(spec, schema)), options)]
         position = end
     return "".join([*parts, lark[position:]])
 

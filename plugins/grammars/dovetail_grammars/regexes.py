@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from re import _constants, _parser  # type: ignore[attr-defined]  # the one reader of the syntax, in each Python that Dovetail runs on
 from typing import Any, NoReturn
 
@@ -37,15 +37,17 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The notation in which a pattern is written anew. Classes, repetitions and escapes (\\u and four digits, \\U and eight) are alike in all."""
+    """The notation in which a pattern is written anew. Classes, repetitions and escapes (\\u and four digits) are alike in all."""
 
     group: str  # what opens a group
     quote: str  # around literal text
     space: str  # between the parts of a sequence
+    never: Ranges = field(default_factory=list)  # characters that no class may have
 
 
 RUST = Dialect("(?:", "", "")
 EBNF = Dialect("(", '"', " ")
+IN_JSON = Dialect("(?:", "", "", never=[(0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])  # within a string, where these would have to be escaped
 
 
 def rewritten(spec: GrammarSpec, pattern: str, dialect: Dialect) -> str:
@@ -116,9 +118,10 @@ class _Writer:
 
     def characters(self, ranges: Ranges) -> str | int:
         """Return a class as text, or as a number if it has just one character."""
-        merged = _merged(ranges)
+        merged = _others([*_others(ranges), *self.dialect.never]) if self.dialect.never else _merged(ranges)
         if not merged:
-            refuse(self.spec, "the regular expression has a class without any character, which nothing matches")
+            unwritten = ", other than such as would have to be escaped in JSON" if self.dialect.never else ""
+            refuse(self.spec, f"the regular expression has a class without any character{unwritten}")
         if len(merged) == 1 and merged[0][0] == merged[0][1]:
             return merged[0][0]
         return f"[{''.join(_escaped(first) if first == last else f'{_escaped(first)}-{_escaped(last)}' for first, last in merged)}]"
@@ -186,4 +189,4 @@ def _escaped(character: int) -> str:
     text = chr(character)
     if text.isascii() and text.isalnum():
         return text
-    return f"\\u{character:04X}" if character < 0x10000 else f"\\U{character:08X}"
+    return f"\\u{character:04X}" if character < 0x10000 else text

@@ -16,6 +16,7 @@ SUITES: dict[Kind, str] = {  # kind -> name in the module of that name
     "attention": "AttentionSuite",
     "model": "ModelSuite",
     "sampler": "SamplerSuite",
+    "grammar": "GrammarSuite",
     "executor": "ExecutorSuite",
     "observer": "ObserverSuite",
 }

@@ -1,0 +1,427 @@
+"""`GrammarSuite`: it checks that a grammar backend keeps the contract of `dovetail.api.grammar`.
+
+Masks over a vocabulary of some 150 tokens are compared with those of languages that are known text by text: see `grammar_oracle`. What has no such
+list, like JSON with its many spellings, is written at random as the masks allow, and read again. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dovetail.api.grammar import SPEC_KINDS, Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher, SpecKind
+from dovetail.errors import RequestError
+from dovetail.testing.checks import Absent, check, fail, require
+from dovetail.testing.suite import Suite
+from dovetail.testing.suites.grammar_oracle import (
+    BROKEN,
+    CASES,
+    CONTEXT,
+    NO_OBJECTS,
+    OBJECTS,
+    SCHEMAS,
+    SYNTAXES,
+    Case,
+    ids_of,
+    spellings,
+    text_of,
+    vocabulary,
+)
+
+if TYPE_CHECKING:
+    from dovetail.api.grammar import UInt32
+
+STATES = 60  # of each case whose masks are compared
+STEPS = 12  # tokens of a random answer
+ANSWERS = 20  # random ones of each schema
+LONG = 400  # tokens of a random answer in JSON, at most
+RUN = 100  # characters of white space in a row that no answer may have
+TRIVIAL: dict[SpecKind, str] = {  # a right spec of each kind
+    "json_schema": "{}",
+    "json_object": "",
+    "regex": "a",
+    "grammar": 'start: "a"',
+    "choice": '["a"]',
+    "structural_tag": '{"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f"]}',
+}
+
+
+class GrammarSuite(Suite):
+    """Masks compared token by token, answers written at random, broken specs, several threads."""
+
+    kind = "grammar"
+
+    def declares(self, capability: str) -> bool:
+        """Return True for a kind of spec among `capabilities.kinds` too."""
+        return capability in self.capabilities.kinds if capability in SPEC_KINDS else super().declares(capability)
+
+    @check("grammar.mask", since="0.1")
+    def test_a_mask_has_just_what_may_come(self) -> None:
+        """A mask has a token that can't go on towards any text of the language, or lacks one that can: also a token that splits a character, one that
+        reaches over several parts of the grammar, another id of the same bytes. A stop id's bit is 1 just when the text is complete."""
+        for case, matcher, text in self._places():
+            wanted, found = case.language.allowed(text), _allowed(matcher) - case.language.open
+            require(found == wanted, f"{case}, behind {text!r}: {_difference(found, wanted)}")
+
+    @check("grammar.never_text", since="0.1")
+    def test_what_is_no_text_never_comes(self) -> None:
+        """A token without bytes, or with empty ones, may come; or a stop id where its bytes would fit, though the text isn't complete there."""
+        free = [matcher for _, matcher, _ in self._places()] + [self._begin(spec) for spec in self._json_specs()]
+        for matcher in free:
+            silent = {id for id in _allowed(matcher) - CONTEXT.stop_ids if not text_of(id)}
+            require(not silent, f"ids {sorted(silent)} may come, which are never text")
+
+    @check("grammar.words", since="0.1")
+    def test_all_words_are_written(self) -> None:
+        """`fill` leaves words as they were before, or sets bits beyond the vocabulary. Write every word, and clear the last one's rest."""
+        for stops, padding in ((2, 3), (1, 0), (3, 31)):
+            context = vocabulary(stops=stops, padding=padding)
+            matcher = self._backend_of(context).compile(self._some_spec()).begin()
+            zeros, ones = _empty(context), ~_empty(context)
+            matcher.fill(zeros)
+            matcher.fill(ones)
+            require((zeros == ones).all(), "a mask depends on what was in the words before")
+            beyond = np.unpackbits(ones.view(np.uint8), bitorder="little")[context.vocab_size :]
+            require(not beyond.any(), f"with a vocabulary of {context.vocab_size}, bits beyond it are 1")
+
+    @check("grammar.fill_pure", since="0.1")
+    def test_filling_changes_nothing(self) -> None:
+        """The second mask of a place differs from the first, or the answer goes on otherwise if a mask was asked for before."""
+        for case in self._cases:
+            often, once = self._begin(case.spec), self._begin(case.spec)
+            for token in self._random_tokens(case.spec):
+                first = _mask(often)
+                require((_mask(often) == first).all(), f"{case}: two masks of one place differ")
+                require(often.accept(token) == once.accept(token), f"{case}: {text_of(token)!r} is accepted only with a mask before, or only without")
+            require((_mask(often) == _mask(once)).all(), f"{case}: the mask differs from that of an answer for which none was asked before")
+
+    @check("grammar.accept", since="0.1")
+    def test_it_accepts_just_what_the_mask_allows(self) -> None:
+        """`accept` returns False for a token that the mask allows, or True for one that it forbids (also one that is no token at all), or a refused
+        token changes the place."""
+        for case, matcher, text in self._places():
+            before = _mask(matcher)
+            allowed = _allowed(matcher)
+            for token in {*range(0, CONTEXT.vocab_size, 7), CONTEXT.vocab_size, CONTEXT.vocab_size + 1000, -1, *CONTEXT.stop_ids} - allowed:
+                require(matcher.accept(token) is False, f"{case}, behind {text!r}: {token} is accepted, which the mask forbids")
+            require((_mask(matcher) == before).all(), f"{case}, behind {text!r}: refused tokens changed the mask")
+            for token in random.Random(0).sample(sorted(allowed), min(3, len(allowed))):
+                other = self._at(case.spec, text)
+                require(other.accept(token) is True, f"{case}, behind {text!r}: {token} ({text_of(token)!r}) isn't accepted, which the mask allows")
+
+    @check("grammar.end", since="0.1")
+    def test_nothing_comes_behind_a_stop_id(self) -> None:
+        """A stop id isn't accepted where the text is complete; or behind one a token may still come, or `complete` is False."""
+        for case, matcher, text in self._places():
+            if case.language.has(text):
+                stop = random.Random(len(text)).choice(sorted(CONTEXT.stop_ids))
+                require(matcher.accept(stop), f"{case}: {text!r} is complete, and the stop id {stop} isn't accepted")
+                require(not _allowed(matcher), f"{case}: behind the stop id {len(_allowed(matcher))} tokens may come")
+                require(matcher.complete, f"{case}: complete is False behind a stop id")
+                for token in (stop, 1, 2):
+                    require(not matcher.accept(token), f"{case}: behind the stop id {token} is accepted")
+
+    @check("grammar.complete", since="0.1")
+    def test_complete_is_where_only_an_end_may_come(self) -> None:
+        """`complete` is True though a token may come that is no stop id, or False where none may: such an answer would run for one step too many."""
+        for case, matcher, text in self._places():
+            only_end = not case.language.allowed(text) - CONTEXT.stop_ids
+            require(matcher.complete == only_end, f"{case}, behind {text!r}: complete is {matcher.complete}")
+
+    @check("grammar.rollback", since="0.1", capability="rollback")
+    def test_tokens_can_be_taken_back(self) -> None:
+        """After `rollback` the masks aren't those that were there, a stop id can't be taken back, or more tokens than were accepted can."""
+        for case in self._cases:
+            chance, matcher = random.Random(1), self._begin(case.spec)
+            masks = [_mask(matcher)]
+            for _ in range(4):
+                for token in self._random_tokens(case.spec, matcher, chance):
+                    require(matcher.accept(token), f"{case}: {text_of(token)!r} isn't accepted, which the mask allows")
+                    masks.append(_mask(matcher))
+                back = chance.randrange(len(masks))
+                matcher.rollback(back)
+                masks = masks[: len(masks) - back]
+                require((_mask(matcher) == masks[-1]).all(), f"{case}: after taking {back} back, the mask isn't the one that was there")
+            _require_value_error(partial(matcher.rollback, len(masks)), f"{case}: one token more than were accepted is taken back")
+            matcher.rollback(len(masks) - 1)
+            require((_mask(matcher) == masks[0]).all(), f"{case}: after taking all back, the first mask isn't there")
+
+    @check("grammar.forced", since="0.1", capability="forced")
+    def test_forced_tokens_are_the_only_ones(self) -> None:
+        """`forced` names a token beside which another may come, or an end; or it moves the matcher; or it never finds any, though it is declared."""
+        found = 0
+        for case, matcher, text in self._places():
+            before, forced = _mask(matcher), list(matcher.forced())
+            require((_mask(matcher) == before).all(), f"{case}, behind {text!r}: forced() changed the mask")
+            for token in forced:
+                allowed = _allowed(matcher)
+                require(allowed == {token}, f"{case}, behind {text!r}: {token} isn't forced: {len(allowed)} tokens may come")
+                matcher.accept(token)
+            found += len(forced)
+        require(found, "forced() never found a token, though some places allow just one: declare forced=False")
+
+    @check("grammar.separate", since="0.1")
+    def test_matchers_dont_disturb_each_other(self) -> None:
+        """What one answer accepts changes the masks of another with the same grammar: they share more than what never changes."""
+        for case in self._cases:
+            grammar = self._compiled(case.spec)
+            one, chance = grammar.begin(), random.Random(2)
+            first = _mask(one)
+            for token in self._random_tokens(case.spec, None, chance):
+                one.accept(token)
+                require((_mask(grammar.begin()) == first).all(), f"{case}: the first mask of an answer depends on where another one is")
+
+    @check("grammar.threads", since="0.1")
+    def test_several_threads_compile_at_once(self) -> None:
+        """Of grammars that several threads compiled at the same time, one raised, or its masks are another's: state of a compilation belongs to it
+        alone."""
+        specs = [case.spec for case in self._cases] * 4
+        backend = self._backend_of(CONTEXT)
+        with ThreadPoolExecutor(8) as pool:
+            grammars = list(pool.map(backend.compile, specs))
+        for spec, grammar in zip(specs, grammars, strict=True):
+            matcher, expected = grammar.begin(), self._begin(spec)
+            for token in self._random_tokens(spec):
+                require((_mask(matcher) == _mask(expected)).all(), f"{spec}: compiled among others at the same time, it has other masks")
+                matcher.accept(token)
+                expected.accept(token)
+
+    @check("grammar.fill_many", since="0.1")
+    def test_many_masks_at_once_are_the_same(self) -> None:
+        """`fill_many` writes other masks than `fill`, or into other lines: also when one of the answers has ended, and when there is just one."""
+        matchers = [matcher for _, matcher, _ in self._places(8)]
+        ended = [matcher for matcher in matchers if matcher.accept(min(CONTEXT.stop_ids))]
+        require(ended, "the suite's places have none where an answer may end")
+        for some in (matchers, matchers[:1], ended[:1], ended[:2], [*matchers[::-1]]):
+            words = ~np.zeros((len(some), len(_empty(CONTEXT))), dtype=np.uint32)
+            self._backend.fill_many(some, words)
+            for line, (matcher, mask) in enumerate(zip(some, words, strict=True)):
+                require((mask == _mask(matcher)).all(), f"of {len(some)} masks at once, number {line} isn't the one that fill writes")
+
+    @check("grammar.no_stop_ids", since="0.1")
+    def test_a_model_may_have_no_stop_id(self) -> None:
+        """Without stop ids in the context, the backend can't be made, or a mask has another token than with them."""
+        context = vocabulary(stops=0, padding=5)
+        spec = self._some_spec()
+        with_stops, without = self._begin(spec), self._backend_of(context).compile(spec).begin()
+        for token in self._random_tokens(spec):
+            found = _allowed(without, context)
+            require(found == _allowed(with_stops) - CONTEXT.stop_ids, f"without stop ids {len(found)} tokens may come")
+            without.accept(token)
+            with_stops.accept(token)
+
+    @check("grammar.refuses", since="0.1")
+    def test_what_it_cant_do_it_refuses(self) -> None:
+        """`compile` raises something else than `RequestError` for a spec that is wrong, or describes what can't be followed token by token, or no
+        text at all; or it compiles it; or its text is empty. The text is all that the user learns."""
+        for kind in SPEC_KINDS:
+            declared = self.declares(kind)
+            for text in BROKEN.get(kind, ()) if declared else (TRIVIAL[kind],):
+                shown = f"{kind} {text[:60]!r}"
+                try:
+                    self._backend.compile(GrammarSpec(kind, text))
+                except RequestError as error:
+                    require(str(error).strip(), f"{shown} is refused without a reason")
+                else:
+                    fail(f"{shown} is compiled, though it {'is wrong' if declared else 'is of a kind that the backend does not declare'}")
+
+    @check("grammar.grammars", since="0.1", capability="grammar")
+    def test_grammars_are_context_free(self) -> None:
+        """Neither the syntax of Lark nor that of GBNF is compiled, or a grammar that counts (as many "a" as "b") allows something else."""
+        compiled = {name: case for name, case in SYNTAXES.items() if self._compiles(case.spec)}
+        require(compiled, "neither Lark nor GBNF is compiled")
+        for case in compiled.values():
+            for _, matcher, text in self._places_of(case):
+                wanted, found = case.language.allowed(text), _allowed(matcher)
+                require(found == wanted, f"{case}, behind {text!r}: {_difference(found, wanted)}")
+        self.note(f"grammars in the syntax of {' and '.join(compiled)}")
+
+    @check("grammar.json_schema", since="0.1", capability="json_schema")
+    def test_json_follows_its_schema(self) -> None:
+        """A value that follows the schema can't be written in any of the usual spellings, one that doesn't can, or an answer of tokens taken at
+        random from the masks isn't JSON, or doesn't follow it."""
+        for number, known in enumerate(SCHEMAS):
+            spec = GrammarSpec("json_schema", json.dumps(known.schema))
+            for value in known.right:
+                require(self._can_write(spec, value), f"{spec.text}: {value!r} can't be written")
+            for value in known.wrong:
+                require(not self._can_write(spec, value), f"{spec.text}: {value!r} can be written")
+            self._require_answers(spec, known.follows, random.Random(number))
+
+    @check("grammar.json_object", since="0.1", capability="json_object")
+    def test_json_objects_are_objects(self) -> None:
+        """An object can't be written in any of the usual spellings, something else than an object can, or an answer at random isn't an object."""
+        spec = GrammarSpec("json_object")
+        for value in OBJECTS:
+            require(self._can_write(spec, value), f"the object {value!r} can't be written")
+        for value in NO_OBJECTS:
+            require(not self._can_write(spec, value), f"{value!r} can be written")
+        self._require_answers(spec, lambda value: isinstance(value, dict), random.Random(0))
+
+    @check("grammar.white_space", since="0.1")
+    def test_no_answer_runs_on_in_white_space(self) -> None:
+        """In JSON, a hundred characters of white space can come one after the other outside of strings. Models do that: bound it."""
+        for spec in self._json_specs():
+            for begun in ("", "{", '{"a"', '{"a":', '{"a":1', '{"a":1,'):
+                for space in (" ", "\n", "  ", "\t"):
+                    matcher, run = self._begin(spec), 0
+                    if not all(matcher.accept(token) for token in ids_of(begun)):
+                        continue
+                    tokens = [id for id in range(CONTEXT.vocab_size) if text_of(id) == space.encode()]
+                    while run < RUN and matcher.accept(tokens[0]):
+                        run += len(space)
+                    require(run < RUN, f"{spec.kind}: {run} characters of white space can come behind {begun!r}")
+
+    # ---- the component under test
+
+    @cached_property
+    def _backend(self) -> GrammarBackend:
+        return self._backend_of(CONTEXT)
+
+    def _backend_of(self, context: GrammarContext) -> GrammarBackend:
+        backend: GrammarBackend = self.make(context)
+        return backend
+
+    @cached_property
+    def _grammars(self) -> dict[GrammarSpec, Grammar]:
+        return {}
+
+    def _compiled(self, spec: GrammarSpec) -> Grammar:
+        if spec not in self._grammars:
+            self._grammars[spec] = self._backend.compile(spec)
+        return self._grammars[spec]
+
+    def _compiles(self, spec: GrammarSpec) -> bool:
+        try:
+            self._compiled(spec)
+        except RequestError:
+            return False
+        return True
+
+    def _begin(self, spec: GrammarSpec) -> Matcher:
+        return self._compiled(spec).begin()
+
+    def _at(self, spec: GrammarSpec, text: bytes) -> Matcher:
+        matcher = self._begin(spec)
+        for token in ids_of(text):
+            require(matcher.accept(token), f"{spec}: {text!r} can't be written byte by byte")
+        return matcher
+
+    # ---- what is tried
+
+    @cached_property
+    def _cases(self) -> Sequence[Case]:
+        """The cases of the kinds that are declared."""
+        cases = [case for case in CASES if self.declares(case.spec.kind)]
+        cases += [case for case in SYNTAXES.values() if self.declares("grammar") and self._compiles(case.spec)]
+        if not cases:
+            raise Absent("regex")
+        return cases
+
+    def _some_spec(self) -> GrammarSpec:
+        return self._cases[-1].spec
+
+    def _json_specs(self) -> list[GrammarSpec]:
+        specs = [GrammarSpec("json_object")] + [GrammarSpec("json_schema", text) for text in ("{}", '{"type": "object", "required": ["a"]}')]
+        return [spec for spec in specs if self.declares(spec.kind)]
+
+    def _places(self, states: int = STATES) -> Iterator[tuple[Case, Matcher, bytes]]:
+        """Yield each case with matchers at some places, and the text before."""
+        for case in self._cases:
+            yield from self._places_of(case, states)
+
+    def _places_of(self, case: Case, states: int = STATES) -> Iterator[tuple[Case, Matcher, bytes]]:
+        """Yield matchers at places of which the oracle knows all: those that few tokens lead to first, then some at random."""
+        chance, seen, rest = random.Random(3), {b""}, [b""]
+        for _ in range(states):
+            if not rest:
+                return
+            text = rest.pop(0 if len(seen) < states // 2 else chance.randrange(len(rest)))
+            yield case, self._at(case.spec, text), text
+            further = {text + text_of(id) for id in case.language.allowed(text) if text_of(id)} - seen
+            known = sorted(longer for longer in further if case.language.knows(longer))
+            seen.update(known)
+            rest += chance.sample(known, min(8, len(known)))
+
+    def _random_tokens(self, spec: GrammarSpec, matcher: Matcher | None = None, chance: random.Random | None = None) -> Iterator[int]:
+        """Yield tokens that may come one after the other, behind where `matcher` is, which accepts each of them."""
+        chance, own = chance or random.Random(4), matcher is None
+        at = self._begin(spec) if matcher is None else matcher
+        for _ in range(STEPS):
+            allowed = sorted(_allowed(at))
+            if not allowed:
+                return
+            token = chance.choice(allowed)
+            if own:
+                at.accept(token)
+            yield token
+
+    def _can_write(self, spec: GrammarSpec, value: Any) -> bool:
+        return any(self._takes(spec, text) for text in spellings(value))
+
+    def _takes(self, spec: GrammarSpec, text: str) -> bool:
+        matcher = self._begin(spec)
+        return all(matcher.accept(token) for token in ids_of(text)) and matcher.accept(min(CONTEXT.stop_ids))
+
+    def _require_answers(self, spec: GrammarSpec, follows: Callable[[Any], bool], chance: random.Random) -> None:
+        """Write answers with tokens at random, preferring what ends strings, lists and objects after a while."""
+        ended = 0
+        for _ in range(ANSWERS):
+            text, complete = self._random_answer(spec, chance)
+            if complete:
+                ended += 1
+                try:
+                    value = json.loads(text.decode())
+                except ValueError as error:
+                    fail(f"{spec.kind} {spec.text}: {text!r} was allowed, which isn't JSON: {error}")
+                require(follows(value), f"{spec.kind} {spec.text}: {text!r} was allowed, which doesn't follow it")
+        require(ended, f"{spec.kind} {spec.text}: no answer came to an end within {LONG} tokens")
+
+    def _random_answer(self, spec: GrammarSpec, chance: random.Random) -> tuple[bytes, bool]:
+        matcher, text = self._begin(spec), b""
+        for step in range(LONG):
+            allowed = _allowed(matcher)
+            if allowed & CONTEXT.stop_ids and (matcher.complete or chance.random() < 0.5):
+                return text, True
+            tokens = sorted(allowed - CONTEXT.stop_ids)
+            if not tokens:
+                fail(f"{spec.kind} {spec.text}: nothing may come behind {text!r}")
+            ending = [token for token in tokens if text_of(token) in (b'"', b"}", b"]", b"1")] if step > STEPS else []
+            token = chance.choice(ending or tokens)
+            require(matcher.accept(token), f"{spec.kind} {spec.text}: {text_of(token)!r} behind {text!r} isn't accepted, which the mask allows")
+            text += text_of(token)
+        return text, False
+
+
+def _empty(context: GrammarContext) -> UInt32:
+    return np.zeros(-(-context.vocab_size // 32), dtype=np.uint32)
+
+
+def _mask(matcher: Matcher, context: GrammarContext = CONTEXT) -> UInt32:
+    words = _empty(context)
+    matcher.fill(words)
+    return words
+
+
+def _allowed(matcher: Matcher, context: GrammarContext = CONTEXT) -> set[int]:
+    """Return the ids whose bits are 1."""
+    return set(np.flatnonzero(np.unpackbits(_mask(matcher, context).view(np.uint8), bitorder="little")).tolist())
+
+
+def _difference(found: set[int], wanted: set[int]) -> str:
+    more, fewer = ([text_of(id) or id for id in sorted(ids)][:5] for ids in (found - wanted, wanted - found))
+    return "; ".join([f"{more} may come and mustn't"] * bool(more) + [f"{fewer} may not come and should"] * bool(fewer))
+
+
+def _require_value_error(call: Callable[[], object], otherwise: str) -> None:
+    try:
+        call()
+    except ValueError:
+        return
+    fail(otherwise)

@@ -1,0 +1,229 @@
+"""The backend `xgrammar`: the library compiles a grammar with the whole vocabulary, so that filling a mask is mostly copying.
+
+What it can't do it passes over in silence: schemas and regular expressions are looked through first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import xgrammar
+
+from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher
+from dovetail.errors import DovetailError, RequestError, describe
+from dovetail_grammars.forced import forced_tokens
+from dovetail_grammars.lark import check_lark
+from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
+from dovetail_grammars.regexes import EBNF, rewritten
+from dovetail_grammars.specs import read_choices, read_json, read_schema, read_structural_tag, refuse
+from dovetail_grammars.xgrammar_schema import done_in_full
+
+if TYPE_CHECKING:
+    from dovetail.api.grammar import UInt32
+
+COMPILING_THREADS = min(8, os.cpu_count() or 1)
+_LARK = re.compile(r"^\s*(%|start\s*(\[[^\]]*\]\s*)?:(?!:))", re.MULTILINE)
+
+
+class XGrammar(GrammarBackend):
+    """See https://github.com/mlc-ai/xgrammar."""
+
+    options: GrammarOptions
+
+    def __init__(self, options: GrammarOptions, context: GrammarContext) -> None:
+        super().__init__(options, context)
+        vocabulary = [b"" if id in context.stop_ids else text or b"" for id, text in enumerate(context.token_bytes)]
+        vocabulary += _parting_texts(vocabulary)
+        self._masks = _Masks(context, -(-len(vocabulary) // 32))
+        told = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, vocab_size=len(vocabulary), stop_token_ids=sorted(context.stop_ids))
+        self._compiler = xgrammar.GrammarCompiler(told, max_threads=COMPILING_THREADS, cache_enabled=False)  # the engine keeps what is compiled
+        self._batch: Any = None  # made when several masks are filled for the first time: its threads aren't for nothing
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        try:
+            return _Grammar(self._compiled(spec), self._masks)
+        except RequestError:
+            raise
+        except Exception as error:  # whatever a library may raise, it is this request's affair
+            refuse(spec, _reason(error))
+
+    def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
+        running = [(matcher, line) for line, matcher in enumerate(cast("Sequence[_Matcher]", matchers)) if matcher.running]
+        if len(running) < 2:
+            super().fill_many(matchers, words)
+            return
+        if len(running) < len(matchers):
+            words.fill(0)
+        if self._batch is None:
+            self._batch = xgrammar.BatchGrammarMatcher(self.options.threads or "auto")
+        with self._masks.in_full(words) as wide:
+            self._batch.batch_fill_next_token_bitmask([matcher.inner for matcher, _ in running], wide.view(np.int32), [line for _, line in running])
+        for matcher, line in running:
+            matcher.check(words[line])
+
+    def _compiled(self, spec: GrammarSpec) -> Any:
+        if spec.kind == "json_schema":
+            return self._compiler.compile_json_schema(_dumped(spec, read_json(spec)), **self._json_options())
+        if spec.kind == "json_object":
+            return self._compiler.compile_json_schema('{"type":"object"}', **self._json_options())
+        if spec.kind == "regex":
+            return self._compiler.compile_grammar(f"root ::= {rewritten(spec, spec.text, EBNF)}")
+        if spec.kind == "choice":
+            return self._compiler.compile_grammar(f"root ::= {' | '.join(_text(choice) for choice in read_choices(spec))}")
+        if spec.kind == "structural_tag":
+            return self._compiler.compile_structural_tag(self._tags(spec))
+        if not _LARK.search(spec.text):
+            return self._compiler.compile_grammar(spec.text)
+        check_lark(spec, spec.text)
+        if "%json" in spec.text:
+            refuse(spec, "the backend xgrammar can't tell which schemas behind %json it can do; llguidance can")
+        return self._compiler.compile_lark(spec.text)
+
+    def _json_options(self) -> Mapping[str, Any]:
+        """Objects and arrays that say nothing of further members may have some, as JSON Schema has it: the library calls that not strict."""
+        flexible = self.options.whitespace == "flexible"
+        most = WHITESPACE_AT_MOST if flexible else None
+        return {"any_whitespace": flexible, "separators": (",", ":"), "strict_mode": False, "max_whitespace_cnt": most}
+
+    def _tags(self, spec: GrammarSpec) -> Mapping[str, Any]:
+        tag = read_structural_tag(spec)
+        tags = []
+        for structure in tag.structures:
+            grammar = xgrammar.Grammar.from_json_schema(_dumped(spec, structure.schema), **self._json_options())
+            tags.append({"begin": structure.begin, "content": {"type": "grammar", "grammar": str(grammar)}, "end": structure.end})
+        triggers = list(dict.fromkeys(structure.trigger for structure in tag.structures))
+        flags = {"at_least_one": tag.at_least_one, "stop_after_first": tag.stop_after_first}
+        return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": triggers, "tags": tags, **flags}}
+
+
+class _Masks:
+    """The library's masks, which may be wider than ours, and have bits beyond the vocabulary. `width`: their words."""
+
+    def __init__(self, context: GrammarContext, width: int) -> None:
+        self.context, self._width = context, width
+        self._last_word = np.uint32((1 << ((context.vocab_size - 1) % 32 + 1)) - 1)  # its bits that belong to the vocabulary
+
+    @contextmanager
+    def in_full(self, words: UInt32) -> Iterator[UInt32]:
+        """Give lines of masks [..., width] for the library to write, and take them over into `words`."""
+        wide = words if words.shape[-1] == self._width else np.zeros((*words.shape[:-1], self._width), dtype=np.uint32)
+        yield wide
+        if wide is not words:
+            words[...] = wide[..., : words.shape[-1]]
+        words[..., -1] &= self._last_word
+
+    def fill(self, matcher: Any, words: UInt32) -> None:
+        with self.in_full(words) as wide:
+            matcher.fill_next_token_bitmask(wide.view(np.int32).reshape(1, -1))
+
+    def only_end(self, matcher: Any) -> bool:
+        """True if no token but a stop id may come."""
+        words = np.zeros(-(-self.context.vocab_size // 32), dtype=np.uint32)
+        self.fill(matcher, words)
+        for id in self.context.stop_ids:
+            words[id // 32] &= ~np.uint32(1 << id % 32)
+        return not words.any()
+
+
+class _Grammar(Grammar):
+    def __init__(self, compiled: Any, masks: _Masks) -> None:
+        self._compiled, self._masks = compiled, masks
+
+    def begin(self) -> Matcher:
+        return _Matcher(xgrammar.GrammarMatcher(self._compiled), self._masks)
+
+
+class _Matcher(Matcher):
+    """The library's matcher; that a stop id was accepted is noted here, for it fills no mask after one."""
+
+    def __init__(self, inner: Any, masks: _Masks) -> None:
+        self.inner = inner
+        self._masks, self._context = masks, masks.context
+        self._accepted = 0  # tokens, with a stop id
+        self.running = True  # no stop id was accepted
+
+    def fill(self, words: UInt32) -> None:
+        if not self.running:
+            words.fill(0)
+            return
+        self._masks.fill(self.inner, words)
+        self.check(words)
+
+    def check(self, words: UInt32) -> None:
+        """Raise `DovetailError` if nothing may come, nor an end."""
+        if not words.any() and not self.inner.is_completed():
+            raise DovetailError("no token of the vocabulary can go on")
+
+    def accept(self, token: int) -> bool:
+        if not self.running or not 0 <= token < self._context.vocab_size:
+            return False
+        if token in self._context.stop_ids:
+            accepted = bool(self.inner.is_completed())
+            self.running = not accepted
+        else:
+            accepted = bool(self.inner.accept_token(token))
+        self._accepted += accepted
+        return accepted
+
+    def rollback(self, tokens: int) -> None:
+        if not 0 <= tokens <= self._accepted:
+            raise ValueError(f"{tokens} tokens can't be taken back: {self._accepted} were accepted")
+        self._accepted -= tokens
+        if tokens and not self.running:
+            self.running = True
+            tokens -= 1
+        if tokens:
+            self.inner.rollback(tokens)
+
+    def forced(self) -> Sequence[int]:
+        return forced_tokens(self, self._context) if self.running else ()
+
+    @property
+    def complete(self) -> bool:
+        return not self.running or (bool(self.inner.is_completed()) and self._masks.only_end(self.inner))
+
+
+def _parting_texts(vocabulary: Sequence[bytes]) -> list[bytes]:
+    """Return texts of further tokens, beyond the vocabulary, with which the library's table of common beginnings is right.
+
+    In the order of their texts, it takes a token for a continuation of one before if that is *anywhere* in it (as `":` is in `"a":`), and then
+    forbids both when it forbids the first. A text between the two, which begins as the second does, parts them.
+    """
+    added: list[bytes] = []
+    while True:
+        parting: list[bytes] = []
+        continued: list[bytes] = []
+        for text in sorted(filter(None, [*vocabulary, *added])):
+            while continued and continued[-1] not in text:
+                continued.pop()
+            if continued and not text.startswith(continued[-1]):
+                parting.append(_parting(continued[-1], text))
+            continued.append(text)
+        if not parting:
+            return added
+        added += dict.fromkeys(parting)
+
+
+def _parting(before: bytes, text: bytes) -> bytes:
+    """Return the beginning of `text` up to the first byte in which it differs from `before`."""
+    same = next((n for n, (one, other) in enumerate(zip(before, text, strict=False)) if one != other), min(len(before), len(text)))
+    return text[: same + 1]
+
+
+def _dumped(spec: GrammarSpec, schema: Any) -> str:
+    return json.dumps(done_in_full(spec, read_schema(spec, schema)), ensure_ascii=False)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _reason(error: Exception) -> str:
+    """Return the library's sentence, without the time and the place in its source."""
+    return re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", str(error).splitlines()[0]) if str(error) else describe(error)

@@ -1,0 +1,359 @@
+"""Grammar backends with one thing wrong each."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dovetail.api.grammar import Grammar, GrammarContext, GrammarSpec, Matcher
+from dovetail.errors import RequestError
+from dovetail_grammars.llguidance_backend import LLGuidance
+from dovetail_grammars.options import GrammarOptions
+from tests.conformance.mutants import mutant
+
+if TYPE_CHECKING:
+    from dovetail.api.grammar import UInt32
+
+
+class Wrapped(Matcher):
+    """A matcher that is right."""
+
+    def __init__(self, real: Matcher, context: GrammarContext) -> None:
+        self.real, self.context = real, context
+
+    def fill(self, words: UInt32) -> None:
+        self.real.fill(words)
+
+    def accept(self, token: int) -> bool:
+        return self.real.accept(token)
+
+    def rollback(self, tokens: int) -> None:
+        self.real.rollback(tokens)
+
+    def forced(self) -> Sequence[int]:
+        return self.real.forced()
+
+    @property
+    def complete(self) -> bool:
+        return self.real.complete
+
+    def change(self, words: UInt32, changes: Mapping[int, bool]) -> None:
+        """Set some bits of a mask."""
+        for id, bit in changes.items():
+            words[id // 32] = int(words[id // 32]) & ~(1 << id % 32) | bit << id % 32
+
+    def allowed(self) -> list[int]:
+        words = np.zeros(-(-self.context.vocab_size // 32), dtype=np.uint32)
+        self.real.fill(words)
+        return list(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+
+
+class WrappedGrammar(Grammar):
+    def __init__(self, real: Grammar, matcher: type[Wrapped], context: GrammarContext) -> None:
+        self.real, self.matcher, self.context = real, matcher, context
+
+    def begin(self) -> Matcher:
+        return self.matcher(self.real.begin(), self.context)
+
+
+class Wrapping(LLGuidance):
+    """Begins matchers of another class."""
+
+    matcher: type[Wrapped] = Wrapped
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        return WrappedGrammar(super().compile(spec), self.matcher, self.context)
+
+    def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
+        for matcher, line in zip(matchers, words, strict=True):
+            matcher.fill(line)
+
+
+@mutant(caught_by="grammar.mask")
+class ForbidsPartsOfCharacters(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def fill(self, words: UInt32) -> None:
+            self.real.fill(words)
+            parts = [id for id, text in enumerate(self.context.token_bytes) if text and text.decode(errors="ignore").encode() != text]
+            self.change(words, dict.fromkeys(parts, False))
+
+
+@mutant(caught_by="grammar.mask")
+class KnowsOneIdForAText(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def fill(self, words: UInt32) -> None:
+            self.real.fill(words)
+            tokens = list(self.context.token_bytes)
+            self.change(words, {id: False for id, text in enumerate(tokens) if text and tokens.index(text) < id})
+
+
+@mutant(caught_by="grammar.mask")
+class HasOneStopId(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def fill(self, words: UInt32) -> None:
+            self.real.fill(words)
+            self.change(words, dict.fromkeys(sorted(self.context.stop_ids)[1:], False))
+
+
+@mutant(caught_by="grammar.mask")
+class ForcesOneTokenization(LLGuidance):
+    """Leaves the library's own habit alone, as far as one byte goes."""
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        return WrappedGrammar(super().compile(spec), _LongestOnly, self.context)
+
+    def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
+        Wrapping.fill_many(self, matchers, words)  # type: ignore[arg-type]
+
+
+class _LongestOnly(Wrapped):
+    def fill(self, words: UInt32) -> None:
+        self.real.fill(words)
+        texts = {id: self.context.token_bytes[id] or b"" for id in self.allowed() if id not in self.context.stop_ids}
+        longest = max(texts.values(), key=len, default=b"")
+        if len(longest) > 1:
+            self.change(words, {id: False for id, text in texts.items() if text != longest and longest.startswith(text)})
+
+
+@mutant(caught_by="grammar.never_text")
+class AllowsEmptyTokens(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def fill(self, words: UInt32) -> None:
+            self.real.fill(words)
+            self.change(words, {id: True for id, text in enumerate(self.context.token_bytes) if text == b""})
+
+
+@mutant(caught_by="grammar.words")
+class AddsToTheWords(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def fill(self, words: UInt32) -> None:
+            before = words.copy()
+            self.real.fill(words)
+            words |= before
+
+
+@mutant(caught_by="grammar.words")
+class SetsBitsBeyondTheVocabulary(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def fill(self, words: UInt32) -> None:
+            self.real.fill(words)
+            self.change(words, dict.fromkeys(range(self.context.vocab_size, 32 * len(words)), True))
+
+
+@mutant(caught_by="grammar.fill_pure")
+class GoesOnWhenItFills(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def fill(self, words: UInt32) -> None:
+            self.real.fill(words)
+            if allowed := self.allowed():
+                self.real.accept(allowed[0])
+
+
+@mutant(caught_by="grammar.accept")
+class AcceptsAnything(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def accept(self, token: int) -> bool:
+            self.real.accept(token)
+            return True
+
+
+@mutant(caught_by="grammar.accept")
+class StartsAgainWhenItRefuses(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        accepted = 0
+
+        def accept(self, token: int) -> bool:
+            if self.real.accept(token):
+                self.accepted += 1
+                return True
+            self.real.rollback(self.accepted)
+            self.accepted = 0
+            return False
+
+
+@mutant(caught_by="grammar.accept")
+class CountsFromTheEnd(Wrapping):
+    """Takes a negative id as Python takes an index."""
+
+    class matcher(Wrapped):  # noqa: N801
+        def accept(self, token: int) -> bool:
+            return self.real.accept(self.allowed()[token] if token < 0 else token)
+
+
+@mutant(caught_by="grammar.end")
+class GoesOnBehindAStopId(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def accept(self, token: int) -> bool:
+            return token in self.allowed() if token in self.context.stop_ids else self.real.accept(token)
+
+
+@mutant(caught_by="grammar.complete")
+class IsCompleteWhereItMayEnd(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        @property
+        def complete(self) -> bool:
+            return bool(self.context.stop_ids & set(self.allowed()))
+
+
+@mutant(caught_by="grammar.complete")
+class WaitsForTheStopId(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        @property
+        def complete(self) -> bool:
+            return not self.allowed()
+
+
+@mutant(caught_by="grammar.rollback")
+class TakesBackOneTokenLess(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def rollback(self, tokens: int) -> None:
+            self.real.rollback(max(0, tokens - 1))
+
+
+@mutant(caught_by="grammar.rollback")
+class TakesBackWhatThereIs(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def rollback(self, tokens: int) -> None:
+            while tokens:
+                try:
+                    self.real.rollback(tokens)
+                    return
+                except ValueError:
+                    tokens -= 1
+
+
+@mutant(caught_by="grammar.forced")
+class ForcesWhatMayCome(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def forced(self) -> Sequence[int]:
+            return self.allowed()[:1]
+
+
+@mutant(caught_by="grammar.forced")
+class MovesToWhatIsForced(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def forced(self) -> Sequence[int]:
+            tokens = self.real.forced()
+            return [token for token in tokens if self.real.accept(token)]
+
+
+@mutant(caught_by="grammar.forced")
+class NeverForces(Wrapping):
+    class matcher(Wrapped):  # noqa: N801
+        def forced(self) -> Sequence[int]:
+            return ()
+
+
+class _OneMatcher(Grammar):
+    def __init__(self, real: Grammar) -> None:
+        self.matcher = real.begin()
+
+    def begin(self) -> Matcher:
+        return self.matcher
+
+
+@mutant(caught_by="grammar.separate")
+class HasOneMatcherForAll(LLGuidance):
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        return _OneMatcher(super().compile(spec))
+
+
+@mutant(caught_by="grammar.threads")
+class KeepsTheSpecThatItCompiles(LLGuidance):
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        self.spec = spec
+        time.sleep(0.002)
+        return super().compile(self.spec)
+
+
+@mutant(caught_by="grammar.fill_many")
+class FillsInAnotherOrder(LLGuidance):
+    def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
+        super().fill_many(matchers[::-1], words)
+
+
+@mutant(caught_by="grammar.fill_many")
+class FillsAlsoWhatHasEnded(LLGuidance):
+    def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
+        super().fill_many(matchers, words)
+        words[~words.any(axis=1), 0] = 1
+
+
+@mutant(caught_by="grammar.no_stop_ids", error=ValueError)
+class NeedsAStopId(LLGuidance):
+    def __init__(self, options: GrammarOptions, context: GrammarContext) -> None:
+        self.stop_id = min(context.stop_ids)
+        super().__init__(options, context)
+
+
+@mutant(caught_by="grammar.refuses")
+class AllowsAnythingInstead(LLGuidance):
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        try:
+            return super().compile(spec)
+        except RequestError:
+            return super().compile(GrammarSpec("regex", "(?s:.*)"))
+
+
+@mutant(caught_by="grammar.refuses")
+class GivesNoReason(LLGuidance):
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        try:
+            return super().compile(spec)
+        except RequestError:
+            raise RequestError("") from None
+
+
+@mutant(caught_by="grammar.refuses", error=ValueError)
+class RaisesErrorsOfItsOwn(LLGuidance):
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        try:
+            return super().compile(spec)
+        except RequestError as error:
+            raise ValueError(str(error)) from None
+
+
+class Respecified(LLGuidance):
+    """Compiles another spec than it is given."""
+
+    def instead(self, spec: GrammarSpec) -> GrammarSpec:
+        return spec
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        return super().compile(self.instead(spec))
+
+
+@mutant(caught_by="grammar.grammars")
+class CantCount(Respecified):
+    def instead(self, spec: GrammarSpec) -> GrammarSpec:
+        return GrammarSpec("regex", "a*cb*") if spec.kind == "grammar" else spec
+
+
+@mutant(caught_by="grammar.json_schema")
+class PassesOverMaximums(Respecified):
+    def instead(self, spec: GrammarSpec) -> GrammarSpec:
+        return GrammarSpec(spec.kind, spec.text.replace("maximum", "largest"))
+
+
+@mutant(caught_by="grammar.json_schema")
+class HasNoFurtherProperties(Respecified):
+    def instead(self, spec: GrammarSpec) -> GrammarSpec:
+        if spec.kind != "json_schema" or "additionalProperties" not in spec.text:
+            return spec
+        return GrammarSpec(spec.kind, json.dumps({**json.loads(spec.text), "additionalProperties": False}))
+
+
+@mutant(caught_by="grammar.json_object")
+class TakesAnyJSONForAnObject(Respecified):
+    def instead(self, spec: GrammarSpec) -> GrammarSpec:
+        return GrammarSpec("json_schema", "{}") if spec.kind == "json_object" else spec
+
+
+@mutant(caught_by="grammar.white_space")
+class HasWhiteSpaceWithoutEnd(LLGuidance):
+    def _json_options(self) -> Mapping[str, Any]:
+        return {"whitespace_flexible": True}

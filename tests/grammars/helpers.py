@@ -1,0 +1,45 @@
+"""Both backends over a vocabulary of bytes, and answers written byte by byte."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher, SpecKind
+from dovetail_grammars.llguidance_backend import LLGuidance
+from dovetail_grammars.options import GrammarOptions
+from dovetail_grammars.xgrammar_backend import XGrammar
+
+BACKENDS: dict[str, type[LLGuidance] | type[XGrammar]] = {"llguidance": LLGuidance, "xgrammar": XGrammar}
+STOP = 256
+BYTES = GrammarContext([*(bytes([byte]) for byte in range(256)), None], frozenset([STOP]), 257)
+
+
+@cache
+def backend(name: str, **options: Any) -> GrammarBackend:
+    return BACKENDS[name](GrammarOptions(**options), BYTES)
+
+
+def compiled(name: str, kind: SpecKind, text: Any, **options: Any) -> Grammar:
+    return backend(name, **options).compile(GrammarSpec(kind, text if isinstance(text, str) else json.dumps(text)))
+
+
+def at(grammar: Grammar, text: str) -> Matcher | None:
+    """Return a matcher behind `text`; None if it can't be written."""
+    matcher = grammar.begin()
+    return matcher if all(matcher.accept(byte) for byte in text.encode()) else None
+
+
+def takes(grammar: Grammar, text: str) -> bool:
+    """True if `text` is a whole answer."""
+    matcher = at(grammar, text)
+    return matcher is not None and matcher.accept(STOP)
+
+
+def mask(matcher: Matcher) -> set[int]:
+    words = np.zeros(9, dtype=np.uint32)
+    matcher.fill(words)
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())

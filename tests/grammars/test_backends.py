@@ -1,0 +1,131 @@
+"""What the conformance suite doesn't see of the built-in grammar backends: their options, their limits, and the texts of their refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dovetail.api.grammar import GrammarContext, GrammarSpec, SpecKind
+from dovetail.errors import DovetailError, RequestError
+from dovetail_grammars.llguidance_backend import LLGuidance
+from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
+from tests.grammars.helpers import BACKENDS, at, compiled, mask, takes
+
+PERSON: dict[str, Any] = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"], "additionalProperties": False}
+
+
+@pytest.fixture(params=BACKENDS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_json_is_compact_unless_asked_otherwise(name: str) -> None:
+    spaced = '{"name": "x"}'
+    assert takes(compiled(name, "json_schema", PERSON), '{"name":"x"}')
+    assert not takes(compiled(name, "json_schema", PERSON), spaced)
+    assert takes(compiled(name, "json_schema", PERSON, whitespace="flexible"), spaced)
+
+
+def test_flexible_white_space_ends(name: str) -> None:
+    grammar = compiled(name, "json_schema", PERSON, whitespace="flexible")
+    assert at(grammar, "{" + " " * WHITESPACE_AT_MOST + '"') is not None
+    assert at(grammar, "{" + " " * (WHITESPACE_AT_MOST + 1)) is None
+
+
+def test_tools_in_free_text_have_no_white_space_either(name: str) -> None:
+    tag = {"structures": [{"begin": "<f>", "schema": PERSON, "end": "</f>"}], "triggers": ["<f"]}
+    grammar = compiled(name, "structural_tag", tag)
+    assert takes(grammar, 'so <f>{"name":"x"}</f> it is')
+    assert at(grammar, "<f>{ ") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "named"),
+    [
+        ("json_schema", {"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ("json_schema", {"not": {"type": "string"}}, "not"),
+        ("json_schema", {"type": "object", "properties": {"a": {"type": "object", "propertyNames": {"minLength": 2}}}}, "propertyNames"),
+        ("json_schema", {"if": {"type": "string"}, "then": {"minLength": 2}}, "if"),
+        ("json_schema", {"type": "string", "format": "idn-email"}, "idn-email"),
+        ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}, "circle: #/[$]defs/a -> #/[$]defs/a"),
+        ("json_schema", {"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}, "x-guidance"),
+        ("json_schema", json.loads('{"items":' * 101 + "{}" + "}" * 101), "MAX_NESTING = 100"),
+        ("json_schema", '{"minimum": NaN}', "NaN"),
+        ("json_schema", {"type": "object", "minProperties": 2}, "minProperties"),
+        ("grammar", "start: <|end|>", "special tokens"),
+        ("grammar", 'start: a\na[temperature=0.5]: "b"', "temperature"),
+        ("structural_tag", {"structures": [], "triggers": ["<f"]}, "structures"),
+        ("structural_tag", {"structures": [{"begin": "<f>", "schema": {}, "end": "", "x": 1}], "triggers": ["<f"]}, "structures.0"),
+    ],
+)
+def test_refusals_name_the_feature(name: str, kind: SpecKind, text: Any, named: str) -> None:
+    with pytest.raises(RequestError, match=f"^{kind}: .*{named}") as caught:
+        compiled(name, kind, text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"minLength": 2},
+        {"$ref": "#/$defs/a", "minimum": 1, "$defs": {"a": {"type": "integer"}}},
+        {"anyOf": [{"type": "string"}], "maxLength": 3},
+        {"allOf": [{"type": "string"}, {"maxLength": 3}]},
+        {"oneOf": [{"type": "string"}, {"maxLength": 3, "type": "string"}]},
+        {"type": "string", "pattern": "a", "maxLength": 3},
+        {"type": "number", "multipleOf": 0.5},
+        {"type": "object", "minProperties": 1},
+        {"enum": ["a", 1], "type": "string"},
+        {"$ref": "#/properties/a", "properties": {"a": {}}},
+    ],
+)
+def test_xgrammar_refuses_what_it_would_pass_over(schema: Any) -> None:
+    for nested in (schema, {"type": "array", "items": schema}, {"anyOf": [schema]}):
+        with pytest.raises(RequestError, match=r"xgrammar|aren't all of the type"):
+            compiled("xgrammar", "json_schema", nested)
+
+
+def test_strings_of_a_length_have_no_control_characters(name: str) -> None:
+    grammar = compiled(name, "json_schema", {"type": "string", "minLength": 1, "maxLength": 3})
+    assert [takes(grammar, text) for text in ('""', '"é"', '"abc"', '"abcd"', '"\t"')] == [False, True, True, False, False]
+
+
+def test_thousands_of_choices(name: str) -> None:
+    grammar = compiled(name, "choice", [f"number {n}" for n in range(5000)])
+    assert takes(grammar, "number 4999")
+    assert not takes(grammar, "number 5000")
+
+
+def test_a_schema_within_a_grammar_is_held_to_the_same_rules() -> None:
+    grammar = compiled("llguidance", "grammar", f'start: "=" body\nbody: %json {json.dumps(PERSON)}')
+    assert takes(grammar, '={"name":"x"}')
+    assert at(grammar, "={ ") is None
+    with pytest.raises(RequestError, match="xgrammar can't tell"):
+        compiled("xgrammar", "grammar", 'start: %json {"type": "object"}')
+
+
+def test_a_vocabulary_that_cant_write_the_answer_is_an_error_of_the_request(name: str) -> None:
+    letters = GrammarContext([b"a", b"b", None], frozenset([2]), 3)
+    backend = BACKENDS[name](GrammarOptions(), letters)
+    with pytest.raises(DovetailError):
+        mask(backend.compile(GrammarSpec("regex", "c")).begin())
+
+
+def test_a_matcher_beyond_its_limits_raises_each_time_and_no_other_does() -> None:
+    wide = compiled(
+        "llguidance", "grammar", "start: " + " | ".join(f'"a" x{n}' for n in range(2500)) + "".join(f'\nx{n}: "b"+ "c"' for n in range(2500))
+    )
+    matcher = wide.begin()
+    for _ in range(2):
+        with pytest.raises(DovetailError, match="max is 2000"):
+            matcher.accept(ord("a"))
+    assert mask(compiled("llguidance", "regex", "a").begin()) == {ord("a")}
+
+
+def test_threads_are_honoured() -> None:
+    context = GrammarContext([b"a", b"b", None], frozenset([2]), 3)
+    assert LLGuidance(GrammarOptions(threads=2), context).options.threads == 2
+    with pytest.raises(ValueError, match="threads"):
+        GrammarOptions(threads=0)

@@ -1,0 +1,304 @@
+"""Answers that follow a rule, and calls that are demanded, in every API, from a model that would rather write Shakespeare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import anthropic
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from dovetail.structured import Structured
+from dovetail_server.settings import ServerSettings
+from dovetail_server.testing import FakeEngine
+from tests.server.serving import PATIENCE_S, serving, serving_in_threads
+
+HEAD = "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+TEMPLATES = {  # by the parser that reads their calls
+    "hermes": HEAD + "{# <tool_call> #}assistant:",
+    "llama3_json": HEAD + "{# <|python_tag|> #}assistant:",
+    "mistral": HEAD + "{# [TOOL_CALLS] #}assistant:",
+    "mistral, newer": HEAD + "{# [TOOL_CALLS] [ARGS] #}assistant:",
+}
+PLAIN = HEAD + "assistant:"
+MESSAGES: Any = [{"role": "user", "content": "Who are you?"}]
+
+
+class Person(BaseModel):
+    """The values are few, so that an answer of a small model ends."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Literal["Romeo", "Juliet"]
+    age: Literal[14, 17]
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Verona"]}}, "required": ["city"], "additionalProperties": False}
+DAY = {"type": "object", "properties": {"day": {"$ref": "#/$defs/day"}}, "required": ["day"], "$defs": {"day": {"enum": [1, 2]}}}
+DAY |= {"additionalProperties": False}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "calendar", "parameters": DAY}},
+    {"type": "function", "function": {"name": "now"}},
+]
+ARGUMENTS: Mapping[str, Any] = {"weather": CITY, "calendar": DAY, "now": {"type": "object", "maxProperties": 0}}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    config = {"model": "demo", "max_num_seqs": 16, "limits": {"max_grammar_chars": 20_000}}
+    with serving_in_threads(config, ServerSettings(log_requests=False), chat_template=TEMPLATES["hermes"]) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def api(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        yield client
+
+
+def ask(api: openai.OpenAI, template: str = PLAIN, further: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    given = {"model": "demo", "messages": MESSAGES, "seed": 1, "max_completion_tokens": 100, **options}
+    return api.chat.completions.create(**given, extra_body={"chat_template": template, **(further or {})})
+
+
+def follows(value: Any, schema: Mapping[str, Any]) -> bool:
+    import jsonschema
+
+    return jsonschema.Draft202012Validator(schema).is_valid(value)
+
+
+# ---- formats
+
+
+def test_a_pydantic_model_is_parsed_by_openais_client(api: openai.OpenAI) -> None:
+    answer = api.chat.completions.parse(
+        model="demo", messages=MESSAGES, response_format=Person, max_completion_tokens=100, extra_body={"chat_template": PLAIN}
+    )
+    assert isinstance(answer.choices[0].message.parsed, Person)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_stream_has_the_same_json_as_the_whole_answer(api: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": Person.model_json_schema(), "strict": True}}
+    whole = ask(api, response_format=form, n=3)
+    streamed = {0: "", 1: "", 2: ""}
+    for chunk in ask(api, response_format=form, n=3, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == {choice.index: choice.message.content for choice in whole.choices}
+    assert all(Person.model_validate_json(text) for text in streamed.values())
+
+
+def test_a_json_object_is_one(api: openai.OpenAI) -> None:
+    choices = ask(api, response_format={"type": "json_object"}, n=8, max_completion_tokens=200).choices
+    ended = [json.loads(choice.message.content) for choice in choices if choice.finish_reason == "stop"]
+    assert ended
+    assert all(isinstance(value, dict) for value in ended)
+
+
+def test_an_answer_that_is_cut_says_so(api: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": Person.model_json_schema()}}
+    choice = ask(api, response_format=form, max_completion_tokens=2).choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.message.content.startswith("{")
+
+
+RULES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "structured_outputs": ({"structured_outputs": {"choice": ["yes", "no"]}}, ("yes", "no")),
+    "guided_choice": ({"guided_choice": ["yes", "no"]}, ("yes", "no")),
+    "guided_regex": ({"guided_regex": "[ab]c"}, ("ac", "bc")),
+    "guided_grammar": ({"guided_grammar": 'start: "x" | "y"'}, ("x", "y")),
+    "guided_json": ({"guided_json": {"enum": ["x", 1]}}, ('"x"', "1")),
+    "as JSON": ({"guided_json": '{"enum": ["x", 1]}'}, ('"x"', "1")),
+    "structural_tag": (
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "structures": [{"begin": "<f>", "schema": {"const": 1}, "end": "</f>"}],
+                "triggers": ["<f>"],
+                "at_least_one": True,
+                "stop_after_first": True,
+            }
+        },
+        ("<f>1</f>",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_of_vllms_is_followed_by_chat_and_completions(api: openai.OpenAI, name: str) -> None:
+    rule, texts = RULES[name]
+    assert ask(api, further=rule).choices[0].message.content in texts
+    answer = api.completions.create(model="demo", prompt=["ROMEO:", "JULIET:"], max_tokens=30, extra_body=rule)
+    assert all(choice.text in texts and choice.finish_reason == "stop" for choice in answer.choices)
+
+
+# ---- calls
+
+
+@pytest.mark.parametrize("parser", TEMPLATES)
+def test_a_call_that_is_required_comes_with_arguments_that_follow_its_schema(api: openai.OpenAI, parser: str) -> None:
+    answer = ask(api, TEMPLATES[parser], tools=TOOLS, tool_choice="required", n=6, parallel_tool_calls=False)
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        [call] = choice.message.tool_calls
+        assert follows(json.loads(call.function.arguments), ARGUMENTS[call.function.name])
+
+
+@pytest.mark.parametrize("parser", TEMPLATES)
+def test_a_named_function_is_called_whole_and_streamed(api: openai.OpenAI, parser: str) -> None:
+    options = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "calendar"}}, "parallel_tool_calls": False}
+    [call] = ask(api, TEMPLATES[parser], **options).choices[0].message.tool_calls
+    assert call.function.name == "calendar"
+    name = arguments = ""
+    for chunk in ask(api, TEMPLATES[parser], **options, stream=True):
+        for part in chunk.choices[0].delta.tool_calls or ():
+            name, arguments = name + (part.function.name or ""), arguments + (part.function.arguments or "")
+    assert (name, arguments) == ("calendar", call.function.arguments)
+    assert follows(json.loads(arguments), DAY)
+    assert chunk.choices[0].finish_reason == "tool_calls"
+
+
+def test_a_call_goes_round(api: openai.OpenAI) -> None:
+    """The conversation goes on with the call and its result."""
+    [call] = ask(api, TEMPLATES["hermes"], tools=TOOLS, tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call.model_dump()]}, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    template = "{% for message in messages %}{{ message.tool_calls }}{{ message.content }}{% endfor %}" + TEMPLATES["hermes"]
+    answer = ask(api, template, messages=messages, response_format={"type": "json_object"}, max_completion_tokens=4)
+    assert answer.choices[0].message.content.startswith("{")
+
+
+def test_an_answer_is_free_to_call_no_strict_tool(api: openai.OpenAI) -> None:
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    answer = ask(api, TEMPLATES["hermes"], tools=strict, max_completion_tokens=8, temperature=0)
+    assert answer.choices[0].message.content
+
+
+def test_responses_follow_formats_and_demands(api: openai.OpenAI) -> None:
+    options: Any = {"model": "demo", "max_output_tokens": 100, "extra_body": {"chat_template": TEMPLATES["hermes"]}}
+    parsed = api.responses.parse(input="Who are you?", text_format=Person, **options)
+    assert isinstance(parsed.output_parsed, Person)
+    assert parsed.text is not None
+    assert parsed.text.format is not None
+    assert parsed.text.format.type == "json_schema"
+    tools: Any = [{"type": "function", "name": "weather", "parameters": CITY, "strict": True}]
+    [call] = api.responses.create(input="Weather?", tools=tools, tool_choice="required", parallel_tool_calls=False, **options).output
+    assert call.type == "function_call"
+    assert follows(json.loads(call.arguments), CITY)
+    named: Any = {"type": "function", "name": "weather"}
+    assert api.responses.create(input="?", tools=tools, tool_choice=named, **options).output[0].type == "function_call"
+
+
+def test_messages_follow_formats_and_demands(url: str) -> None:
+    tools: Any = [{"name": "weather", "input_schema": CITY}]
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        options: Any = {"model": "demo", "max_tokens": 100, "messages": MESSAGES, "extra_body": {"chat_template": TEMPLATES["hermes"]}}
+        for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}):
+            told = client.messages.create(**options, tools=tools, tool_choice=choice)
+            assert told.stop_reason in ("tool_use", "max_tokens")
+            assert told.content[0].type == "tool_use"
+            assert follows(told.content[0].input, CITY)
+        form = {"format": {"type": "json_schema", "schema": Person.model_json_schema()}}
+        options["extra_body"] = {**options["extra_body"], "output_config": form}
+        [text] = client.messages.create(**options).content
+        assert text.type == "text"
+        assert Person.model_validate_json(text.text)
+
+
+# ---- thoughts
+
+THINKS = HEAD + "assistant:{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+ALWAYS = HEAD + "assistant:<think>\n{# </think> #}"
+
+
+@pytest.mark.parametrize("template", [THINKS, ALWAYS])
+def test_thoughts_come_first_and_are_free(api: openai.OpenAI, template: str) -> None:
+    answer = ask(api, template, response_format={"type": "json_object"}, max_completion_tokens=20, temperature=0)
+    assert answer.choices[0].message.content == ""
+    assert answer.choices[0].message.reasoning.strip()
+    assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("template", "further", "thinks"),
+    [
+        (ALWAYS, {}, True),
+        (THINKS, {}, True),
+        (THINKS, {"chat_template_kwargs": {"enable_thinking": False}}, False),
+        (HEAD + "assistant:{# <think> #}", {}, False),  # thoughts of earlier answers are all that it knows
+        (PLAIN, {}, False),
+    ],
+)
+async def test_the_rule_begins_behind_thoughts_where_the_model_has_some(
+    fake: Callable[..., FakeEngine], template: str, further: dict[str, Any], thinks: bool
+) -> None:
+    engine = fake("<think>", "Hm.", "</think>", "yes")
+    async with serving(engine) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x") as client:
+        body = {"chat_template": template, "guided_choice": ["yes"], **further}
+        await client.chat.completions.create(model="fake", messages=MESSAGES, extra_body=body)
+    [request] = engine.submitted
+    assert request.params.structured == Structured(choice=["yes"], after="</think>" if thinks else None)
+    assert (request.prompt or "").endswith("<think>\n") == thinks, "so that it surely thinks"
+    assert engine.tokenizer.decode(request.prompt_token_ids) == request.prompt
+
+
+def test_thoughts_that_are_turned_off_leave_the_rule_alone(api: openai.OpenAI) -> None:
+    further = {"chat_template_kwargs": {"enable_thinking": False}, "guided_choice": ["yes", "no"]}
+    assert ask(api, THINKS, further).choices[0].message.content in ("yes", "no")
+
+
+# ---- refusals
+
+
+def schema_of(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # what is asked, the parameter that the answer names, what it says
+    "a format that isn't there": ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+    "a feature of a schema": (schema_of({"type": "object", "if": {"required": ["a"]}}), "response_format", "if"),
+    "a lookaround": ({"guided_regex": "(?=a)b"}, "guided_regex", "lookarounds"),
+    "a grammar that is none": ({"guided_grammar": "start: ("}, "guided_grammar", ""),
+    "a long schema": (schema_of({"enum": ["x" * 30_000]}), "response_format", "limits.max_grammar_chars"),
+    "a deep schema": (schema_of(json.loads('{"not":' * 200 + "{}" + "}" * 200)), "response_format", "limits.max_grammar_depth"),
+    "no choice": ({"guided_choice": []}, "guided_choice", "one string or more"),
+    "two rules": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "guided_choice"),
+    "an unknown field": ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "there is no such field"),
+    "what contradicts it": ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "contradict"),
+    "tools beside a format": ({"response_format": {"type": "json_object"}, "tools": TOOLS}, "response_format", "tools"),
+    "a tool that isn't there": ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "weather"),
+    "a demand without tools": ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    "another demand": ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "are supported"),
+    "one call of a format without marks": (
+        {"tools": TOOLS, "parallel_tool_calls": False, "chat_template": TEMPLATES["llama3_json"]},
+        "parallel_tool_calls",
+        "no mark",
+    ),
+    "calls in no known format": ({"tools": TOOLS, "tool_choice": "required", "chat_template": PLAIN}, "tool_choice", "no tool parser"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_a_400_by_name_before_anything_is_sent(url: str, name: str, stream: Literal[True, False]) -> None:
+    options, param, said = REFUSED[name]
+    body = {"messages": MESSAGES, "chat_template": TEMPLATES["hermes"], "max_completion_tokens": 5, "stream": stream, **options}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert said in error["message"]
+    assert not error["message"].startswith("structured.")
+
+
+def test_who_is_refused_leaves_nothing_behind(url: str, api: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError):
+        ask(api, **schema_of({"if": {}}))
+    assert httpx.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200
+    assert ask(api, further={"guided_choice": ["a"]}).choices[0].message.content == "a"
