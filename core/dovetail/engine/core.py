@@ -528,6 +528,14 @@ class EngineCore:
         self._preparing.clear()
         self._constrained = 0
 
+    def check_executor(self) -> None:
+        """End the engine if the executor can't go on, between steps too: a process of its own may have died. Raises nothing."""
+        if self.dead is None:
+            try:
+                self.executor.check()
+            except Exception as error:
+                self._die(error)
+
     def check_alive(self) -> None:
         if self.dead is not None:
             raise EngineDeadError(f"the engine is dead and takes no more work: {self.dead}") from self.dead

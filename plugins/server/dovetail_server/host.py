@@ -45,6 +45,8 @@ from dovetail_server.frames import (
 
 logger = logging.getLogger("dovetail")
 
+IDLE_CHECK_S = 1.0  # how often an engine without requests looks whether its executor is well: a rank of it may have died
+
 
 class Post(Protocol):
     """How the host hears of front ends, and they of it. Front ends are known by names, which are never used again. One thread calls it."""
@@ -124,7 +126,8 @@ class EngineHost:
                 if not core.has_unfinished():
                     if self._changed:
                         self._tell_load()
-                    post.wait(None if not self._lost() else 0.1)
+                    post.wait(IDLE_CHECK_S if not self._lost() else 0.1)
+                    core.check_executor()
         finally:
             self._busy_since = None
             self._assembly.close()
