@@ -60,7 +60,11 @@ class Constraint:
         if matcher is None:
             self._look_for_beginning(self._token_bytes[token] or b"")
             return None
-        if not matcher.accept(token):
+        try:
+            accepted = matcher.accept(token)
+        except Exception as error:  # it went beyond a limit of its library, say
+            return Finish("error", failure(error))
+        if not accepted:
             return Finish("error", f"token {token} was sampled, which the grammar doesn't allow: the executor or the grammar backend is at fault")
         return Finish("stop", keeps_token=True) if matcher.complete else None
 
@@ -71,6 +75,11 @@ class Constraint:
             self._after = self._tail = b""
         else:
             self._tail = seen[max(0, len(seen) - len(self._after) + 1) :]
+
+
+def failure(error: Exception) -> str:
+    """Say why a matcher can't go on."""
+    return f"its grammar failed: {type(error).__name__}: {error}"
 
 
 def fill_masks(
@@ -96,7 +105,7 @@ def fill_masks(
                     matcher.fill(words[line])
                 except Exception as error:
                     words[line] = 0
-                    failed[requests[index]] = f"its grammar failed: {type(error).__name__}: {error}"
+                    failed[requests[index]] = failure(error)
     unlikely = np.flatnonzero(~words[:, :LIKELY].any(axis=1))
     for line in unlikely[~words[unlikely].any(axis=1)].tolist():
         failed.setdefault(requests[at[line]], "its grammar allows no token that the model has: nothing can come next")
