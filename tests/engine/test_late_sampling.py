@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -217,18 +216,7 @@ def test_the_grammar_begins_behind_the_mark_however_it_is_cut(cuts: list[bytes])
     assert constraint.matcher is not None
 
 
-@IN_FLIGHT
-def test_masks_of_many_requests_are_filled_in_a_thread_that_ends_with_the_engine(max_in_flight: int) -> None:
-    world = World(shape=Shape(max_in_flight=max_in_flight, max_seqs=12, num_blocks=128))
-    for index in range(12):
-        world.add(Spec(f"r{index}", (index, *PROMPT), max_tokens=6, rule=4))
-    world.drain(check=True)
-    assert any(thread.name.startswith("dovetail-masks") for thread in threading.enumerate())
-    world.core.stop()
-    assert not any(thread.name.startswith("dovetail-masks") for thread in threading.enumerate())
-
-
-def test_requests_aborted_while_their_masks_are_filled_harm_nobody() -> None:
+def test_requests_aborted_while_late_steps_are_in_flight_harm_nobody() -> None:
     world = World(shape=Shape(max_seqs=12, num_blocks=128))
     for index in range(12):
         world.add(Spec(f"r{index}", (index, *PROMPT), max_tokens=9, rule=4))

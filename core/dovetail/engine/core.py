@@ -35,10 +35,10 @@ from dovetail.api.observer import (
 )
 from dovetail.api.scheduler import Scheduler, StepDone
 from dovetail.engine.books import Books
+from dovetail.engine.constraint import fill_masks
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery, Flight
 from dovetail.engine.live_request import LiveRequest, Status
-from dovetail.engine.masks import MaskFiller
 from dovetail.engine.observers import ObserverHub
 from dovetail.engine.pacing import Pacing
 from dovetail.engine.stats import EngineStats, StormWatch
@@ -95,7 +95,7 @@ class EngineCore:
         self._finished: dict[LiveRequest, Finish] = {}  # ended otherwise than by results: rejected, failed
         self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
         self._may_share = capacity.shared_prefix
-        self._masks = MaskFiller(capacity.vocab_size)
+        self._vocab_size = capacity.vocab_size
         self._sharing: tuple[list[LiveRequest], int] = [], 0  # the requests of the last step, and the number of blocks that all begin with
         self._storm = StormWatch(settings.scheduler_name)
 
@@ -180,7 +180,6 @@ class EngineCore:
                         self.executor.sample(flight.handle, Masks(NONE, NO_WORDS))
                     self.executor.collect(flight.handle)
         finally:
-            self._masks.stop()
             self.executor.stop()
             if self.observers:
                 self.observers.tell("on_stopped", EngineStopped(self.clock.now(), self.dead))
@@ -193,14 +192,11 @@ class EngineCore:
             planned = None
             if self._has_room():
                 if self._flights:
-                    if self.pacing.expects_arrivals:
-                        self._sample_late()  # before the wait
                     self.pacing.wait_until_due(self._flights[-1], self._next_arrival(), self.books.fit)
                 planned = self._plan_and_submit()
                 if planned.granted and self._has_room():
                     return
             if self._flights:
-                self._sample_late()
                 self._collect(delivery)
                 return
             if self._finished or not self._requests:
@@ -211,9 +207,8 @@ class EngineCore:
         raise self._stalled("preempts and rejects, but never grants")
 
     def _has_room(self) -> bool:
-        """True if another step may be planned: there is room on the device, and the newest one there isn't late behind another."""
-        flights = self._flights
-        return len(flights) < self.max_in_flight and not (len(flights) > 1 and flights[-1].unsampled)
+        """True if another step may be submitted."""
+        return len(self._flights) < self.max_in_flight and not (self._flights and self._flights[-1].unsampled)
 
     def _idle(self, planned: PlannedStep) -> None:
         """Sleep until something changes, as nothing is in flight and nothing was granted."""
@@ -279,10 +274,9 @@ class EngineCore:
             batch, flight = self._build(step)
             self.books.submitted(step.granted)
             flight.core_s = time.perf_counter() - begun
-            self._sample_late()
             flight.handle = self.executor.submit(batch)
             self._flights.append(flight)
-            self._begin_masks()
+            self._sample_late()
             self.pacing.planned(time.perf_counter() - begun)
         return step
 
@@ -382,27 +376,18 @@ class EngineCore:
 
     # Late sampling
 
-    def _begin_masks(self) -> None:
-        """Begin to fill the masks of the oldest step, if it waits for them: the results of all before it are in, so its grammars have seen every
-        token."""
+    def _sample_late(self) -> None:
+        """Have the oldest step sampled, if it waits for that: the results of all before it are in, so its grammars have seen every token."""
         if not self._flights or not self._flights[0].unsampled:
             return
         flight = self._flights[0]
         live = ((index, r) for index, r in enumerate(flight.requests) if flight.yields_token is None or flight.yields_token[index])
         indices = [index for index, request in live if request.constraint is not None and request.status is not Status.FINISHED]
-        self._masks.begin(flight.requests, indices, self.executor.mask_words)
-
-    def _sample_late(self) -> None:
-        """Have the oldest step sampled, if it waits for that, once its masks are filled."""
-        if not self._flights or not self._flights[0].unsampled:
-            return
-        flight = self._flights[0]
-        masks, failed = self._masks.finish()
+        masks, failed = fill_masks(flight.requests, indices, self._vocab_size, self.executor.mask_words)
         flight.unsampled = False
         self.executor.sample(flight.handle, masks)
         for request, why in failed.items():
-            if request.status is not Status.FINISHED:  # it wasn't aborted meanwhile
-                self._finish(request, Finish("error", why), deliver=True)
+            self._finish(request, Finish("error", why), deliver=True)
 
     # Results
 
@@ -418,7 +403,7 @@ class EngineCore:
         self.books.fit.update(result.ended - result.started, flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
         self._deliver(flight, result, delivery)
         self._settle(flight, result, delivery, begun)
-        self._begin_masks()
+        self._sample_late()
 
     def _deliver(self, flight: Flight, result: Result, delivery: Delivery) -> None:
         """Give each live request its token and see whether it stops there. Finished ones are left alone: a wasted row shows nowhere."""
@@ -542,6 +527,14 @@ class EngineCore:
         self._arrivals.clear()
         self._preparing.clear()
         self._constrained = 0
+
+    def check_executor(self) -> None:
+        """End the engine if the executor can't go on, between steps too: a process of its own may have died. Raises nothing."""
+        if self.dead is None:
+            try:
+                self.executor.check()
+            except Exception as error:
+                self._die(error)
 
     def check_alive(self) -> None:
         if self.dead is not None:

@@ -37,7 +37,7 @@ logger = logging.getLogger("dovetail")
 
 Taker = Callable[[RequestOutput | None], None]  # is given the outputs of a request, and None if it was aborted
 
-_SHOWN = ("device", "dtype", "attention")  # of what the executor chose, in a repr
+_SHOWN = ("device", "ranks", "dtype", "attention")  # of what the executor chose, in a repr
 
 
 class LLMEngine:
@@ -290,7 +290,7 @@ class LLMEngine:
     def get_parallel_config(self) -> ParallelConfig:
         from dovetail.front import facts
 
-        return facts.ParallelConfig()
+        return facts.parallel_config(self.capacity)
 
     def do_log_stats(self) -> None:
         """Log what the engine has done so far, in one line at level INFO of the logger "dovetail". The observer `log` does so by itself."""
