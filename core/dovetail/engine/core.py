@@ -35,10 +35,10 @@ from dovetail.api.observer import (
 )
 from dovetail.api.scheduler import Scheduler, StepDone
 from dovetail.engine.books import Books
-from dovetail.engine.constraint import fill_masks
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery, Flight
 from dovetail.engine.live_request import LiveRequest, Status
+from dovetail.engine.masks import fill_masks
 from dovetail.engine.observers import ObserverHub
 from dovetail.engine.pacing import Pacing
 from dovetail.engine.stats import EngineStats, StormWatch
