@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.api.clock import VirtualClock
-from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, NewRow, Result
+from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Masks, NewRow, Result
 from dovetail.api.kv_cache import KVGroup, KVLayout
 from dovetail.errors import DovetailError, UnsupportedError
+from dovetail.testing.fake_executor import next_allowed
+from dovetail_lab.grammars import SimulatedGrammars
 from dovetail_lab.step_time import StepShape, StepTimeProfile, chance
 
 DEFAULT_BLOCK_SIZE = 16
@@ -36,9 +38,15 @@ class SimulatedOptions(BaseModel):
     core_s: float | None = Field(None, ge=0, description="The core's own time a step, hidden where it overlaps. Unset: as the profile says.")
     core_per_row_s: float | None = Field(None, ge=0, description="What each request in the step adds to it. Unset: as the profile says.")
     vocab_size: int = Field(32_000, ge=2, description="Token ids are below it.")
+    compile_s: float = Field(2.5e-3, ge=0, allow_inf_nan=False, description="How long a grammar is compiled: the median.")
+    compile_sigma: float = Field(0.157, ge=0, le=10, description="It varies by exp(compile_sigma z), z normal.")
+    mask_row_s: float = Field(1e-4, ge=0, allow_inf_nan=False, description="What a core takes to fill a row's mask, when all cores do.")
+    mask_cores: int = Field(16, ge=1, description="Cores that fill masks.")
+    accept_s: float = Field(2.2e-6, ge=0, allow_inf_nan=False, description="What a row's grammar takes to see a token.")
+    late_sampling_s: float = Field(3.5e-4, ge=0, allow_inf_nan=False, description="What handing over the sampling of a step with grammars takes.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Pending:
     step: int
     token_ids: NDArray[np.int64]
@@ -47,12 +55,14 @@ class _Pending:
     launched: float  # and had done so
     seconds: float  # that the device computes
     results_s: float  # until they are delivered
+    sampled: float | None  # when its masks were there and its sampling was handed over; None: not yet. Of a step that isn't late: -inf
+    masked: int = 0  # rows whose grammars are to see their tokens
 
 
 class SimulatedExecutor(Executor):
     """The executor. It keeps, for each row, how many tokens are computed, and its answer. Steps run one after the other, as soon as submitted."""
 
-    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False)
+    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False, masks=True)
     options: SimulatedOptions
 
     def __init__(self, options: SimulatedOptions, context: ExecutorContext) -> None:
@@ -67,6 +77,10 @@ class SimulatedExecutor(Executor):
         self._core_spread = self.profile.core_spread if options.core_s is None and options.core_per_row_s is None else None
         self.last_core_s = self._core_s  # of the step submitted last
         self.plan_s = 0.0  # a running mean of what planning and submitting take, as the core of a real engine keeps it
+        seed = context.config.seed
+        self.grammars = SimulatedGrammars(context.clock, options.vocab_size, options.compile_s, options.compile_sigma, seed)
+        self.masks_s = 0.0  # that the device has waited for masks so far
+        self._accepting_s = 0.0  # the core has yet to spend on showing grammars their tokens
         self._expected: dict[str, NDArray[np.int32]] = {}
         self._pending: deque[_Pending] = deque()
         self._last_ended = -np.inf
@@ -109,6 +123,8 @@ class SimulatedExecutor(Executor):
         )
 
     def submit(self, batch: Batch) -> int:
+        if self._accepting_s:
+            self.clock.wait_until(self._accepted())
         for new in batch.added:
             self._begin(new)
         rows = batch.rows
@@ -130,19 +146,36 @@ class SimulatedExecutor(Executor):
         self.plan_s += 0.1 * (self.last_core_s + launch_s - self.plan_s)
         results_s = self.profile.delivering_s(shape.rows)
         ready = self.clock.now() + self.last_core_s
-        self._pending.append(_Pending(batch.step, token_ids, shape, ready, ready + launch_s, seconds, results_s))
+        self._pending.append(_Pending(batch.step, token_ids, shape, ready, ready + launch_s, seconds, results_s, None if batch.late else -np.inf))
         if launch_s:  # the core does nothing else meanwhile: it learns late of the step before
             self.clock.wait_until(ready + launch_s)
         return batch.step
 
+    def sample(self, handle: int, masks: Masks) -> None:
+        """The core's grammars see the tokens of the step before, masks are filled, and sampling is handed over, while the device runs the model."""
+        pending = self._oldest(handle)
+        if pending.sampled is not None:
+            raise DovetailError(f"executor simulated: step {handle} was to be sampled, and has been")
+        count, options = len(masks.indices), self.options
+        _apply(masks, pending.token_ids, options.vocab_size)
+        filling_s = options.mask_row_s * -(-count // options.mask_cores)
+        pending.sampled = max(self._accepted(), pending.launched) + filling_s + options.late_sampling_s
+        pending.masked = count
+        self.clock.wait_until(pending.sampled)
+
     def collect(self, handle: int) -> Result:
-        if not self._pending or self._pending[0].step != handle:
-            raise DovetailError(f"executor simulated: step {handle} was asked for, and isn't the oldest of those submitted")
-        pending = self._pending.popleft()
+        pending = self._oldest(handle)
+        if pending.sampled is None:
+            raise DovetailError(f"executor simulated: step {handle} was asked for before it was sampled, which is late")
+        self._pending.popleft()
         started = max(pending.ready, self._last_ended)
         late_s, seconds = pending.launched - started, pending.seconds
         if self._launch is not None:
             seconds = self._rule.occupied_s(pending.shape, seconds, late_s, pending.launched - pending.ready)
+        waited_s = max(pending.sampled - (started + seconds), 0.0)
+        seconds += waited_s
+        self.masks_s += waited_s
+        self._accepting_s += pending.masked * self.options.accept_s
         self._last_ended = started + seconds
         ended = self._last_ended if self._launch is None else max(self._last_ended, self.clock.now())  # a real executor sees it when it looks
         self.clock.wait_until(ended + pending.results_s)
@@ -155,6 +188,16 @@ class SimulatedExecutor(Executor):
         self._pending.clear()
         self._expected.clear()
 
+    def _oldest(self, handle: int) -> _Pending:
+        if not self._pending or self._pending[0].step != handle:
+            raise DovetailError(f"executor simulated: step {handle} was asked for, and isn't the oldest of those submitted")
+        return self._pending[0]
+
+    def _accepted(self) -> float:
+        """Return when grammars have seen all tokens, if the core turns to that now."""
+        seconds, self._accepting_s = self._accepting_s, 0.0
+        return self.clock.now() + seconds
+
     def _begin(self, new: NewRow) -> None:
         answer = self._expected.get(new.request_id)
         if answer is None:
@@ -166,3 +209,11 @@ class SimulatedExecutor(Executor):
         self._last[new.row] = len(answer) - 1
         self._position[new.row] = len(new.token_ids) - new.prompt_len
         self._computed[new.row] = new.computed
+
+
+def _apply(masks: Masks, token_ids: NDArray[np.int64], vocab_size: int) -> None:
+    """Replace those of the tokens [b] that their mask forbids by the next that it allows."""
+    tokens = token_ids[masks.indices]
+    bits = masks.words[np.arange(len(tokens)), tokens >> 5] >> (tokens & 31).astype(np.uint32) & np.uint32(1)
+    for line in np.flatnonzero(bits == 0).tolist():
+        token_ids[masks.indices[line]] = next_allowed(int(tokens[line]), masks.words[line], vocab_size)
