@@ -47,7 +47,7 @@ class TraceOptions:
         str | None, typer.Option("--tokenizer", metavar="FILE.json", help="To count tokens of a trace that holds text.  [default: words are counted]")
     ] = None
     grammar_share: Annotated[
-        float | None, typer.Option("--grammar-share", metavar="SHARE", help="How many requests have a grammar, from 0 to 1.  [default: as the trace says]")
+        float | None, typer.Option("--grammar-share", metavar="SHARE", help="Of requests with a grammar, from 0 to 1.  [default: as the trace says]")
     ] = None
 
     def workload(self, seed: int, scale_rate: float | None) -> WorkloadOptions:

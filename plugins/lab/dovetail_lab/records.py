@@ -196,7 +196,7 @@ def _columns() -> dict[str, TypeAdapter[list[Any]]]:
 
 def _column(table: Mapping[str, list[Any]], name: str) -> list[Any]:
     """Raises `KeyError` if it isn't there, though every file has it."""
-    return [ADDED[name]] * len(next(iter(table.values()))) if name in ADDED and name not in table else table[name]
+    return [ADDED[name]] * len(next(iter(table.values()), [])) if name in ADDED and name not in table else table[name]
 
 
 def _checked(name: str, values: Any) -> list[Any]:

@@ -49,9 +49,9 @@ class TraceRequest:
     deadline: float | None = None  # for the last token
     max_tokens: int | None = None  # what its user allowed; None: exactly output_tokens
     predicted_tokens: int | None = None  # a guess of output_tokens (`dovetail_lab.predictors`)
-    grammar: bool = False  # its answer must follow a grammar; of which only the times are simulated, so that it isn't said
     spans: tuple[Span, ...] = ()  # what prompt and then output begin with; what they don't reach is text that no other request has
     measured: Measured | None = None
+    grammar: bool = False  # its answer must follow one. Which isn't said: only the time that it takes is simulated
 
     @property
     def limit(self) -> int:
