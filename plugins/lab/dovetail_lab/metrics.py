@@ -113,7 +113,7 @@ class RunMetrics:
     recomputed_tokens: int
     device_share: float  # share of the duration in which the device was busy
     grammars: int  # requests that had one
-    masks_s: float  # how long the device waited for masks, which counts as busy
+    masks_s: float  # by which grammars delayed steps
     masks_share: float  # of the duration
 
     @property

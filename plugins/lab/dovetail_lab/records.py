@@ -77,7 +77,7 @@ class Timeline:
     kv_free: NDArray[np.int64]  # blocks, after it
     kv_held: NDArray[np.int64]
     kv_cached: NDArray[np.int64]
-    masks_s: Times  # of `device_s`: how long the device waited for the masks of grammars
+    masks_s: Times  # by which grammars delayed its end: masks that took longer than the model, planning that had to wait for them
 
     def __len__(self) -> int:
         return len(self.time_s)

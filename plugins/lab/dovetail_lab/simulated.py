@@ -55,6 +55,7 @@ class _Pending:
     launched: float  # and had done so
     seconds: float  # that the device computes
     results_s: float  # until they are delivered
+    grammars_s: float  # by which it would have been handed over earlier without grammars
     sampled: float | None  # when its masks were there and its sampling was handed over; None: not yet. Of a step that isn't late: -inf
     masked: int = 0  # rows whose grammars are to see their tokens
 
@@ -79,8 +80,9 @@ class SimulatedExecutor(Executor):
         self.plan_s = 0.0  # a running mean of what planning and submitting take, as the core of a real engine keeps it
         seed = context.config.seed
         self.grammars = SimulatedGrammars(context.clock, options.vocab_size, options.compile_s, options.compile_sigma, seed)
-        self.masks_s = 0.0  # that the device has waited for masks so far
+        self.masks_s = 0.0  # by which grammars have delayed the device so far
         self._accepting_s = 0.0  # the core has yet to spend on showing grammars their tokens
+        self._busy_s, self._busy_until = 0.0, -np.inf  # how long the core was last busy with grammars, and until when
         self._expected: dict[str, NDArray[np.int32]] = {}
         self._pending: deque[_Pending] = deque()
         self._last_ended = -np.inf
@@ -102,7 +104,10 @@ class SimulatedExecutor(Executor):
         """Let the time pass that the core takes for a request. False if nothing is under way: then it was made before it was due, while there was
         time, and costs nothing."""
         if self._pending:
-            self.clock.wait_until(self.clock.now() + self.profile.request_s)
+            now = self.clock.now()
+            self.clock.wait_until(now + self.profile.request_s)
+            if now == self._busy_until:
+                self._busy_until = self.clock.now()
         return bool(self._pending)
 
     def start(self) -> Capacity:
@@ -123,7 +128,9 @@ class SimulatedExecutor(Executor):
         )
 
     def submit(self, batch: Batch) -> int:
+        grammars_s = self._busy_s if self.clock.now() == self._busy_until else 0.0
         if self._accepting_s:
+            grammars_s += self._accepting_s
             self.clock.wait_until(self._accepted())
         for new in batch.added:
             self._begin(new)
@@ -146,7 +153,8 @@ class SimulatedExecutor(Executor):
         self.plan_s += 0.1 * (self.last_core_s + launch_s - self.plan_s)
         results_s = self.profile.delivering_s(shape.rows)
         ready = self.clock.now() + self.last_core_s
-        self._pending.append(_Pending(batch.step, token_ids, shape, ready, ready + launch_s, seconds, results_s, None if batch.late else -np.inf))
+        sampled = None if batch.late else -np.inf
+        self._pending.append(_Pending(batch.step, token_ids, shape, ready, ready + launch_s, seconds, results_s, grammars_s, sampled))
         if launch_s:  # the core does nothing else meanwhile: it learns late of the step before
             self.clock.wait_until(ready + launch_s)
         return batch.step
@@ -159,24 +167,23 @@ class SimulatedExecutor(Executor):
         count, options = len(masks.indices), self.options
         _apply(masks, pending.token_ids, options.vocab_size)
         filling_s = options.mask_row_s * -(-count // options.mask_cores)
+        begun = self.clock.now()
         pending.sampled = max(self._accepted(), pending.launched) + filling_s + options.late_sampling_s
         pending.masked = count
         self.clock.wait_until(pending.sampled)
+        self._busy_s, self._busy_until = pending.sampled - max(begun, pending.launched), self.clock.now()
 
     def collect(self, handle: int) -> Result:
         pending = self._oldest(handle)
         if pending.sampled is None:
             raise DovetailError(f"executor simulated: step {handle} was asked for before it was sampled, which is late")
         self._pending.popleft()
-        started = max(pending.ready, self._last_ended)
-        late_s, seconds = pending.launched - started, pending.seconds
-        if self._launch is not None:
-            seconds = self._rule.occupied_s(pending.shape, seconds, late_s, pending.launched - pending.ready)
-        waited_s = max(pending.sampled - (started + seconds), 0.0)
-        seconds += waited_s
-        self.masks_s += waited_s
+        started, computed = self._computing(pending, 0.0)
+        last_ended = max(computed, pending.sampled)
+        if pending.grammars_s or last_ended > computed:
+            self.masks_s += last_ended - self._computing(pending, pending.grammars_s)[1]
         self._accepting_s += pending.masked * self.options.accept_s
-        self._last_ended = started + seconds
+        seconds, self._last_ended = last_ended - started, last_ended
         ended = self._last_ended if self._launch is None else max(self._last_ended, self.clock.now())  # a real executor sees it when it looks
         self.clock.wait_until(ended + pending.results_s)
         return Result(pending.step, pending.token_ids, ended - seconds, ended)
@@ -192,6 +199,14 @@ class SimulatedExecutor(Executor):
         if not self._pending or self._pending[0].step != handle:
             raise DovetailError(f"executor simulated: step {handle} was asked for, and isn't the oldest of those submitted")
         return self._pending[0]
+
+    def _computing(self, pending: _Pending, earlier_s: float) -> tuple[float, float]:
+        """Return when the device begins with a step's model and has computed it, had the step been handed over so much earlier."""
+        ready, launched, seconds = pending.ready - earlier_s, pending.launched - earlier_s, pending.seconds
+        started = max(ready, self._last_ended)
+        if self._launch is not None:
+            seconds = self._rule.occupied_s(pending.shape, seconds, launched - started, launched - ready)
+        return started, started + seconds
 
     def _accepted(self) -> float:
         """Return when grammars have seen all tokens, if the core turns to that now."""

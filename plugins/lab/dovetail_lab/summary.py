@@ -42,8 +42,8 @@ def _counts(metrics: RunMetrics) -> tuple[str, ...]:
         f"{share:.1%} of prompt tokens found in the prefix cache; {metrics.preemptions} preemptions, {metrics.recomputed_tokens} tokens recomputed",
     )
     if metrics.grammars:
-        waited = f"the device waited {seconds(metrics.masks_s)} s for their masks, {metrics.masks_share:.1%} of the time"
-        lines = (*lines, f"{metrics.grammars} of {metrics.requests} requests had a grammar; {waited}")
+        delayed = f"their masks delayed steps by {seconds(metrics.masks_s)} s, {metrics.masks_share:.1%} of the time"
+        lines = (*lines, f"{metrics.grammars} of {metrics.requests} requests had a grammar; {delayed}")
     if metrics.goodput is None:
         return lines
     return (*lines, f"goodput {metrics.goodput:.3g} requests/s: {metrics.attainment:.1%} of all requests met the objectives")
