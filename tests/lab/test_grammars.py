@@ -96,6 +96,18 @@ def test_seeing_tokens_is_hidden_where_the_model_runs_meanwhile(overlap: bool, h
     assert total_s(slow) - total_s(quick) == pytest.approx(8 * (0.012 - hidden_s))
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("step_time", [{"kind": "linear", "base_s": 0.004}, "h200-qwen3-0.6b"])
+def test_what_is_said_to_be_lost_is_what_the_run_takes_longer(overlap: bool, step_time: Any) -> None:
+    costs = {"mask_row_s": 0.0015, "mask_cores": 2, "accept_s": 0.0003, "late_sampling_s": 0.0004, "core_s": 0.001}
+    free, bound = (
+        ran(*(request(i, prompt=5, output=30, grammar=grammar) for i in range(8)), overlap=overlap, step_time=step_time, **costs)
+        for grammar in (False, True)
+    )
+    assert bound.timeline.masks_s.sum() == pytest.approx(total_s(bound) - total_s(free), rel=1e-6)
+    assert bound.timeline.masks_s.sum() > 0.01
+
+
 def test_only_rows_with_a_grammar_count_and_all_rows_of_their_steps_wait() -> None:
     long, short = request(0, output=20), request(1, output=5, grammar=True)
     result = ran(long, short, mask_row_s=0.013, mask_cores=1)
