@@ -55,7 +55,7 @@ class _Pending:
     launched: float  # and had done so
     seconds: float  # that the device computes
     results_s: float  # until they are delivered
-    grammars_s: float  # by which it would have been handed over earlier without grammars
+    late_s: float  # by which it would have been handed over earlier had grammars cost nothing
     sampled: float | None  # when its masks were there and its sampling was handed over; None: not yet. Of a step that isn't late: -inf
     masked: int = 0  # rows whose grammars are to see their tokens
 
@@ -82,7 +82,8 @@ class SimulatedExecutor(Executor):
         self.grammars = SimulatedGrammars(context.clock, options.vocab_size, options.compile_s, options.compile_sigma, seed)
         self.masks_s = 0.0  # by which grammars have delayed the device so far
         self._accepting_s = 0.0  # the core has yet to spend on showing grammars their tokens
-        self._busy_s, self._busy_until = 0.0, -np.inf  # how long the core was last busy with grammars, and until when
+        self._core_late_s = self._device_late_s = 0.0  # how much earlier core and device would be had grammars cost nothing
+        self._left = 0.0  # when the core was here last
         self._expected: dict[str, NDArray[np.int32]] = {}
         self._pending: deque[_Pending] = deque()
         self._last_ended = -np.inf
@@ -104,10 +105,9 @@ class SimulatedExecutor(Executor):
         """Let the time pass that the core takes for a request. False if nothing is under way: then it was made before it was due, while there was
         time, and costs nothing."""
         if self._pending:
-            now = self.clock.now()
+            now = self._entered()
             self.clock.wait_until(now + self.profile.request_s)
-            if now == self._busy_until:
-                self._busy_until = self.clock.now()
+            self._left = self.clock.now()
         return bool(self._pending)
 
     def start(self) -> Capacity:
@@ -128,10 +128,11 @@ class SimulatedExecutor(Executor):
         )
 
     def submit(self, batch: Batch) -> int:
-        grammars_s = self._busy_s if self.clock.now() == self._busy_until else 0.0
+        free = self._entered() - self._core_late_s
         if self._accepting_s:
-            grammars_s += self._accepting_s
             self.clock.wait_until(self._accepted())
+            self._accepting_s = 0.0
+        self._core_late_s = self.clock.now() - free
         for new in batch.added:
             self._begin(new)
         rows = batch.rows
@@ -154,9 +155,10 @@ class SimulatedExecutor(Executor):
         results_s = self.profile.delivering_s(shape.rows)
         ready = self.clock.now() + self.last_core_s
         sampled = None if batch.late else -np.inf
-        self._pending.append(_Pending(batch.step, token_ids, shape, ready, ready + launch_s, seconds, results_s, grammars_s, sampled))
+        self._pending.append(_Pending(batch.step, token_ids, shape, ready, ready + launch_s, seconds, results_s, self._core_late_s, sampled))
         if launch_s:  # the core does nothing else meanwhile: it learns late of the step before
             self.clock.wait_until(ready + launch_s)
+        self._left = self.clock.now()
         return batch.step
 
     def sample(self, handle: int, masks: Masks) -> None:
@@ -167,25 +169,35 @@ class SimulatedExecutor(Executor):
         count, options = len(masks.indices), self.options
         _apply(masks, pending.token_ids, options.vocab_size)
         filling_s = options.mask_row_s * -(-count // options.mask_cores)
-        begun = self.clock.now()
+        free = self._entered() - self._core_late_s
         pending.sampled = max(self._accepted(), pending.launched) + filling_s + options.late_sampling_s
-        pending.masked = count
+        pending.masked, self._accepting_s = count, 0.0
         self.clock.wait_until(pending.sampled)
-        self._busy_s, self._busy_until = pending.sampled - max(begun, pending.launched), self.clock.now()
+        self._left = self.clock.now()
+        self._core_late_s = self._left - free
 
     def collect(self, handle: int) -> Result:
         pending = self._oldest(handle)
         if pending.sampled is None:
             raise DovetailError(f"executor simulated: step {handle} was asked for before it was sampled, which is late")
         self._pending.popleft()
-        started, computed = self._computing(pending, 0.0)
-        last_ended = max(computed, pending.sampled)
-        if pending.grammars_s or last_ended > computed:
-            self.masks_s += last_ended - self._computing(pending, pending.grammars_s)[1]
-        self._accepting_s += pending.masked * self.options.accept_s
-        seconds, self._last_ended = last_ended - started, last_ended
-        ended = self._last_ended if self._launch is None else max(self._last_ended, self.clock.now())  # a real executor sees it when it looks
+        now = self._entered()
+        started, seconds = self._computing(pending, 0.0, self._last_ended)
+        waits = pending.sampled > started + seconds
+        if waits:
+            seconds = pending.sampled - started
+        last_ended = started + seconds
+        ended = self._seen(last_ended, now)
         self.clock.wait_until(ended + pending.results_s)
+        self._left = self.clock.now()
+        if pending.masked or pending.late_s or self._core_late_s or self._device_late_s or waits:
+            free_core = now - self._core_late_s
+            free = sum(self._computing(pending, pending.late_s, self._last_ended - self._device_late_s))
+            self.masks_s += max(last_ended - free - self._device_late_s, 0.0)
+            self._device_late_s = last_ended - free
+            self._core_late_s = self._left - max(free_core, self._seen(free, free_core) + pending.results_s)
+            self._accepting_s += pending.masked * self.options.accept_s
+        self._last_ended = last_ended
         return Result(pending.step, pending.token_ids, ended - seconds, ended)
 
     def check(self) -> None:
@@ -200,18 +212,31 @@ class SimulatedExecutor(Executor):
             raise DovetailError(f"executor simulated: step {handle} was asked for, and isn't the oldest of those submitted")
         return self._pending[0]
 
-    def _computing(self, pending: _Pending, earlier_s: float) -> tuple[float, float]:
-        """Return when the device begins with a step's model and has computed it, had the step been handed over so much earlier."""
+    def _entered(self) -> float:
+        """Return the time. If the core has slept since it was here last, for lack of work or until it was due to plan, it isn't as late as it was."""
+        now = self.clock.now()
+        if now != self._left:
+            if not self._pending:
+                self._device_late_s = 0.0
+            self._core_late_s = min(self._core_late_s, self._device_late_s)
+        return now
+
+    def _computing(self, pending: _Pending, earlier_s: float, last_ended: float) -> tuple[float, float]:
+        """Return when the device, free since `last_ended`, begins with a step's model, and how long that occupies it, had the step been handed over
+        so much earlier."""
         ready, launched, seconds = pending.ready - earlier_s, pending.launched - earlier_s, pending.seconds
-        started = max(ready, self._last_ended)
+        started = max(ready, last_ended)
         if self._launch is not None:
             seconds = self._rule.occupied_s(pending.shape, seconds, launched - started, launched - ready)
-        return started, started + seconds
+        return started, seconds
+
+    def _seen(self, ended: float, now: float) -> float:
+        """Return when a core that looks `now` sees the end of a step: a real executor sees it when it looks."""
+        return ended if self._launch is None else max(ended, now)
 
     def _accepted(self) -> float:
         """Return when grammars have seen all tokens, if the core turns to that now."""
-        seconds, self._accepting_s = self._accepting_s, 0.0
-        return self.clock.now() + seconds
+        return self.clock.now() + self._accepting_s
 
     def _begin(self, new: NewRow) -> None:
         answer = self._expected.get(new.request_id)
