@@ -15,6 +15,7 @@ from dovetail_executors.local import LocalExecutor
 
 @pytest.fixture(autouse=True)
 def thawed() -> Iterator[None]:
+    gc.unfreeze()
     yield
     gc.unfreeze()
 
