@@ -59,7 +59,7 @@ class Feeder:
         capacity = self._engine.capacity
         if self._simulated is not None:
             self._simulated.expect(request.id, _answer(request, capacity.vocab_size))
-            self._constraints = [self._simulated.grammars.constraint(request.id, arrival)] if request.grammar else []
+            self._constraints = [_constraint(self._simulated, request, arrival)] if request.grammar else []
         try:
             self._engine.add_request(
                 request.id,
@@ -83,6 +83,10 @@ class Feeder:
         stop = (STOP_ID,) if self._simulated is not None else ()
         params = SamplingParams(max_tokens=request.limit, ignore_eos=True, detokenize=False, output_kind=OutputKind.DELTA, stop_token_ids=stop)
         return changed_unchecked(params, structured=RULE) if request.grammar else params  # a rule would need the EOS, which no made-up answer has
+
+
+def _constraint(simulated: SimulatedExecutor, request: TraceRequest, arrival: float) -> Constraint:
+    return Constraint(simulated.grammars.compile(request.id, arrival), simulated.grammars.backend)
 
 
 def _answer(request: TraceRequest, vocab_size: int) -> NDArray[np.int32]:

@@ -1,6 +1,7 @@
-"""Stand-ins for grammars in a simulation: one allows every token, and is compiled when a virtual clock says so. The feeder gives them to requests.
+"""Stand-ins for grammars in a simulation: one allows every token, and is compiled when a virtual clock says so.
 
-The engine's own `Constraint` holds the request back, has masks filled and sees each token. What that takes is the simulated executor's to say.
+The feeder gives them to the engine's own `Constraint`, which holds the request back, has masks filled and shows them each token. What that takes is
+the simulated executor's to say.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pydantic import BaseModel
 from dovetail.api.clock import Clock
 from dovetail.api.component import NoOptions
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher
-from dovetail.engine.constraint import Constraint
 from dovetail.structured import Structured
 from dovetail_lab.traces.request import stream_of
 
@@ -33,14 +33,14 @@ class SimulatedGrammars:
     def __init__(self, clock: Clock, vocab_size: int, median_s: float, sigma: float, seed: int) -> None:
         """Make it. Compiling takes `median_s` x exp(`sigma` z), z normal: drawn for each request by the seed and its id."""
         self._clock, self._median_s, self._sigma, self._seed = clock, median_s, sigma, seed
-        self._backend = FreeBackend(NoOptions(), GrammarContext((), frozenset(), vocab_size))
+        self.backend = FreeBackend(NoOptions(), GrammarContext((), frozenset(), vocab_size))
 
-    def constraint(self, request_id: str, arrival: float) -> Constraint:
-        """Return what holds a request to its grammar, which begins to be compiled when the request arrives."""
+    def compile(self, request_id: str, arrival: float) -> Future[Grammar]:
+        """Return the grammar to come of a request, which begins to be compiled when the request arrives."""
         share = (stream_of("compiling", self._seed, request_id) + 0.5) / 2**64
         drawn = self._median_s * math.exp(self._sigma * NormalDist().inv_cdf(min(share, 1 - 2**-53)))
         seconds = round(drawn, 6)  # libraries of mathematics differ in the last bits, results mustn't
-        return Constraint(_Compiling(self._clock, arrival + seconds, FreeGrammar(self._backend)), self._backend)
+        return _Compiling(self._clock, arrival + seconds, FreeGrammar(self.backend))
 
 
 class _Compiling(Future[Grammar]):
