@@ -52,9 +52,8 @@ def test_a_hundred_answers_parse_and_follow_their_schema(smollm2: Path, grammar:
 
 
 @pytest.fixture(scope="module")
-def client(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    (template := tmp_path_factory.mktemp("template") / "tools.jinja").write_text(TEMPLATE)
-    arguments = ["--served-model-name", "smollm2", "--set", "max_model_len=1024", "--tool-parser", "hermes", "--chat-template", str(template)]
+def client(smollm2: Path) -> Iterator[OpenAI]:
+    arguments = ["--served-model-name", "smollm2", "--set", "max_model_len=1024", "--tool-parser", "hermes"]
     with serving(str(smollm2), arguments) as server:
         yield OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300)
 
@@ -65,13 +64,14 @@ Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>. Tools: {{ to
 {{ message.content or "" }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
 {% endfor %}<|im_start|>assistant
 """  # the model's own knows no tools
+EXTRA = {"chat_template": TEMPLATE}
 TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "description": "The weather of the next days", "parameters": WEATHER}}]
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["required", "named"])
 def test_a_tool_that_must_be_called_is_called_and_its_answer_is_heard(client: OpenAI, choice: Any) -> None:
     messages: Any = [{"role": "user", "content": "How warm will it be in Paris tomorrow, in degrees Celsius?"}]
-    asked = {"model": "smollm2", "tools": TOOLS, "tool_choice": choice, "temperature": 0, "max_tokens": 300}
+    asked = {"model": "smollm2", "tools": TOOLS, "tool_choice": choice, "temperature": 0, "max_tokens": 300, "extra_body": EXTRA}
     message = client.chat.completions.create(messages=messages, **asked).choices[0].message
     assert message.tool_calls
     for call in message.tool_calls:
@@ -83,5 +83,5 @@ def test_a_tool_that_must_be_called_is_called_and_its_answer_is_heard(client: Op
     assert arguments == message.tool_calls[0].function.arguments  # type: ignore[union-attr]
     messages += [message.model_dump(exclude_none=True)]
     messages += [{"role": "tool", "tool_call_id": call.id, "content": '{"celsius": 21}'} for call in message.tool_calls]
-    told = client.chat.completions.create(model="smollm2", messages=messages, tools=TOOLS, tool_choice="none", temperature=0, max_tokens=100)
+    told = client.chat.completions.create(model="smollm2", messages=messages, tools=TOOLS, tool_choice="none", temperature=0, max_tokens=100, extra_body=EXTRA)
     assert told.choices[0].message.content

@@ -73,7 +73,7 @@ class LLGuidance(GrammarBackend):
             matcher.check()
 
     def _json_options(self) -> Mapping[str, Any]:
-        """White space, and the escapes in strings: with \\u, a key could come twice, in two spellings, and not follow the schema that its name has."""
+        """White space, and the escapes in strings: with \\u, a key of the schema could be spelled otherwise, and have another value."""
         if self.options.whitespace == "compact":
             return {"whitespace_flexible": False, "json_allowed_escapes": ESCAPES}
         return {"whitespace_pattern": f"[\\x20\\x0A\\x0D\\x09]{{1,{WHITESPACE_AT_MOST}}}", "json_allowed_escapes": ESCAPES}

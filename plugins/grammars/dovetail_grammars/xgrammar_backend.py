@@ -234,9 +234,9 @@ def _parting(before: bytes, text: bytes) -> bytes:
 
 
 def _mended(spec: GrammarSpec, found: re.Match[str]) -> str:
-    """Return a part of a grammar as the library should have written it: regular expressions as grammars, since it follows those with repetitions in
-    alternatives wrongly; escapes of two digits as ones of four, since it reads `\\xdfe` as one; the negations of classes without surrogates, which UTF-8
-    hasn't."""
+    """Return a part of a grammar as the library should have written it: regular expressions as grammars, since it follows those with
+    repetitions in alternatives wrongly; escapes of two digits as ones of four, since it reads `\\xdfe` as one; the negations of classes without
+    surrogates, which UTF-8 hasn't."""
     if found["regex"]:
         pattern = re.sub(r"\\(\W)", r"\1", found["regex"][1:-1])  # the other escapes are alike in both
         return f"({rewritten(spec, pattern, EBNF)})"

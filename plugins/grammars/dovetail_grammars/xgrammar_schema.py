@@ -109,9 +109,11 @@ def _check_values(spec: GrammarSpec, schema: Schema, deciding: str | None, place
     if deciding == "allOf" and not (isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1):
         refuse(spec, f"{place}: the backend xgrammar can't do allOf of several schemas; llguidance may")
     names = schema["properties"] if isinstance(schema.get("properties"), dict) else {}
+    if unnamed := [name for name in schema.get("required", ()) if name not in names]:
+        refuse(spec, f"{place}: the backend xgrammar can't do required for {unnamed[0]!r}, which isn't among the properties; llguidance may")
     if schema.get("additionalProperties") is not False and (odd := [name for name in names if not _PLAIN_NAME.fullmatch(name)]):
         refuse(
-            spec, f"{place}: the backend xgrammar can't do additionalProperties beside a property {odd[0]!r}: say false, or name it in plain ASCII"
+            spec, f"{place}: the backend xgrammar can't do additionalProperties beside {odd[0]!r}: say false, or use plain ASCII names"
         )
     if "format" in schema and schema["format"] not in FORMATS:
         refuse(spec, f"{place}: the backend xgrammar doesn't know the format {schema['format']!r}")
