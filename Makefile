@@ -6,6 +6,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PACKAGES := core plugins/schedulers plugins/kv_cache plugins/attention plugins/models plugins/samplers plugins/grammars plugins/executors plugins/observers plugins/lab plugins/server
 
+unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which import the same modules: they are compiled once
+
 .PHONY: demo test test-full test-page lint types rules docs check clean
 
 demo: $(VENV)/.demo  ## generate text from the bundled model

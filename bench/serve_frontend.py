@@ -1,43 +1,90 @@
-"""CPU time that a front end spends on a streamed token: `python -m bench.serve_frontend`. The engine is faked.
+"""CPU time that a front end spends on a streamed token: `python -m bench.serve_frontend`. The engine is faked: its frames are made here.
 
-Streams of chat over loopback, 512 of them: each step of the fake gives every stream one token. The client is a process of its own, which reads and
-counts, so that its time isn't counted. What the fake itself takes for a token is measured, too, and told beside.
+Streams of chat over loopback, 512 of them: each step gives every stream one token, in one frame that the front end decodes, detokenizes and streams
+as always. The client is a process of its own, which reads and counts, so that its time isn't counted. On loopback the kernel's time to receive is
+the sender's: system time is told apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import resource
 import socket
 import time
+from array import array
 from pathlib import Path
 
 import uvicorn
 
 import dovetail_models
-from dovetail.errors import DovetailError
-from dovetail.front.tokenizer import Tokenizer
-from dovetail.request import RequestOutput
+from dovetail.front.generation_defaults import GenerationDefaults
+from dovetail.limits import Limits
 from dovetail_server.app import create_app
+from dovetail_server.engine import Load
+from dovetail_server.frames import Add, Facts, Finished, First, Hello, StepFrame, ToEngine, decode_to_front_end, encode, pack_numbers
+from dovetail_server.links import Take
+from dovetail_server.remote import RemoteEngine
 from dovetail_server.settings import ServerSettings
-from dovetail_server.testing import FakeEngine, FakeRequest
 from dovetail_server.wire import DirectProtocol
 
-_WORDS = (" the", " quick", "er", " brown", " fox", ",", " over", "ing")
 _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+_FIRST_TOKEN, _TOKENS = 34, 26  # ids of letters, in the demo model's vocabulary
 
 
-class _Nobody:
-    """A listener that does nothing."""
+class FakeLine:
+    """The line to an engine that isn't there. Every request gets a token with each `step`."""
 
-    def on_output(self, output: RequestOutput) -> None:
-        pass
+    def __init__(self) -> None:
+        self.numbers: list[int] = []  # of the requests that have come
+        self._take: Take = lambda message: None
+        self._steps = 0
 
-    def on_error(self, error: DovetailError) -> None:
-        pass
+    def open(self, take: Take) -> None:
+        self._take = take
+
+    def send(self, message: ToEngine) -> None:
+        match message:
+            case Hello():
+                self._take(_facts())
+            case Add():
+                self.numbers.append(message.number)
+
+    def close(self) -> None: ...
+
+    def step(self, *, last: bool = False) -> None:
+        numbers, now = self.numbers, time.perf_counter()
+        tokens = array("i", [_FIRST_TOKEN + self._steps % _TOKENS] * len(numbers)).tobytes()
+        first = tuple(First(number, 0, now, now) for number in numbers) if not self._steps else ()
+        finished = tuple(Finished(number, "length", None, 0) for number in numbers) if last else ()
+        frame = encode(StepFrame(self._steps, now, pack_numbers(numbers), tokens, Load(len(numbers)), first, finished))
+        self._steps += 1
+        self._take(decode_to_front_end(frame))
+
+
+def _facts() -> Facts:
+    return Facts(
+        model="demo",
+        tokenizer_dir=str(Path(dovetail_models.__file__).parent / "demo"),
+        seed=0,
+        limits=Limits().model_dump(),
+        max_model_len=4096,
+        vocab_size=1024,
+        block_size=16,
+        num_blocks=65_536,
+        max_num_seqs=1024,
+        defaults=GenerationDefaults(),
+        executor="none",
+        sampler="none",
+        has_logprobs=False,
+        extra_args=[],
+        parts={},
+        details={},
+        wall_clock=True,
+    )
 
 
 def main() -> None:
@@ -58,8 +105,8 @@ def _uvloop() -> asyncio.AbstractEventLoop:
 
 
 async def _measure(streams: int, tokens: int, step_s: float) -> None:
-    demo = Path(dovetail_models.__file__).parent / "demo"
-    engine = FakeEngine(Tokenizer.load(demo), [_WORDS[index % len(_WORDS)] for index in range(tokens)], paced=True)
+    line = FakeLine()
+    engine = await RemoteEngine.connect(line, "bench")
     settings = ServerSettings(max_queued_requests=None, log_requests=False)
     listening = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listening.getsockname()[1]
@@ -68,46 +115,33 @@ async def _measure(streams: int, tokens: int, step_s: float) -> None:
     ours, theirs = multiprocessing.Pipe()
     client = multiprocessing.get_context("spawn").Process(target=_client, args=(port, streams, theirs))
     client.start()
-    await engine.until_requests(streams)
-    spent = await _steps(engine, tokens, step_s)
+    while len(line.numbers) < streams:
+        await asyncio.sleep(0.01)
+    gc.freeze()  # as front ends do
+    user, system = await _steps(line, tokens, step_s)
     while not ours.poll():
         await asyncio.sleep(0.05)
     events = ours.recv()
     client.join()
     server.should_exit = True
     await serving
-    engine.chat.close()
-    fake = _fake_alone(engine, streams, tokens)
+    engine.close()
     each = 1e6 / (streams * tokens)
     print(
-        f"{streams} streams x {tokens} tokens, {events} events read: {spent * each:.2f} us of CPU a token, of which the fake takes {fake * each:.2f}"
+        f"{streams} streams x {tokens} tokens, a step each {1e3 * step_s:g} ms, {events} events read: "
+        f"{(user + system) * each:.2f} us of CPU a token, {user * each:.2f} user and {system * each:.2f} system"
     )
 
 
-async def _steps(engine: FakeEngine, tokens: int, step_s: float) -> float:
-    """Run the steps; return the CPU seconds that the process spent."""
-    began, next_at = _cpu_s(), time.monotonic()
-    for _ in range(tokens + 1):
-        engine.step()
+async def _steps(line: FakeLine, tokens: int, step_s: float) -> tuple[float, float]:
+    """Run the steps; return the CPU seconds that the process spent, user and system."""
+    began, next_at = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+    for step in range(tokens):
+        line.step(last=step == tokens - 1)
         next_at += step_s
         await asyncio.sleep(max(0.0, next_at - time.monotonic()))
-    return _cpu_s() - began
-
-
-def _fake_alone(engine: FakeEngine, streams: int, tokens: int) -> float:
-    one = engine.submitted[0]
-    for index in range(streams):
-        request = FakeRequest(str(index), one.prompt, one.prompt_token_ids, one.params, _Nobody(), {}, iter(engine.pieces))
-        engine.requests[request.id] = request
-    began = _cpu_s()
-    for _ in range(tokens):
-        engine.step()
-    return _cpu_s() - began
-
-
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    ended = resource.getrusage(resource.RUSAGE_SELF)
+    return ended.ru_utime - began.ru_utime, ended.ru_stime - began.ru_stime
 
 
 def _client(port: int, streams: int, done: multiprocessing.connection.Connection) -> None:
@@ -116,7 +150,7 @@ def _client(port: int, streams: int, done: multiprocessing.connection.Connection
 
 
 async def _read_all(port: int, streams: int) -> int:
-    """Number of events that all streams had, the last ones excepted."""
+    """Number of events with text that all streams had."""
     body = json.dumps({"messages": [{"role": "user", "content": "x"}], "stream": True, "chat_template": _TEMPLATE}).encode()
     ask = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
 
@@ -126,7 +160,7 @@ async def _read_all(port: int, streams: int) -> int:
         answer = await reader.read(-1)
         writer.close()
         assert b"data: [DONE]" in answer, answer[:500]
-        return answer.count(b'"content":"') - 1
+        return answer.count(b'"content":"') - answer.count(b'"content":""')
 
     return sum(await asyncio.gather(*(one() for _ in range(streams))))
 

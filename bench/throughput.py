@@ -29,7 +29,8 @@ from bench.workloads import WORKLOADS, Workload
 
 
 def report(name: str, engine: str, work: Workload, measured: Measured, limits: Limits) -> dict[str, Any]:
-    floor = floor_seconds(SHAPES[work.shape], work.lens, limits, work.shared_prefix)
+    ranks = int(measured.details.get("ranks", 1))  # each moves and computes a share
+    floor = floor_seconds(SHAPES[work.shape], work.lens, limits, work.shared_prefix) / ranks
     median = statistics.median(measured.seconds)
     row = {
         "workload": name,

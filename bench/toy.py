@@ -6,6 +6,7 @@ With the demo model's tokenizer the tokens are printable characters of ASCII, on
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from pathlib import Path
@@ -48,6 +49,7 @@ class ToyOptions(BaseModel):
     max_model_len: int = Field(1024, ge=2, description="Tokens of the longest sequence, unless the config says how many.")
     max_in_flight: int = Field(2, ge=1, le=8, description="Steps submitted before the oldest is collected.")
     fails_at_step: int | None = Field(None, ge=0, description="The step at which the device is lost.")
+    hangs_at_step: int | None = Field(None, ge=0, description="The step that never ends.")
 
 
 class ToyExecutor(Executor):
@@ -84,7 +86,7 @@ class ToyExecutor(Executor):
         token_ids = np.where(batch.yields_token, answer_ids(self._seeds[rows], self._answered[rows]), -1)
         self._answered[rows] += batch.yields_token
         started = max(self.context.clock.now(), self._last_ended)  # as on a device, which begins a step when the one before has ended
-        self._last_ended = started + self.options.step_s
+        self._last_ended = math.inf if batch.step == self.options.hangs_at_step else started + self.options.step_s
         self._pending.append(Result(batch.step, token_ids, started, self._last_ended))
         return batch.step
 

@@ -3,6 +3,7 @@ no slow tests unless asked for."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not FULL and "slow" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported_things_are_not_looked_through() -> None:
+    """All that tests have imported stays. The garbage collector, which each of the many engines calls when it is closed, leaves it alone."""
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture

@@ -16,21 +16,21 @@ cd "$dir/empty"
 "$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$dir/wheels" "$dir/src" "$dir"/src/dovetail-*
 
 without_torch() {
-  "$python" -m venv "$dir/plain"
-  "$dir/plain/bin/pip" install --quiet -c "$dir/constraints.txt" "$(echo "$dir"/wheels/dovetail_llm-*.whl)[testing]" "$dir"/wheels/dovetail_lcfs-*.whl
+  "$python" -m venv --without-pip "$dir/plain"
+  "$python" -m pip --python "$dir/plain/bin/python" install --quiet -c "$dir/constraints.txt" "$(echo "$dir"/wheels/dovetail_llm-*.whl)[testing]" "$dir"/wheels/dovetail_lcfs-*.whl
   ! "$dir/plain/bin/python" -c 'import torch' 2>/dev/null || { echo "this venv was meant to have no torch"; return 1; }
   use plain scheduler lcfs
   "$dir/plain/bin/dovetail" plugins new observer mine && test -s dovetail-mine/.github/workflows/ci.yml
 }
 
 with_torch() {
-  "$python" -m venv "$dir/torch"
+  "$python" -m venv --without-pip "$dir/torch"
   mkdir "$dir/layer"  # all of $VENV but Dovetail
   for entry in "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/*; do
     case $(basename "$entry") in dovetail* | __editable__* | *.pth) ;; *) ln -s "$entry" "$dir/layer" ;; esac
   done
   echo "$dir/layer" > "$("$dir/torch/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/layer.pth"
-  "$dir/torch/bin/pip" install --quiet --no-deps "$dir"/wheels/dovetail_llm-*.whl "$dir"/wheels/dovetail_{radix,gumbel,olmo2}-*.whl
+  "$python" -m pip --python "$dir/torch/bin/python" install --quiet --no-deps "$dir"/wheels/dovetail_llm-*.whl "$dir"/wheels/dovetail_{radix,gumbel,olmo2}-*.whl
   mkdir "$dir/tiny"
   cat > "$dir/tiny/config.json" <<< '{"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "vocab_size": 64, "hidden_size": 32,
     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": null, "pad_token_id": null}'

@@ -7,6 +7,7 @@ A page asks for a piece with a comment on a line of its own, `<!-- generated: NA
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
@@ -106,6 +107,21 @@ def server_settings() -> str:
     from dovetail_server.settings import ServerSettings
 
     return _table(ServerSettings, ServerSettings.model_json_schema()["properties"], "option")
+
+
+def request_fields() -> str:
+    """The fields of the server's endpoints that change nothing, and those of which not every value is supported."""
+    from dovetail_server.protocol.openapi import NO_EFFECT, ONLY, OPERATIONS
+
+    lines = []
+    for operation in OPERATIONS:
+        if operation.request in ONLY and operation.streams:
+            lines += ["", f"### {operation.path}", "", f"Accepted without effect: {_code(*NO_EFFECT[operation.request])}.", ""]
+            lines += ["| field | accepted values | why no others |", "|---|---|---|"]
+            for name, values, reason in ONLY[operation.request]:
+                accepted = _code(*(json.dumps(value) for value in values)) or "none"
+                lines.append(f"| `{name}` | {accepted} | {reason.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines)
 
 
 def built_in_components() -> str:
@@ -255,6 +271,7 @@ PIECES: dict[str, Callable[[], str]] = {
     "plugins keys": plugins_keys,
     "limits keys": limits_keys,
     "server settings": server_settings,
+    "request fields": request_fields,
     "built-in components": built_in_components,
     "api versions": api_versions,
     "vllm arguments": vllm_arguments,

@@ -117,12 +117,12 @@ class EngineConfig(BaseModel):
     """Most tokens that one step computes."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory that the engine may use: weights and buffers, with all the rest for K and V."""
+    """Share of a GPU's memory that the engine may use, on each GPU: weights and buffers, with all the rest for K and V."""
 
     kv_cache_memory: Annotated[Annotated[int, Field(gt=0, lt=2**63)] | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)] = (
         None
     )
-    """Memory for K and V, like 4GiB, instead of a share of the GPU's. null: what `gpu_memory_utilization` leaves."""
+    """Memory for K and V, like 4GiB, instead of a share of the GPU's; with several ranks each one's. null: what `gpu_memory_utilization` leaves."""
 
     block_size: Annotated[Literal["auto"] | int, BeforeValidator(_as_block_size)] = "auto"
     """Tokens in a block of K and V. auto: the smallest size from 16 on that the attention backend supports."""

@@ -13,7 +13,7 @@ _NAMES = {  # heading of the roadmap -> commands, keys and parameters that belon
     "Embeddings and scores": "embed embeddings score classify rerank task runner pooler_config",
     "FP8 weights and K and V": "quantization quant fp8 load_in_4bit load_in_8bit kv_cache_dtype",
     "Mixture of experts": "enable_expert_parallel expert_parallel_size moe",
-    "Several GPUs, several machines": "tensor_parallel_size pipeline_parallel_size data_parallel_size tp pp dp distributed_executor_backend num_gpus",
+    "Several machines": "pipeline_parallel_size data_parallel_size pp dp distributed_executor_backend num_nodes",
 }
 
 HEADINGS: Mapping[str, str] = MappingProxyType({name: heading for heading, names in _NAMES.items() for name in names.split()})

@@ -42,7 +42,7 @@ if INTERPRETED:
     interpreter.mend()
 
 # On a GPU every new shape is compiled, in the interpreter every tile takes milliseconds.
-few, enough = examples(quick=6 if ON_GPU else 4, full=400), examples(quick=10 if ON_GPU else 8, full=3000 if ON_GPU else 500)
+few, enough = examples(quick=6 if ON_GPU else 2, full=400), examples(quick=10 if ON_GPU else 5, full=3000 if ON_GPU else 500)
 beside_the_named = examples(quick=6 if ON_GPU else 1, full=400)
 
 

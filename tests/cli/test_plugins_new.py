@@ -91,7 +91,7 @@ def test_the_doctor_finds_nothing_wrong(installed: Path) -> None:
     assert examine("dovetail-my-executor").findings == ()
 
 
-SUITES = [pytest.param(kind, marks=pytest.mark.slow if kind in ("scheduler", "sampler") else ()) for kind in KINDS]
+SUITES = [pytest.param(kind, marks=pytest.mark.slow if kind in ("scheduler", "sampler", "attention") else ()) for kind in KINDS]
 
 
 @pytest.mark.parametrize("kind", SUITES)

@@ -16,11 +16,14 @@ from dovetail.registry.registry import Registry
 from dovetail.registry.requirements import missing_requirements
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.testing.suite import Suite
-from dovetail.testing.suites import suite_for
+from dovetail.testing.suites import repeatable, scheduler, suite_for
 from tests.support import FULL
 
 BUILT_INS = [component for component in Registry.discover().components() if component.origin.built_in]
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 NEEDS_A_GPU = {"triton"}  # without one, tests/attention runs its suite in Triton's interpreter
+NEEDS_GPUS = {"tensor"}  # or none: then its ranks are on the CPU
+NEEDS_TIME = {"tensor"}  # each check starts processes: in the full profile alone
 NEEDS_MORE = {"flash_attn"}  # a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the real one
 OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # tried beside the defaults in the full profile
     "fcfs": ({"max_stretch": None},),
@@ -32,6 +35,7 @@ OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # tried beside the def
     "prefix": ({"reuse": False}, {"hash": "sha256"}),
     "prometheus": ({"model_name": "m"},),
     "local": ({"num_blocks": 40, "max_in_flight": 3},),
+    "tensor": ({"size": 4, "num_blocks": 40, "max_in_flight": 3},),
 }
 
 
@@ -44,9 +48,21 @@ def suite_of(component: ResolvedComponent, options: Mapping[str, Any]) -> type[S
 
 def suites() -> Iterator[type[Suite]]:
     for component in BUILT_INS:
-        if component.spec.name not in (NEEDS_MORE if torch.cuda.is_available() else NEEDS_MORE | NEEDS_A_GPU):
+        left_out = NEEDS_MORE | (NEEDS_A_GPU if not GPUS else NEEDS_GPUS if GPUS == 1 else set()) | (set() if FULL else NEEDS_TIME)
+        if component.spec.name not in left_out:
             for options in ({}, *(OPTIONS.get(component.spec.name, ()) if FULL else ())):
                 yield suite_of(component, options)
+
+
+@pytest.fixture(autouse=True)
+def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick profile tries a third of what the schedulers' suite does: there are many of them, and each has its own tests too."""
+
+    def for_some(among: Any, examples: int, *rest: Any) -> None:
+        repeatable.for_all(among, examples // 3, *rest)
+
+    if not FULL:
+        monkeypatch.setattr(scheduler, "for_all", for_some)
 
 
 @pytest.fixture(autouse=True)

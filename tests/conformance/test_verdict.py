@@ -55,22 +55,32 @@ def source(*names: str) -> str:
 
 def run_pytest(folder: Path, text: str, *args: str, installed: bool = False) -> tuple[int, dict[str, str]]:
     """The exit code, and the verdict of each class. `installed`: pytest finds the plugin, and all others, by their entry points."""
+    code, printed = print_of_pytest(folder, text, "--tb=no", *args, installed=installed)
+    return code, verdicts_in(printed)
+
+
+def print_of_pytest(folder: Path, text: str, *args: str, installed: bool = False) -> tuple[int, str]:
+    """The exit code, and what pytest prints."""
     (folder / "test_suites.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = a\n")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), "PYTEST_ADDOPTS": ""}
     if not installed:
         environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         args = ("-p", "dovetail.testing.pytest_plugin", *args)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=no", *args]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.returncode, done.stdout
+
+
+def verdicts_in(printed: str) -> dict[str, str]:
     verdicts, name = {}, ""
-    for line in done.stdout.splitlines():
+    for line in printed.splitlines():
         if heading := re.match(r"test_suites\.py::(\w+) \(", line):
             name = heading[1]
         elif re.match("(NOT )?CONFORMANT ", line):
             verdicts[name] = line
-    return done.returncode, verdicts
+    return verdicts
 
 
 def matches(pattern: str, line: str) -> bool:
@@ -78,10 +88,16 @@ def matches(pattern: str, line: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    code, lines = run_pytest(tmp_path_factory.mktemp("suites"), source(*CLASSES), "test_suites.py")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What pytest prints about all of them."""
+    code, printed = print_of_pytest(tmp_path_factory.mktemp("suites"), source(*CLASSES), "test_suites.py")
     assert code == 1
-    return lines
+    return printed
+
+
+@pytest.fixture(scope="module")
+def verdicts(printed: str) -> dict[str, str]:
+    return verdicts_in(printed)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -119,11 +135,8 @@ def test_deselecting_a_check_fails_the_session(tmp_path: Path, args: list[str]) 
     assert matches("NOT CONFORMANT …tiny.second…", lines["TestGood"])
 
 
-def test_where_a_check_hung_is_told(tmp_path: Path) -> None:
-    (tmp_path / "test_suites.py").write_text(source("TestHangs"))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_suites.py"]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
-    assert re.search(r"it hung, and was ended after 5 s\n.* in wait \(threading\.py:\d+\)(\n.*)* in wait \(tiny\.py:\d+\)", done.stdout), done.stdout
+def test_where_a_check_hung_is_told(printed: str) -> None:
+    assert re.search(r"it hung, and was ended after 5 s\n.* in wait \(threading\.py:\d+\)(\n.*)* in wait \(tiny\.py:\d+\)", printed), printed
 
 
 def test_only_collecting_judges_nobody(tmp_path: Path) -> None:

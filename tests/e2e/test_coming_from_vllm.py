@@ -36,6 +36,7 @@ def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a name here: values and what they become
     "device": [("auto", {}), ("cpu", {"executor.device": "cpu"})],
+    "tensor_parallel_size": [(1, {}), (4, {"executor.name": "tensor", "executor.size": 4})],
     "kv_cache_memory_bytes": [(4096, {"kv_cache_memory": 4096}), (None, {})],
     "num_gpu_blocks_override": [(512, {"executor.num_blocks": 512}), (None, {})],
     "num_kvcache_blocks": [(512, {"executor.num_blocks": 512}), (-1, {}), (None, {})],

@@ -30,7 +30,7 @@ def random_prompts(lens: list[int], vocab_size: int, seed: int) -> list[list[int
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lens]
 
 
-@examples(quick=24, full=400)
+@examples(quick=14, full=400)
 @given(config=configs(), lens=prompt_lens, seed=st.integers(0, 1000))
 def test_greedy_tokens_of_a_ragged_batch_are_those_of_transformers(config: Any, lens: list[int], seed: int) -> None:
     config.max_position_embeddings = MAX_LEN

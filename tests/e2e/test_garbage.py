@@ -15,6 +15,7 @@ from dovetail_executors.local import LocalExecutor
 
 @pytest.fixture(autouse=True)
 def thawed() -> Iterator[None]:
+    gc.unfreeze()
     yield
     gc.unfreeze()
 
@@ -48,13 +49,22 @@ def test_what_the_process_froze_before_says_nothing_of_an_engine() -> None:
         assert any(thing is engine.core.kv for thing in gc.get_objects())
 
 
-@pytest.mark.parametrize("kind", ["delta", "cumulative", "final"])
-@pytest.mark.parametrize("stop", [None, ["no such word"]])
+@pytest.mark.parametrize(
+    ("kind", "stop"),
+    [
+        ("delta", None),
+        ("cumulative", ["no such word"]),
+        ("final", ["no such word"]),
+        pytest.param("delta", ["no such word"], marks=pytest.mark.slow),
+        pytest.param("cumulative", None, marks=pytest.mark.slow),
+        pytest.param("final", None, marks=pytest.mark.slow),
+    ],
+)
 def test_a_token_more_is_nothing_more_to_look_through(kind: str, stop: list[str] | None) -> None:
     def looked_at() -> int:
         gc.collect()
-        things = gc.get_objects()
-        return sum(len(gc.get_referents(thing)) for thing in things if not isinstance(thing, BytePieces))  # the vocabulary's, as far as it was seen
+        things = [thing for thing in gc.get_objects() if type(thing) is not BytePieces]  # the vocabulary's, as far as it was seen
+        return len(gc.get_referents(*things))
 
     def growth() -> int:
         with LLMEngine.from_config({"model": "demo", "max_num_seqs": 2, "max_model_len": 512}) as engine:
@@ -65,8 +75,8 @@ def test_a_token_more_is_nothing_more_to_look_through(kind: str, stop: list[str]
                     engine.step()
                 return looked_at()
 
-            few, many = after(40), after(340)
-        return many - few
+            early, late = after(40), after(340)
+        return late - early
 
-    least = min(growth() for _ in range(2))  # what a library imports or starts meanwhile, it does once
-    assert least < 300 / 3, "blocks of 16 tokens are noted in some places"
+    few = 300 / 3  # blocks of 16 tokens are noted in some places
+    assert growth() < few or growth() < few, "what a library imports or starts meanwhile, it does once"

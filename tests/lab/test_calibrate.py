@@ -213,6 +213,7 @@ def test_a_machine_that_replays_small_steps_is_predicted(found_machine: StepTime
     assert differences(found_machine, workload, scheduler) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.05)
 
 
+@pytest.mark.slow
 def test_taken_for_launched_kernel_by_kernel_small_steps_are_not(found_machine: StepTimeProfile) -> None:
     wrong = found_machine.model_copy(update={"recorded_tokens": 0})
     assert max(map(abs, differences(wrong, SHORT).values())) > 0.05
@@ -258,6 +259,7 @@ def test_a_machine_with_stairs_is_predicted(found_stairs: StepTimeProfile, workl
     assert differences(smooth, workload, **{**STAIRS, "jitter": Jitter()}) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.02)
 
 
+@pytest.mark.slow
 def test_taken_for_a_slope_stairs_are_not_predicted(found_stairs: StepTimeProfile) -> None:
     decode = found_stairs.step_time["decode"] | {"sizes": ()}
     wrong = found_stairs.model_copy(update={"launch_spread": None, "step_time": found_stairs.step_time | {"decode": decode}})
@@ -330,6 +332,7 @@ def test_what_the_host_takes_is_what_it_takes_while_requests_come_and_go(found_b
     )
 
 
+@pytest.mark.slow
 def test_of_launching_neither_the_level_nor_the_spread_counts_twice(found_busy: Calibration) -> None:
     profile = found_busy.profile
     launch, drawn = profile.make_launch(), profile.launch_spread
@@ -350,8 +353,8 @@ def test_a_busy_host_is_predicted_which_from_the_grid_alone_it_is_not(found_busy
     assert all(without[f"{metric} p50"] < -0.05 for metric in ("ttft", "tpot", "e2e"))
 
 
-def test_a_rehearsal_keeps_some_rows_decoding_and_the_device_from_being_swamped(found_busy: Calibration) -> None:
-    rehearsed = [sighting for sighting in found_busy.sightings if sighting.rehearsed]
+def test_a_rehearsal_keeps_some_rows_decoding_and_the_device_from_being_swamped(measured_machine: Calibration) -> None:
+    rehearsed = [sighting for sighting in measured_machine.sightings if sighting.rehearsed]
     assert 4 < rehearsed[-1].ended - rehearsed[0].planned < 6
     assert 8 < np.mean([sighting.shape.rows for sighting in rehearsed]) < 16
     assert sum(sighting.shape.prefill_rows > 0 for sighting in rehearsed) > 100

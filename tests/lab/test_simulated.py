@@ -211,8 +211,11 @@ VARYING = {
 
 
 def busy() -> tuple[dict[str, object], object]:
-    """Preemptions, overlap, late planning, prefix reuse, launching that varies: all that could depend on something it shouldn't."""
-    requests = [request(index, index * 0.013, prompt=5 + index * 7 % 60, output=1 + index * 11 % 40, client="abc"[index % 3]) for index in range(60)]
+    """Preemptions, overlap, late planning, prefix reuse, launching that varies, grammars: all that could depend on something it shouldn't."""
+    requests = [
+        request(index, index * 0.013, prompt=5 + index * 7 % 60, output=1 + index * 11 % 40, client="abc"[index % 3], grammar=index % 4 == 0)
+        for index in range(60)
+    ]
     config = engine(overlap=True, kv_cache="prefix", executor={"num_blocks": 90, "step_time": VARYING}, scheduler="vtc", max_model_len=120)
     return config, trace(*requests)
 

@@ -110,6 +110,17 @@ def test_charts_and_counts_follow_the_engine(browser: Browser, toy: ToyServer) -
 
 
 @needs_chromium
+def test_the_schedulers_last_steps_are_shown_the_latest_first(browser: Browser, toy: ToyServer) -> None:
+    ask_by_keyboard(opened(browser, toy), "Wilt thou be gone?")
+    browser.wait_for("document.querySelectorAll('#steps tbody tr').length >= 2")
+    first, second = (browser.evaluate(f"document.querySelectorAll('#steps tbody tr')[{row}].cells[0].textContent") for row in (0, 1))
+    assert int(first) == int(second) + 1
+    assert browser.evaluate("document.querySelector('#scheduler').textContent") == "dovetail-llm:fcfs"
+    assert browser.evaluate("[...document.querySelectorAll('#steps tr')].every((row) => row.cells.length === 8)")
+    assert browser.errors == []
+
+
+@needs_chromium
 @pytest.mark.parametrize("width", [360, 1100])
 def test_both_colour_schemes_are_drawn_and_nothing_sticks_out_at_the_side(browser: Browser, toy: ToyServer, tmp_path: Path, width: int) -> None:
     folder = Path(os.environ.get("DOVETAIL_SCREENSHOTS", tmp_path))

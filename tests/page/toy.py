@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from dovetail.limits import Limits
 from dovetail.request import CompletionOutput, RequestOutput
-from dovetail_server.engine import EngineFacts, Load, ServedEngine
+from dovetail_server.engine import DecidedStep, Decisions, EngineFacts, Load, ServedEngine
 from dovetail_server.live_page import page_routes
 from dovetail_server.metrics import ServerMetrics
 
@@ -45,8 +45,10 @@ class ToyServer:
         self.engine = SimpleNamespace(
             facts=FACTS, load=Load(0, 0, 0, 90, 10), tokenizer=SimpleNamespace(chat_templates={"default": ""} if chat else {})
         )
+        self.engine.decisions = self.decisions
         self.metrics = ServerMetrics(cast(ServedEngine, self.engine))
         self.key = key
+        self.steps: list[DecidedStep] = []
         self.asked: list[dict[str, Any]] = []
         self.running = 0
         self.url = ""
@@ -80,6 +82,14 @@ class ToyServer:
         finally:
             self.under_way(-1)
             meter.ended("length" if reason == "length" else "abort")
+
+    def decisions(self) -> Decisions:
+        """What a scheduler might have decided: another step each time, if anything runs."""
+        load = self.engine.load
+        if load.running:
+            step = len(self.steps)
+            self.steps.append(DecidedStep(step, load.running, 40 * (step % 3 == 0), load.running, load.waiting, 0, 0, load.running, load.waiting))
+        return Decisions(FACTS.parts["scheduler"], tuple(self.steps[-12:]))
 
     def under_way(self, change: int) -> None:
         self.running += change

@@ -19,7 +19,7 @@ from tests.runtime.fakes import Bench, generate
 from tests.runtime.test_decode_graphs import PROMPTS, begin, with_graphs
 from tests.support import examples
 
-some = examples(quick=100 if ON_GPU else 40, full=1000 if ON_GPU else 300)
+some = examples(quick=100 if ON_GPU else 15 if INTERPRETED else 40, full=1000 if ON_GPU else 300)
 NAN, INF = float("nan"), float("inf")
 CPU = torch.device("cpu")
 

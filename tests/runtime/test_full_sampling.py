@@ -137,7 +137,7 @@ def replaying(patch: pytest.MonkeyPatch) -> tuple[Bench, GraphsOnCpu]:
 
 
 @interpreted
-@examples(quick=5, full=100)
+@examples(quick=2, full=100)
 @given(story=st.lists(steps, min_size=4, max_size=8))
 def test_whoever_joins_leaves_and_comes_back_is_told_what_plain_sampling_says(story: list[Step]) -> None:
     plain = Story(bench_with_the_default_sampler())

@@ -26,8 +26,8 @@ pytest.importorskip("triton")
 
 from dovetail_samplers import changes_kernels
 
-some = examples(quick=200 if ON_GPU else 12, full=3000 if ON_GPU else 400)
-few = examples(quick=60 if ON_GPU else 4, full=600 if ON_GPU else 100)
+some = examples(quick=200 if ON_GPU else 8, full=3000 if ON_GPU else 400)
+few = examples(quick=60 if ON_GPU else 2, full=600 if ON_GPU else 100)
 penalty = st.sampled_from([0.5, 1.0, 1.05, 1.3, 2.0])
 share = st.sampled_from([-1.1, 0.0, 0.1, 1.5])
 

@@ -25,8 +25,10 @@ DEMO: dict[str, Any] = {"model": "demo", "max_num_seqs": 16}
 class Collector:
     """A listener that keeps everything."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_plain: bool = False) -> None:
+        self.is_plain = is_plain
         self.outputs: list[RequestOutput] = []
+        self.texts: list[str] = []  # told by `on_text`
         self.error: DovetailError | None = None
         self.begun, self.over = asyncio.Event(), asyncio.Event()
 
@@ -35,6 +37,10 @@ class Collector:
         self.begun.set()
         if output.finished:
             self.over.set()
+
+    def on_text(self, text: str) -> None:
+        self.texts.append(text)
+        self.outputs.append(RequestOutput("", None, (), [CompletionOutput(0, text, [])], finished=False))
 
     def on_error(self, error: DovetailError) -> None:
         self.error = error

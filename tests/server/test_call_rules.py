@@ -29,7 +29,7 @@ def test_the_parser_reads_what_the_rule_allows(name: str, template: str, calls: 
     markup = {function: structure for (function, _), structure in zip(tools, tag["structures"], strict=True)}
     arguments = [json.dumps(value, indent=1 if spaced else None) for _, value in written]
     text = "".join(markup[call]["begin"] + value + markup[call]["end"] for (call, _), value in zip(written, arguments, strict=True))
-    parser = parser_for(tool_parser=name, reasoning_parser=None, has_tools=True, starts_in_reasoning=False)
+    parser = parser_for(tool_parser=name, reasoning_parser=None, tools=[], starts_in_reasoning=False)
     assert parser is not None
     cut = data.draw(st.integers(0, len(text)))
     events = [*parser.feed(text[:cut]), *parser.feed(text[cut:]), *parser.finish()]

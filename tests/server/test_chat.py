@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -74,8 +75,9 @@ def test_a_stream_adds_up_to_the_whole_answer(openai_client: openai.OpenAI, opti
 
 
 def test_an_answer_without_max_tokens_has_all_the_room(openai_client: openai.OpenAI) -> None:
-    answer = ask(openai_client, max_completion_tokens=None, ignore_eos=True)
-    assert answer.usage.total_tokens == 1024
+    long = [{"role": "user", "content": "Who are you? " * 180}]
+    answer = ask(openai_client, messages=long, max_completion_tokens=None, ignore_eos=True)
+    assert 900 < answer.usage.prompt_tokens < answer.usage.total_tokens == 1024
     assert answer.choices[0].finish_reason == "length"
 
 
@@ -89,6 +91,20 @@ def test_logprobs_say_each_token_with_its_bytes(openai_client: openai.OpenAI) ->
     choice = ask(openai_client, logprobs=True, top_logprobs=2).choices[0]
     assert b"".join(bytes(one.bytes) for one in choice.logprobs.content).decode() == choice.message.content
     assert all(len(one.top_logprobs) == 2 for one in choice.logprobs.content)
+
+
+@pytest.mark.anyio
+async def test_the_tokens_of_reasoning_are_counted_where_somebody_looks_for_it(fake: Callable[..., FakeEngine]) -> None:
+    body = {"messages": MESSAGES, "n": 2, "chat_template": TEMPLATE + "{# <think> #}"}
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    async with serving(fake("<think>", "a ", "b", "</think>", "c", "d")) as url, httpx.AsyncClient(base_url=url) as http:
+        whole = (await http.post("/v1/chat/completions", json=body)).json()
+        lines = (await http.post("/v1/chat/completions", json=streamed)).text.split("\n\n")
+        plain = (await http.post("/v1/chat/completions", json={**body, "chat_template": TEMPLATE})).json()
+    assert [choice["message"]["reasoning_content"] for choice in whole["choices"]] == ["a b"] * 2
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * 4}
+    assert json.loads(lines[-3].removeprefix("data: "))["usage"] == whole["usage"]
+    assert "completion_tokens_details" not in plain["usage"]
 
 
 def test_usage_comes_in_a_stream_that_asks_for_it(openai_client: openai.OpenAI) -> None:

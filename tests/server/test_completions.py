@@ -121,6 +121,20 @@ def test_echo_puts_the_prompt_before_the_text_and_its_logprobs(openai_client: op
     assert all(choice.text[at:].startswith(token) for at, token in zip(logprobs.text_offset, logprobs.tokens, strict=True))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_scored_without_an_answer(openai_client: openai.OpenAI, stream: bool) -> None:
+    scored = ask(openai_client, max_tokens=0, echo=True, logprobs=1)
+    [choice] = scored.choices
+    answered = ask(openai_client, echo=True, logprobs=1).choices[0].logprobs
+    length = scored.usage.prompt_tokens
+    assert (choice.text, choice.finish_reason, scored.usage.completion_tokens) == (PROMPT, "length", 0)
+    assert choice.logprobs.token_logprobs == answered.token_logprobs[:length]
+    if stream:
+        chunks = list(ask(openai_client, max_tokens=0, echo=True, logprobs=1, n=2, stream=True, stream_options={"include_usage": True}))
+        assert texts(chunks) == {0: PROMPT, 1: PROMPT}
+        assert chunks[-1].usage.completion_tokens == 0
+
+
 def test_logprobs_name_the_likeliest(openai_client: openai.OpenAI) -> None:
     logprobs = ask(openai_client, temperature=0, logprobs=3).choices[0].logprobs
     assert len(logprobs.tokens) == 8

@@ -1,8 +1,11 @@
-"""Bodies that nobody in their right mind sends, to every endpoint that `/openapi.json` describes: the server answers each, and never with a 5xx."""
+"""Bodies that nobody in their right mind sends, to every endpoint that `/openapi.json` describes: the server answers each, never with a 5xx, and logs
+one line for each."""
 
 from __future__ import annotations
 
 import json
+import logging
+import queue
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +35,7 @@ _known: list[Any] = []  # the operations, once a server has told them
 def url() -> Iterator[str]:
     """A server of a small real model, which answers with a few tokens."""
     config = {"model": "demo", "max_model_len": 128, "max_num_seqs": 4}
-    with serving_in_threads(config, ServerSettings(log_requests=False), chat_template=TEMPLATE) as url:
+    with serving_in_threads(config, ServerSettings(), chat_template=TEMPLATE) as url:
         schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
         _known[:] = [operation.ok() for operation in schema.get_all_operations()]
         yield url
@@ -50,22 +53,56 @@ def client() -> Iterator[httpx.Client]:
         yield client
 
 
+class Lines(logging.Handler):
+    """The lines that the server logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.put(record.getMessage())
+
+    def only(self, request_id: str) -> dict[str, Any]:
+        """The one line of this request, which is the last."""
+        while True:
+            line: dict[str, Any] = json.loads(self._lines.get(timeout=PATIENCE_S))  # it may come after the answer
+            if line["request_id"] == request_id:
+                assert self._lines.empty()
+                return line
+
+
+@pytest.fixture(scope="module")
+def lines(url: str) -> Iterator[Lines]:
+    lines, logger = Lines(), logging.getLogger("dovetail.server")
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    yield lines
+    logger.removeHandler(lines)
+    logger.setLevel(level)
+    logger.propagate = propagate
+
+
 @given(data=st.data())
-@examples(quick=100, full=5_000)
-def test_no_request_makes_the_server_fail(url: str, session: requests.Session, data: st.DataObject) -> None:
+@examples(quick=40, full=5_000)
+def test_no_request_makes_the_server_fail(url: str, session: requests.Session, lines: Lines, data: st.DataObject) -> None:
     case = data.draw(data.draw(OPERATIONS).as_strategy(data.draw(st.sampled_from(GenerationMode))))
     answer = case.call(base_url=url, session=session, timeout=PATIENCE_S)
     case.validate_response(answer, checks=[not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance])
     assert not any(word in answer.content for word in SERVER_ERRORS)  # amidst a stream
+    assert lines.only(answer.headers["x-request-id"][0])["status"] == answer.status_code
 
 
 @given(data=st.data())
-@examples(quick=100, full=5_000)
-def test_a_malformed_body_is_always_refused(url: str, session: requests.Session, data: st.DataObject) -> None:
+@examples(quick=40, full=10_000)
+def test_a_malformed_body_is_always_refused(url: str, session: requests.Session, lines: Lines, data: st.DataObject) -> None:
     operation = data.draw(OPERATIONS.filter(lambda operation: operation.path in PATHS_WITH_BODIES))
     case = data.draw(operation.as_strategy(GenerationMode.NEGATIVE))
     answer = case.call(base_url=url, session=session, timeout=PATIENCE_S)
     assert 400 <= answer.status_code < 500, case.body
+    assert lines.only(answer.headers["x-request-id"][0])["status"] == answer.status_code
 
 
 _JSON = st.recursive(
@@ -75,14 +112,17 @@ _JSON = st.recursive(
 
 
 @given(path=st.sampled_from(PATHS_WITH_BODIES), body=st.binary() | st.text().map(str.encode) | _JSON.map(lambda value: json.dumps(value).encode()))
-@examples(quick=100, full=10_000)
-def test_bytes_that_are_no_request_are_always_refused(url: str, client: httpx.Client, path: str, body: bytes) -> None:
+@examples(quick=40, full=10_000)
+def test_bytes_that_are_no_request_are_always_refused(url: str, client: httpx.Client, lines: Lines, path: str, body: bytes) -> None:
     answer = client.post(url + path, content=body, timeout=PATIENCE_S)
     assert answer.status_code == 400
+    assert lines.only(answer.headers["x-request-id"])["status"] == 400
     assert answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", PATHS_WITH_BODIES)
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"messages":' * 100_000, b'{"a":"\\ud800"}', b"\xff\xfe", b"1" * 10_000, b'{"max_tokens":1e999}'])
-def test_bodies_that_break_parsers_are_refused(url: str, client: httpx.Client, path: str, body: bytes) -> None:
-    assert client.post(url + path, content=body, timeout=PATIENCE_S).status_code == 400
+def test_bodies_that_break_parsers_are_refused(url: str, client: httpx.Client, lines: Lines, path: str, body: bytes) -> None:
+    answer = client.post(url + path, content=body, timeout=PATIENCE_S)
+    assert answer.status_code == 400
+    assert lines.only(answer.headers["x-request-id"])["status"] == 400

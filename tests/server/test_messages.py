@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -24,9 +25,12 @@ from dovetail_server.protocol import messages as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts
 from dovetail_server.protocol.message_events import MessageWriter, content_of, stop_of
 from dovetail_server.settings import ServerSettings
+from dovetail_server.streams import EventStream
+from dovetail_server.testing import FakeEngine
+from dovetail_server.wire import DirectProtocol
 from tests.server.answers import answers, read_events
 from tests.server.scripted import Script, ScriptedEngine
-from tests.server.serving import PATIENCE_S, serving_in_thread
+from tests.server.serving import PATIENCE_S, serving, serving_in_thread
 from tests.support import examples
 
 STREAM_EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
@@ -247,6 +251,65 @@ def test_tokens_are_counted_as_the_model_reads_them(client: Anthropic, engine: S
     count = client.messages.count_tokens(model="fake", messages=USER, tools=[TOOL]).input_tokens
     told = client.messages.create(**asked(tools=[TOOL]))
     assert count == told.usage.input_tokens + (told.usage.cache_read_input_tokens or 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/messages", 200), ("/v1/messages", 400), ("/v1/messages/count_tokens", 200), ("/v1/messages/x", 404)]
+)
+def test_each_answer_has_anthropics_name_of_its_id(url: str, engine: ScriptedEngine, path: str, status: int) -> None:
+    body = asked(**({"top_p": 9} if status == 400 else {}))
+    told = httpx.post(url + path, json=body, headers={"x-api-key": "secret", "x-request-id": "mine"})
+    assert (told.status_code, told.headers["request-id"], told.headers["x-request-id"]) == (status, "mine", "mine")
+    assert httpx.post(url + path, json=body).headers["request-id"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("http", ["httptools", DirectProtocol])
+async def test_a_silent_stream_pings_until_its_end(fake: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch, http: Any) -> None:
+    monkeypatch.setattr("dovetail_server.streams.PING_S", 0.03)
+    engine = fake(paced=True)
+    body = asked(stream=True, chat_template="{{ messages[0].content }}")
+
+    async def first_token() -> None:
+        await engine.until_requests(1)
+        engine.step()
+
+    async with serving(engine, http=http) as url, httpx.AsyncClient(base_url=url) as client:
+        beginning = asyncio.create_task(first_token())
+        async with client.stream("POST", "/v1/messages", json=body) as answer:
+            lines = answer.aiter_lines()
+            kinds = await events_until(lines, "ping", 3)
+            engine.die()
+            kinds += await events_until(lines, "error", 1)
+        await beginning
+    assert kinds[:2] == ["message_start", "ping"]
+
+
+@pytest.mark.anyio
+async def test_a_stream_whose_client_goes_away_leaves_no_timer(fake: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[EventStream] = []
+    ping = EventStream.ping
+    monkeypatch.setattr(EventStream, "ping", lambda stream, data: (streams.append(stream), ping(stream, data)))
+    engine = fake(paced=True)
+    body = asked(stream=True, chat_template="{{ messages[0].content }}")
+    async with serving(engine) as url, httpx.AsyncClient(base_url=url) as client:
+        asking = asyncio.create_task(client.post("/v1/messages", json=body))
+        await engine.until_requests(1)
+        engine.step()
+        asking.cancel()
+        await engine.until_aborted(1)
+        assert streams[0]._timer is None
+
+
+async def events_until(lines: AsyncIterator[str], kind: str, number: int) -> list[str]:
+    """The types of a stream's events, up to so many of one type."""
+    kinds: list[str] = []
+    async for line in lines:
+        if line.startswith("event: "):
+            kinds.append(line.removeprefix("event: "))
+            if kinds.count(kind) == number:
+                return kinds
+    raise AssertionError(f"the stream ended after {kinds}")
 
 
 def test_errors_have_anthropics_shape(client: Anthropic, url: str) -> None:

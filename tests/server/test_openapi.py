@@ -10,7 +10,11 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from dovetail_server.app import create_app
-from dovetail_server.protocol.openapi import OPERATIONS
+from dovetail_server.protocol.chat import ChatRequest
+from dovetail_server.protocol.completions import CompletionRequest
+from dovetail_server.protocol.messages import CountTokensRequest, MessagesRequest
+from dovetail_server.protocol.openapi import NO_EFFECT, ONLY, OPERATIONS, Operation
+from dovetail_server.protocol.responses import ResponsesRequest
 from dovetail_server.routes.openapi import described_path
 from dovetail_server.settings import ServerSettings
 from dovetail_server.testing import FakeEngine
@@ -47,6 +51,49 @@ def test_keys_are_asked_for_only_where_there_are_some(engine: FakeEngine) -> Non
     assert kept["paths"]["/v1/messages"]["post"]["security"] == [{"bearer": []}, {"x_api_key": []}]
     assert "401" in kept["paths"]["/v1/messages"]["post"]["responses"]
     assert "security" not in kept["paths"]["/health"]["get"]
+
+
+VALUES: dict[str, Any] = {  # of fields that change nothing
+    "metadata": {"user_id": "somebody"},
+    "prompt_cache_options": {"any": "thing"},
+    "cache_control": {"type": "ephemeral"},
+}
+USER = [{"role": "user", "content": "Hi"}]
+BODIES: dict[type[Any], dict[str, Any]] = {
+    CompletionRequest: {"prompt": "Hi"},
+    ChatRequest: {"messages": USER},
+    ResponsesRequest: {"input": "Hi"},
+    MessagesRequest: {"messages": USER, "max_tokens": 5},
+    CountTokensRequest: {"messages": USER},
+}
+
+
+def submitted(engine: FakeEngine, path: str, body: dict[str, Any]) -> Any:
+    """What the engine is asked for, or the answer if that is nothing."""
+    engine.submitted.clear()
+    template = {} if path == "/v1/completions" else {"chat_template": "{{ messages[0].content }}"}
+    told = TestClient(create_app(engine)).post(path, json={**body, **template})
+    assert told.status_code == 200, told.text
+    return [(request.prompt, request.params, request.fields) for request in engine.submitted] or told.json()
+
+
+@pytest.mark.parametrize("operation", [operation for operation in OPERATIONS if operation.request in BODIES], ids=lambda operation: operation.path)
+def test_fields_without_effect_have_none(engine: FakeEngine, operation: Operation) -> None:
+    assert operation.request is not None
+    body = BODIES[operation.request]
+    fields = {name: VALUES.get(name, "anything") for name in NO_EFFECT[operation.request]}
+    assert submitted(engine, operation.path, body | fields) == submitted(engine, operation.path, body)
+
+
+@pytest.mark.parametrize("operation", [operation for operation in OPERATIONS if operation.request in BODIES], ids=lambda operation: operation.path)
+def test_fields_with_few_values_take_these_and_refuse_others_by_name(engine: FakeEngine, operation: Operation) -> None:
+    assert operation.request is not None
+    body, client = BODIES[operation.request], TestClient(create_app(engine))
+    for name, values, reason in ONLY[operation.request]:
+        for value in values:
+            submitted(engine, operation.path, {**body, name: value})
+        error = client.post(operation.path, json={**body, name: "no such value"}).json()["error"]
+        assert error["message"].startswith((f"{name}: {reason}", f"{name}: expected")), error
 
 
 def test_a_described_body_has_no_field_that_is_dropped(engine: FakeEngine) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
@@ -16,7 +19,9 @@ from dovetail_server.parsers import Content, Event, Reasoning, ToolCallArguments
 from dovetail_server.parsers.json_call import MAX_HELD
 
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the claims are about events, not about time
-FORMATS = ("hermes", "llama3_json", "mistral")
+FORMATS = ("hermes", "llama3_json", "mistral", "qwen3_coder", "glm45")
+KINDS: dict[str, object] = {"s": {"type": "string"}, "j": {"type": ["object", "null"]}, "u": {"anyOf": [{"type": "integer"}, {"type": "string"}]}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": KINDS}}}]
 
 
 class Call(NamedTuple):
@@ -36,7 +41,7 @@ class Answer(NamedTuple):
 
 def events_of(pieces: list[str], tool_parser: str | None, *, thinks: bool = True, inside: bool = False) -> list[Event]:
     reasoning_parser = "think" if thinks else None
-    parser = parser_for(tool_parser=tool_parser, reasoning_parser=reasoning_parser, has_tools=True, starts_in_reasoning=inside)
+    parser = parser_for(tool_parser=tool_parser, reasoning_parser=reasoning_parser, tools=TOOLS, starts_in_reasoning=inside)
     assert parser is not None
     return [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
 
@@ -149,7 +154,47 @@ def mistral_oracle(text: str) -> tuple[str, list[Call]]:
     return (content.rstrip() + rest, calls) if calls else (text, [])
 
 
-ORACLES = {"hermes": hermes_oracle, "llama3_json": llama_oracle, "mistral": mistral_oracle}
+SPACE = "[ \\t\\r\\n]*"
+QWEN = re.compile(
+    rf"{SPACE}<tool_call>{SPACE}<function=([^\s<>{{}}\"]+)>((?:{SPACE}<parameter=[^>]*>(?:(?!</parameter>).)*</parameter>)*){SPACE}</function>"
+    rf"{SPACE}(?:</tool_call>{SPACE})?",
+    re.DOTALL,
+)
+QWEN_ARGUMENT = re.compile(r"<parameter=([^>]*)>(?:\n)?((?:(?!</parameter>).)*?)(?:\n)?</parameter>", re.DOTALL)
+GLM_ARGUMENTS = rf"(?:{SPACE}<arg_key>(?:(?!</arg_key>).)*</arg_key>{SPACE}<arg_value>(?:(?!</arg_value>).)*</arg_value>)*"
+GLM = re.compile(rf"{SPACE}<tool_call>{SPACE}([^\s<>{{}}\"]+){SPACE}({GLM_ARGUMENTS}){SPACE}</tool_call>{SPACE}", re.DOTALL)
+GLM_ARGUMENT = re.compile(rf"<arg_key>((?:(?!</arg_key>).)*)</arg_key>{SPACE}<arg_value>((?:(?!</arg_value>).)*)</arg_value>", re.DOTALL)
+
+
+def json_value(name: str, key: str, text: str) -> str:
+    """The value as JSON: `j` of `f` takes no string, and of nothing else is that known."""
+    if (name, key) == ("f", "j"):
+        with contextlib.suppress(ValueError):
+            json.loads(text.strip())
+            return text.strip()
+        if text.strip() in ("True", "False", "None"):
+            return {"True": "true", "False": "false", "None": "null"}[text.strip()]
+    return json.dumps(text, ensure_ascii=False)
+
+
+def tagged_oracle(call: re.Pattern[str], argument: re.Pattern[str], text: str) -> tuple[str, list[Call]]:
+    calls, content, pos = [], "", 0
+    for found in call.finditer(text):
+        members = [
+            f"{json.dumps(key.strip(), ensure_ascii=False)}: {json_value(found[1], key.strip(), value)}" for key, value in argument.findall(found[2])
+        ]
+        calls.append(Call(found[1], "{" + ", ".join(members) + "}"))
+        content, pos = content + text[pos : found.start()], found.end()
+    return content + text[pos:], calls
+
+
+ORACLES: dict[str, Callable[[str], tuple[str, list[Call]]]] = {
+    "hermes": hermes_oracle,
+    "llama3_json": llama_oracle,
+    "mistral": mistral_oracle,
+    "qwen3_coder": partial(tagged_oracle, QWEN, QWEN_ARGUMENT),
+    "glm45": partial(tagged_oracle, GLM, GLM_ARGUMENT),
+}
 
 
 def oracle(text: str, tool_parser: str) -> Answer:
@@ -188,6 +233,24 @@ SHORT = {
         '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a":"}"}B',
         "[TOOL_CALLS]Hello, you",
     ],
+    "qwen3_coder": [
+        "Hi <function=f>.",
+        "<tool_call>\n<function=f>\n</function>\n</tool_call>",
+        "A\n<tool_call><function=f>\n<parameter=s>\n</p\n</parameter>\n</function></tool_call>",
+        "<tool_call><function=f><parameter=j>{}</parameter><parameter=u>1\n\n</parameter></function>B",
+        "<tool_call><function=f><parameter=j>no</parameter></function>\n<tool_call><function=g></function>",
+        "<tool_call> <function no",
+        "<think>x</think><tool_call><function=f><parameter=j>True</parameter></function>",
+    ],
+    "glm45": [
+        "Hi <arg_key>.",
+        "<tool_call>f\n</tool_call>",
+        "A\n<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>\n</a</arg_value>\n</tool_call>",
+        "<tool_call>f<arg_key>j</arg_key><arg_value> [] </arg_value></tool_call>B",
+        "<tool_call>f<arg_key>j</arg_key><arg_value>no</arg_value></tool_call>",
+        "<tool_call>no call <tool_call>g</tool_call>",
+        "<think>x</think><tool_call>f</tool_call>",
+    ],
 }
 BROKEN = {
     "hermes": [
@@ -206,6 +269,21 @@ BROKEN = {
         "[TOOL_CALLS][]",
         '[TOOL_CALLS]f{"a',
         "[TOOL_CALLS]f[TOOL_CALLS]g{}",
+    ],
+    "qwen3_coder": [
+        "<tool_call><function=f>oops</function></tool_call>x",
+        "<tool_call><function=f><parameter=s>a\n",
+        "<tool_call><function=f><parameter=j>[1",
+        "<tool_call><function=a b></function></tool_call>",
+        "<tool_call><function=f></tool_call>",
+        "<tool_call><tool_call><function=f></func",
+    ],
+    "glm45": [
+        "<tool_call>f<arg_key>s</arg_key>oops</tool_call>x",
+        "<tool_call>f<arg_key>s</arg_key><arg_value>a</arg_",
+        "<tool_call>f<arg_key>s",
+        "<tool_call>f<arg_value></tool_call>",
+        "<tool_call><tool_call>f</tool_call></tool_call>",
     ],
 }
 
@@ -240,6 +318,7 @@ def test_all_chunkings_of_a_few_characters_parse_alike(tool_parser: str, text: s
 
 
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>"]
+TAGS = ["<function=f>", "</function>", "<parameter=j>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
 NEAR_MISSES = [
     "<tool_cal",
     "</tool_call",
@@ -251,6 +330,8 @@ NEAR_MISSES = [
     "}",
     "<|python_tag",
     "<thin",
+    "<function=",
+    "</arg_",
     '"',
     "\\",
     ";",
@@ -307,7 +388,39 @@ def mistral_answer(draw: st.DrawFn) -> str:
     return head + draw(SPACES).join(named)
 
 
-ANSWERS = {"hermes": hermes_answer(), "llama3_json": llama_answer(), "mistral": mistral_answer()}
+KEYS = st.sampled_from(["s", "j", "u", "other", "a key"])
+PLAIN = st.lists(st.sampled_from([*MARKS, *NEAR_MISSES, "<function=f>", "True", "null", "[1, 2]", '{"a": "b"}']), max_size=4).map("".join)
+
+
+@st.composite
+def qwen_answer(draw: st.DrawFn) -> str:
+    text = draw(PROSE)
+    for _ in range(draw(st.integers(0, 3))):
+        given = draw(st.lists(st.tuples(KEYS, PLAIN), max_size=3))
+        values = "".join(f"{draw(SPACES)}<parameter={key}>\n{value}\n</parameter>" for key, value in given)
+        name = draw(st.sampled_from(["f", "g.h"]))
+        text += f"{draw(SPACES)}<tool_call>{draw(SPACES)}<function={name}>{values}{draw(SPACES)}</function>{draw(SPACES)}</tool_call>{draw(SPACES)}"
+        text += draw(PROSE)
+    return text
+
+
+@st.composite
+def glm_answer(draw: st.DrawFn) -> str:
+    text = draw(PROSE)
+    for _ in range(draw(st.integers(0, 3))):
+        given = draw(st.lists(st.tuples(KEYS, PLAIN), max_size=3))
+        values = "".join(f"{draw(SPACES)}<arg_key>{key}</arg_key>{draw(SPACES)}<arg_value>{value}</arg_value>" for key, value in given)
+        text += f"{draw(SPACES)}<tool_call>{draw(st.sampled_from(['f', 'g.h']))}{values}{draw(SPACES)}</tool_call>{draw(SPACES)}{draw(PROSE)}"
+    return text
+
+
+ANSWERS = {
+    "hermes": hermes_answer(),
+    "llama3_json": llama_answer(),
+    "mistral": mistral_answer(),
+    "qwen3_coder": qwen_answer(),
+    "glm45": glm_answer(),
+}
 THOUGHTS = st.just("") | PROSE.map(str.strip).map("<think>\n{}\n</think>\n\n".format)
 
 
@@ -331,7 +444,7 @@ def test_any_answer_cut_anywhere_parses_as_the_oracle_reads_it(tool_parser: str,
 @PATIENT
 @given(data=st.data())
 def test_any_text_at_all_cut_anywhere_parses_alike(tool_parser: str, data: st.DataObject) -> None:
-    pieces = [*MARKS, *NEAR_MISSES, '{"name": "f"', ', "arguments": {"a"', '{"name":"f","parameters":{', "}}", ":", ","]
+    pieces = [*MARKS, *TAGS, *NEAR_MISSES, '{"name": "f"', ', "arguments": {"a"', '{"name":"f","parameters":{', "}}", ":", ","]
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=12)))
     inside = data.draw(st.booleans())
     whole = parse(text, tool_parser, inside=inside)
@@ -347,7 +460,7 @@ def test_text_without_a_call_comes_out_unchanged(text: str) -> None:
 
 
 def test_a_name_comes_before_its_arguments_are_there() -> None:
-    parser = parser_for(tool_parser="hermes", reasoning_parser=None, has_tools=True, starts_in_reasoning=False)
+    parser = parser_for(tool_parser="hermes", reasoning_parser=None, tools=TOOLS, starts_in_reasoning=False)
     assert parser is not None
     (start,) = parser.feed('<tool_call>\n{"name": "find"')
     assert isinstance(start, ToolCallStart)
@@ -358,7 +471,7 @@ def test_a_name_comes_before_its_arguments_are_there() -> None:
 
 
 def test_content_is_held_no_longer_than_it_may_be_a_mark() -> None:
-    parser = parser_for(tool_parser="hermes", reasoning_parser="think", has_tools=True, starts_in_reasoning=False)
+    parser = parser_for(tool_parser="hermes", reasoning_parser="think", tools=TOOLS, starts_in_reasoning=False)
     assert parser is not None
     assert parser.feed("Let a") == [Content("Let a")]
     assert parser.feed(" <tool_") == []
@@ -375,6 +488,11 @@ def test_content_is_held_no_longer_than_it_may_be_a_mark() -> None:
         ("mistral", '[TOOL_CALLS]f{"a": [', Answer("", "", (Call("f", '{"a": ['),))),
         ("llama3_json", '{"name": "f", "parameters": {"a', Answer("", "", (Call("f", '{"a'),))),
         ("llama3_json", '{"name": "f"', Answer("", '{"name": "f"', ())),
+        ("qwen3_coder", "<tool_call><function=f", Answer("", "<tool_call><function=f", ())),
+        ("qwen3_coder", "<tool_call><function=f><parameter=s>\na\n</para", Answer("", "", (Call("f", '{"s": "a'),))),
+        ("qwen3_coder", "<tool_call><function=f><parameter=j>\n[1", Answer("", "", (Call("f", '{"j": '),))),
+        ("glm45", "<tool_call>f\n", Answer("", "<tool_call>f\n", ())),
+        ("glm45", "<tool_call>f\n<arg_key>s</arg_key><arg_va", Answer("", "", (Call("f", ""),))),
     ],
 )
 def test_a_call_that_is_cut_off_keeps_what_has_come_of_it(tool_parser: str, text: str, expected: Answer) -> None:
@@ -433,12 +551,14 @@ ENDLESS = {
     ],
     "llama3_json": ['{"parameters":{"a":[', '{"name":"f","parameters":{"a":1}};', '{"type":"', "<|python_tag|>", " ", ";"],
     "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS][", "[TOOL_CALLS]f{}", '[TOOL_CALLS][{"arguments":[', "[TOOL_CALLS]f", "[", "f" * 300],
+    "qwen3_coder": ["<tool_call><function=", "<tool_call><function=f><parameter=", "<tool_call><function=f><parameter=j>1", "<tool_call>\n", "\n"],
+    "glm45": ["<tool_call>", "<tool_call>f<arg_key>", "<tool_call>f<arg_key>j</arg_key>", "<tool_call>f<arg_key>j</arg_key><arg_value>1", "f "],
 }
 
 
 @pytest.mark.parametrize(("tool_parser", "pattern"), cases(ENDLESS))
 def test_what_is_held_back_has_a_limit(tool_parser: str, pattern: str) -> None:
-    parser = parser_for(tool_parser=tool_parser, reasoning_parser=None, has_tools=True, starts_in_reasoning=False)
+    parser = parser_for(tool_parser=tool_parser, reasoning_parser=None, tools=TOOLS, starts_in_reasoning=False)
     assert parser is not None
     text = pattern + (pattern * (3 * MAX_HELD))[: 3 * MAX_HELD]
     for begin in range(0, len(text), 97):
@@ -455,6 +575,26 @@ def test_the_limit_does_not_depend_on_the_cuts(tool_parser: str, pattern: str) -
     assert parse(text, tool_parser, cuts=(MAX_HELD, MAX_HELD + 1)) == whole
 
 
+# Our own words, with all the marks of Mistral Small 3's template.
+MISTRAL_TEMPLATE = """{{ bos_token }}[SYSTEM_PROMPT]Answer with a JSON array of {"name", "arguments"} for calls.[/SYSTEM_PROMPT]
+{%- for message in messages %}
+    {%- if message.role == "user" %}
+        {%- if loop.last and tools %}{{ "[AVAILABLE_TOOLS] " + tools | tojson + "[/AVAILABLE_TOOLS]" }}{% endif %}
+        {{- "[INST]" + message.content + "[/INST]" }}
+    {%- elif message.tool_calls %}
+        {{- "[TOOL_CALLS] [" }}
+        {%- for call in message.tool_calls %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}{% if not loop.last %}, {% endif %}
+        {%- endfor %}
+        {{- "]" + eos_token }}
+    {%- elif message.role == "tool" %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- message.content + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+
+
 def test_a_template_tells_its_parsers_by_its_marks() -> None:
     templates = {
         "answer within <tool_call></tool_call> as {name, arguments}": ("hermes", None),
@@ -462,7 +602,9 @@ def test_a_template_tells_its_parsers_by_its_marks() -> None:
         "a header <|start_header_id|> and {'name': …, \"parameters\": …}": ("llama3_json", None),
         "begin with <think>": (None, "think"),
         "results follow [TOOL_CALLS]": ("mistral", None),
-        "within <tool_call>, write <function=name>": (None, None),
+        "within <tool_call>, write <function=name>": ("qwen3_coder", None),
+        "{{ '<tool_call>' + tc.name }} <arg_key>{{ k }}</arg_key>, and <think></think>": ("glm45", "think"),
+        MISTRAL_TEMPLATE: ("mistral", None),
         "plain <|im_start|>": (None, None),
         "": (None, None),
     }
@@ -477,20 +619,64 @@ def test_a_prompt_that_opens_reasoning_is_known_by_its_end() -> None:
     assert not starts_in_reasoning("<|im_start|>assistant\n<think>\n", None)
 
 
+@pytest.mark.parametrize(
+    ("schema", "value", "written"),
+    [
+        ({"type": "string"}, "5", '"5"'),
+        ({"type": "integer"}, "5", "5"),
+        ({"type": "integer"}, "five", '"five"'),
+        ({"type": "boolean"}, "True", "true"),
+        ({"type": "number"}, "NaN", '"NaN"'),
+        ({"type": "array"}, ' ["a\\n", {"b": 1}]\n', '["a\\n", {"b": 1}]'),
+        ({"$ref": "#/$defs/Point"}, '{"x": 1}', '{"x": 1}'),
+        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, "None", "null"),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "5", '"5"'),
+        ({"enum": [1, 2]}, "2", "2"),
+        ({"enum": ["1", "2"]}, "2", '"2"'),
+        ({"$ref": "#/nowhere"}, "5", '"5"'),
+        ({}, "5", '"5"'),
+        ("no schema", "5", '"5"'),
+    ],
+)
+@pytest.mark.parametrize("tool_parser", ["qwen3_coder", "glm45"])
+def test_an_arguments_type_is_the_schemas(tool_parser: str, schema: object, value: str, written: str) -> None:
+    parameters = {"properties": {"a": schema}, "$defs": {"Point": {"type": "object"}}}
+    parser = parser_for(
+        tool_parser=tool_parser, reasoning_parser=None, tools=[{"function": {"name": "f", "parameters": parameters}}], starts_in_reasoning=False
+    )
+    assert parser is not None
+    tags = {
+        "qwen3_coder": f"<tool_call><function=f><parameter=a>{value}</parameter></function></tool_call>",
+        "glm45": f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>",
+    }
+    assert joined([*parser.feed(tags[tool_parser]), *parser.finish()]) == Answer("", "", (Call("f", f'{{"a": {written}}}'),))
+
+
+def test_a_string_goes_out_as_it_comes() -> None:
+    parser = parser_for(tool_parser="qwen3_coder", reasoning_parser=None, tools=TOOLS, starts_in_reasoning=False)
+    assert parser is not None
+    parser.feed("<tool_call>\n<function=f>\n<parameter=s>\n")
+    assert parser.feed('say "hi') == [ToolCallArguments(0, 'say \\"hi')]
+    assert parser.feed("\n") == []
+    assert parser.feed("there") == [ToolCallArguments(0, "\\nthere")]
+
+
 def test_an_unknown_parser_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="tool_parser is 'hermse', which isn't known; known are hermes, mistral, llama3_json"):
-        parser_for(tool_parser="hermse", reasoning_parser=None, has_tools=True, starts_in_reasoning=False)
+    with pytest.raises(ConfigError, match="tool_parser is 'hermse', which isn't known; known are qwen3_coder, glm45, hermes, mistral, llama3_json"):
+        parser_for(tool_parser="hermse", reasoning_parser=None, tools=TOOLS, starts_in_reasoning=False)
     with pytest.raises(ConfigError, match="reasoning_parser is 'thnk', which isn't known; known are think"):
-        parser_for(tool_parser=None, reasoning_parser="thnk", has_tools=False, starts_in_reasoning=False)
+        parser_for(tool_parser=None, reasoning_parser="thnk", tools=None, starts_in_reasoning=False)
 
 
 def test_without_tools_and_reasoning_there_is_nothing_to_parse() -> None:
-    assert parser_for(tool_parser="hermes", reasoning_parser=None, has_tools=False, starts_in_reasoning=False) is None
+    assert parser_for(tool_parser="hermes", reasoning_parser=None, tools=None, starts_in_reasoning=False) is None
 
 
-@pytest.mark.parametrize(("tool_parser", "needed"), [("hermes", False), ("mistral", True), ("llama3_json", True)])
+@pytest.mark.parametrize(
+    ("tool_parser", "needed"), [("hermes", False), ("mistral", True), ("llama3_json", True), ("qwen3_coder", False), ("glm45", False)]
+)
 def test_a_parser_says_if_its_marks_are_special_tokens(tool_parser: str, needed: bool) -> None:
     for reasoning_parser in (None, "think"):
-        parser = parser_for(tool_parser=tool_parser, reasoning_parser=reasoning_parser, has_tools=True, starts_in_reasoning=False)
+        parser = parser_for(tool_parser=tool_parser, reasoning_parser=reasoning_parser, tools=TOOLS, starts_in_reasoning=False)
         assert parser is not None
         assert parser.needs_special_tokens is needed

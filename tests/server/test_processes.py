@@ -5,28 +5,36 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from bench.toy import installed_in
 from typer.testing import CliRunner
 
 from dovetail.cli.app import app
+from tests.support import FULL
 
 PATIENCE_S = 60.0
+TOLD_S = 5.0 if FULL else PATIENCE_S  # until clients know that the engine is dead, on a machine that does nothing else
+FREED_S = 1.0 if FULL else PATIENCE_S  # until a dead front end's requests have left the engine
 ENDLESS = {"prompt": "ROMEO:", "max_tokens": 900, "ignore_eos": True}
 
 
-def until(what: Callable[[], Any], why: str) -> Any:
+def until(what: Callable[[], Any], why: str, seconds: float = PATIENCE_S) -> Any:
     """Wait until `what()` is true, and return it."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := what():
             return result
@@ -37,14 +45,20 @@ def until(what: Callable[[], Any], why: str) -> Any:
 class Server:
     """`dovetail serve`, run as a user does."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(self, directory: Path, *options: str, toy: dict[str, Any] | None = None, listens: bool = True) -> None:
+        """`toy`: options of the executor of that name, for an engine with tokens known beforehand. `listens`: wait until it does, or has ended."""
         self.directory = directory
         environment = {**os.environ, "TMPDIR": str(directory), "OMP_NUM_THREADS": "1"}
-        self.errors = (directory / "stderr").open("wb")
-        command = [sys.executable, "-m", "dovetail", "serve", "demo", "--port", "0", *options]
+        source = "demo"
+        if toy is not None:
+            environment |= {"PYTHONPATH": _toy(directory)}
+            source = str(directory / "engine.yaml")
+            Path(source).write_text(yaml.safe_dump({"model": "demo", "executor": {"name": "toy", "max_model_len": 8192, **toy}}))
+        self.errors = (directory / "stderr").open("ab")
+        command = [sys.executable, "-m", "dovetail", "serve", source, "--port", "0", *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, env=environment)
         assert self.process.stdout is not None
-        self.line = self.process.stdout.readline().decode()
+        self.line = self.process.stdout.readline().decode() if listens else ""
         self.port = int(self.line.rsplit(":", 1)[1]) if "http" in self.line else 0
 
     def children(self, module: str = "") -> list[int]:
@@ -78,7 +92,22 @@ class Server:
     def left(self, pids: list[int]) -> list[str]:
         """What stayed behind: processes, and files in its temporary directory."""
         alive = [str(pid) for pid in pids if _runs(pid)]
-        return [*alive, *(entry.name for entry in self.directory.iterdir() if entry.name != "stderr")]
+        return [*alive, *(entry.name for entry in self.directory.iterdir() if entry.name not in ("stderr", "toy", "engine.yaml"))]
+
+
+def _toy(directory: Path) -> str:
+    """The path on which Python finds the executor `toy`."""
+    if not (directory / "toy").exists():
+        installed_in(directory / "toy")
+    return os.pathsep.join([str(directory / "toy"), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+
+
+def shared_memory(pids: list[int]) -> set[str]:
+    """The shared memory that has a name, or an id of System V, of these processes."""
+    found = set()
+    for pid in pids:
+        found |= set(re.findall(r"/dev/shm/\S+|/SYSV\S+", Path(f"/proc/{pid}/maps").read_text()))
+    return {name for name in found if Path(name).exists() or "SYSV" in name}
 
 
 def _runs(pid: int) -> bool:
@@ -122,8 +151,8 @@ def directory() -> Iterator[Path]:
 def start(directory: Path) -> Iterator[Callable[..., Server]]:
     servers = []
 
-    def start(*options: str) -> Server:
-        servers.append(Server(directory, *options))
+    def start(*options: str, **how: Any) -> Server:
+        servers.append(Server(directory, *options, **how))
         return servers[-1]
 
     yield start
@@ -141,18 +170,134 @@ def begin(server: Server, count: int, **fields: Any) -> list[Stream]:
     return streams
 
 
-def test_when_the_engine_is_killed_all_clients_are_told_why_and_the_server_ends(start: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("once_more", range(20 if FULL else 1))
+def test_when_the_engine_is_killed_all_clients_are_told_why_and_the_server_ends(start: Callable[..., Server], once_more: int) -> None:
     server = start("--front-ends", "2")
     pids = server.children()
     streams = begin(server, 8)
     [engine] = server.children("engine_process")
+    shared = shared_memory(pids)
     os.kill(engine, signal.SIGKILL)
+    deadline = time.monotonic() + TOLD_S
     for stream in streams:
-        assert stream.over.wait(PATIENCE_S)
+        assert stream.over.wait(deadline - time.monotonic())
         assert any("SIGKILL" in event for event in stream.events[-2:])
     assert server.end() == 1
     assert "killed by SIGKILL" in server.told()
     until(lambda: not server.left(pids), "nothing is left")
+    assert not any(Path(name).exists() for name in shared)
+    socket.create_server(("127.0.0.1", server.port)).close()  # the port is free
+
+
+def test_a_step_that_hangs_ends_the_server_and_everybody_is_told(start: Callable[..., Server]) -> None:
+    server = start("--step-timeout", "1", toy={"step_s": 0.05, "hangs_at_step": 12})
+    pids = server.children()
+    streams = begin(server, 4)
+    until(lambda: server.get("/health")[0] == 503, "it isn't healthy")
+    for stream in streams:
+        assert stream.over.wait(PATIENCE_S)
+        assert "a step took longer than 1 s (--step-timeout)" in stream.events[-1]
+    assert server.end() == 1
+    until(lambda: not server.left(pids), "nothing is left")
+
+
+def test_an_engine_that_says_nothing_any_more_ends_the_server(start: Callable[..., Server]) -> None:
+    server = start("--step-timeout", "1", toy={"step_s": 0.05})
+    pids = server.children()
+    [stream] = begin(server, 1)
+    os.kill(server.children("engine_process")[0], signal.SIGSTOP)  # as code does that never lets another thread run
+    until(lambda: server.get("/health")[0] == 503, "it isn't healthy")
+    assert stream.over.wait(PATIENCE_S)
+    assert "--step-timeout" in stream.events[-1]
+    assert server.end() == 1
+    until(lambda: not server.left(pids), "nothing is left")
+
+
+class Scraper:
+    """A connection that stays open, to one of the front ends."""
+
+    def __init__(self, port: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+
+    def scrape(self) -> str:
+        self._connection.request("GET", "/metrics")
+        return self._connection.getresponse().read().decode()
+
+    @property
+    def place(self) -> str:
+        return str(re.findall(r'front_end="(\d+)"', self.scrape())[0])
+
+    @property
+    def running(self) -> int:
+        [value] = re.findall(r"^vllm:num_requests_running\S* (\S+)$", self.scrape(), re.MULTILINE)
+        return int(float(value))
+
+
+def test_the_requests_of_a_dead_front_end_are_freed_and_the_others_go_on(start: Callable[..., Server]) -> None:
+    server = start("--front-ends", "2", toy={"step_s": 0.05})
+    streams = begin(server, 12, max_tokens=8000)
+    scrapers: dict[str, Scraper] = {}
+    while len(scrapers) < 2:  # new connections may wait in a dead front end's queue until there is another
+        one = Scraper(server.port)
+        scrapers[one.place] = one
+    [doomed] = server.children("front_end")[:1]
+    os.kill(doomed, signal.SIGKILL)
+    killed = time.monotonic()
+    alive: list[Scraper] = []
+    for scraper in scrapers.values():
+        with suppress(OSError, http.client.HTTPException):
+            scraper.scrape()
+            alive.append(scraper)
+    [survivor] = alive
+    until(lambda: survivor.running == sum(not stream.over.is_set() for stream in streams), "all is free", killed + FREED_S - time.monotonic())
+    going_on = [stream for stream in streams if not stream.over.is_set()]
+    seen = [len(stream.events) for stream in going_on]
+    until(lambda: all(len(stream.events) > before for stream, before in zip(going_on, seen, strict=True)), "the others go on")
+    until(lambda: len(server.children("front_end")) == 2, "there is another")
+
+
+def test_a_signal_while_it_starts_ends_it(start: Callable[..., Server]) -> None:
+    server = start(listens=False)
+    pids = until(lambda: server.children("engine_process"), "the engine's process has started")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == 128 + signal.SIGTERM
+    until(lambda: not server.left([*pids, *server.children()]), "nothing is left")
+
+
+def test_a_second_server_at_the_same_port_is_refused_and_harms_nobody(start: Callable[..., Server]) -> None:
+    server = start()
+    other = start("--port", str(server.port))
+    assert other.end() == 2
+    assert f"127.0.0.1:{server.port}: Address already in use" in server.told()
+    assert server.get("/health")[0] == 200
+
+
+def test_two_servers_that_start_at_the_same_port_at_once_do_not_share_it(start: Callable[..., Server]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    servers = [start("--port", str(port), listens=False) for _ in range(2)]
+    ended = until(lambda: [server for server in servers if server.process.poll() is not None], "one has given up")
+    assert len(ended) == 1
+    assert "Address already in use" in ended[0].told()
+    assert "Traceback" not in ended[0].told()
+    [other] = set(servers) - set(ended)
+    other.port = port
+    assert until(lambda: _status(other), "the other serves") == 200
+
+
+def _status(server: Server) -> int | None:
+    try:
+        return server.get("/health")[0]
+    except OSError:
+        return None
+
+
+def test_what_is_ready_has_rendered_a_conversation(start: Callable[..., Server]) -> None:
+    server = start()
+    [front_end] = server.children("front_end")
+    children = Path(f"/proc/{front_end}/task").glob("*/children")
+    started = [word for entry in children for word in entry.read_text().split()]
+    assert any("chat_worker" in Path(f"/proc/{pid}/cmdline").read_text() for pid in started)
 
 
 def test_when_a_front_end_is_killed_its_requests_are_freed_and_it_is_started_again(start: Callable[..., Server]) -> None:

@@ -12,6 +12,8 @@ import pytest
 from dovetail import LLM, SamplingParams
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.request import RequestOutput
+from dovetail_server.links import ZmqLine
+from dovetail_server.remote import RemoteEngine
 from tests.server.engines import DEMO, PATIENCE_S, Collector, Link, Served, served
 
 both = pytest.mark.parametrize("link", ["thread", "zmq"])
@@ -25,9 +27,9 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(patiently())
 
 
-async def ask(engine: Any, name: str, prompt: Any, params: SamplingParams, **fields: Any) -> Collector:
+async def ask(engine: Any, name: str, prompt: Any, params: SamplingParams, *, is_plain: bool = False, **fields: Any) -> Collector:
     """Submit a request and wait for its end."""
-    listener = Collector()
+    listener = Collector(is_plain=is_plain)
     await engine.submit(name, prompt, params, listener, **fields)
     await listener.over.wait()
     return listener
@@ -82,6 +84,21 @@ def test_64_requests_at_once_give_what_they_give_offline(link: Link, tmp_path: P
             assert (last.prompt, list(last.prompt_token_ids)) == (expected.prompt, list(expected.prompt_token_ids))
             assert last.metrics is not None
             assert last.metrics.first_token_time is not None
+
+    run(main())
+
+
+@both
+def test_a_listener_that_wants_nothing_but_text_hears_the_same_text(link: Link, tmp_path: Path, offline: list[RequestOutput]) -> None:
+    async def main() -> None:
+        async with served(link, tmp_path) as at:
+            heard = await asyncio.gather(*(ask(at.engine, str(i), PROMPTS[i], params, is_plain=True) for i, params in enumerate(many_params())))
+            await at.until_all_is_free()
+        for listener, params, expected in zip(heard, many_params(), offline, strict=True):
+            ends = [(s.text, s.finish_reason, s.stop_reason) for s in listener.samples()]
+            assert ends == [(s.text, s.finish_reason, s.stop_reason) for s in expected.outputs]
+            told_more = params.n > 1 or params.stop or params.logprobs is not None or params.prompt_logprobs is not None
+            assert bool(listener.texts) == (not told_more and len(expected.outputs[0].token_ids) > 2)
 
     run(main())
 
@@ -187,17 +204,43 @@ def test_when_the_engine_dies_everybody_is_told(link: Link, tmp_path: Path) -> N
     run(main())
 
 
-def test_a_failing_listener_harms_nobody_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["on_output", "on_text"])
+def test_a_failing_listener_harms_nobody_else(tmp_path: Path, where: str) -> None:
     class Broken(Collector):
         def on_output(self, output: RequestOutput) -> None:
+            if where == "on_output":
+                raise ValueError("a bug")
+
+        def on_text(self, text: str) -> None:
             raise ValueError("a bug")
 
     async def main() -> None:
         async with served("thread", tmp_path) as at:
-            await at.engine.submit("broken", "ROMEO:", SamplingParams(max_tokens=50), Broken())
+            await at.engine.submit("broken", "ROMEO:", SamplingParams(max_tokens=50), Broken(is_plain=True))
             listener = await ask(at.engine, "sound", "ROMEO:", SamplingParams(max_tokens=5))
             assert len(listener.samples()[0].token_ids) == 5
             await at.until_all_is_free()
+
+    run(main())
+
+
+def test_all_front_ends_together_may_have_as_many_requests_as_the_engine_takes(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served("zmq", tmp_path, limits={"max_waiting": 3}) as at:
+            other = await RemoteEngine.connect(ZmqLine(f"ipc://{tmp_path}/engine", b"another"), "another")
+            try:
+                await begin_endless(at, 2)
+                both_samples = Collector()
+                await other.submit("two samples", "ROMEO:", SamplingParams(n=2, ignore_eos=True, max_tokens=200), both_samples)
+                await both_samples.begun.wait()
+                refused = await ask(other, "one more", "ROMEO:", SamplingParams())
+                assert "max_waiting" in str(refused.error)
+                at.engine.abort("endless 0")
+                other.abort("two samples")
+                for name in ("taken", "as well"):
+                    assert (await ask(other, name, "ROMEO:", SamplingParams(max_tokens=2))).error is None
+            finally:
+                other.close()
 
     run(main())
 

@@ -16,7 +16,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from dovetail.errors import RequestError
+from dovetail.request import CompletionOutput
 from dovetail_server.errors import HttpError
+from dovetail_server.parsers import AnswerReader, parser_for
 from dovetail_server.parsers.events import Content, Event
 from dovetail_server.protocol import responses as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts
@@ -151,6 +153,7 @@ def test_a_wrong_item_is_named(item: dict[str, Any], said: str) -> None:
         {"truncation": "auto"},
         {"max_tool_calls": 1},
         {"top_logprobs": 1},
+        {"top_logprobs": 1, "include": ["reasoning.encrypted_content"]},
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any]) -> None:
@@ -239,6 +242,49 @@ def test_a_conversation_goes_on_with_an_answer_and_a_functions_output(client: Op
     result: Any = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "21"}  # type: ignore[union-attr]
     client.responses.create(model="fake", input=[user, *first.output, result], tools=[TOOL])  # type: ignore[list-item]
     assert engine.last_prompt.endswith(f"<user>Weather?\n<assistant>{CALL}\n<tool>21\n<assistant>")
+
+
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+def test_a_texts_logprobs_are_told_streamed_or_not(openai_client: OpenAI, tools: Any) -> None:
+    body: Any = {
+        "model": "demo",
+        "input": "ROMEO:",
+        "max_output_tokens": 8,
+        "temperature": 0,
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+    }
+    body["extra_body"] = {"chat_template": "{{ tools | length if tools }}{{ messages[0].content }}{# <tool_call> <think> #}", "seed": 1}
+    whole = openai_client.responses.create(**body, tools=tools)
+    with openai_client.responses.create(**body, tools=tools, stream=True) as stream:
+        events = list(stream)
+    told: Any = whole.output[0].content[0].logprobs  # type: ignore[union-attr]
+    assert "".join(one.token for one in told) == whole.output_text
+    assert all(len(one.top_logprobs) == 2 and one.top_logprobs[0].logprob == one.logprob for one in told)
+    assert bytes(byte for one in told for byte in one.bytes).decode() == whole.output_text
+    deltas = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+    [done] = (event for event in events if event.type == "response.output_text.done")
+    assert [(one.token, one.logprob) for one in deltas] == [(one.token, one.logprob) for one in told]
+    assert [one.token for one in done.logprobs] == [one.token for one in told]
+
+
+def test_only_a_texts_tokens_have_logprobs() -> None:
+    parts = AnswerParts()
+    reader = AnswerReader(parser_for(tool_parser="hermes", reasoning_parser="think", tools=[TOOL], starts_in_reasoning=False))
+    for token in ("<think>", "a", "</think>", "b", " <", "c", '<tool_call>{"name": ', '"f"}', "</tool_call>", "d", ""):
+        sample = CompletionOutput(0, token, (1,), finish_reason=None if token else "stop")
+        parts.add(reader.read(sample), [{"token": token}])
+    assert [[one["token"] for one in part.logprobs] for part in parts.parts] == [[], ["b", " <", "c"], [], ["d"]]
+
+
+def test_the_tokens_of_thoughts_are_counted(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = Script("<think>Rome?</think>Sunny.")  # a token a character, three of them an output
+    whole = client.responses.create(model="fake", input="Weather?")
+    with client.responses.create(model="fake", input="Weather?", stream=True) as stream:
+        streamed = next(event for event in stream if event.type == "response.completed").response
+    assert whole.usage == streamed.usage
+    assert whole.usage is not None
+    assert len("<think>Rome?</think>") <= whole.usage.output_tokens_details.reasoning_tokens < len("<think>Rome?</think>") + 3
 
 
 def test_a_stream_that_is_cut_ends_incomplete(client: OpenAI, engine: ScriptedEngine) -> None:

@@ -61,7 +61,7 @@ def generate(
         raise ConfigError("give one prompt, or --prompts-file")
     if plain and prompts_file is None:
         raise ConfigError("--plain says how to read a --prompts-file, and there is none")
-    params = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "stop": stop}
+    params: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "stop": stop}
     params |= _params(param)
     if rule := _rule(json_schema, regex, choice):
         if params.get("structured") is not None:

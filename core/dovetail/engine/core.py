@@ -35,10 +35,10 @@ from dovetail.api.observer import (
 )
 from dovetail.api.scheduler import Scheduler, StepDone
 from dovetail.engine.books import Books
-from dovetail.engine.constraint import fill_masks
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery, Flight
 from dovetail.engine.live_request import LiveRequest, Status
+from dovetail.engine.masks import fill_masks
 from dovetail.engine.observers import ObserverHub
 from dovetail.engine.pacing import Pacing
 from dovetail.engine.stats import EngineStats, StormWatch
@@ -527,6 +527,14 @@ class EngineCore:
         self._arrivals.clear()
         self._preparing.clear()
         self._constrained = 0
+
+    def check_executor(self) -> None:
+        """End the engine if the executor can't go on, between steps too: a process of its own may have died. Raises nothing."""
+        if self.dead is None:
+            try:
+                self.executor.check()
+            except Exception as error:
+                self._die(error)
 
     def check_alive(self) -> None:
         if self.dead is not None:

@@ -19,7 +19,8 @@ class ObserverHub:
     def __init__(self, observers: Sequence[tuple[str, Observer]]) -> None:
         self._observers = list(observers)
         self._errors: dict[str, int] = {}
-        self.wants_decisions = any(observer.capabilities.decisions for _, observer in observers)
+        self.wants_decisions = False
+        self._note_wishes()
 
     def __bool__(self) -> bool:
         return bool(self._observers)
@@ -39,6 +40,16 @@ class ObserverHub:
                 self._contain(name, observer, "on_started", error)
             started.append((name, observer))
 
+    def add(self, name: str, observer: Observer) -> None:
+        """Take one more while the engine runs, between steps. It isn't told of what was before; a step under way may have no decisions for it."""
+        self._observers.append((name, observer))
+        self._note_wishes()
+
+    def remove(self, observer: Observer) -> None:
+        """Let go of one that was added. Does nothing if it was dropped."""
+        self._observers = [(name, one) for name, one in self._observers if one is not observer]
+        self._note_wishes()
+
     def tell(self, method: str, event: object) -> None:
         """Call `method` of every observer with `event`."""
         for name, observer in tuple(self._observers):
@@ -46,6 +57,9 @@ class ObserverHub:
                 getattr(observer, method)(event)
             except Exception as error:
                 self._contain(name, observer, method, error)
+
+    def _note_wishes(self) -> None:
+        self.wants_decisions = any(observer.capabilities.decisions for _, observer in self._observers)
 
     def _contain(self, name: str, observer: Observer, method: str, error: Exception) -> None:
         self._errors[name] = self._errors.get(name, 0) + 1

@@ -171,6 +171,7 @@ def assemble(
                 "kv_cache": parts.kv_cache.qualified_name,
                 "sampler": parts.sampler.qualified_name,
                 "executor": parts.executor.qualified_name,
+                **({} if parts.grammar is None else {"grammar": parts.grammar.qualified_name}),
             },
             has_masks=executor.capabilities.masks,
             grammar=parts.grammar,

@@ -47,6 +47,7 @@ class BytePieces(dict[int, bytes]):
         self._id_to_token = backend.id_to_token
         added = backend.get_added_tokens_decoder().items()
         self._skipped = frozenset(token_id for token_id, token in added if token.special) if skip_special_tokens else frozenset()
+        self.texts = PieceTexts(self)
 
     def __missing__(self, token_id: int) -> bytes:
         token = None if token_id in self._skipped else self._id_to_token(token_id)
@@ -56,6 +57,21 @@ class BytePieces(dict[int, bytes]):
             piece = (token or "").encode()
         self[token_id] = piece
         return piece
+
+
+class PieceTexts(dict[int, str | None]):
+    """Token id -> its text, None if its bytes aren't whole characters."""
+
+    def __init__(self, pieces: BytePieces) -> None:
+        self._pieces = pieces
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self._pieces[token_id].decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -77,20 +93,27 @@ def byte_pieces(tokenizer: Tokenizer, skip_special_tokens: bool, /) -> BytePiece
 
 
 class ByteLevelText:
-    """For byte-level tokenizers: looks up each token's bytes and decodes them as UTF-8."""
+    """For byte-level tokenizers: looks up each token's bytes and decodes them as UTF-8. Between characters, a token of whole ones is looked up as
+    text."""
 
-    __slots__ = ("_decode", "_pieces")
+    __slots__ = ("_between", "_decoder", "_pieces", "_texts")
 
     def __init__(self, pieces: BytePieces) -> None:
-        self._pieces = pieces
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._pieces, self._texts = pieces, pieces.texts
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._between = True  # no bytes of a character wait for its others
 
     def append(self, token_ids: Sequence[int]) -> str:
+        if self._between and len(token_ids) == 1 and (text := self._texts[token_ids[0]]) is not None:
+            return text
         pieces = self._pieces
-        return self._decode(pieces[token_ids[0]] if len(token_ids) == 1 else b"".join([pieces[i] for i in token_ids]))
+        text = self._decoder.decode(b"".join([pieces[token_id] for token_id in token_ids]))
+        self._between = not self._decoder.getstate()[0]
+        return text
 
     def flush(self) -> str:
-        return self._decode(b"", True)
+        self._between = True
+        return self._decoder.decode(b"", True)
 
 
 class WindowText:
@@ -180,6 +203,10 @@ class IncrementalText:
         delta = self._released[self._taken :].decode(*ENCODING)
         self._taken = len(self._released)
         return delta
+
+    def delta_of(self, token_id: int) -> str:
+        """Add a token of a request without stop strings, all of whose deltas were taken, and return the delta. `text` will be without it."""
+        return self._tokens.append((token_id,))
 
     def append(self, token_ids: Sequence[int]) -> None:
         """More tokens; those behind one that completes a stop string are dropped."""

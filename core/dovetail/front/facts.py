@@ -51,7 +51,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Number of devices: one."""
+    """Number of devices: the ranks of one model."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -79,6 +79,11 @@ def model_config(config: EngineConfig, capacity: Capacity) -> ModelConfig:
         vocab_size=capacity.vocab_size,
         seed=config.seed,
     )
+
+
+def parallel_config(capacity: Capacity) -> ParallelConfig:
+    ranks = int(capacity.details.get("ranks", 1))
+    return ParallelConfig(tensor_parallel_size=ranks, world_size=ranks)
 
 
 def scheduler_config(config: EngineConfig, capacity: Capacity) -> SchedulerConfig:

@@ -37,7 +37,7 @@ logger = logging.getLogger("dovetail")
 
 Taker = Callable[[RequestOutput | None], None]  # is given the outputs of a request, and None if it was aborted
 
-_SHOWN = ("device", "dtype", "attention")  # of what the executor chose, in a repr
+_SHOWN = ("device", "ranks", "dtype", "attention")  # of what the executor chose, in a repr
 
 
 class LLMEngine:
@@ -61,6 +61,7 @@ class LLMEngine:
         self._groups: dict[str, RequestGroup[LiveRequest]] = {}
         self._intake = Intake(assembly.intake_facts, lambda: self.tokenizer, random.Random(assembly.config.seed))
         self._builder = OutputBuilder(None)
+        self.constraints_of = assembly.constraints  # what holds a request's samples to its rule; a simulation, which compiles nothing, has its own
         self._closed = False
         self._taking_list = False  # within `add_list`
         self.turns = Turns()  # of the threads that call
@@ -159,7 +160,7 @@ class LLMEngine:
         came = self.now() if checked.fields.arrival_time is None else checked.fields.arrival_time
         texts = self._intake.texts(params, checked.token_ids)
         sampling = resolve_sampling(params, self._assembly.defaults, self._intake.seed_of(params), self._intake.bad_word_ids(params))
-        constraints = self._assembly.constraints(params)
+        constraints = self.constraints_of(params)
         watchers = [text if params.stop else None for text in texts]
         samples = make_samples(checked, sampling, self.core.earliest_arrival(came), watchers, extras, constraints)
         self._groups[request_id] = group = RequestGroup(request_id, checked.text, checked.token_ids, params, samples)
@@ -290,7 +291,7 @@ class LLMEngine:
     def get_parallel_config(self) -> ParallelConfig:
         from dovetail.front import facts
 
-        return facts.ParallelConfig()
+        return facts.parallel_config(self.capacity)
 
     def do_log_stats(self) -> None:
         """Log what the engine has done so far, in one line at level INFO of the logger "dovetail". The observer `log` does so by itself."""

@@ -150,6 +150,12 @@ class OutputBuilder:
         for request in group.samples:
             del self._samples[request]
 
+    def text_of(self, request: SampleState) -> IncrementalText | None:
+        """Return the text of a sample whose deltas may be taken by its `delta_of`, instead of by deliveries: of a request for text and nothing else.
+        None for another."""
+        sample = self._samples[request]
+        return sample.text if sample.plain and sample.group.kind is OutputKind.DELTA and not sample.watches else None
+
     def ended_by(self, delivery: News) -> set[RequestGroup[Any]]:
         """The requests all of whose samples have finished, by this delivery."""
         groups = {self._samples[request].group for request in delivery.finished}

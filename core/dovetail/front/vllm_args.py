@@ -157,6 +157,18 @@ def _number(name: str, key: str, example: int, automatic: Any = None) -> Argumen
     )
 
 
+def _ranks(name: str) -> Argument:
+    """How many ranks a model is split over: a number of two or more names the executor, too."""
+
+    def becomes(value: Any) -> Mapping[str, Any] | None:
+        if type(value) is not int or value < 1:
+            return None
+        return {} if value == 1 else {"executor.name": "tensor", "executor.size": value}
+
+    says = "`1` is the executor `local`, as by default; more is the executor `tensor` with this `size`"
+    return Argument(name, "executor.size", becomes, says, "executor.size must be a whole number, 1 or more", (1, 2), (0, "many"))
+
+
 def _same_key(name: str, values: Mapping[Any, Any], taken: Any, says: str, refused: tuple[Any, ...] = (), otherwise: str = "") -> Argument:
     """A key of `engine.yaml` too: some values have other names here, None for the default, some are refused; the rest is the key's own business."""
 
@@ -190,7 +202,7 @@ def _planned(section: str) -> str:
     return f'Dovetail can\'t do that yet: see "{section}" in the roadmap, docs/roadmap.md'
 
 
-_GPUS, _LORA, _DRAFTS = _planned("Several GPUs, several machines"), _planned("LoRA adapters"), _planned("Speculative decoding")
+_MACHINES, _LORA, _DRAFTS = _planned("Several machines"), _planned("LoRA adapters"), _planned("Speculative decoding")
 _POOLING, _FP8 = _planned("Embeddings and scores"), _planned("FP8 weights and K and V")
 _EXPERTS = _planned("Mixture of experts")
 _SERVER = "that is the server's business: an option of `dovetail serve`"
@@ -203,14 +215,20 @@ _OFF = (None, False)
 
 _ROWS = (
     # Devices
-    _anyway("tensor_parallel_size", 1, why=_ONE_DEVICE, otherwise=_GPUS, refused=2),
-    _anyway("pipeline_parallel_size", 1, why=_ONE_DEVICE, otherwise=_GPUS, refused=2),
-    _anyway("data_parallel_size", 1, why=_ONE_DEVICE, otherwise=f"start an engine for each device (executor.device). {_GPUS}", refused=2),
-    _anyway("distributed_executor_backend", None, "uni", why=_ONE_DEVICE, otherwise=_GPUS, refused="ray"),
+    _ranks("tensor_parallel_size"),
+    _anyway("pipeline_parallel_size", 1, why=_ONE_DEVICE, otherwise=_MACHINES, refused=2),
+    _anyway("data_parallel_size", 1, why=_ONE_DEVICE, otherwise=f"start an engine for each device (executor.device). {_MACHINES}", refused=2),
+    _anyway("distributed_executor_backend", None, "uni", "mp", why="ranks are processes of this host", otherwise=_MACHINES, refused="ray"),
     _anyway("enable_expert_parallel", *_OFF, why=_ONE_DEVICE, otherwise=_EXPERTS, refused=True),
-    _never_matters("disable_custom_all_reduce", True, "one device has nothing to reduce"),
+    _anyway(
+        "disable_custom_all_reduce",
+        *_OFF,
+        why="executor.all_reduce decides",
+        otherwise="set executor.all_reduce=nccl for several ranks; one has nothing to reduce",
+        refused=True,
+    ),
     _renamed("device", "executor.device", {"auto": None, "cpu": "cpu", "cuda": "cuda"}, "executor.device names a device", "tpu"),
-    _anyway("worker_use_ray", *_OFF, why=_ONE_DEVICE, otherwise=_GPUS, refused=True),
+    _anyway("worker_use_ray", *_OFF, why=_ONE_DEVICE, otherwise=_MACHINES, refused=True),
     # Memory
     _never_matters("swap_space", 4, "a request that is preempted is computed again, nothing is swapped"),
     _anyway(
@@ -329,7 +347,7 @@ CALL_TABLE = {  # an argument of `generate`, `chat` or `add_request` -> what to 
     "chat_template_content_format": "it is found out from the template: leave it out",
     "mm_processor_kwargs": _TEXT_ONLY,
     "trace_headers": "observers tell: write an observer plugin, and name it: observers",
-    "data_parallel_rank": _GPUS,
+    "data_parallel_rank": _MACHINES,
 }
 
 TABLE: dict[str, Argument] = {row.name: row for row in _ROWS}

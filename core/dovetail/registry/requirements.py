@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from email import message_from_string
+from functools import lru_cache
 from importlib import metadata
 from typing import NamedTuple
 
@@ -26,13 +28,26 @@ def missing_requirements(requires: Iterable[str]) -> list[Missing]:
     for requirement in map(Requirement, requires):
         if requirement.marker is not None and not requirement.marker.evaluate():
             continue
-        try:
-            installed: str | None = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            installed = None
+        installed = _installed(requirement.name)
         if installed is None or not requirement.specifier.contains(installed, prereleases=True):
             missing.append(Missing(requirement, installed))
     return missing
+
+
+def _installed(package: str) -> str | None:
+    """Return the version of a package, or None if it isn't installed."""
+    try:
+        found = metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return None
+    text = found.read_text("METADATA") or found.read_text("PKG-INFO")
+    return _version_in(text) if text else found.version
+
+
+@lru_cache(maxsize=256)
+def _version_in(text: str) -> str | None:
+    """Return the version that metadata state. Every start of an engine asks for that of the same packages, whose texts are long."""
+    return message_from_string(text)["Version"]
 
 
 def pip_line(missing: Iterable[Missing], distribution: str) -> str:

@@ -28,11 +28,17 @@ def kv_layout(backend: AttentionBackend, specs: Sequence[LayerSpec], block_size:
 
 
 def pool_blocks(
-    config: ExecutorConfig, layout: KVLayout, max_model_len: int, num_blocks: int | None, device: torch.device, profile: Callable[[], int]
+    config: ExecutorConfig,
+    layout: KVLayout,
+    max_model_len: int,
+    num_blocks: int | None,
+    device: torch.device,
+    profile: Callable[[], int],
+    ranks: int = 1,
 ) -> int:
-    """Return the number of blocks in the pool on `device`. `num_blocks` (an executor's option of this name) and then `kv_cache_memory` decide if
-    given. Else, on a GPU: what is left of `gpu_memory_utilization` when `profile` (which runs the biggest step and tells its peak, in bytes) is
-    through. On a CPU: see the shares above.
+    """Return the number of blocks in the pool on `device`, each rank's own if there are several, which on CPUs share the memory. `num_blocks` (an
+    executor's option of this name) and then `kv_cache_memory` decide if given. Else, on a GPU: what is left of `gpu_memory_utilization` when
+    `profile` (which runs the biggest step and tells its peak, in bytes) is through. On a CPU: see the shares above.
 
     Raises `ConfigError` if the pool can't hold one sequence of `max_model_len` tokens, telling what was asked, what there is and what to change.
     """
@@ -50,7 +56,7 @@ def pool_blocks(
         source = f"gpu_memory_utilization: {config.gpu_memory_utilization:g} of {readable_bytes(total)}, less {readable_bytes(peak)} for the model,"
         remedy = "raise gpu_memory_utilization, lower max_num_batched_tokens"
     else:
-        free = available_ram_bytes()
+        free = available_ram_bytes() // ranks
         blocks = _cpu_blocks(config, layout, max_model_len, free)
         source = f"one part in {SHARE_FOR_ONE} of {readable_bytes(free)} free RAM"
         remedy = f"set kv_cache_memory to {readable_bytes(needed * layout.bytes_per_block)}"

@@ -65,6 +65,11 @@ class DeviceSpan:
         self._end.synchronize()
 
     @property
+    def passed(self) -> bool:
+        """True once the device has passed the end."""
+        return bool(self._end.query())  # type: ignore[no-untyped-call]
+
+    @property
     def seconds(self) -> float:
         """The span's seconds on the GPU, once the device has passed its end."""
         return float(self._begin.elapsed_time(self._end)) / 1000
@@ -89,6 +94,11 @@ class PendingStep:
     unsampled: tuple[torch.Tensor, NDArray[np.int64]] | None = None  # of a late batch before `sample`: hidden states, and where the rows' last are
     ended: float | None = None  # when it had been computed, where `submit` knows
     span: DeviceSpan | None = None  # on a GPU
+
+    @property
+    def passed(self) -> bool:
+        """True once the device has computed the step, so that `collect` needn't wait."""
+        return self.span is None or self.span.passed
 
     def outcome(self, n: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the token ids of the n rows that sample, and whether they are broken."""

@@ -15,7 +15,7 @@ from dovetail.api.executor import Batch, Capacity, ExecutorContext, Masks, Resul
 from dovetail.api.kv_cache import KVLayout
 from dovetail.api.model import ParallelGroup
 from dovetail.api.sampler import SamplerContext
-from dovetail.errors import ConfigError, DovetailError
+from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.runtime.device_choice import describe_device
 from dovetail.runtime.kv_pool import kv_layout, pool_blocks
@@ -54,6 +54,10 @@ class Worker:
         """
         config = self.context.config
         arch, hf_config = find_architecture(config.model, self.context.models)
+        if self.group.size > 1 and not arch.capabilities.tensor_parallel:
+            raise UnsupportedError(
+                f"{type(arch).__name__} declares that it can't be split over ranks (tensor_parallel), and there are {self.group.size}"
+            )
         dtype = str(resolve_dtype(config.dtype, hf_config, device)).removeprefix("torch.")
         specs = arch.layer_specs(hf_config, self.group)
         chosen = choose_attention(self.context.attention, specs, str(device), dtype, config.block_size)
@@ -176,7 +180,7 @@ class Worker:
         return graphs
 
     def _pool_blocks(self, layout: KVLayout, max_model_len: int, asked: int | None, device: torch.device) -> int:
-        return pool_blocks(self.context.config, layout, max_model_len, asked, device, self._profile)
+        return pool_blocks(self.context.config, layout, max_model_len, asked, device, self._profile, self.group.size)
 
     def _profile(self) -> int:
         """Return what GPU memory all but the KV pool takes at its peak, in bytes. Leaves a pool of one block."""

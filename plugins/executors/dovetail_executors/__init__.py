@@ -16,5 +16,14 @@ def dovetail_components() -> list[ComponentSpec]:
             options="dovetail_executors.options:LocalOptions",
             summary="The model on one device, in this process",
             requires=("torch>=2.11", "transformers>=5", "safetensors>=0.5"),
-        )
+        ),
+        ComponentSpec(
+            kind="executor",
+            name="tensor",
+            target="dovetail_executors.tensor:TensorExecutor",
+            api="0.3",
+            options="dovetail_executors.options:TensorOptions",
+            summary="The model split over several GPUs of this host, or over processes on its CPU",
+            requires=("torch>=2.11", "transformers>=5", "safetensors>=0.5"),
+        ),
     ]

@@ -46,13 +46,25 @@ class TraceOptions:
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", metavar="FILE.json", help="To count tokens of a trace that holds text.  [default: words are counted]")
     ] = None
+    grammar_share: Annotated[
+        float | None, typer.Option("--grammar-share", metavar="SHARE", help="Of requests with a grammar, from 0 to 1.  [default: as the trace says]")
+    ] = None
 
     def workload(self, seed: int, scale_rate: float | None) -> WorkloadOptions:
         """Return the options of the workload, with another seed and rate."""
         from dovetail_lab.workloads.load import WorkloadOptions
 
         return WorkloadOptions(
-            self.format, self.columns, self.arrivals, self.slice, scale_rate, self.max_tokens, self.predictor, seed, self.tokenizer
+            self.format,
+            self.columns,
+            self.arrivals,
+            self.slice,
+            scale_rate,
+            self.max_tokens,
+            self.predictor,
+            seed,
+            self.tokenizer,
+            self.grammar_share,
         )
 
 

@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail import LLMEngine
+from dovetail.engine.constraint import Constraint
 from dovetail.errors import RequestError
-from dovetail.sampling_params import OutputKind, SamplingParams
+from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
+from dovetail_lab.grammars import RULE
 from dovetail_lab.simulated import SimulatedExecutor
 from dovetail_lab.token_ids import STOP_ID, output_ids, prompt_ids
 from dovetail_lab.traces.request import Trace, TraceRequest
@@ -27,6 +29,9 @@ class Feeder:
     ):
         """Make a feeder. The trace begins at `start` on the engine's clock; `refused` is called with each request that the engine refuses and why."""
         self._engine, self._simulated, self._start, self._refused = engine, simulated, start, refused
+        self._constraints: list[Constraint] = []  # of the request that is being added
+        if simulated is not None:
+            engine.constraints_of = lambda params: self._constraints
         self._coming: Iterator[TraceRequest] = iter(trace)
         self._known_until = -math.inf  # the engine has every request up to this time
         self.taken = 0  # requests that the engine took
@@ -54,6 +59,7 @@ class Feeder:
         capacity = self._engine.capacity
         if self._simulated is not None:
             self._simulated.expect(request.id, _answer(request, capacity.vocab_size))
+            self._constraints = [_constraint(self._simulated, request, arrival)] if request.grammar else []
         try:
             self._engine.add_request(
                 request.id,
@@ -75,7 +81,12 @@ class Feeder:
     def _params(self, request: TraceRequest) -> SamplingParams:
         """Return its parameters. The answer is streamed, since each token's time is measured: policies may treat streamed requests differently."""
         stop = (STOP_ID,) if self._simulated is not None else ()
-        return SamplingParams(max_tokens=request.limit, ignore_eos=True, detokenize=False, output_kind=OutputKind.DELTA, stop_token_ids=stop)
+        params = SamplingParams(max_tokens=request.limit, ignore_eos=True, detokenize=False, output_kind=OutputKind.DELTA, stop_token_ids=stop)
+        return changed_unchecked(params, structured=RULE) if request.grammar else params  # a rule would need the EOS, which no made-up answer has
+
+
+def _constraint(simulated: SimulatedExecutor, request: TraceRequest, arrival: float) -> Constraint:
+    return Constraint(simulated.grammars.compile(request.id, arrival), simulated.grammars.backend)
 
 
 def _answer(request: TraceRequest, vocab_size: int) -> NDArray[np.int32]:

@@ -112,6 +112,9 @@ class RunMetrics:
     preemptions: int
     recomputed_tokens: int
     device_share: float  # share of the duration in which the device was busy
+    grammars: int  # requests that had one
+    masks_s: float  # by which grammars delayed steps
+    masks_share: float  # of the duration
 
     @property
     def goodput(self) -> float | None:
@@ -131,6 +134,7 @@ def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
     last = max((float(record.token_times_s[-1]) for record in result if record.output_tokens), default=first)
     duration = last - first
     prompt, output = sum(record.prompt_tokens for record in done), sum(record.output_tokens for record in done)
+    masks = float(result.timeline.masks_s.sum())
     rejected = sum(record.finish_reason == "rejected" for record in result)
     return RunMetrics(
         requests=len(result),
@@ -149,6 +153,9 @@ def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
         preemptions=sum(record.preemptions for record in result),
         recomputed_tokens=sum(record.recomputed_tokens for record in result),
         device_share=_rate(float(result.timeline.device_s.sum()), duration),
+        grammars=sum(record.grammar for record in result),
+        masks_s=masks,
+        masks_share=_rate(masks, duration),
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from dovetail.request import Request
 from dovetail_lab.records import RequestRecord, Timeline
+from dovetail_lab.simulated import SimulatedExecutor
 from dovetail_lab.token_ids import STOP_ID
 from dovetail_lab.traces.request import Trace, TraceRequest
 
@@ -26,7 +27,8 @@ class Recorder:
         self._token_times: dict[str, list[float]] = {request.id: [] for request in trace}
         self._records: dict[str, RequestRecord] = {}
         self._steps: list[tuple[float, ...]] = []
-        self._counted: tuple[float, ...] = (0,) * 7  # the counts at the end of the last step
+        self._simulated = core.executor if isinstance(core.executor, SimulatedExecutor) else None
+        self._counted: tuple[float, ...] = (0,) * 8  # the counts at the end of the last step
         self._num_steps = 0
 
     def take(self, delivery: Delivery) -> None:
@@ -76,10 +78,11 @@ class Recorder:
             stats.recomputed_tokens,
             stats.preemptions,
             stats.device_s,
+            0.0 if self._simulated is None else self._simulated.masks_s,
         )
-        *counts, device_s = [after - then for after, then in zip(self._counted, before, strict=True)]
+        *counts, device_s, masks_s = [after - then for after, then in zip(self._counted, before, strict=True)]
         blocks = stats.blocks
-        self._steps.append((time_s, device_s, stats.waiting, stats.running, *counts, blocks.free, blocks.held, blocks.cached))
+        self._steps.append((time_s, device_s, stats.waiting, stats.running, *counts, blocks.free, blocks.held, blocks.cached, masks_s))
 
     def _finished(self, request: Request, finish: Finish, time_s: float) -> None:
         scheduled = request.first_scheduled_time
@@ -108,4 +111,5 @@ def _of_trace(request: TraceRequest) -> dict[str, Any]:
         "predicted_tokens": request.predicted_tokens,
         "priority": request.priority,
         "deadline_s": request.deadline,
+        "grammar": request.grammar,
     }

@@ -21,6 +21,7 @@ from dovetail_lab.writing import write_whole
 
 SETTINGS = ("config", "scheduler", "executor", "overlap", "prefix_reuse", "block_size", "num_blocks", "max_model_len")  # of a run
 FORMAT = 1  # of the file; raised when older readers can't read it any more
+ADDED = {"grammar": False, "masks_s": 0.0}  # columns that older files lack, and what stands in them then
 
 Times = NDArray[np.float64]
 
@@ -46,6 +47,7 @@ class RequestRecord:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     preemptions: int = 0
     recomputed_tokens: int = 0  # computed again after preemptions
+    grammar: bool = False  # its answer had to follow one
 
     @property
     def output_tokens(self) -> int:
@@ -75,6 +77,7 @@ class Timeline:
     kv_free: NDArray[np.int64]  # blocks, after it
     kv_held: NDArray[np.int64]
     kv_cached: NDArray[np.int64]
+    masks_s: Times  # by which grammars delayed its end: masks that took longer than the model, planning that had to wait for them
 
     def __len__(self) -> int:
         return len(self.time_s)
@@ -156,14 +159,14 @@ class RunResult:
 
     @classmethod
     def _from(cls, document: dict[str, Any]) -> RunResult:
-        columns = {name: _checked(name, document["requests"][name]) for name in _columns()}
+        columns = {name: _checked(name, _column(document["requests"], name)) for name in _columns()}
         times = _from_runs(np.array(document["instants_s"], np.float64), document["tokens"])
         rows = zip(*columns.values(), strict=True)
         settings = document["settings"]
         if missing := [name for name in SETTINGS if name not in settings]:
             raise ValueError(f"settings lack {', '.join(missing)}")
         records = [RequestRecord(**dict(zip(columns, row, strict=True)), token_times_s=own) for row, own in zip(rows, times, strict=True)]
-        timeline = [document["timeline"][f.name] for f in fields(Timeline)]
+        timeline = [_column(document["timeline"], f.name) for f in fields(Timeline)]
         return cls(
             **{name: document[name] for name in ("name", "trace", "trace_source", "seed", "settings")},
             step_times=StepTimes(**document["step_times"]),
@@ -189,6 +192,11 @@ def _as_runs(times: Sequence[Times]) -> tuple[list[float], list[list[int]]]:
 def _columns() -> dict[str, TypeAdapter[list[Any]]]:
     """Return the type of each column of a file's requests."""
     return {name: TypeAdapter(list[kind]) for name, kind in get_type_hints(RequestRecord).items() if name != "token_times_s"}  # type: ignore[valid-type]
+
+
+def _column(table: Mapping[str, list[Any]], name: str) -> list[Any]:
+    """Raises `KeyError` if it isn't there, though every file has it."""
+    return [ADDED[name]] * len(next(iter(table.values()), [])) if name in ADDED and name not in table else table[name]
 
 
 def _checked(name: str, values: Any) -> list[Any]:

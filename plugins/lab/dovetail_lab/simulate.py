@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail import EngineConfig, LLMEngine
 from dovetail.api.clock import VirtualClock
+from dovetail.errors import ConfigError
 from dovetail_lab.feeding import Feeder
 from dovetail_lab.recording import Recorder
 from dovetail_lab.records import RequestRecord, RunResult, StepTimes, Timeline
@@ -41,10 +42,13 @@ def replay(
     """Every request of `trace`, at its time, through the engine that `config` describes.
 
     Policies see a request's `limit` as its `max_tokens`; when it really ends, the simulated executor alone knows, and tells by a stop token. A real
-    executor can't be told: there requests generate as many tokens as their limit says. Raises what `LLMEngine` raises, and what ended the engine.
+    executor can't be told: there requests generate as many tokens as their limit says, and none may have a grammar. Raises what `LLMEngine` raises,
+    `ConfigError` for a grammar, and what ended the engine.
     """
     loaded = EngineConfig.load(config, **{**(overrides or {}), "seed": seed})
     simulated = loaded.executor.name in SIMULATED
+    if not simulated and any(request.grammar for request in trace):
+        raise ConfigError(f"{trace.name}: requests with a grammar can only be simulated: the trace doesn't say what their answers must follow")
     runnable = EngineConfig.load(loaded, model=UNREAD_MODEL, tokenizer=None) if simulated else loaded
     clock = _TraceClock() if simulated else None
     with LLMEngine.from_config(runnable, registry=registry, clock=clock) as engine:

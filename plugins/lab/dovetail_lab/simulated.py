@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from dovetail.api.clock import VirtualClock
-from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, NewRow, Result
+from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Masks, NewRow, Result
 from dovetail.api.kv_cache import KVGroup, KVLayout
 from dovetail.errors import DovetailError, UnsupportedError
+from dovetail.testing.fake_executor import next_allowed
+from dovetail_lab.grammars import SimulatedGrammars
 from dovetail_lab.step_time import StepShape, StepTimeProfile, chance
 
 DEFAULT_BLOCK_SIZE = 16
@@ -36,9 +38,15 @@ class SimulatedOptions(BaseModel):
     core_s: float | None = Field(None, ge=0, description="The core's own time a step, hidden where it overlaps. Unset: as the profile says.")
     core_per_row_s: float | None = Field(None, ge=0, description="What each request in the step adds to it. Unset: as the profile says.")
     vocab_size: int = Field(32_000, ge=2, description="Token ids are below it.")
+    compile_s: float = Field(2.5e-3, ge=0, allow_inf_nan=False, description="How long a grammar is compiled: the median.")
+    compile_sigma: float = Field(0.157, ge=0, le=10, description="It varies by exp(compile_sigma z), z normal.")
+    mask_row_s: float = Field(1e-4, ge=0, allow_inf_nan=False, description="What a core takes to fill a row's mask, when all cores do.")
+    mask_cores: int = Field(16, ge=1, description="Cores that fill masks.")
+    accept_s: float = Field(2.2e-6, ge=0, allow_inf_nan=False, description="What a row's grammar takes to see a token.")
+    late_sampling_s: float = Field(3.5e-4, ge=0, allow_inf_nan=False, description="What handing over the sampling of a step with grammars takes.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Pending:
     step: int
     token_ids: NDArray[np.int64]
@@ -47,12 +55,15 @@ class _Pending:
     launched: float  # and had done so
     seconds: float  # that the device computes
     results_s: float  # until they are delivered
+    late_s: float  # by which it would have been handed over earlier had grammars cost nothing
+    sampled: float | None  # when its masks were there and its sampling was handed over; None: not yet. Of a step that isn't late: -inf
+    masked: int = 0  # rows whose grammars are to see their tokens
 
 
 class SimulatedExecutor(Executor):
     """The executor. It keeps, for each row, how many tokens are computed, and its answer. Steps run one after the other, as soon as submitted."""
 
-    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False)
+    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False, masks=True)
     options: SimulatedOptions
 
     def __init__(self, options: SimulatedOptions, context: ExecutorContext) -> None:
@@ -67,6 +78,12 @@ class SimulatedExecutor(Executor):
         self._core_spread = self.profile.core_spread if options.core_s is None and options.core_per_row_s is None else None
         self.last_core_s = self._core_s  # of the step submitted last
         self.plan_s = 0.0  # a running mean of what planning and submitting take, as the core of a real engine keeps it
+        seed = context.config.seed
+        self.grammars = SimulatedGrammars(context.clock, options.vocab_size, options.compile_s, options.compile_sigma, seed)
+        self.masks_s = 0.0  # by which grammars have delayed the device so far
+        self._accepting_s = 0.0  # the core has yet to spend on showing grammars their tokens
+        self._core_late_s = self._device_late_s = 0.0  # how much earlier core and device would be had grammars cost nothing
+        self._left = 0.0  # when the core was here last
         self._expected: dict[str, NDArray[np.int32]] = {}
         self._pending: deque[_Pending] = deque()
         self._last_ended = -np.inf
@@ -88,7 +105,9 @@ class SimulatedExecutor(Executor):
         """Let the time pass that the core takes for a request. False if nothing is under way: then it was made before it was due, while there was
         time, and costs nothing."""
         if self._pending:
-            self.clock.wait_until(self.clock.now() + self.profile.request_s)
+            now = self._entered()
+            self.clock.wait_until(now + self.profile.request_s)
+            self._left = self.clock.now()
         return bool(self._pending)
 
     def start(self) -> Capacity:
@@ -109,6 +128,11 @@ class SimulatedExecutor(Executor):
         )
 
     def submit(self, batch: Batch) -> int:
+        free = self._entered() - self._core_late_s
+        if self._accepting_s:
+            self.clock.wait_until(self._accepted())
+            self._accepting_s = 0.0
+        self._core_late_s = self.clock.now() - free
         for new in batch.added:
             self._begin(new)
         rows = batch.rows
@@ -130,22 +154,50 @@ class SimulatedExecutor(Executor):
         self.plan_s += 0.1 * (self.last_core_s + launch_s - self.plan_s)
         results_s = self.profile.delivering_s(shape.rows)
         ready = self.clock.now() + self.last_core_s
-        self._pending.append(_Pending(batch.step, token_ids, shape, ready, ready + launch_s, seconds, results_s))
+        sampled = None if batch.late else -np.inf
+        self._pending.append(_Pending(batch.step, token_ids, shape, ready, ready + launch_s, seconds, results_s, self._core_late_s, sampled))
         if launch_s:  # the core does nothing else meanwhile: it learns late of the step before
             self.clock.wait_until(ready + launch_s)
+        self._left = self.clock.now()
         return batch.step
 
+    def sample(self, handle: int, masks: Masks) -> None:
+        """The core's grammars see the tokens of the step before, masks are filled, and sampling is handed over, while the device runs the model."""
+        pending = self._oldest(handle)
+        if pending.sampled is not None:
+            raise DovetailError(f"executor simulated: step {handle} was to be sampled, and has been")
+        count, options = len(masks.indices), self.options
+        _apply(masks, pending.token_ids, options.vocab_size)
+        filling_s = options.mask_row_s * -(-count // options.mask_cores)
+        free = self._entered() - self._core_late_s
+        pending.sampled = max(self._accepted(), pending.launched) + filling_s + options.late_sampling_s
+        pending.masked, self._accepting_s = count, 0.0
+        self.clock.wait_until(pending.sampled)
+        self._left = self.clock.now()
+        self._core_late_s = self._left - free
+
     def collect(self, handle: int) -> Result:
-        if not self._pending or self._pending[0].step != handle:
-            raise DovetailError(f"executor simulated: step {handle} was asked for, and isn't the oldest of those submitted")
-        pending = self._pending.popleft()
-        started = max(pending.ready, self._last_ended)
-        late_s, seconds = pending.launched - started, pending.seconds
-        if self._launch is not None:
-            seconds = self._rule.occupied_s(pending.shape, seconds, late_s, pending.launched - pending.ready)
-        self._last_ended = started + seconds
-        ended = self._last_ended if self._launch is None else max(self._last_ended, self.clock.now())  # a real executor sees it when it looks
+        pending = self._oldest(handle)
+        if pending.sampled is None:
+            raise DovetailError(f"executor simulated: step {handle} was asked for before it was sampled, which is late")
+        self._pending.popleft()
+        now = self._entered()
+        started, seconds = self._computing(pending, 0.0, self._last_ended)
+        waits = pending.sampled > started + seconds
+        if waits:
+            seconds = pending.sampled - started
+        last_ended = started + seconds
+        ended = self._seen(last_ended, now)
         self.clock.wait_until(ended + pending.results_s)
+        self._left = self.clock.now()
+        if pending.masked or pending.late_s or self._core_late_s or self._device_late_s or waits:
+            free_core = now - self._core_late_s
+            free = sum(self._computing(pending, pending.late_s, self._last_ended - self._device_late_s))
+            self.masks_s += max(last_ended - free - self._device_late_s, 0.0)
+            self._device_late_s = last_ended - free
+            self._core_late_s = self._left - max(free_core, self._seen(free, free_core) + pending.results_s)
+            self._accepting_s += pending.masked * self.options.accept_s
+        self._last_ended = last_ended
         return Result(pending.step, pending.token_ids, ended - seconds, ended)
 
     def check(self) -> None:
@@ -154,6 +206,37 @@ class SimulatedExecutor(Executor):
     def stop(self) -> None:
         self._pending.clear()
         self._expected.clear()
+
+    def _oldest(self, handle: int) -> _Pending:
+        if not self._pending or self._pending[0].step != handle:
+            raise DovetailError(f"executor simulated: step {handle} was asked for, and isn't the oldest of those submitted")
+        return self._pending[0]
+
+    def _entered(self) -> float:
+        """Return the time. If the core has slept since it was here last, for lack of work or until it was due to plan, it isn't as late as it was."""
+        now = self.clock.now()
+        if now != self._left:
+            if not self._pending:
+                self._device_late_s = 0.0
+            self._core_late_s = min(self._core_late_s, self._device_late_s)
+        return now
+
+    def _computing(self, pending: _Pending, earlier_s: float, last_ended: float) -> tuple[float, float]:
+        """Return when the device, free since `last_ended`, begins with a step's model, and how long that occupies it, had the step been handed over
+        so much earlier."""
+        ready, launched, seconds = pending.ready - earlier_s, pending.launched - earlier_s, pending.seconds
+        started = max(ready, last_ended)
+        if self._launch is not None:
+            seconds = self._rule.occupied_s(pending.shape, seconds, launched - started, launched - ready)
+        return started, seconds
+
+    def _seen(self, ended: float, now: float) -> float:
+        """Return when a core that looks `now` sees the end of a step: a real executor sees it when it looks."""
+        return ended if self._launch is None else max(ended, now)
+
+    def _accepted(self) -> float:
+        """Return when grammars have seen all tokens, if the core turns to that now."""
+        return self.clock.now() + self._accepting_s
 
     def _begin(self, new: NewRow) -> None:
         answer = self._expected.get(new.request_id)
@@ -166,3 +249,11 @@ class SimulatedExecutor(Executor):
         self._last[new.row] = len(answer) - 1
         self._position[new.row] = len(new.token_ids) - new.prompt_len
         self._computed[new.row] = new.computed
+
+
+def _apply(masks: Masks, token_ids: NDArray[np.int64], vocab_size: int) -> None:
+    """Replace those of the tokens [b] that their mask forbids by the next that it allows."""
+    tokens = token_ids[masks.indices]
+    bits = masks.words[np.arange(len(tokens)), tokens >> 5] >> (tokens & 31).astype(np.uint32) & np.uint32(1)
+    for line in np.flatnonzero(bits == 0).tolist():
+        token_ids[masks.indices[line]] = next_allowed(int(tokens[line]), masks.words[line], vocab_size)

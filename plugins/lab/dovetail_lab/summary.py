@@ -35,12 +35,15 @@ def _latencies(metrics: RunMetrics) -> Table:
 
 def _counts(metrics: RunMetrics) -> tuple[str, ...]:
     share = metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0
-    lines = (
+    lines: tuple[str, ...] = (
         f"{metrics.completed} of {metrics.requests} requests completed in {metrics.duration_s:.1f} s"
         f" ({metrics.rejected} rejected, {metrics.failed} failed); device busy {metrics.device_share:.0%}",
         f"{metrics.request_rate:.3g} requests/s, {metrics.output_rate:.5g} output tokens/s, {metrics.total_rate:.5g} tokens/s in all",
         f"{share:.1%} of prompt tokens found in the prefix cache; {metrics.preemptions} preemptions, {metrics.recomputed_tokens} tokens recomputed",
     )
+    if metrics.grammars:
+        delayed = f"their masks delayed steps by {seconds(metrics.masks_s)} s, {metrics.masks_share:.1%} of the time"
+        lines = (*lines, f"{metrics.grammars} of {metrics.requests} requests had a grammar; {delayed}")
     if metrics.goodput is None:
         return lines
     return (*lines, f"goodput {metrics.goodput:.3g} requests/s: {metrics.attainment:.1%} of all requests met the objectives")

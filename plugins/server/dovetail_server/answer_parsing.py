@@ -5,7 +5,7 @@ from __future__ import annotations
 from dovetail.errors import ConfigError, DovetailError
 from dovetail.front.tokenizer import TokenizedText
 from dovetail_server.engine import ServedEngine
-from dovetail_server.parsers import Detected, OutputParser, detect, parser_for, reasoning_parsers, starts_in_reasoning, tool_parsers
+from dovetail_server.parsers import Detected, OutputParser, Tools, detect, parser_for, reasoning_parsers, starts_in_reasoning, tool_parsers
 from dovetail_server.settings import ServerSettings
 
 
@@ -38,13 +38,14 @@ class AnswerParsing:
         text = self.template(template)
         return self._own if text is self._text else self._chosen(detect(text))
 
-    def parser(self, prompt: TokenizedText, *, has_tools: bool, template: str | None = None) -> OutputParser | None:
-        """Return a parser for one sample's text; None if all of it is content. `template`: the chat template that the request brought."""
+    def parser(self, prompt: TokenizedText, *, tools: Tools | None, template: str | None = None) -> OutputParser | None:
+        """Return a parser for one sample's text; None if all of it is content. `tools`: those that the model
+        may call; `template`: the chat template that the request brought."""
         names = self.names(template)
         return parser_for(
             tool_parser=names.tool_parser,
             reasoning_parser=names.reasoning_parser,
-            has_tools=has_tools,
+            tools=tools,
             starts_in_reasoning=starts_in_reasoning(prompt.text, names.reasoning_parser),
         )
 

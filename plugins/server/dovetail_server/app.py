@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -13,18 +16,19 @@ from starlette.routing import Route
 from dovetail_server.admission import Admission
 from dovetail_server.answer_parsing import AnswerParsing
 from dovetail_server.engine import ServedEngine
-from dovetail_server.errors import HttpError, anthropic_shape, openai_shape
+from dovetail_server.errors import HttpError, anthropic_shape, openai_shape, speaks_anthropic
 from dovetail_server.exchange import Server
 from dovetail_server.live_page import page_routes
 from dovetail_server.metrics import ServerMetrics, metrics_route
 from dovetail_server.middleware import ApiKeys, RequestLog
 from dovetail_server.routes import all_routes
 from dovetail_server.settings import ServerSettings
+from dovetail_server.tracing import Tracing
 
 
 def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, front_end: int = 0) -> Starlette:
     """Return the app that serves an engine. `front_end`: its number among the processes that speak HTTP. `app.state.draining` set to True makes
-    /ready say 503. Raises `ConfigError` for settings that name what isn't there."""
+    /ready say 503. Raises `ConfigError` for settings that name what isn't there, and `MissingExtraError`."""
     settings = settings or ServerSettings()
     middleware = [Middleware(RequestLog, settings)]
     if settings.cors_origins:
@@ -34,7 +38,7 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
                 allow_origins=settings.cors_origins,
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after"],
+                expose_headers=["x-request-id", "request-id", "retry-after"],
             )
         )
     if settings.api_keys:
@@ -44,10 +48,23 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
     routes = [*all_routes(settings), Route("/metrics", metrics_route(metrics), include_in_schema=False)]
     if settings.page:
         routes += page_routes(metrics, engine, models[0])
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_exception})
-    app.state.server = Server(engine, settings, Admission(engine, settings), AnswerParsing(engine, settings), metrics, models)
+    tracing = Tracing.to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_exception}, lifespan=_closing(tracing))
+    app.state.server = Server(engine, settings, Admission(engine, settings), AnswerParsing(engine, settings), metrics, models, tracing)
     app.state.draining = False
     return app
+
+
+def _closing(tracing: Tracing | None) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    """Return the lifespan of an app that sends its last spans at its end."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        if tracing is not None:
+            tracing.close()
+
+    return lifespan
 
 
 def _http_exception(request: Request, error: Exception) -> Response:
@@ -61,5 +78,5 @@ def _http_exception(request: Request, error: Exception) -> Response:
     else:
         message = str(error)
     told = HttpError(status, message)
-    shape = anthropic_shape if request.url.path.startswith("/v1/messages") else openai_shape
+    shape = anthropic_shape if speaks_anthropic(request.url.path) else openai_shape
     return Response(told.body(shape), status, headers, "application/json")

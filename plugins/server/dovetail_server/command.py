@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from importlib.util import find_spec
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
@@ -11,15 +13,30 @@ from pydantic.fields import FieldInfo
 
 from dovetail.checks import shown
 from dovetail.cli.settings import RequiredSource, Settings
-from dovetail.errors import ConfigError
+from dovetail.errors import ConfigError, MissingExtraError
 from dovetail_server.settings import ServerSettings
+from dovetail_server.tracing import check_installed
 
 NULL = "null"  # how an option says that there is no limit
+EXTRA = "server"
+MODULES = {  # what the server's processes import, and the packages that hold it
+    "zmq": "pyzmq",
+    "msgspec": "msgspec",
+    "orjson": "orjson",
+    "starlette": "starlette",
+    "uvicorn": "uvicorn",
+    "httptools": "httptools",
+    "prometheus_client": "prometheus-client",
+    **({} if sys.platform == "win32" else {"uvloop": "uvloop"}),
+}
 
 
 def serve(source: str, settings: list[str], in_process: bool, **options: Any) -> None:
     """Serve a model over HTTP until SIGTERM or Ctrl-C, as OpenAI's and Anthropic's clients expect it."""
     server = _read(options)
+    _check_packages()
+    if server.otlp_traces_endpoint is not None:
+        check_installed()  # before anything starts
     if in_process:
         from dovetail_server.one_process import serve_in_one_process
 
@@ -29,6 +46,19 @@ def serve(source: str, settings: list[str], in_process: bool, **options: Any) ->
 
         code = Supervisor(source, settings, server).run()
     raise typer.Exit(code)
+
+
+def _check_packages() -> None:
+    """Raise `MissingExtraError` if a package is missing that a process would miss only later."""
+    if missing := [package for module, package in MODULES.items() if not _is_there(module)]:
+        raise MissingExtraError.naming(EXTRA, f"dovetail serve needs {', '.join(missing)}")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # as finders and half-removed packages answer
+        return False
 
 
 def _read(options: dict[str, Any]) -> ServerSettings:

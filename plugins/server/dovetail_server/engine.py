@@ -45,8 +45,39 @@ class Load:
     cached_blocks: int = 0  # in no table, with K and V that a lookup may find
 
 
+@dataclass(frozen=True, slots=True)
+class DecidedStep:
+    """The scheduler's decisions in one step, as numbers of requests, and what was computed."""
+
+    index: int
+    granted: int  # requests that got tokens
+    prefill_tokens: int
+    decode_tokens: int
+    refused: int  # grants that the engine refused: no tokens, seats or blocks were left
+    preempted: int
+    rejected: int
+    running: int  # after the step, as `waiting`
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """The decisions of the last steps, the oldest first."""
+
+    scheduler: str  # "distribution:name"
+    steps: tuple[DecidedStep, ...]
+
+
 class Listener(Protocol):
-    """Who hears of one request. Neither method may block or raise."""
+    """Who hears of one request. No method may block or raise."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it would rather have a token's text by `on_text`, where that is all there is to tell. Asked with each output."""
+
+    def on_text(self, text: str) -> None:
+        """Take the text of one more token, perhaps none: instead of an output that has nothing else to tell, of a request for one sample. Called only
+        after an output, and before the last one."""
 
     def on_output(self, output: RequestOutput) -> None:
         """Take what is new since the last call: `text`, `token_ids` and `logprobs` of the samples that changed (deltas, several steps perhaps in
@@ -84,6 +115,10 @@ class ServedEngine(Protocol):
 
     def abort(self, request_id: str) -> None:
         """End a request: its listener hears nothing more. Does nothing for an unknown id, and raises nothing."""
+
+    def decisions(self) -> Decisions | None:
+        """Return what the scheduler decided lately, as far as that is known here, and ask the engine for news of it, twice a second at most. None: it
+        hasn't answered yet. The engine notes the decisions of a few steps after each question."""
 
     def now(self) -> float:
         """Return the time in seconds on the engine's clock."""

@@ -54,6 +54,11 @@ def anthropic_shape(error: HttpError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
+def speaks_anthropic(path: str) -> bool:
+    """Return True if a path, which may begin with the server's `root_path`, is of Anthropic's API."""
+    return "/v1/messages" in path
+
+
 def http_error(error: BaseException, fields: Sequence[str] = (), renamed: Mapping[str, str] | None = None) -> HttpError:
     """Return any error as an `HttpError`. One that nobody expected is logged, and told without its text.
 

@@ -20,7 +20,7 @@ from dovetail.errors import DovetailError, RequestError
 from dovetail.front.bounds import check_params
 from dovetail.front.prompts import Prompt, content_of
 from dovetail.front.tokenizer import TokenizedText
-from dovetail.request import CompletionOutput, RequestOutput
+from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput
 from dovetail.sampling_params import SamplingParams
 from dovetail_server.admission import Admission, Ticket
 from dovetail_server.answer_parsing import AnswerParsing
@@ -31,6 +31,7 @@ from dovetail_server.outbox import Outbox
 from dovetail_server.protocol.decoding import decode
 from dovetail_server.settings import ServerSettings
 from dovetail_server.streams import EventStream, SlowReaderError, until_disconnected
+from dovetail_server.tracing import Tracing
 
 T = TypeVar("T")
 
@@ -62,6 +63,7 @@ class Server:
     parsing: AnswerParsing
     metrics: ServerMetrics
     models: tuple[str, ...]  # the names that a request may give; the first is the model's own
+    tracing: Tracing | None = None
     outbox: Outbox = field(default_factory=Outbox)
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
@@ -80,6 +82,10 @@ class Part:
         self.ticket: Ticket | None = None
         self.meter: RequestMeter | None = None
         self.begun = self.ended = False
+        self.times: RequestMetrics | None = None  # of the engine's events, which grow with them
+        self.finish_reasons: list[str] = []
+        self.is_plain = False
+        self._around = b"", b""  # a token's text, if `is_plain`
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
 
     def take(self, output: RequestOutput) -> None:
@@ -94,9 +100,11 @@ class Part:
         self.ended = output.finished
         for sample in output.outputs:
             self.completion_tokens += len(sample.token_ids)
-            if sample.finish_reason is not None and sample.finish_reason in _FAILURES:
-                self.exchange.fail(_failure(sample))
-                return
+            if sample.finish_reason is not None:
+                self.finish_reasons.append(sample.finish_reason)
+                if sample.finish_reason in _FAILURES:
+                    self.exchange.fail(_failure(sample))
+                    return
         try:
             self.take(output)
         except Exception as error:  # it is this request's alone
@@ -104,6 +112,19 @@ class Part:
             return
         if output.finished:
             self.exchange.part_ended()
+
+    def tell_plainly(self, before: bytes, behind: bytes) -> None:
+        """From now on, write a token that brings nothing but text as this text in JSON, between two pieces. Of a stream with one sample."""
+        self._around = before, behind
+        self.is_plain = True
+
+    def on_text(self, text: str) -> None:
+        self.completion_tokens += 1
+        if self.meter is not None:
+            self.meter.saw_token()
+        if text and (stream := self.exchange.stream) is not None:
+            before, behind = self._around
+            stream.write(b"%b%b%b" % (before, orjson.dumps(text), behind))
 
     def on_error(self, error: DovetailError) -> None:
         self.ended = True
@@ -113,6 +134,7 @@ class Part:
 
     def _begin(self, output: RequestOutput) -> None:
         self.begun = True
+        self.times = output.metrics
         self.prompt_tokens, self.cached_tokens = len(output.prompt_token_ids), output.num_cached_tokens
         if self.exchange.record.first_output is None:
             self.exchange.record.first_output = time.monotonic()
@@ -151,6 +173,8 @@ class Exchange:
         self.renamed: Mapping[str, str] = {}
         self.started = False  # the answer's head is sent
         self.stream: EventStream | None = None
+        self.jobs: Sequence[Job] = ()  # what the engine was given
+        self.answer_id = ""
         self._ticket: Ticket | None = None  # while the prompt is made
         self._parts: dict[str, Part] = {}  # by the engine's request id
         self.on_finished: Callable[[], None] = lambda: None  # called when the last part has ended, to write last events
@@ -224,6 +248,7 @@ class Exchange:
             self.check_open()
             self.server.admission.check(len(jobs), sum(tokens))
             self._left = len(jobs)
+            self.jobs, self.answer_id = jobs, name
             for index, (job, count) in enumerate(zip(jobs, tokens, strict=True)):
                 job.part.ticket = self.server.admission.enter(count)
                 job.part.meter = self.server.metrics.meter(job.fields.get("client"), job.params.n, self.record.began)
@@ -268,6 +293,8 @@ class Exchange:
     def close(self) -> None:
         """Abort what is left in the engine, and note the numbers."""
         self._leave()
+        if self.stream is not None:
+            self.stream.stop_pings()
         parts, self._parts = self._parts, {}
         for request_id, part in parts.items():
             if not part.ended:
@@ -367,3 +394,5 @@ class Endpoint:
             await exchange.refuse(error)
         finally:
             exchange.close()
+            if exchange.jobs and (tracing := exchange.server.tracing) is not None:
+                tracing.tell(exchange)

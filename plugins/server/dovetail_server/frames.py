@@ -18,7 +18,7 @@ from dovetail.front.intake import CheckedRequest, IntakeFacts, RequestFields
 from dovetail.limits import Limits
 from dovetail.request import FinishReason
 from dovetail.sampling_params import OutputKind, SamplingParams
-from dovetail_server.engine import Load
+from dovetail_server.engine import Decisions, Load
 
 _NEUTRAL = SamplingParams(output_kind=OutputKind.DELTA)
 
@@ -54,6 +54,10 @@ class Abort(msgspec.Struct, array_like=True, tag=2):
     """Samples of which nothing more is wanted. Unknown numbers are those of samples that have ended."""
 
     numbers: list[int]
+
+
+class Ask(msgspec.Struct, array_like=True, tag=3):
+    """The question what the scheduler decided lately, which is answered by `Decided`."""
 
 
 # From the engine to front ends
@@ -113,6 +117,12 @@ class Dropped(msgspec.Struct, array_like=True, tag=13):
     """The front end didn't take its frames: the engine has ended its samples with numbers below this one."""
 
     below: int
+
+
+class Decided(msgspec.Struct, array_like=True, tag=15):
+    """What the scheduler decided lately."""
+
+    decisions: Decisions
 
 
 class First(msgspec.Struct, array_like=True, gc=False):
@@ -176,8 +186,8 @@ class StepFrame(msgspec.Struct, array_like=True, tag=14, gc=False):
     extra: Extra | None = None
 
 
-ToEngine = Hello | Add | Abort
-ToFrontEnd = Facts | Accepted | Refused | Dropped | StepFrame
+ToEngine = Hello | Add | Abort | Ask
+ToFrontEnd = Facts | Accepted | Refused | Dropped | Decided | StepFrame
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -20,6 +21,7 @@ from dovetail_server.channel import Message, channel_of_process, end_orphaned
 from dovetail_server.links import Line, ZmqLine
 from dovetail_server.remote import RemoteEngine
 from dovetail_server.settings import ServerSettings
+from dovetail_server.sockets import allow_open_files, listen
 from dovetail_server.wire import DirectProtocol
 
 LAST_ANSWERS_S = 3  # how long connections may take to end once there are no more requests
@@ -69,6 +71,7 @@ class FrontEnd:
             self._server = _Server(config, self._ready)
             if self._failure is not None:
                 raise DovetailError(self._failure)
+            listen(self._socket)
             await self._server.serve([self._socket])
             if not self._server.started:
                 raise DovetailError("the HTTP app couldn't start: see the log")
@@ -114,6 +117,7 @@ class FrontEnd:
         return uvicorn.Config(
             self._app,
             http=DirectProtocol,  # through which streams write
+            ws="none",
             loop="none",
             access_log=False,
             log_level="warning",
@@ -149,6 +153,7 @@ def log_to_stderr() -> None:
 def main() -> int:
     """Return the exit code: 2 if it can't be started."""
     log_to_stderr()
+    allow_open_files()
     channel = channel_of_process(sys.argv[1])
     start, early = channel.first()
     settings = ServerSettings.model_validate(start["settings"])
@@ -157,7 +162,13 @@ def main() -> int:
     async def serve() -> None:
         line = ZmqLine(start["address"], start["name"].encode())
         sock = socket.socket(fileno=start["socket"])
-        front_end = FrontEnd(line, start["name"], settings, sock, lambda: channel.send(ready=True), place=start["place"])
+
+        def ready() -> None:
+            gc.collect()
+            gc.freeze()  # what stands now stays: looking through it again and again would stall streams
+            channel.send(ready=True)
+
+        front_end = FrontEnd(line, start["name"], settings, sock, ready, place=start["place"])
         channel.socket.setblocking(False)
 
         def obey() -> None:

@@ -15,14 +15,18 @@ from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
+from dovetail.front import bounds
 from dovetail.front.assembly import Assembly
 from dovetail.front.generation_defaults import resolve_sampling
 from dovetail.front.intake import make_samples
+from dovetail_server.decisions import DecisionWatch
 from dovetail_server.engine import Load
 from dovetail_server.frames import (
     Abort,
     Accepted,
     Add,
+    Ask,
+    Decided,
     Dropped,
     Extra,
     Facts,
@@ -40,6 +44,8 @@ from dovetail_server.frames import (
 )
 
 logger = logging.getLogger("dovetail")
+
+IDLE_CHECK_S = 1.0  # how often an engine without requests looks whether its executor is well: a rank of it may have died
 
 
 class Post(Protocol):
@@ -94,9 +100,11 @@ class EngineHost:
         self._gone: set[bytes] = set()  # front ends that have ended, some of whose messages may be still to come
         self._places: dict[LiveRequest, tuple[_FrontEnd, int]] = {}  # of samples that haven't ended
         self._new: set[LiveRequest] = set()  # those of them without a token
+        self._unfinished = 0  # requests, whose samples they are
         self._later: list[tuple[bytes, ToEngine]] = []  # messages that came amidst a step, and can't be heeded there
         self._changed = False  # the load, since the last frame, without a step
         self._stopping = False
+        self._watch = DecisionWatch(self._core)
         self._busy_since: float | None = None
         self._core.pacing.expects_arrivals = True
         if type(self._core.clock) is WallClock:
@@ -118,7 +126,8 @@ class EngineHost:
                 if not core.has_unfinished():
                     if self._changed:
                         self._tell_load()
-                    post.wait(None if not self._lost() else 0.1)
+                    post.wait(IDLE_CHECK_S if not self._lost() else 0.1)
+                    core.check_executor()
         finally:
             self._busy_since = None
             self._assembly.close()
@@ -149,6 +158,7 @@ class EngineHost:
         for front_end in self._lost():
             if self._post.send(front_end.name, Dropped(front_end.lost_below)):
                 front_end.lost_below = 0
+        self._watch.rest()
 
     def _heed(self, sender: bytes, message: ToEngine) -> None:
         if sender in self._gone:
@@ -165,6 +175,8 @@ class EngineHost:
                         self._drop(request)
             case Hello():
                 self._send(front_end, self.facts())
+            case Ask():
+                self._post.send(sender, Decided(self._watch.ask()))  # if it isn't taken, the next may be
 
     def _add(self, front_end: _FrontEnd, add: Add) -> None:
         front_end.top = max(front_end.top, add.number + int(add.params.get("n", 1)))
@@ -182,6 +194,7 @@ class EngineHost:
     def _admit(self, front_end: _FrontEnd, add: Add) -> None:
         """Raises `RequestError`."""
         core = self._core
+        bounds.at_most("unfinished requests", self._unfinished + 1, self._assembly.config.limits, "max_waiting")  # of all front ends
         extra = self._assembly.check_extra(add.extra)
         request = request_of(add)
         sampling = resolve_sampling(request.params, self._assembly.defaults, add.seed, tuple(tuple(words) for words in add.bad_words))
@@ -194,6 +207,7 @@ class EngineHost:
                 for added in samples[:index]:
                     self._drop(added)
                 raise
+            self._unfinished += index == 0
             self._places[sample] = (front_end, add.number + index)
             front_end.live[add.number + index] = sample
             self._new.add(sample)
@@ -214,8 +228,9 @@ class EngineHost:
         del front_end.live[number]
         self._new.discard(request)
         siblings = request.siblings
-        if siblings and not any(sibling in self._places for sibling in siblings):  # they refer to each other: see `LLMEngine`
-            for sibling in siblings:
+        if not any(sibling in self._places for sibling in siblings):
+            self._unfinished -= 1
+            for sibling in siblings:  # they refer to each other: see `LLMEngine`
                 sibling.siblings = ()
 
     def _wait_until(self, instant: float) -> None:

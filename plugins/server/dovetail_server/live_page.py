@@ -34,7 +34,7 @@ def page_routes(metrics: ServerMetrics, engine: ServedEngine, served_model: str)
     facts = {"model": served_model, "chat": bool(engine.tokenizer.chat_templates)}
 
     async def live(request: Request) -> Response:  # a coroutine, since the engine's load is the event loop's
-        return _json(metrics.live() | facts)
+        return _json(metrics.live() | facts | {"decisions": engine.decisions()})
 
     return [*routes, Route("/page/live", live, include_in_schema=False)]
 

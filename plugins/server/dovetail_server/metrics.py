@@ -267,6 +267,16 @@ class RequestMeter:
             self._prompt_tokens = len(output.prompt_token_ids)
             self.ended(next((sample.finish_reason for sample in output.outputs if sample.finish_reason), "stop"), output.metrics)
 
+    def saw_token(self) -> None:
+        """Count a token that came alone, and isn't the first: the quick way of `saw`."""
+        metrics, now = self._metrics, self._clock()
+        gap, gaps = now - self._last, metrics.gap
+        gaps.counts[bisect_left(gaps.bounds, gap)] += 1
+        gaps.total += gap
+        self._last = now
+        self._tokens += 1
+        metrics.generated_tokens += 1
+
     def refused(self) -> None:
         """Count nothing more: the engine didn't take the request."""
         self._ended = True

@@ -12,7 +12,7 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dovetail_server import live_page
-from dovetail_server.errors import HttpError, anthropic_shape, openai_shape
+from dovetail_server.errors import HttpError, anthropic_shape, openai_shape, speaks_anthropic
 from dovetail_server.exchange import Record
 from dovetail_server.settings import ServerSettings
 
@@ -25,7 +25,8 @@ _TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})
 
 
 class RequestLog:
-    """Gives each answer a request id, that of the client if it is sane, and logs one line of JSON when it has ended."""
+    """Gives each answer a request id, that of the client if it is sane, and logs one line of JSON when it has ended. Anthropic's clients look for
+    the id in a header of another name."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._logs = app, settings.log_requests
@@ -39,13 +40,14 @@ class RequestLog:
         request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         scope["dovetail.request_id"] = request_id.decode()
         record: Record = scope.setdefault("dovetail.record", Record())
+        names = (b"x-request-id", b"request-id") if speaks_anthropic(scope["path"]) else (b"x-request-id",)
         status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                message["headers"] = [*message.get("headers", ()), *((name, request_id) for name in names)]
             await send(message)
 
         try:
@@ -95,7 +97,7 @@ class ApiKeys:
             return
         message = "this server needs an API key: send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
         error = HttpError(401, message, code="invalid_api_key")
-        body = error.body(anthropic_shape if "/v1/messages" in scope["path"] else openai_shape)
+        body = error.body(anthropic_shape if speaks_anthropic(scope["path"]) else openai_shape)
         head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"www-authenticate", b"Bearer")]
         await send({"type": "http.response.start", "status": 401, "headers": head})
         await send({"type": "http.response.body", "body": body})

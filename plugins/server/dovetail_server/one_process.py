@@ -15,7 +15,7 @@ from dovetail_server.front_end import FrontEnd, log_to_stderr, new_event_loop
 from dovetail_server.host import EngineHost
 from dovetail_server.links import ThreadLine, ThreadPost
 from dovetail_server.settings import ServerSettings
-from dovetail_server.sockets import bind
+from dovetail_server.sockets import allow_open_files, bind
 
 
 class HostThread:
@@ -49,6 +49,7 @@ def serve_in_one_process(source: str, overrides: list[str], settings: ServerSett
     if settings.front_ends != 1:
         raise DovetailError("--in-process is one front end beside the engine: --front-ends must be 1")
     log_to_stderr()
+    allow_open_files()
     sockets, url = bind(settings)
     config = EngineConfig.load_with(source, EngineConfig.read_settings(overrides), origin="--set")
     assembly = assemble(config, {})

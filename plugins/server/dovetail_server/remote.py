@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,17 +22,19 @@ from dovetail.engine.finish import Finish, TokenWatcher
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail.front import bounds
 from dovetail.front.chat import ChatFrontEnd
-from dovetail.front.detokenizer import byte_pieces
+from dovetail.front.detokenizer import IncrementalText, byte_pieces
 from dovetail.front.intake import CheckedRequest, Intake, RequestFields
 from dovetail.front.outputs import OutputBuilder, RequestGroup
 from dovetail.front.prompts import Prompt, content_of
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
-from dovetail_server.engine import EngineFacts, Listener, Load
+from dovetail_server.engine import Decisions, EngineFacts, Listener, Load
 from dovetail_server.frames import (
     Abort,
     Accepted,
+    Ask,
+    Decided,
     Dropped,
     Facts,
     Finished,
@@ -47,6 +50,7 @@ from dovetail_server.links import Line
 
 logger = logging.getLogger("dovetail")
 
+ASK_S = 0.5  # between two questions for decisions
 SHORT = 2000  # characters of a text that is tokenized at once: a thread would take longer
 _FIELDS = tuple(field.name for field in dataclasses.fields(RequestFields))
 
@@ -59,9 +63,11 @@ class Sample:
         "cached_tokens",
         "first_scheduled_time",
         "first_token_time",
+        "listener",
         "number",
         "output_token_ids",
         "preemptions",
+        "text",
         "watcher",
     )
 
@@ -69,7 +75,9 @@ class Sample:
         self.number = number
         self.arrival_time = arrival_time
         self.watcher = watcher
-        self.output_token_ids: array[int] = array("q")
+        self.output_token_ids: array[int] = array("q")  # without those whose text went to `listener`
+        self.text: IncrementalText | None = None  # where its tokens' text is made, once `listener` is told the text alone
+        self.listener: Listener | None = None
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.preemptions = 0
@@ -134,13 +142,15 @@ class RemoteEngine:
         self._next_number = 1
         self._time = 0.0  # of the last frame
         self._failure: str | None = None
+        self._decisions: Decisions | None = None
+        self._asked = 0.0  # for them, seconds of `time.monotonic`
         self._idle = asyncio.Event()
         self._idle.set()
 
     @classmethod
     async def connect(cls, line: Line, name: str) -> RemoteEngine:
-        """Wait until the engine answers, and load the tokenizer. `name` is the front end's, by which seeds of requests differ that name none. Raises
-        `ModelLoadError` if the model has no tokenizer."""
+        """Wait until the engine answers, load the tokenizer, and make a first prompt of a conversation. `name` is the front end's, by which seeds of
+        requests differ that name none. Raises `ModelLoadError` if the model has no tokenizer."""
         answer: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
         engine: RemoteEngine | None = None
 
@@ -155,6 +165,7 @@ class RemoteEngine:
         line.send(Hello())
         facts = await answer
         engine = cls(line, facts, await asyncio.to_thread(_load_tokenizer, facts.tokenizer_dir), name)
+        await asyncio.to_thread(engine._warm_up)
         return engine
 
     @property
@@ -168,6 +179,13 @@ class RemoteEngine:
 
     def now(self) -> float:
         return time.perf_counter() if self._facts.wall_clock else self._time  # which is what the engine's clock reads, on the same host
+
+    def decisions(self) -> Decisions | None:
+        now = time.monotonic()
+        if now - self._asked >= ASK_S and self._failure is None:
+            self._asked = now
+            self._line.send(Ask())
+        return self._decisions
 
     def check_health(self) -> None:
         if self._failure is not None:
@@ -232,6 +250,13 @@ class RemoteEngine:
 
     # On its way in
 
+    def _warm_up(self) -> None:
+        """Do what would take long at the first request: tokenize a text, start a process that renders the chat template, and see how it reads
+        messages."""
+        self.tokenizer.encode("Hello")
+        with suppress(DovetailError):  # no template, or one that refuses this
+            self.chat.prompt([{"role": "user", "content": "Hello"}])
+
     def _check_free(self, request_id: Any) -> None:
         if isinstance(request_id, str) and (request_id in self._open or request_id in self._arriving):
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
@@ -274,6 +299,8 @@ class RemoteEngine:
         match message:
             case StepFrame():
                 self._take_frame(message)
+            case Decided():
+                self._decisions = message.decisions
             case Refused():
                 if (entry := self._entry_of(message.number)) is not None:
                     self._end(entry, RequestError(message.reason))
@@ -301,14 +328,19 @@ class RemoteEngine:
                 self._hand_out(entry, output)
 
     def _hand_out(self, entry: _Open, output: RequestOutput) -> None:
+        listener = entry.listener
         try:
-            entry.listener.on_output(output)
+            listener.on_output(output)
+            if listener.is_plain and not output.finished:
+                sample = entry.group.samples[0]
+                if sample.number in self._samples and (text := self._builder.text_of(sample)) is not None:
+                    sample.text, sample.listener = text, listener
         except Exception:  # it may not, and nobody else must suffer
             logger.exception("a listener failed")
             self.abort(output.request_id)
 
     def _read(self, frame: StepFrame) -> FrameNews:
-        """Return a frame's news of the samples that haven't ended here."""
+        """Return a frame's news of the samples that haven't ended here, but for text that is told at once."""
         news, samples = FrameNews(), self._samples
         for first in frame.first:
             if (sample := samples.get(first.number)) is not None:
@@ -319,6 +351,9 @@ class RemoteEngine:
         for number, token in zip(unpack_numbers(frame.numbers), unpack_tokens(frame.token_ids), strict=True):
             sample = samples.get(number)
             if sample is None:  # it was aborted here, or a stop string has ended it
+                continue
+            if sample.text is not None and number not in ends:  # the quick way: no output is made
+                self._tell_text(sample, sample.text, token)
                 continue
             sample.output_token_ids.append(token)
             requests.append(sample)
@@ -335,6 +370,13 @@ class RemoteEngine:
         if frame.extra is not None:
             self._read_extra(frame, news)
         return news
+
+    def _tell_text(self, sample: Sample, text: IncrementalText, token: int) -> None:
+        try:
+            sample.listener.on_text(text.delta_of(token))  # type: ignore[union-attr]  # who has a text has a listener
+        except Exception:
+            logger.exception("a listener failed")
+            self.abort(self._ids[sample])
 
     def _watched(self, watcher: TokenWatcher, token: int, finish: Finished | None) -> Finish | None:
         """Show a token to the stop strings, as the core would: not if it is a stop token."""

@@ -78,6 +78,10 @@ class ServerSettings(BaseModel):
     log_requests: bool = True
     """True for a log line a request: its path, status, tokens and times, as JSON. Never its prompt."""
 
+    otlp_traces_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
+    """The URL to which a span of OpenTelemetry is sent for each request, by OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`. It needs the
+    extra `tracing`."""
+
     front_ends: Count = 1
     """Number of processes that speak HTTP."""
 

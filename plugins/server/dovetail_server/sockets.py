@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from contextlib import suppress
 
 from dovetail.errors import ConfigError
 from dovetail_server.settings import ServerSettings
+
+BACKLOG = 2048  # connections that wait to be accepted
 
 
 def bind(settings: ServerSettings) -> tuple[list[socket.socket], str]:
@@ -31,6 +34,26 @@ def bind(settings: ServerSettings) -> tuple[list[socket.socket], str]:
         raise ConfigError(f"{settings.host}:{settings.port}: {error.strerror}: give another --port or --host") from None
     host = f"[{settings.host}]" if family == socket.AF_INET6 else settings.host
     return sockets, f"{'http' if settings.tls_cert is None else 'https'}://{host}:{port}"
+
+
+def listen(sock: socket.socket) -> None:
+    """Listen, which an event loop does once more, and without a word when it fails. Raises `ConfigError` if another server, which began at the same
+    time, was faster."""
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        host, port = sock.getsockname()[:2] if sock.family != socket.AF_UNIX else (sock.getsockname(), "")
+        raise ConfigError(f"{host}:{port}: {error.strerror}: give another --port or --host") from None
+
+
+def allow_open_files() -> None:
+    """Let this process open as many files as it may: a connection is one."""
+    if sys.platform != "win32":
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _bind(family: int, address: tuple[object, ...], shared: bool) -> socket.socket:

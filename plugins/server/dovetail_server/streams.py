@@ -15,6 +15,8 @@ from dovetail_server.wire import EXTENSION, DirectWriter
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 DONE = b"data: [DONE]\n\n"
+PING_S = 15.0  # silence after which a stream that has a ping sends it
+_LOOKS = 3  # times that a stream looks within that silence whether anything was written
 
 
 def event(value: Any, name: str | None = None) -> bytes:
@@ -38,14 +40,21 @@ class EventStream:
         self._waiting: list[bytes] = []  # to be written
         self._waiting_bytes = 0
         self._news = asyncio.Event()
-        self._ended = self._finished = False
+        self._begun = self._ended = self._finished = False
         self._error: DovetailError | None = None
         self.dropped = False  # because its reader was too slow
+        self._silence = 0  # looks since the last event
+        self._timer: asyncio.TimerHandle | None = None
+
+    def ping(self, data: bytes) -> None:
+        """Write `data`, an event, from now on whenever nothing was written for `PING_S` seconds or a little less. It takes a timer and no task."""
+        self._timer = asyncio.get_running_loop().call_later(PING_S / _LOOKS, self._look, data)
 
     def write(self, data: bytes) -> None:
         """Write whole events. After the end it does nothing."""
         if self._ended:
             return
+        self._silence = 0
         if self._direct is not None:
             if not self._waiting:
                 self._outbox.put(self._flush)
@@ -61,13 +70,14 @@ class EventStream:
     def end(self) -> None:
         """Nothing more comes."""
         self._ended = True
+        self.stop_pings()
         self._news.set()
 
     def fail(self, error: DovetailError) -> None:
         """Nothing more comes, and why. Before the first event `serve` raises it; afterwards it is told in an event."""
         if self._ended:
             return
-        if self._direct is not None or self._waiting:  # or else nothing was written yet
+        if self._begun or self._waiting:
             self.write(self._told(http_error(error)))
         else:
             self._error = error
@@ -79,6 +89,7 @@ class EventStream:
         await self._news.wait()
         if self._error is not None:
             raise self._error
+        self._begun = True
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         if self._extension is not None and not self.dropped:
             self._direct = self._extension
@@ -100,6 +111,19 @@ class EventStream:
         await self._pass_on()
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    def stop_pings(self) -> None:
+        """Write no more of them. A stream that isn't ended must be told so, or its timer goes on."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self, ping: bytes) -> None:
+        self._silence += 1
+        if self._silence >= _LOOKS:
+            self.write(ping)
+        if not self._ended:
+            self.ping(ping)
+
     def _flush(self) -> None:
         """Write what waits, the direct way."""
         waiting, direct = self._waiting, self._direct
@@ -109,7 +133,7 @@ class EventStream:
             self._drop()
             return
         direct.write(waiting[0] if len(waiting) == 1 else b"".join(waiting))
-        self._waiting = []
+        waiting.clear()
 
     async def _pass_on(self) -> None:
         self._flush()

@@ -82,6 +82,9 @@ class FakeEngine:
     def now(self) -> float:
         return time.monotonic()
 
+    def decisions(self) -> None:
+        """Nothing: there is no scheduler."""
+
     def check_health(self) -> None:
         if self.failure is not None:
             raise self.failure

@@ -1,4 +1,5 @@
-"""`DirectProtocol`: uvicorn's HTTP protocol, with a way to write parts of an answer without a coroutine for each. Give it to uvicorn as `http=`."""
+"""`DirectProtocol`: uvicorn's HTTP protocol, with a way to write parts of an answer without a coroutine for each, and with limits for clients that
+mean harm: uvicorn has none for heads of requests and for requests sent ahead. Give it to uvicorn as `http=`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 EXTENSION = "dovetail.stream"
+MAX_HEAD_BYTES = 65_536  # of a request's line and headers, besides what comes in one reading
+HEAD_S = 30.0  # for the head of a request to come, since its connection was opened or its first byte came
+MAX_AHEAD = 16  # requests sent ahead of answers
 _TOLD_S = 5.0  # for a slow reader to read what waits for it, before its connection is cut
 
 
@@ -44,6 +48,57 @@ class DirectWriter:
 
 class DirectProtocol(HttpToolsProtocol):
     """Puts a `DirectWriter` into the extensions of each request's scope. With a uvicorn that doesn't call `_start_asgi_task`, streams go without."""
+
+    _head_timer: asyncio.TimerHandle | None = None  # while a head is awaited
+    _in_head = False  # its first bytes have come
+    _head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        was_in_head = self._in_head
+        super().data_received(data)
+        if was_in_head and self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+                self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+        if self._head_timer is None:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._end_head()
+        if len(self.pipeline) >= MAX_AHEAD:
+            self.transport.abort()
+            return
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self.transport.is_closing():
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.transport.is_closing():
+            super().on_message_complete()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def _end_head(self) -> None:
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["method"] != "HEAD":

@@ -24,7 +24,8 @@ from dovetail.registry.doctor.findings import Diagnosis, Finding, Problem
 from dovetail.registry.doctor.metadata import metadata_findings
 from dovetail.registry.doctor.process import ending, event, last_words
 from dovetail.registry.finder import find_plugins
-from dovetail.registry.plugin import NAMESPACE, FoundPlugin, PluginOrigin
+from dovetail.registry.loader import load_plugin
+from dovetail.registry.plugin import NAMESPACE, FoundPlugin, LoadedPlugin, PluginOrigin
 from dovetail.registry.selection import PluginSelection
 from dovetail.where import did_you_mean
 
@@ -50,7 +51,11 @@ def examine(only: str | None = None, *, time_limit_s: float = 60.0, core_command
         return not origin.built_in if only is None else origin.distribution == only
 
     def examined(plugin: FoundPlugin) -> _Report:
+        if plugin.origin.built_in and not concerns(plugin.origin):
+            return offers[plugin.origin]
         return _examine_one(plugin, "use" if concerns(plugin.origin) else "declare", time_limit_s)
+
+    offers = {plugin.origin: _ask(plugin) for plugin in allowed if plugin.origin.built_in}
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         reports = list(pool.map(examined, allowed))
@@ -73,6 +78,12 @@ class _Report:
     origin: PluginOrigin
     findings: list[Finding] = field(default_factory=list)
     offers: list[tuple[str, str]] = field(default_factory=list)  # (what, name)
+
+
+def _ask(plugin: FoundPlugin) -> _Report:
+    """Ask a built-in plugin for its offers in this process, as every command does."""
+    loaded = load_plugin(plugin)
+    return _Report(plugin.origin, offers=[*probe.offers_of(loaded)] if isinstance(loaded, LoadedPlugin) else [])
 
 
 def _examine_one(plugin: FoundPlugin, level: probe.Level, time_limit_s: float) -> _Report:

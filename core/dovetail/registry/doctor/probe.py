@@ -50,7 +50,7 @@ def main() -> NoReturn:
         for problem in problems:
             write(problem=problem)
         if isinstance(result, LoadedPlugin):
-            write(offers=list(_offers(result)))
+            write(offers=list(offers_of(result)))
             if level == "use":
                 for problem in _of_what_it_offers(result, write):
                     write(problem=problem)
@@ -133,7 +133,7 @@ def _unmarked_hooks(module: Any) -> Iterator[Problem]:
             yield "hook-unknown", f"{name}() isn't marked as a hook, so nobody calls it", "mark it with @hookimpl from dovetail.api"
 
 
-def _offers(plugin: LoadedPlugin) -> Iterator[tuple[str, str]]:
+def offers_of(plugin: LoadedPlugin) -> Iterator[tuple[str, str]]:
     """Yield (what, name) of each offer that can collide with another plugin's."""
     yield from ((spec.kind, spec.name) for spec in plugin.components)
     yield from (("architecture", name) for spec in plugin.components for name in spec.architectures)

@@ -87,6 +87,7 @@ def _page(report: Report, drawings: Sequence[Drawing]) -> str:
         columns=_COLUMNS,
         drawings=[(drawing, Markup(svg(drawing.figure, drawing.name))) for drawing in drawings],
         settings={name: json.dumps(run.settings, indent=2, sort_keys=True, ensure_ascii=False) for name, run in first.items()},
+        grammars=any(record.grammar for of_policy in report.runs.values() for run in of_policy for record in run),
         notes=_notes(report.runs),
         absent=_absent(report, drawings),
         per_cent=_per_cent,

@@ -33,6 +33,7 @@ _REQUEST_COLUMNS: Mapping[str, Callable[[RequestRecord], Cell]] = {
     "cached_tokens": lambda record: record.cached_tokens,
     "preemptions": lambda record: record.preemptions,
     "recomputed_tokens": lambda record: record.recomputed_tokens,
+    "grammar": lambda record: "yes" if record.grammar else "no",
 }
 
 
@@ -80,8 +81,8 @@ def _figures(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
         yield name, run.seed, f"{metric}_s", "mean", of_metric.mean
         for percentile in PERCENTILES:
             yield name, run.seed, f"{metric}_s", f"p{percentile}", of_metric.percentiles[percentile]
-    counts = ("requests", "completed", "rejected", "failed", "preemptions", "recomputed_tokens", "cached_tokens")
-    for figure in (*counts, "duration_s", "request_rate", "output_rate", "total_rate", "device_share"):
+    counts = ("requests", "completed", "rejected", "failed", "preemptions", "recomputed_tokens", "cached_tokens", "grammars")
+    for figure in (*counts, "duration_s", "request_rate", "output_rate", "total_rate", "device_share", "masks_s", "masks_share"):
         yield name, run.seed, figure, "", getattr(metrics, figure)
 
 

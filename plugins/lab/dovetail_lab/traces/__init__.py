@@ -7,7 +7,7 @@ from dovetail_lab.traces.objects import CountTokens
 from dovetail_lab.traces.reading import TraceError
 from dovetail_lab.traces.request import Measured, Span, Trace, TraceRequest
 from dovetail_lab.traces.tables import parse_columns
-from dovetail_lab.traces.transform import scale_rate, set_max_tokens, slice_trace
+from dovetail_lab.traces.transform import scale_rate, set_grammar_share, set_max_tokens, slice_trace
 
 __all__ = [
     "CountTokens",
@@ -20,6 +20,7 @@ __all__ = [
     "load_trace",
     "parse_columns",
     "scale_rate",
+    "set_grammar_share",
     "set_max_tokens",
     "slice_trace",
 ]

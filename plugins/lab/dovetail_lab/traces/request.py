@@ -51,6 +51,7 @@ class TraceRequest:
     predicted_tokens: int | None = None  # a guess of output_tokens (`dovetail_lab.predictors`)
     spans: tuple[Span, ...] = ()  # what prompt and then output begin with; what they don't reach is text that no other request has
     measured: Measured | None = None
+    grammar: bool = False  # its answer must follow one. Which isn't said: only the time that it takes is simulated
 
     @property
     def limit(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from dovetail_lab.traces.reading import TraceError
-from dovetail_lab.traces.request import Trace, TraceRequest
+from dovetail_lab.traces.request import Trace, TraceRequest, stream_of
 
 
 def _changed(trace: Trace, requests: Iterable[TraceRequest], note: str) -> Trace:
@@ -74,3 +74,20 @@ def set_max_tokens(trace: Trace, value: str) -> Trace:
     cut = sum(request.output_tokens > limit for request in trace)
     requests = (replace(request, max_tokens=limit, output_tokens=min(request.output_tokens, limit)) for request in trace)
     return _changed(trace, requests, f"policies see max_tokens={limit}" + (f", which ends {cut} of {len(trace)} answers early" if cut else ""))
+
+
+def set_grammar_share(trace: Trace, share: float, seed: int = 0) -> Trace:
+    """Give that share of the requests a grammar, and the others none. Who has one with a small share has one with a larger, too.
+
+    Raises `TraceError` unless 0 <= share <= 1.
+    """
+    if not 0 <= share <= 1:
+        raise TraceError(f"the share of requests with a grammar must be from 0 to 1, got {share!r}")
+    requests = [replace(request, grammar=has_grammar(request.id, share, trace.name, seed)) for request in trace]
+    count = sum(request.grammar for request in requests)
+    return _changed(trace, requests, f"{count} of {len(trace)} requests were given a grammar (a share of {share:g}, seed {seed})")
+
+
+def has_grammar(request_id: str, share: float, name: str, seed: int) -> bool:
+    """Return whether a request is among that share, of all in the trace or stream `name`: by its id alone, whatever the others are."""
+    return stream_of("grammar", name, seed, request_id) < share * 2**64

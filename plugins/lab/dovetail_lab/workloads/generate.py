@@ -11,7 +11,7 @@ import numpy as np
 from dovetail_lab.traces import Span, Trace, TraceError, TraceRequest, load_trace
 from dovetail_lab.traces.reading import MOST_TOKENS
 from dovetail_lab.traces.request import stream_of
-from dovetail_lab.traces.transform import arriving_at
+from dovetail_lab.traces.transform import arriving_at, has_grammar
 from dovetail_lab.workloads.arrivals import MOST_ARRIVALS, Arrivals
 from dovetail_lab.workloads.lengths import Distribution
 from dovetail_lab.workloads.spec import Clients, Stream, WorkloadSpec
@@ -36,7 +36,7 @@ def generate(spec: WorkloadSpec, seed: int = 0, *, name: str = "synthetic", sour
         request
         for stream_name, stream in spec.streams.items()
         for chat in _chats(stream, stream_name, seed)
-        for request in _turns(chat, stream, stream_name)
+        for request in _turns(chat, stream, stream_name, seed)
     ]
     if not requests:
         raise TraceError(f"{source or name}: expected at least one request, nobody arrives in that time")
@@ -109,7 +109,7 @@ def _clients(clients: Clients | None, name: str, rng: np.random.Generator, count
     return [f"{name or 'client'}-{index}" for index in chosen.tolist()]
 
 
-def _turns(chat: _Chat, stream: Stream, stream_name: str) -> list[TraceRequest]:
+def _turns(chat: _Chat, stream: Stream, stream_name: str, seed: int) -> list[TraceRequest]:
     """Each turn's prompt: the system prompt, all that was said in the chat before, and what is new. So its answer must be the chat's text too."""
     requests, said, time = [], 0, chat.arrival_time
     for turn, (prompt, output) in enumerate(zip(chat.prompts, chat.outputs, strict=True)):
@@ -117,15 +117,17 @@ def _turns(chat: _Chat, stream: Stream, stream_name: str) -> list[TraceRequest]:
         spans = [Span(stream_of("system", stream_name), 0, stream.system)] if stream.system else []
         if len(chat.prompts) > 1:
             spans.append(Span(stream_of("chat", chat.id), 0, said + prompt + output))
+        request_id = f"{chat.id}/{turn}" if len(chat.prompts) > 1 else chat.id
         requests.append(
             TraceRequest(
-                f"{chat.id}/{turn}" if len(chat.prompts) > 1 else chat.id,
+                request_id,
                 round(time, 6),
                 stream.system + said + prompt,
                 output,
                 client=chat.client,
                 priority=stream.priority,
                 deadline=None if chat.deadline_s is None else round(time + chat.deadline_s, 6),
+                grammar=has_grammar(request_id, stream.grammar_share, stream_name, seed),
                 spans=tuple(spans),
             )
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from dovetail.errors import MissingExtraError
 from dovetail_lab.calls import parse_call
 from dovetail_lab.predictors import parse_predictor, predict
-from dovetail_lab.traces import CountTokens, Trace, TraceError, load_trace, parse_columns, scale_rate, set_max_tokens, slice_trace
+from dovetail_lab.traces import CountTokens, Trace, TraceError, load_trace, parse_columns, scale_rate, set_grammar_share, set_max_tokens, slice_trace
 from dovetail_lab.traces.reading import read_source
 from dovetail_lab.workloads.arrivals import ARRIVALS
 from dovetail_lab.workloads.generate import generate, with_arrivals
@@ -28,6 +28,7 @@ class WorkloadOptions:
     predictor: str | None = None  # oracle, noisy(0.5), bucket(2, 0.8)
     seed: int = 0
     tokenizer: str | None = None  # a tokenizer.json, to count tokens where a trace holds text; None: words
+    grammar_share: float | None = None  # from 0 to 1; None: as the trace has it
 
 
 def load_workload(text: str, options: WorkloadOptions = WorkloadOptions()) -> Trace:
@@ -42,7 +43,9 @@ def load_workload(text: str, options: WorkloadOptions = WorkloadOptions()) -> Tr
     if options.scale_rate is not None:
         trace = scale_rate(trace, options.scale_rate)
     trace = set_max_tokens(trace, options.max_tokens)
-    return trace if options.predictor is None else predict(trace, parse_predictor(options.predictor), options.seed)
+    if options.predictor is not None:
+        trace = predict(trace, parse_predictor(options.predictor), options.seed)
+    return trace if options.grammar_share is None else set_grammar_share(trace, options.grammar_share, options.seed)
 
 
 def _load(text: str, options: WorkloadOptions) -> Trace:

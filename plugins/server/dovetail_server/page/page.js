@@ -128,6 +128,7 @@ function take(live) {
   while (samples.length && samples[0].at < now - SECONDS_SHOWN) samples.shift();
   charts.forEach((chart) => chart.draw(samples, now));
   showCounts(live);
+  showSteps(live);
 }
 
 function showList(id, pairs) {
@@ -148,6 +149,25 @@ function showCounts(live) {
     ["preemptions", number(live.preemptions)],
     ...ended.map(([reason, count]) => [`requests ended: ${reason}`, number(count)]),
   ]);
+}
+
+const STEP_FIELDS = ["index", "granted", "prefill_tokens", "decode_tokens", "refused", "preempted", "rejected", "waiting"];
+let shownSteps = { last: null, frontEnd: null };
+
+// What the scheduler decided in the last steps, the latest first. Another front end may have asked longer ago.
+function showSteps({ decisions, front_end: frontEnd }) {
+  const steps = decisions?.steps ?? [];
+  const last = steps.at(-1)?.index ?? null;
+  if (last === null || last === shownSteps.last || (last < shownSteps.last && frontEnd !== shownSteps.frontEnd)) return;
+  shownSteps = { last, frontEnd };
+  byId("scheduler").textContent = decisions.scheduler;
+  byId("steps-note").textContent =
+    "How many requests got tokens, how many were held back for lack of tokens, seats or blocks: in a few steps each second.";
+  byId("steps").tBodies[0].replaceChildren(...steps.toReversed().map((step) => {
+    const row = element("tr");
+    row.append(...STEP_FIELDS.map((field) => element("td", step[field].toLocaleString("en"), step[field] || field === "index" ? "" : "none")));
+    return row;
+  }));
 }
 
 function showState(text, bad) {

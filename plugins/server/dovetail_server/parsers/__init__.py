@@ -4,9 +4,12 @@ Routes ask `detect` once a model, `parser_for` once an answer, and feed the pars
 """
 
 from dovetail_server.parsers.events import Content, Event, OutputParser, Reasoning, ToolCallArguments, ToolCallStart
+from dovetail_server.parsers.parameters import Tools
+from dovetail_server.parsers.reader import AnswerReader, reasoning_tokens_of
 from dovetail_server.parsers.registry import Detected, detect, parser_for, reasoning_parsers, starts_in_reasoning, tool_parsers
 
 __all__ = [
+    "AnswerReader",
     "Content",
     "Detected",
     "Event",
@@ -14,9 +17,11 @@ __all__ = [
     "Reasoning",
     "ToolCallArguments",
     "ToolCallStart",
+    "Tools",
     "detect",
     "parser_for",
     "reasoning_parsers",
+    "reasoning_tokens_of",
     "starts_in_reasoning",
     "tool_parsers",
 ]

@@ -113,3 +113,34 @@ class CallParser(PieceReader):
         if pos < len(text):
             self._state = type(self).search
         return pos
+
+
+_CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+
+
+class ClosedCalls(CallParser):
+    """A parser of calls between `<tool_call>` and `</tool_call>`. Models forget the end mark, so it ends nothing: after a call it is dropped where it
+    comes, and what is between is content."""
+
+    marks = Marks(_CALL_BEGIN)
+    _marks_after_call = Marks(_CALL_BEGIN, CALL_END)
+
+    def found(self, mark: str, lead: str) -> None:
+        """Begin a call, or drop the end mark of the last one."""
+        self.marks_now = self.marks
+        if mark == _CALL_BEGIN:
+            super().found(mark, lead)
+        else:
+            self._state = type(self).skip_space
+
+    def after_call(self, *, complete: bool) -> None:
+        """Look for the end mark from here on."""
+        self.marks_now = self._marks_after_call
+        super().after_call(complete=complete)
+
+    def finish(self) -> list[Event]:
+        """Return what was held. The beginning of an end mark that was cut off is markup too."""
+        begun = self._held.strip()
+        if self.marks_now is self._marks_after_call and begun and CALL_END.startswith(begun):
+            self._held = ""
+        return super().finish()

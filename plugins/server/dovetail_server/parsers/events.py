@@ -47,6 +47,10 @@ class OutputParser(Protocol):
     def needs_special_tokens(self) -> bool:
         """True if the format's marks are special tokens, so that the answer must be detokenized with `skip_special_tokens=False`."""
 
+    @property
+    def reasoning(self) -> bool | None:
+        """True while the text so far ends within reasoning; None if the parser doesn't look for any."""
+
     def feed(self, text: str) -> list[Event]:
         """Return the events that are certain after this next piece of the answer. A piece may be empty."""
 

@@ -61,6 +61,11 @@ class PieceReader:
         """True if the format's marks are special tokens."""
         return False
 
+    @property
+    def reasoning(self) -> bool | None:
+        """None: only parsers of reasoning know of it."""
+        return None
+
     def feed(self, text: str) -> list[Event]:
         """Return the events that are certain after `text`."""
         for begin in range(0, len(text), _PIECE):

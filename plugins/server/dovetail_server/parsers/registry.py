@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from dovetail.checks import shown
 from dovetail.errors import ConfigError
 from dovetail_server.parsers.events import OutputParser
+from dovetail_server.parsers.glm45 import Glm45Calls
 from dovetail_server.parsers.hermes import HermesCalls
 from dovetail_server.parsers.llama3_json import Llama3JsonCalls
 from dovetail_server.parsers.mistral import MistralCalls
+from dovetail_server.parsers.parameters import Tools
+from dovetail_server.parsers.qwen3_coder import Qwen3CoderCalls
 from dovetail_server.parsers.think import THINK, THINK_MARKS, ThinkReasoning
 
 
@@ -26,21 +29,20 @@ class Detected:
 class ToolFormat:
     """A format of tool calls, and what tells it from a chat template."""
 
-    make: Callable[[], OutputParser]  # makes the parser of one answer
-    marks: tuple[tuple[str, ...], ...] = ()  # alternatives: a template of this format has all texts of one of them
-    foreign_marks: tuple[str, ...] = ()  # a template that has one of these is of another format all the same
+    make: Callable[[Tools], OutputParser]  # makes the parser of one answer
+    marks: tuple[tuple[str, ...], ...]  # alternatives: a template of this format has all texts of one of them
 
     def fits(self, chat_template: str) -> bool:
-        """Return True if a template is of this format."""
-        if any(mark in chat_template for mark in self.foreign_marks):
-            return False
+        """Return True if a template is of this format, unless it is of one before it in the table."""
         return any(all(mark in chat_template for mark in marks) for marks in self.marks)
 
 
 _TOOL_FORMATS: dict[str, ToolFormat] = {
-    "hermes": ToolFormat(HermesCalls, (("<tool_call>",),), ("<function=", "<arg_key>")),  # Qwen3-Coder and GLM write no JSON in the mark
-    "mistral": ToolFormat(MistralCalls, (("[TOOL_CALLS]",),)),
-    "llama3_json": ToolFormat(Llama3JsonCalls, (("<|python_tag|>",), ("<|start_header_id|>", '"parameters"'))),
+    "qwen3_coder": ToolFormat(Qwen3CoderCalls, (("<tool_call>", "<function="),)),
+    "glm45": ToolFormat(Glm45Calls, (("<tool_call>", "<arg_key>"),)),
+    "hermes": ToolFormat(lambda _: HermesCalls(), (("<tool_call>",),)),
+    "mistral": ToolFormat(lambda _: MistralCalls(), (("[TOOL_CALLS]",),)),
+    "llama3_json": ToolFormat(lambda _: Llama3JsonCalls(), (("<|python_tag|>",), ("<|start_header_id|>", '"parameters"'))),
 }
 _REASONING = "think"
 
@@ -66,15 +68,15 @@ def starts_in_reasoning(prompt: str, reasoning_parser: str | None) -> bool:
     return reasoning_parser is not None and prompt.rstrip().endswith(THINK)
 
 
-def parser_for(*, tool_parser: str | None, reasoning_parser: str | None, has_tools: bool, starts_in_reasoning: bool) -> OutputParser | None:
+def parser_for(*, tool_parser: str | None, reasoning_parser: str | None, tools: Tools | None, starts_in_reasoning: bool) -> OutputParser | None:
     """Return a parser for one answer, or None if its text is all content.
 
-    `has_tools` says that the request came with tools that the model may call; without them nothing is taken as a call. `starts_in_reasoning` is
+    `tools` are those that the model may call, as in OpenAI's chat; without them nothing is taken as a call. `starts_in_reasoning` is
     what the function of that name says of the prompt. Raises ConfigError for a name that isn't known.
     """
     _check("tool_parser", tool_parser, tool_parsers())
     _check("reasoning_parser", reasoning_parser, reasoning_parsers())
-    calls = _TOOL_FORMATS[tool_parser].make() if tool_parser is not None and has_tools else None
+    calls = _TOOL_FORMATS[tool_parser].make(tools) if tool_parser is not None and tools else None
     return calls if reasoning_parser is None else ThinkReasoning(calls, starts_inside=starts_in_reasoning)
 
 

@@ -29,6 +29,11 @@ class ThinkReasoning(PieceReader):
         """True if the parser of tool calls needs them."""
         return self._calls is not None and self._calls.needs_special_tokens
 
+    @property
+    def reasoning(self) -> bool | None:
+        """True between the marks."""
+        return self._inside
+
     def finish(self) -> list[Event]:
         """Return what was held."""
         held, self._held = self._held, ""

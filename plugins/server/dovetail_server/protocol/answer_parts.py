@@ -5,10 +5,10 @@ Both `/v1/responses` and `/v1/messages` give answers this way. Their event encod
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from dovetail_server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
@@ -28,6 +28,7 @@ class AnswerPart:
     id: str = ""  # of a call
     name: str = ""  # of the function that a call calls
     pieces: list[str] = field(default_factory=list)  # of its text; of a call's arguments as JSON
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text's tokens, as the API tells them
 
     @property
     def text(self) -> str:
@@ -39,7 +40,8 @@ class PartWriter(Protocol):
 
     def opened(self, part: AnswerPart) -> None: ...
 
-    def grew(self, part: AnswerPart, text: str) -> None: ...
+    def grew(self, part: AnswerPart, text: str, logprobs: Sequence[dict[str, Any]]) -> None:
+        """`logprobs`: of a text's tokens that have come with this piece."""
 
     def closed(self, part: AnswerPart, *, cut: bool) -> None:
         """`cut`: the answer ended with it since there was no room for more."""
@@ -52,13 +54,16 @@ class AnswerParts:
         self._writer = writer
         self.parts: list[AnswerPart] = []
         self._open: AnswerPart | None = None
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text hasn't come yet
 
     @property
     def has_calls(self) -> bool:
         return any(part.kind is PartKind.CALL for part in self.parts)
 
-    def add(self, events: Iterable[Event]) -> None:
-        """Take what a parser found."""
+    def add(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] = ()) -> None:
+        """Take what a parser found after some tokens, and the log-probabilities of these. They belong to the text that came out with them or, if the
+        parser held it back, next; those of thoughts, calls and marks are dropped."""
+        self._logprobs += logprobs
         for event in events:
             match event:
                 case Content(text):
@@ -69,6 +74,8 @@ class AnswerParts:
                     self._begin(AnswerPart(PartKind.CALL, len(self.parts), id, name))
                 case ToolCallArguments(_, text):
                     self._grow(PartKind.CALL, text)
+        if events:
+            self._logprobs = []
 
     def finish(self, *, cut: bool = False) -> None:
         """Close the last part. `cut`: there was no room for more."""
@@ -76,6 +83,15 @@ class AnswerParts:
             if self._writer is not None:
                 self._writer.closed(self._open, cut=cut)
             self._open = None
+
+    def _logprobs_of(self, text: str) -> list[dict[str, Any]]:
+        """Take those of the last tokens that make up `text`, and drop the rest: marks. A token that is part of a character has no text of its own."""
+        waiting, self._logprobs = self._logprobs, []
+        begin, missing = len(waiting), len(text)
+        while begin and (missing > 0 or waiting[begin - 1]["token"].strip("\ufffd") == ""):
+            begin -= 1
+            missing -= len(waiting[begin]["token"])
+        return waiting[begin:]
 
     def _begin(self, part: AnswerPart) -> AnswerPart:
         self.finish()
@@ -92,5 +108,9 @@ class AnswerParts:
         if part is None or part.kind is not kind:
             part = self._begin(AnswerPart(kind, len(self.parts)))
         part.pieces.append(text)
+        logprobs: list[dict[str, Any]] = []
+        if kind is PartKind.TEXT:
+            logprobs = self._logprobs_of(text)
+            part.logprobs += logprobs
         if self._writer is not None:
-            self._writer.grew(part, text)
+            self._writer.grew(part, text, logprobs)

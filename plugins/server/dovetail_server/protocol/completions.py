@@ -40,6 +40,10 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     if body.echo and body.prompt_logprobs is not None:
         raise HttpError(400, "prompt_logprobs: echo with logprobs tells them", param="prompt_logprobs")
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if scores_only(body):
+        if body.min_tokens:
+            raise HttpError(400, f"min_tokens: it must be at most max_tokens (0), got {body.min_tokens}", param="min_tokens")
+        max_tokens = 1  # which is computed along with the prompt, and told to nobody
     prompt_logprobs = body.logprobs if body.echo else body.prompt_logprobs
     return sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
 
@@ -47,6 +51,14 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
 def completion_demand(body: CompletionRequest) -> Demand:
     """Return what is demanded of each answer's form. Raises `HttpError`, `RequestError`."""
     return demand_of(body, ("response_format", body.response_format), None, has_tools=False)
+
+
+def scores_only(body: CompletionRequest) -> bool:
+    """Return True if nothing is to be generated: the prompt is echoed, with its log-probabilities if they are asked for. Raises `HttpError` if
+    nothing would be told at all."""
+    if body.max_tokens == 0 and not body.echo:
+        raise HttpError(400, "max_tokens: 0 is for echo alone, which tells the prompt; else it must be >= 1", param="max_tokens")
+    return body.max_tokens == 0
 
 
 def prompts_of(body: CompletionRequest) -> list[Prompt]:

@@ -39,6 +39,8 @@ def _explained(text: str, kind: Any) -> HttpError:
     found = _PLACE.search(text)
     place = found[1][:200] if found else ""
     reason = _PLACE.sub("", text)
+    if " - at `key` in " in text:
+        reason = f"a key: {reason}"
     if unknown := _UNKNOWN.match(reason):
         name, known = unknown[1], getattr(kind, "__struct_encode_fields__", ())
         meant = did_you_mean(name, known) if not place else ""

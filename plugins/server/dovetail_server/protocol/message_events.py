@@ -43,7 +43,7 @@ class MessageWriter:
         block: Any = _empty_block(part)
         self._chunks.append(sse("content_block_start", index=part.index, content_block=block))
 
-    def grew(self, part: AnswerPart, text: str) -> None:
+    def grew(self, part: AnswerPart, text: str, logprobs: Sequence[dict[str, Any]]) -> None:
         self._chunks.append(b"%b%b}}\n\n" % (self._before_text, _encode(text)))
 
     def closed(self, part: AnswerPart, *, cut: bool) -> None:

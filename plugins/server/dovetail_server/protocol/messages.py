@@ -37,6 +37,15 @@ class TextBlock(_Block, tag="text"):
     citations: None = None
 
 
+class OnlyText(Struct, forbid_unknown_fields=True):
+    """Text, where there is no other kind of block: msgspec doesn't ask for the tag of a tagged struct that is alone."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+    citations: None = None
+
+
 class ThinkingBlock(_Block, tag="thinking"):
     """Thoughts of an earlier answer. Signatures aren't looked at."""
 
@@ -59,7 +68,7 @@ class ToolResultBlock(_Block, tag="tool_result"):
     """A tool's answer to a call. That of a failed call (`is_error`) reaches the model with `Error: ` before it."""
 
     tool_use_id: str
-    content: str | list[TextBlock] = ""
+    content: str | list[OnlyText] = ""
     is_error: bool | None = None
     cache_control: CacheControl | None = None
     toolset_name: None = None
@@ -121,7 +130,7 @@ class Conversation(FurtherFields, forbid_unknown_fields=True, kw_only=True):
 
     model: str | None = None
     messages: list[InputMessage]
-    system: str | list[TextBlock] | None = None
+    system: str | list[OnlyText] | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -136,7 +145,7 @@ class Conversation(FurtherFields, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
 
-    # Harmless: they change no answer
+    # `NO_EFFECT` has them
     metadata: Metadata | None = None
     inference_geo: str | None = None
     cache_control: CacheControl | None = None
@@ -162,6 +171,7 @@ class CountTokensRequest(Conversation, forbid_unknown_fields=True, kw_only=True)
 
 
 RENAMED = {"stop": "stop_sequences", "prompt": "messages", "conversation": "messages", "a": "messages"}
+NO_EFFECT = ("metadata", "inference_geo", "cache_control")
 ONLY = (
     Only("speed", ("standard",), "the server has one speed"),
     Only("service_tier", ("auto", "standard_only"), "the server has one tier; `priority` is what schedulers look at"),
@@ -250,7 +260,7 @@ def _function(tool: Tool) -> dict[str, Any]:
     return {"name": tool.name, **described, "parameters": tool.input_schema}
 
 
-def _content(blocks: str | list[TextBlock]) -> str | list[dict[str, Any]]:
+def _content(blocks: str | list[OnlyText]) -> str | list[dict[str, Any]]:
     return blocks if isinstance(blocks, str) else [{"type": "text", "text": block.text} for block in blocks]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dovetail.request import Logprob, TokenLogprobMap
+from dovetail.request import CompletionOutput, Logprob, TokenLogprobMap
 from dovetail.sampling_params import OutputKind, SamplingParams
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
@@ -63,16 +63,19 @@ class OpenAIFields(FurtherFields, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
 
-    # Harmless: they change no answer
+    # `NO_EFFECT` has them
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+    # Not every value is supported
     service_tier: str | None = None
     store: bool | None = None
 
 
+NO_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 OPENAI_ONLY = (
     Only("store", (False,), "answers aren't kept: leave it out, or give false"),
     Only("service_tier", ("auto", "default"), 'there is one tier, "auto"; `priority` is what schedulers look at'),
@@ -107,13 +110,15 @@ def check_stream(body: OpenAIFields) -> StreamOptions:
     return body.stream_options or StreamOptions()
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Return the tokens of a request as OpenAI's clients read them."""
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None = None) -> dict[str, Any]:
+    """Return the tokens of a request as OpenAI's clients read them. `reasoning_tokens` None: nobody counts them."""
+    details = {} if reasoning_tokens is None else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        **details,
     }
 
 
@@ -125,6 +130,21 @@ def at_least(logprob: float) -> float:
 def likeliest(position: TokenLogprobMap, top: int) -> list[Logprob]:
     """Return the `top` likeliest tokens of a position, without the sampled one if that isn't among them."""
     return sorted(position.values(), key=lambda one: one.rank or 0)[:top]
+
+
+def logprobs_json(sample: CompletionOutput, top: int) -> list[dict[str, Any]]:
+    """Return a sample's log-probabilities, one item a token, with the `top` likeliest beside each."""
+    items = []
+    for token, position in zip(sample.token_ids, sample.logprobs or (), strict=False):
+        item = _logprob_json(position[token])
+        item["top_logprobs"] = [_logprob_json(one) for one in likeliest(position, top)]
+        items.append(item)
+    return items
+
+
+def _logprob_json(one: Logprob) -> dict[str, Any]:
+    text = one.decoded_token or ""
+    return {"token": text, "logprob": at_least(one.logprob), "bytes": list(text.encode())}
 
 
 def prompt_logprobs_json(prompt_logprobs: list[TokenLogprobMap | None] | None) -> list[dict[str, Any] | None] | None:

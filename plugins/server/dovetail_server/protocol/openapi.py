@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from dovetail_server.protocol import chat, completions, messages, responses
+from dovetail_server.protocol import chat, completions, messages, openai_common, responses
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.completions import CompletionRequest
 from dovetail_server.protocol.decoding import Only
@@ -29,12 +29,19 @@ _REASONS = {
     503: "The engine is dead or hangs, or the server shuts down",
     504: "The request took too long",
 }
-_ONLY: Mapping[type[Struct], Sequence[Only]] = {  # parameters of which only some values are supported
+ONLY: Mapping[type[Struct], Sequence[Only]] = {  # parameters of which only some values are supported
     ChatRequest: chat.ONLY,
     CompletionRequest: completions.ONLY,
     ResponsesRequest: responses.ONLY,
     MessagesRequest: messages.ONLY,
     CountTokensRequest: messages.ONLY,
+}
+NO_EFFECT: Mapping[type[Struct], Sequence[str]] = {  # parameters that are accepted since clients send them
+    ChatRequest: openai_common.NO_EFFECT,
+    CompletionRequest: openai_common.NO_EFFECT,
+    ResponsesRequest: responses.NO_EFFECT,
+    MessagesRequest: messages.NO_EFFECT,
+    CountTokensRequest: messages.NO_EFFECT,
 }
 _TAKES_BODY = (400, 404, 408, 413, 429, 500, 503)
 _GENERATES = (*_TAKES_BODY, 504)
@@ -124,7 +131,11 @@ def _schemas(operations: Sequence[Operation]) -> tuple[Mapping[type[Struct], Any
         used = (operation.request, operation.answer, operation.error_shape)
         structs |= dict.fromkeys(kind for kind in used if isinstance(kind, type))
     references, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
-    for kind, table in _ONLY.items():
+    for kind, names in NO_EFFECT.items():
+        if kind in structs:
+            properties = components[kind.__name__]["properties"]
+            properties |= {name: {**properties[name], "description": "Accepted; it changes no answer"} for name in names}
+    for kind, table in ONLY.items():
         if kind in structs:
             components[kind.__name__]["properties"] |= {name: _only(values, reason) for name, values, reason in table}
     return dict(zip(structs, references, strict=True)), components

@@ -34,7 +34,7 @@ class ResponseWriter:
         self._answer = answer  # without output: what the first events hold
         self._chunks: list[bytes] = []
         self._events = 0  # so far: the next one's sequence_number
-        self._delta = (b"", b"")  # a delta's event before and behind its text; its number follows
+        self._delta = b""  # a delta's event before its text
 
     def start(self) -> None:
         """Begin the stream."""
@@ -48,12 +48,13 @@ class ResponseWriter:
             self._event("response.content_part.added", **self._place(part), part=_content(part, empty=True))
         type = f"{_EVENTS[part.kind]}.delta"
         body = _encode({"type": type, **self._place(part)})[:-1]
-        logprobs = b',"logprobs":[]' if part.kind is PartKind.TEXT else b""
-        self._delta = b'event: %b\ndata: %b,"delta":' % (type.encode(), body), b'%b,"sequence_number":' % logprobs
+        self._delta = b'event: %b\ndata: %b,"delta":' % (type.encode(), body)
 
-    def grew(self, part: AnswerPart, text: str) -> None:
-        before, behind = self._delta
-        self._chunks.append(b"%b%b%b%d}\n\n" % (before, _encode(text), behind, self._events))
+    def grew(self, part: AnswerPart, text: str, logprobs: Sequence[dict[str, Any]]) -> None:
+        told = b""
+        if part.kind is PartKind.TEXT:
+            told = b',"logprobs":%b' % _encode(logprobs) if logprobs else b',"logprobs":[]'
+        self._chunks.append(b'%b%b%b,"sequence_number":%d}\n\n' % (self._delta, _encode(text), told, self._events))
         self._events += 1
 
     def closed(self, part: AnswerPart, *, cut: bool) -> None:
@@ -62,7 +63,7 @@ class ResponseWriter:
         if part.kind is PartKind.CALL:
             self._event("response.function_call_arguments.done", **place, name=part.name, arguments=part.text)
         else:
-            logprobs: dict[str, Any] = {"logprobs": []} if part.kind is PartKind.TEXT else {}
+            logprobs: dict[str, Any] = {"logprobs": part.logprobs} if part.kind is PartKind.TEXT else {}
             self._event(f"{_EVENTS[part.kind]}.done", **place, text=part.text, **logprobs)
             self._event("response.content_part.done", **place, part=_content(part))
         self._event("response.output_item.done", output_index=part.index, item=item_of(part, self._answer.id, status))
@@ -102,7 +103,7 @@ def item_of(part: AnswerPart, response_id: str, status: Status, *, empty: bool =
     id = item_id(part, response_id)
     match part.kind:
         case PartKind.TEXT:
-            return OutputMessage(id=id, status=status, content=[] if empty else [OutputTextPart(part.text)])
+            return OutputMessage(id=id, status=status, content=[] if empty else [OutputTextPart(part.text, logprobs=part.logprobs)])
         case PartKind.REASONING:
             return OutputReasoning(id=id, status=status, content=[] if empty else [ReasoningTextPart(part.text)])
         case PartKind.CALL:
@@ -111,7 +112,7 @@ def item_of(part: AnswerPart, response_id: str, status: Status, *, empty: bool =
 
 def _content(part: AnswerPart, *, empty: bool = False) -> OutputTextPart | ReasoningTextPart:
     text = "" if empty else part.text
-    return OutputTextPart(text) if part.kind is PartKind.TEXT else ReasoningTextPart(text)
+    return OutputTextPart(text, logprobs=[] if empty else part.logprobs) if part.kind is PartKind.TEXT else ReasoningTextPart(text)
 
 
 def finished_answer(

@@ -13,6 +13,7 @@ from dovetail.errors import RequestError
 from dovetail.front.chat import ChatOptions
 from dovetail.sampling_params import SamplingParams
 from dovetail_server.errors import HttpError
+from dovetail_server.protocol import openai_common
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
 from dovetail_server.protocol.openai_common import FurtherFields, sampling_params
 from dovetail_server.protocol.structured import Demand, ResponsesFormat, TextFormat, calls_of, chosen_function, demand_of
@@ -170,8 +171,10 @@ class ResponsesRequest(FurtherFields, forbid_unknown_fields=True, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # Harmless: they change no answer. Thoughts are told in the open, so that encrypted ones aren't needed
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None  # thoughts are told in the open anyhow
+    top_logprobs: int | None = None
+
+    # `NO_EFFECT` has them
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -188,12 +191,13 @@ class ResponsesRequest(FurtherFields, forbid_unknown_fields=True, kw_only=True):
     max_tool_calls: Any = None
     truncation: Any = None
     service_tier: Any = None
-    top_logprobs: Any = None
     context_management: Any = None
     moderation: Any = None
 
 
+_LOGPROBS = "message.output_text.logprobs"
 _NOTHING_STORED = "nothing is stored between requests: send the whole conversation in input"
+NO_EFFECT = (*openai_common.NO_EFFECT, "prompt_cache_options")
 ONLY = (
     Only("store", (False,), "answers aren't stored: leave it out, or give false"),
     Only("previous_response_id", (), _NOTHING_STORED),
@@ -203,16 +207,24 @@ ONLY = (
     Only("max_tool_calls", (), "there are no tools that the server itself calls"),
     Only("truncation", ("disabled",), "a conversation that doesn't fit the model is refused"),
     Only("service_tier", ("auto", "default"), 'there is one tier, "auto"; `priority` is what schedulers look at'),
-    Only("top_logprobs", (0,), "/v1/chat/completions tells log-probabilities"),
     Only("context_management", (), "the conversation is read as it is sent"),
     Only("moderation", (), "the server has no moderation"),
 )
-RENAMED = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input", "conversation": "input", "a": "input"}
+RENAMED = {
+    "logprobs": "top_logprobs",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt": "input",
+    "conversation": "input",
+    "a": "input",
+}
 
 
 def check_supported(body: ResponsesRequest) -> None:
     """Raises `HttpError` 400 naming an option that this server doesn't honour."""
     refuse_unsupported(body, ONLY)
+    if body.top_logprobs and not tells_logprobs(body):
+        raise HttpError(400, f'top_logprobs: it needs include: ["{_LOGPROBS}"]', param="top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise HttpError(400, "stream_options: only a stream has them: set stream to true", param="stream_options")
 
@@ -234,7 +246,12 @@ def chat_options(body: ResponsesRequest) -> ChatOptions:
 
 def answer_params(body: ResponsesRequest) -> SamplingParams:
     """Return the parameters of the answer. Raises `RequestError`."""
-    return sampling_params(body, max_tokens=body.max_output_tokens)
+    return sampling_params(body, max_tokens=body.max_output_tokens, logprobs=(body.top_logprobs or 0) if tells_logprobs(body) else None)
+
+
+def tells_logprobs(body: ResponsesRequest) -> bool:
+    """Return True if the answer is to tell the log-probabilities of its text's tokens."""
+    return _LOGPROBS in (body.include or ())
 
 
 # --- conversations ------------------------------------------------------------------------------------------------------------------------------
@@ -368,7 +385,7 @@ class OutputTokensDetails(Struct):
 
 
 class ResponseUsage(Struct, kw_only=True):
-    """Tokens. Those of thoughts aren't counted by themselves: `reasoning_tokens` is 0."""
+    """Tokens. `reasoning_tokens` are those up to the end of the thoughts; 0 if the server looks for none."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -410,6 +427,7 @@ class ResponseAnswer(Struct, kw_only=True):
     text: TextConfig = msgspec.field(default_factory=lambda: TextConfig(TextFormat()))
     tool_choice: str | dict[str, Any] = "auto"
     tools: list[FunctionTool] = []
+    top_logprobs: int = 0
     top_p: float | None = None
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
@@ -431,6 +449,7 @@ def begun_answer(body: ResponsesRequest, response_id: str, model: str, created_a
         text=TextConfig(body.text.format if body.text is not None and body.text.format is not None else TextFormat()),
         tool_choice=body.tool_choice or "auto",
         tools=body.tools or [],
+        top_logprobs=body.top_logprobs or 0,
         top_p=body.top_p,
         user=body.user,
     )

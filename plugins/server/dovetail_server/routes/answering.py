@@ -12,7 +12,7 @@ from dovetail.request import CompletionOutput, RequestOutput
 from dovetail.sampling_params import SamplingParams, changed_unchecked
 from dovetail_server.errors import ErrorShape
 from dovetail_server.exchange import Exchange, Part
-from dovetail_server.parsers import Content, OutputParser
+from dovetail_server.parsers import AnswerReader, OutputParser
 from dovetail_server.protocol.answer_parts import AnswerParts, PartWriter
 from dovetail_server.streams import EventStream
 
@@ -32,7 +32,7 @@ class Answer(Part):
     def __init__(self, exchange: Exchange, parser: OutputParser | None, writer: AnswerWriter | None, shape: ErrorShape | None = None) -> None:
         """`shape`: how an event tells of an error, if not as other answers do."""
         super().__init__(exchange)
-        self._parser = parser
+        self.reader = AnswerReader(parser)
         self._writer = writer
         self._stream: EventStream | None = None if writer is None else exchange.begin_stream("error", shape)
         self._started = False
@@ -44,15 +44,17 @@ class Answer(Part):
     def end(self) -> None:
         """Write what comes behind them. `output` is known."""
 
+    def logprobs_of(self, sample: CompletionOutput) -> Sequence[dict[str, Any]]:
+        """Return the log-probabilities of an output's tokens, as the API tells them; none unless a subclass has them."""
+        return ()
+
     def take(self, output: RequestOutput) -> None:
         if not self._started:
             self._started = True
             self.start()
         sample = output.outputs[0]
-        self.parts.add((Content(sample.text),) if self._parser is None else self._parser.feed(sample.text))
+        self.parts.add(self.reader.read(sample), self.logprobs_of(sample))
         if output.finished:
-            if self._parser is not None:
-                self.parts.add(self._parser.finish())
             self.parts.finish(cut=sample.finish_reason == "length")
             self.output = sample
             self.end()
@@ -67,7 +69,7 @@ async def rendered(exchange: Exchange, messages: Sequence[Mapping[str, Any]], op
 
 def answer_parser(exchange: Exchange, prompt: TokenizedText, options: ChatOptions) -> OutputParser | None:
     """Return the parser of an answer to this prompt; None if all of its text is content."""
-    return exchange.server.parsing.parser(prompt, has_tools=bool(options.tools), template=options.chat_template)
+    return exchange.server.parsing.parser(prompt, tools=options.tools, template=options.chat_template)
 
 
 def as_parsed(params: SamplingParams, parser: OutputParser | None) -> SamplingParams:

@@ -11,12 +11,12 @@ from typing import Any
 import orjson
 from starlette.routing import Route
 
-from dovetail.request import CompletionOutput, Logprob, RequestOutput
+from dovetail.request import CompletionOutput, RequestOutput
 from dovetail_server.constraining import constrained_chat
 from dovetail_server.exchange import Endpoint, Exchange, Job, Part, new_id
-from dovetail_server.parsers import Content, Event, OutputParser, Reasoning, ToolCallArguments, ToolCallStart
+from dovetail_server.parsers import AnswerReader, Content, Event, OutputParser, Reasoning, ToolCallArguments, ToolCallStart, reasoning_tokens_of
 from dovetail_server.protocol.chat import ChatRequest, chat_demand, chat_options, chat_params, renamed_fields
-from dovetail_server.protocol.openai_common import StreamOptions, at_least, check_stream, engine_fields, likeliest, prompt_logprobs_json, usage
+from dovetail_server.protocol.openai_common import StreamOptions, check_stream, engine_fields, logprobs_json, prompt_logprobs_json, usage
 from dovetail_server.streams import DONE, event
 
 
@@ -32,7 +32,7 @@ async def chat(exchange: Exchange) -> None:
     name = new_id("chatcmpl")
     head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": model}
     fields = engine_fields(body, exchange.engine)
-    parsers = [exchange.server.parsing.parser(prompt, has_tools=bool(options.tools), template=body.chat_template) for _ in range(params.n)]
+    parsers = [exchange.server.parsing.parser(prompt, tools=options.tools, template=body.chat_template) for _ in range(params.n)]
     if any(parser is not None and parser.needs_special_tokens for parser in parsers):
         params = dataclasses.replace(params, skip_special_tokens=False)
     if body.stream:
@@ -82,15 +82,15 @@ class Choice:
     """One sample of an answer that is told at its end."""
 
     def __init__(self, index: int, parser: OutputParser | None) -> None:
-        self.index, self._parser = index, parser
-        self._text: list[str] = []
+        self.index, self.reader = index, AnswerReader(parser)
+        self._message = Message()
         self.token_ids: list[int] = []
         self.logprobs: list[dict[str, Any]] = []
         self.stop_reason: int | str | None = None
         self._finish: str | None = None
 
     def take(self, sample: CompletionOutput, top: int | None) -> None:
-        self._text.append(sample.text)
+        self._message.take(self.reader.read(sample))
         self.token_ids += sample.token_ids
         if top is not None:
             self.logprobs += logprobs_json(sample, top)
@@ -98,9 +98,7 @@ class Choice:
 
     def message(self) -> tuple[dict[str, Any], str | None]:
         """Return the message, and why it ended."""
-        message, text = Message(), "".join(self._text)
-        message.take([Content(text)] if self._parser is None else [*self._parser.feed(text), *self._parser.finish()])
-        made = message.json()
+        made = self._message.json()
         return made, finish_reason(self._finish, "tool_calls" in made)
 
 
@@ -126,9 +124,10 @@ class ChatAnswer(Part):
 
     def content(self) -> dict[str, Any]:
         """Return choices and usage."""
+        readers = [choice.reader for choice in self._choices]
         content: dict[str, Any] = {
             "choices": [self._choice(choice) for choice in self._choices],
-            "usage": usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens),
+            "usage": usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens, reasoning_tokens_of(readers)),
         }
         if self._last is not None and self._body.prompt_logprobs is not None:
             content["prompt_logprobs"] = prompt_logprobs_json(self._last.prompt_logprobs)
@@ -161,7 +160,7 @@ class ChatStream(Part):
         self._top = (body.top_logprobs or 0) if body.logprobs else None
         self._token_ids = bool(body.return_token_ids)
         self._said_role = [False] * len(parsers)
-        self._parsers = parsers
+        self._readers = [AnswerReader(parser) for parser in parsers]
         self._called = [False] * len(parsers)  # there were tool calls
         self._plain = parsers[0] is None and self._top is None and not self._token_ids and not self._options.continuous_usage_stats
         self._prefixes, self._suffix = [], b""
@@ -194,6 +193,8 @@ class ChatStream(Part):
         index, events = sample.index, []
         if not self._said_role[index]:
             self._said_role[index] = True
+            if self._plain and len(self._readers) == 1:
+                self.tell_plainly(self._prefixes[0], self._suffix)
             first = self._chunk([self._choice(index, {"role": "assistant", "content": ""})])
             if self._token_ids:
                 first["prompt_token_ids"] = [int(token) for token in output.prompt_token_ids]
@@ -217,12 +218,7 @@ class ChatStream(Part):
 
     def _deltas(self, index: int, sample: CompletionOutput) -> list[dict[str, Any]]:
         """Return what is new of a sample's message."""
-        parser = self._parsers[index]
-        if parser is None:
-            return [{"content": sample.text}] if sample.text else []
-        events = parser.feed(sample.text)
-        if sample.finish_reason is not None:
-            events = [*events, *parser.finish()]
+        events = self._readers[index].read(sample)
         self._called[index] |= any(type(one) is ToolCallStart for one in events)
         return [delta_json(one) for one in events]
 
@@ -242,7 +238,7 @@ class ChatStream(Part):
         return chunk
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+        return usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens, reasoning_tokens_of(self._readers))
 
 
 def delta_json(one: Event) -> dict[str, Any]:
@@ -256,21 +252,6 @@ def delta_json(one: Event) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}]}
         case ToolCallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-
-
-def logprobs_json(sample: CompletionOutput, top: int) -> list[dict[str, Any]]:
-    """Return a sample's log-probabilities, one item a token, with the `top` likeliest beside each."""
-    items = []
-    for token, position in zip(sample.token_ids, sample.logprobs or (), strict=False):
-        item = _logprob_json(position[token])
-        item["top_logprobs"] = [_logprob_json(one) for one in likeliest(position, top)]
-        items.append(item)
-    return items
-
-
-def _logprob_json(one: Logprob) -> dict[str, Any]:
-    text = one.decoded_token or ""
-    return {"token": text, "logprob": at_least(one.logprob), "bytes": list(text.encode())}
 
 
 ROUTES = [Route("/v1/chat/completions", Endpoint(chat), methods=["POST"])]

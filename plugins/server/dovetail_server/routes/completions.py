@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from starlette.routing import Route
 from dovetail.request import CompletionOutput, Logprob, RequestOutput, TokenLogprobMap
 from dovetail_server.constraining import constrained
 from dovetail_server.exchange import Endpoint, Exchange, Job, Part, new_id
-from dovetail_server.protocol.completions import CompletionRequest, completion_demand, completion_params, prompts_of
+from dovetail_server.protocol.completions import CompletionRequest, completion_demand, completion_params, prompts_of, scores_only
 from dovetail_server.protocol.openai_common import RENAMED, at_least, check_stream, engine_fields, likeliest, prompt_logprobs_json, usage
 from dovetail_server.streams import DONE, event
 
@@ -77,8 +78,19 @@ class CompletionPart(Part):
 
     def __init__(self, exchange: Exchange, body: CompletionRequest, first: int, n: int) -> None:
         super().__init__(exchange)
+        self._scores_only = scores_only(body)
         self.body, self.first = body, first
         self.logprobs = [None if body.logprobs is None else Logprobs(body.logprobs) for _ in range(n)]
+
+    def take(self, output: RequestOutput) -> None:
+        if self._scores_only:
+            self.completion_tokens = 0
+            output = without_answer(output)
+        self.tell(output)
+
+    def tell(self, output: RequestOutput) -> None:
+        """Write what is new, or keep it."""
+        raise NotImplementedError
 
     def echo(self, output: RequestOutput, index: int) -> tuple[str, dict[str, list[Any]] | None]:
         """Return the prompt's text, and its log-probabilities."""
@@ -86,6 +98,12 @@ class CompletionPart(Part):
         ids = [int(token) for token in output.prompt_token_ids]
         text = output.prompt if output.prompt is not None else tokenizer.decode(ids)
         return text, None if log is None else log.of_prompt(output, [tokenizer.decode([token]) for token in ids])
+
+
+def without_answer(output: RequestOutput) -> RequestOutput:
+    """Return an output as if nothing had been generated."""
+    samples = [CompletionOutput(sample.index, "", (), finish_reason="length" if sample.finish_reason else None) for sample in output.outputs]
+    return dataclasses.replace(output, outputs=samples)
 
 
 class AnswerPart(CompletionPart):
@@ -99,25 +117,25 @@ class AnswerPart(CompletionPart):
         self._last: list[CompletionOutput | None] = [None] * n
         self._output: RequestOutput | None = None
 
-    def take(self, output: RequestOutput) -> None:
+    def tell(self, output: RequestOutput) -> None:
         for sample in output.outputs:
             index = sample.index
             if self._last[index] is None and self.body.echo:
                 text, logprobs = self.echo(output, index)
                 self._text[index].append(text)
-                self._tell(index, logprobs)
+                self._add(index, logprobs)
             self._last[index] = sample
             self._text[index].append(sample.text)
             self._token_ids[index] += sample.token_ids
             if (log := self.logprobs[index]) is not None:
-                self._tell(index, log.of_sample(sample))
+                self._add(index, log.of_sample(sample))
         self._output = output
 
     def choices(self) -> list[dict[str, Any]]:
         """Return the choices of its prompt."""
         return [self._choice(index) for index in range(len(self._last))]
 
-    def _tell(self, index: int, logprobs: dict[str, list[Any]] | None) -> None:
+    def _add(self, index: int, logprobs: dict[str, list[Any]] | None) -> None:
         for name, values in (logprobs or {}).items():
             self._told[index][name] += values
 
@@ -170,7 +188,7 @@ class StreamedPart(CompletionPart):
             prefix, _, self._suffix = stream.chunk([_choice(first + index, "@")], None).partition(b'"@"')
             self._prefixes.append(prefix)
 
-    def take(self, output: RequestOutput) -> None:
+    def tell(self, output: RequestOutput) -> None:
         for sample in output.outputs:
             index = sample.index
             if self._plain and sample.finish_reason is None and self._begun[index]:
@@ -183,6 +201,8 @@ class StreamedPart(CompletionPart):
         index, choices = sample.index, []
         if not self._begun[index]:
             self._begun[index] = True
+            if self._plain and len(self._begun) == 1:
+                self.tell_plainly(self._prefixes[0], self._suffix)
             if self.body.echo:
                 text, logprobs = self.echo(output, index)
                 choices.append({**_choice(self.first + index, text), "logprobs": logprobs})

@@ -9,7 +9,7 @@ from dovetail_server.constraining import constrained_chat
 from dovetail_server.errors import anthropic_shape
 from dovetail_server.exchange import Endpoint, Exchange, Job, new_id
 from dovetail_server.parsers import OutputParser
-from dovetail_server.protocol.message_events import MessageWriter, content_of, stop_of
+from dovetail_server.protocol.message_events import PING, MessageWriter, content_of, stop_of
 from dovetail_server.protocol.messages import (
     RENAMED,
     CountTokensRequest,
@@ -66,7 +66,8 @@ class ToldMessage(Answer):
         self._head, self._max_tokens, self._events = head, max_tokens, writer
 
     def start(self) -> None:
-        if self._events is not None:
+        if self._events is not None and self._stream is not None:
+            self._stream.ping(PING)
             self._events.start(msgspec.structs.replace(self._head, usage=self._usage()))
 
     def end(self) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 from starlette.routing import Route
 
+from dovetail.request import CompletionOutput
 from dovetail_server.constraining import constrained_chat
 from dovetail_server.exchange import Endpoint, Exchange, Job, new_id
 from dovetail_server.parsers import OutputParser
-from dovetail_server.protocol.openai_common import engine_fields
+from dovetail_server.protocol.openai_common import engine_fields, logprobs_json
 from dovetail_server.protocol.response_events import ResponseWriter, finished_answer
 from dovetail_server.protocol.responses import (
     RENAMED,
     InputTokensDetails,
+    OutputTokensDetails,
     ResponseAnswer,
     ResponsesRequest,
     ResponseUsage,
@@ -43,6 +46,7 @@ async def responses(exchange: Exchange) -> None:
     parser = answer_parser(exchange, prompt, options)
     head = begun_answer(body, new_id("resp").replace("-", "_"), model, int(time.time()))
     told = ToldResponse(exchange, parser, head, ResponseWriter(head) if body.stream else None)
+    told.top_logprobs = params.logprobs
     await exchange.run([Job(prompt, as_parsed(params, parser), told, engine_fields(body, exchange.engine))], head.id)
     if not body.stream:
         await exchange.reply(msgspec.json.encode(told.whole()))
@@ -50,6 +54,8 @@ async def responses(exchange: Exchange) -> None:
 
 class ToldResponse(Answer):
     """A response as it comes."""
+
+    top_logprobs: int | None = None  # the likeliest tokens to tell beside each; None: no log-probabilities are told
 
     def __init__(self, exchange: Exchange, parser: OutputParser | None, head: ResponseAnswer, writer: ResponseWriter | None) -> None:
         super().__init__(exchange, parser, writer, None if writer is None else writer.error)
@@ -68,11 +74,15 @@ class ToldResponse(Answer):
         cut: Literal["length", "stop"] = "length" if self.output.finish_reason == "length" else "stop"
         return finished_answer(self._head, self.parts.parts, cut, self._usage(), int(time.time()))
 
+    def logprobs_of(self, sample: CompletionOutput) -> Sequence[dict[str, Any]]:
+        return () if self.top_logprobs is None else logprobs_json(sample, self.top_logprobs)
+
     def _usage(self) -> ResponseUsage:
         return ResponseUsage(
             input_tokens=self.prompt_tokens,
             input_tokens_details=InputTokensDetails(self.cached_tokens),
             output_tokens=self.completion_tokens,
+            output_tokens_details=OutputTokensDetails(self.reader.reasoning_tokens or 0),
             total_tokens=self.prompt_tokens + self.completion_tokens,
         )
 

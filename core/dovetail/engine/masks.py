@@ -1,0 +1,50 @@
+"""The masks of a late step: each of its grammars says which tokens may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dovetail.api.executor import Masks
+from dovetail.engine.constraint import failure
+from dovetail.engine.live_request import LiveRequest
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+LIKELY = 64  # words in which nearly every mask has a token: only the others are looked through
+
+
+def fill_masks(
+    requests: Sequence[LiveRequest], indices: Sequence[int], vocab_size: int, memory: Callable[[int, int], NDArray[np.uint32]]
+) -> tuple[Masks, dict[LiveRequest, str]]:
+    """Return the masks of a step's `requests` at these indices, which have constraints, in `memory` of so many lines and words a line; and why
+    some of them can't go on: a matcher that fails, or that allows nothing at all, ends its own request alone."""
+    at, matchers, backend = [], [], None
+    for index in indices:
+        constraint = requests[index].constraint
+        if constraint is not None and (matcher := constraint.matcher) is not None:
+            at.append(index)
+            matchers.append(matcher)
+            backend = constraint.backend
+    words = memory(len(at), -(-vocab_size // 32))
+    failed: dict[LiveRequest, str] = {}
+    if backend is not None:
+        try:
+            backend.fill_many(matchers, words)
+        except Exception:  # find out whose it is
+            for line, (index, matcher) in enumerate(zip(at, matchers, strict=True)):
+                try:
+                    matcher.fill(words[line])
+                except Exception as error:
+                    words[line] = 0
+                    failed[requests[index]] = failure(error)
+    unlikely = np.flatnonzero(~words[:, :LIKELY].any(axis=1))
+    for line in unlikely[~words[unlikely].any(axis=1)].tolist():
+        failed.setdefault(requests[at[line]], "its grammar allows no token that the model has: nothing can come next")
+    good = [line for line, index in enumerate(at) if requests[index] not in failed]
+    if len(good) < len(at):
+        at, words = [at[line] for line in good], words[good]
+    return Masks(np.array(at, np.int32), words), failed

@@ -1,0 +1,110 @@
+"""A `Batch` and its `Masks` as 32-bit words, for sending them to other ranks: numbers are copied as they are, with no Python object for each.
+
+The sampling parameters of rows that begin are pickled together: they are of many kinds, and a row begins once.
+
+    step (two words), shared blocks, 1 if it is late, then how many of each
+    removed | new_block_rows | new_blocks | copies (src, dst, …) | rows | num_tokens | yields_token
+    for each of `added`: row, prompt_len, computed; how many tokens and blocks, and bytes of its id
+    all tokens | all blocks | all ids | sampling, pickled
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.api.executor import Batch, Masks, NewRow
+from dovetail.api.kv_cache import BlockCopy
+
+Words = NDArray[np.int32]
+
+_HEAD, _NEW = 10, 6  # words
+
+
+def to_words(batch: Batch) -> list[Words]:
+    """Return arrays that lie one after the other in the message."""
+    lens = (len(batch.removed), len(batch.new_blocks), len(batch.copies), len(batch.rows), len(batch.added))
+    body = [batch.removed, batch.new_block_rows, batch.new_blocks]
+    if batch.copies:
+        body.append(np.array([(copy.src, copy.dst) for copy in batch.copies], np.int32).reshape(-1))
+    body += [batch.rows, batch.num_tokens, batch.yields_token.astype(np.int32)]
+    sampling = b""
+    if batch.added:
+        sampling = pickle.dumps([new.sampling for new in batch.added], pickle.HIGHEST_PROTOCOL)
+        body += _added_words(batch.added)
+        body.append(_bytes_words(sampling))
+    head = np.array([0, 0, batch.shared_prefix_blocks, batch.late, *lens, len(sampling)], np.int32)
+    head[:2] = np.array([batch.step], np.int64).view(np.int32)  # a server may live for more steps than 32 bits can count
+    return [head, *body]
+
+
+def from_words(words: Words) -> Batch:
+    """Return the batch of a message. Its arrays are views of `words`."""
+    step = int(words[:2].copy().view(np.int64)[0])
+    shared, late, removed, new_blocks, copies, rows, added, sampling = words[2:_HEAD].tolist()
+    reader = _Reader(words, _HEAD)
+    fields: dict[str, Any] = {
+        "removed": reader.take(removed),
+        "new_block_rows": reader.take(new_blocks),
+        "new_blocks": reader.take(new_blocks),
+        "copies": tuple(BlockCopy(src, dst) for src, dst in reader.take(2 * copies).reshape(-1, 2).tolist()),
+        "rows": reader.take(rows),
+        "num_tokens": reader.take(rows),
+        "yields_token": reader.take(rows).astype(np.bool_),
+    }
+    return Batch(step=step, shared_prefix_blocks=shared, late=bool(late), added=_added(reader, added, sampling) if added else (), **fields)
+
+
+def masks_to_words(masks: Masks) -> list[Words]:
+    """Return arrays as `to_words` does: how many masks, their indices, their words."""
+    return [np.array([len(masks.indices)], np.int32), masks.indices, masks.words.reshape(-1).view(np.int32)]
+
+
+def masks_from_words(words: Words) -> Masks:
+    """Return the masks of a message. Its arrays are views of `words`."""
+    count = int(words[0])
+    return Masks(words[1 : 1 + count], words[1 + count :].view(np.uint32).reshape(count, -1 if count else 0))
+
+
+class _Reader:
+    """Takes arrays off a message, one after the other."""
+
+    def __init__(self, words: Words, at: int) -> None:
+        self._words, self._at = words, at
+
+    def take(self, count: int) -> Words:
+        taken = self._words[self._at : self._at + count]
+        self._at += count
+        return taken
+
+    def take_bytes(self, count: int) -> bytes:
+        return self.take(-(-count // 4)).tobytes()[:count]
+
+
+def _added_words(added: Sequence[NewRow]) -> list[Words]:
+    ids = [new.request_id.encode("utf-8", "surrogatepass") for new in added]
+    heads = [(new.row, new.prompt_len, new.computed, len(new.token_ids), len(new.blocks), len(id)) for new, id in zip(added, ids, strict=True)]
+    tokens, blocks = [new.token_ids for new in added], [new.blocks for new in added]
+    return [np.array(heads, np.int32).reshape(-1), *tokens, *blocks, _bytes_words(b"".join(ids))]
+
+
+def _added(reader: _Reader, count: int, sampling_bytes: int) -> tuple[NewRow, ...]:
+    heads = reader.take(_NEW * count).reshape(count, _NEW).tolist()
+    tokens = [reader.take(head[3]) for head in heads]
+    blocks = [reader.take(head[4]) for head in heads]
+    ids, at = reader.take_bytes(sum(head[5] for head in heads)), 0
+    sampling = pickle.loads(reader.take_bytes(sampling_bytes))
+    added = []
+    for (row, prompt_len, computed, *_, length), own, table, params in zip(heads, tokens, blocks, sampling, strict=True):
+        name = ids[at : at + length].decode("utf-8", "surrogatepass")
+        at += length
+        added.append(NewRow(row, name, own, prompt_len, computed, table, params))
+    return tuple(added)
+
+
+def _bytes_words(data: bytes) -> Words:
+    return np.frombuffer(data + bytes(-len(data) % 4), np.int32)

@@ -1,0 +1,102 @@
+"""Stand-ins for grammars in a simulation: one allows every token, and is compiled when a virtual clock says so.
+
+The feeder gives them to the engine's own `Constraint`, which holds the request back, has masks filled and shows them each token. What that takes is
+the simulated executor's to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import BaseModel
+
+from dovetail.api.clock import Clock
+from dovetail.api.component import NoOptions
+from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher
+from dovetail.structured import Structured
+from dovetail_lab.traces.request import stream_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+RULE = Structured(regex="(?s).*")  # what policies see in `params.structured` of a request with a grammar
+
+
+class SimulatedGrammars:
+    """The maker of an engine's stand-ins."""
+
+    def __init__(self, clock: Clock, vocab_size: int, median_s: float, sigma: float, seed: int) -> None:
+        """Make it. Compiling takes `median_s` x exp(`sigma` z), z normal: drawn for each request by the seed and its id."""
+        self._clock, self._median_s, self._sigma, self._seed = clock, median_s, sigma, seed
+        self.backend = FreeBackend(NoOptions(), GrammarContext((), frozenset(), vocab_size))
+
+    def compile(self, request_id: str, arrival: float) -> Future[Grammar]:
+        """Return the grammar to come of a request, which begins to be compiled when the request arrives."""
+        share = (stream_of("compiling", self._seed, request_id) + 0.5) / 2**64
+        drawn = self._median_s * math.exp(self._sigma * NormalDist().inv_cdf(min(share, 1 - 2**-53)))
+        seconds = round(drawn, 6)  # libraries of mathematics differ in the last bits, results mustn't
+        return _Compiling(self._clock, arrival + seconds, FreeGrammar(self.backend))
+
+
+class _Compiling(Future[Grammar]):
+    """A grammar that is compiled from an instant of the clock on."""
+
+    def __init__(self, clock: Clock, ready: float, grammar: Grammar) -> None:
+        super().__init__()
+        self._clock, self._ready = clock, ready
+        self.set_result(grammar)
+
+    def done(self) -> bool:
+        return self._clock.now() >= self._ready
+
+
+class FreeBackend(GrammarBackend):
+    """A backend whose grammars allow every token."""
+
+    def __init__(self, options: BaseModel, context: GrammarContext) -> None:
+        super().__init__(options, context)
+        bits = np.zeros(-(-context.vocab_size // 32) * 32, np.uint8)
+        bits[: context.vocab_size] = 1
+        self.everything: NDArray[np.uint32] = np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        return FreeGrammar(self)
+
+    def fill_many(self, matchers: Sequence[Matcher], words: NDArray[np.uint32]) -> None:
+        words[:] = self.everything
+
+
+class FreeGrammar(Grammar):
+    def __init__(self, backend: FreeBackend) -> None:
+        self._backend = backend
+
+    def begin(self) -> Matcher:
+        return FreeMatcher(self._backend)
+
+
+class FreeMatcher(Matcher):
+    """A matcher that takes all that comes, and never ends an answer: the trace says how long it is."""
+
+    def __init__(self, backend: FreeBackend) -> None:
+        self._backend = backend
+
+    def fill(self, words: NDArray[np.uint32]) -> None:
+        words[:] = self._backend.everything
+
+    def accept(self, token: int) -> bool:
+        return True
+
+    def rollback(self, tokens: int) -> None:
+        """Do nothing: there is no state."""
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    @property
+    def complete(self) -> bool:
+        return False

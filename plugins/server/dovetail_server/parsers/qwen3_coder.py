@@ -1,0 +1,41 @@
+"""Tool calls as Qwen3-Coder and Qwen3.5 write them: `<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`."""
+
+from __future__ import annotations
+
+import re
+
+from dovetail_server.parsers.json_call import MAX_NAME
+from dovetail_server.parsers.pieces import Marks
+from dovetail_server.parsers.tagged import TaggedCalls, tag_at
+
+_FUNCTION = "<function="
+_NAME = re.compile(r'[^\s<>{}"]+')
+
+
+class Qwen3CoderCalls(TaggedCalls):
+    """Tags and values stand on lines of their own. The marks are ordinary added tokens or plain text."""
+
+    key_begin = "<parameter="
+    key_end = ">"
+    value_end = Marks("</parameter>")
+    call_ends = ("</function>", "</tool_call>")
+    lines = True
+
+    def begins_call(self, char: str) -> bool:
+        """Take a tag's first character for the beginning of a call, until it is another tag."""
+        if char == "<":
+            self._state = type(self).function
+        return char == "<"
+
+    def function(self, text: str, pos: int) -> int:
+        """State: the tag with the function's name."""
+        tag = tag_at(text, pos, (_FUNCTION,))
+        begin = pos + len(_FUNCTION)
+        end = text.find(">", begin, begin + MAX_NAME + 1)
+        if tag == "" or (tag and end < 0 and len(text) - begin <= MAX_NAME):
+            return self.hold(text, pos)
+        if tag is None or end < 0 or not _NAME.fullmatch(text, begin, end):
+            self.refuse("")
+            return pos
+        self.start_call(text[begin:end])
+        return end + 1

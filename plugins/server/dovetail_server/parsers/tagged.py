@@ -1,0 +1,181 @@
+"""The base of formats that write a call's arguments one by one, each between tags and without quotes. Here they become JSON while they come."""
+
+from __future__ import annotations
+
+import json
+from typing import ClassVar, NoReturn
+
+from dovetail_server.parsers.calls import CALL_END, ClosedCalls
+from dovetail_server.parsers.events import Event, ToolCallArguments, ToolCallStart
+from dovetail_server.parsers.json_call import MAX_HELD, MAX_NAME
+from dovetail_server.parsers.parameters import Parameters, Tools
+from dovetail_server.parsers.pieces import Marks, after_space
+
+QUOTE = '"'
+_AS_IN_PYTHON = {"True": "true", "False": "false", "None": "null"}  # which models write after templates that do
+
+
+class TaggedCalls(ClosedCalls):
+    """A subclass has the tags, and reads the function's name. A call is out once its name is certain; from there on whatever isn't one of its tags
+    ends it.
+
+    A value is a string if the tool's schema allows one, or says nothing, and goes out as it comes. Otherwise it is held until its end, MAX_HELD
+    characters at most; it goes out as it stands if it is JSON, and as a string if not.
+    """
+
+    key_begin: ClassVar[str]
+    key_end: ClassVar[str]
+    value_begin: ClassVar[str | None] = None  # None: a value follows its key directly
+    value_end: ClassVar[Marks]
+    call_ends: ClassVar[tuple[str, ...]]
+    lines: ClassVar[bool] = False  # True: a value's first and last line break belong to its tags
+
+    def __init__(self, tools: Tools) -> None:
+        super().__init__()
+        self._parameters = Parameters(tools)
+        self._function: str | None = None  # of the call that is being read
+        self._first = True  # no argument has come
+        self._key = ""
+        self._is_text = True  # the value that is being read
+        self._value: list[str] = []  # it, if it isn't text
+        self._value_size = 0
+
+    def finish(self) -> list[Event]:
+        """Return what was held. Of a call that was cut off, what wasn't certain is dropped with the rest of it."""
+        if self._function is not None:
+            self._held = ""
+        return super().finish()
+
+    def start_call(self, name: str) -> None:
+        """Announce a call."""
+        self._events.append(ToolCallStart(self.index, self.new_id(), name))
+        self.lead = ""
+        self._function = name
+        self._first = True
+        self._state = type(self).between
+
+    def between(self, text: str, pos: int) -> int:
+        """State: before, between and after arguments."""
+        pos = after_space(text, pos)
+        if pos == len(text):
+            return pos
+        tag = tag_at(text, pos, (self.key_begin, *self.call_ends))
+        if tag == "":
+            return self.hold(text, pos)
+        if tag is None:
+            self._end_call(complete=False)
+            return pos
+        if tag == self.key_begin:
+            self._state = type(self).key
+        else:
+            self._write("{}" if self._first else "}")
+            self._end_call(complete=True)
+            if tag == CALL_END:
+                self.marks_now = self.marks  # it has come
+        return pos + len(tag)
+
+    def key(self, text: str, pos: int) -> int:
+        """State: a parameter's name."""
+        end = text.find(self.key_end, pos, pos + MAX_NAME + len(self.key_end))
+        if end < 0:
+            if len(text) - pos < MAX_NAME + len(self.key_end):
+                return self.hold(text, pos)
+            self._end_call(complete=False)
+            return pos
+        self._key = text[pos:end].strip()
+        if self.value_begin is None:
+            self._begin_value()
+        else:
+            self._state = type(self).before_value
+        return end + len(self.key_end)
+
+    def before_value(self, text: str, pos: int) -> int:
+        """State: between a key and its value."""
+        pos = after_space(text, pos)
+        if pos == len(text) or self.value_begin is None:
+            return pos
+        tag = tag_at(text, pos, (self.value_begin,))
+        if tag == "":
+            return self.hold(text, pos)
+        if tag is None:
+            self._end_call(complete=False)
+            return pos
+        self._begin_value()
+        return pos + len(tag)
+
+    def first_line(self, text: str, pos: int) -> int:
+        """State: a value's first character."""
+        self._state = type(self).value
+        return pos + 1 if text[pos] == "\n" else pos
+
+    def value(self, text: str, pos: int) -> int:
+        """State: a value, up to its end tag."""
+        match = self.value_end.find(text, pos)
+        end = match.start() if match else self.value_end.certain(text, pos)
+        if self.lines and end > pos and text[end - 1] == "\n":
+            end -= 1
+        self._grow(text[pos:end])
+        if match is None:
+            return self.hold(text, end)
+        self._write(QUOTE if self._is_text else _json("".join(self._value)))
+        self._value.clear()
+        self._state = type(self).between
+        return match.end()
+
+    def _begin_value(self) -> None:
+        self._is_text = self._parameters.take_text(self._function or "", self._key)
+        self._value_size = 0
+        self._write(f"{'{' if self._first else ', '}{_quoted(self._key)}: {QUOTE if self._is_text else ''}")
+        self._first = False
+        self._state = type(self).first_line if self.lines else type(self).value
+
+    def _grow(self, piece: str) -> None:
+        if not self._is_text:
+            self._value.append(piece)
+            self._value_size += len(piece)
+            if self._value_size <= MAX_HELD:
+                return
+            self._is_text = True
+            piece = "".join(self._value)
+            self._value.clear()
+            self._write(QUOTE)
+        self._write(_quoted(piece)[1:-1])
+
+    def _write(self, text: str) -> None:
+        """Add to the call's arguments."""
+        last = self._events[-1] if self._events else None
+        if isinstance(last, ToolCallArguments):
+            self._events[-1] = ToolCallArguments(self.index, last.text + text)
+        elif text:
+            self._events.append(ToolCallArguments(self.index, text))
+
+    def _end_call(self, *, complete: bool) -> None:
+        self._function = None
+        self.index += 1
+        self.after_call(complete=complete)
+
+
+def tag_at(text: str, pos: int, tags: tuple[str, ...]) -> str | None:
+    """Return the tag that begins at `pos`, None if none does, and an empty string if the text ends before that is certain."""
+    for tag in tags:
+        if text.startswith(tag, pos):
+            return tag
+    return "" if any(tag.startswith(text[pos : pos + len(tag)]) for tag in tags) else None
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json(text: str) -> str:
+    """Return a value as JSON."""
+    value = text.strip()
+    try:
+        json.loads(value, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return _AS_IN_PYTHON.get(value) or _quoted(text)
+    return value
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")

@@ -1,0 +1,121 @@
+"""Several ranks generate the tokens of one: whatever is around a request, whatever the model's sizes, as long as they can be split; and whoever wrote
+the components.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dovetail.api.executor import ComponentRef
+from dovetail.errors import DovetailError
+from dovetail_executors.options import TensorOptions
+from dovetail_executors.tensor import TensorExecutor
+from tests.e2e import test_same_tokens as spine
+from tests.e2e.reference import Comparison, checkpoint, compare_greedy, greedy, run, tokens_of
+from tests.models.configs import MAX_LEN, configs
+from tests.runtime.demo import context, decode, prefill
+from tests.support import examples
+
+ORDER = range(len(spine.PROMPTS))
+
+
+def over(size: int, **options: Any) -> dict[str, Any]:
+    return {"name": "tensor", "size": size, "device": "cpu", **options}
+
+
+@examples(quick=2, full=40)
+@given(config=spine.circumstances(), size=st.sampled_from([2, 4]), order=st.permutations(ORDER))
+def test_tokens_over_ranks_are_those_of_one_rank_whatever_is_around_them(config: dict[str, Any], size: int, order: list[int]) -> None:
+    """The model has two heads for K and V, so that of four ranks two hold the same; and an odd vocabulary, which is padded."""
+    options = {name: value for name, value in config["executor"].items() if name != "name"}
+    outputs = run(
+        spine.model_dir(), [spine.PROMPTS[i] for i in order], [spine.PARAMS[i] for i in order], **{**config, "executor": over(size, **options)}
+    )
+    assert tokens_of(outputs) == [spine.alone()[i] for i in order]
+
+
+def divisible(config: Any, size: int) -> bool:
+    kv = config.num_key_value_heads
+    return config.num_attention_heads % size == 0 and config.intermediate_size % size == 0 and (kv % size == 0 if size <= kv else size % kv == 0)
+
+
+@examples(quick=1, full=40)
+@given(config=configs(), size=st.sampled_from([2, 4]), data=st.data())
+def test_models_of_all_shapes_that_can_be_split_choose_what_transformers_does(config: Any, size: int, data: st.DataObject) -> None:
+    assume(divisible(config, size))
+    ids = st.lists(st.integers(0, config.vocab_size - 1), min_size=1, max_size=20)
+    prompts, counts = data.draw(st.lists(ids, min_size=1, max_size=4)), Comparison()
+    with checkpoint(config) as (directory, model):
+        outputs = run(directory, prompts, [greedy(12)] * len(prompts), max_model_len=MAX_LEN, executor=over(size))
+        for prompt, tokens in zip(prompts, tokens_of(outputs), strict=True):
+            compare_greedy(model, prompt, tokens, counts)
+    assert counts.ties <= 1
+
+
+def test_components_of_others_work_in_every_rank_without_being_searched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = context()
+    (model,) = [ref for ref in plain.models if "Qwen3ForCausalLM" in ref.architectures]
+    attention = next(ref for ref in plain.attention if ref.name.endswith(":torch"))
+    assert plain.sampler is not None
+    code = ["import os", "from pathlib import Path"]
+    for kind, ref in (("model", model), ("attention", attention), ("sampler", plain.sampler)):
+        module, _, name = ref.path.partition(":")
+        code += [
+            f"from {module} import {name} as {kind}_base",
+            f"class {kind.title()}({kind}_base):",
+            "    def __init__(self, *args):",
+            "        super().__init__(*args)",
+            f"        Path({str(tmp_path)!r}, f'{kind}-{{os.getpid()}}').touch()",
+        ]
+    (tmp_path / "somebody_elses.py").write_text("\n".join(code))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    theirs = {kind: _theirs(ref, kind) for kind, ref in (("model", model), ("attention", attention), ("sampler", plain.sampler))}
+    executor = TensorExecutor(
+        TensorOptions(device="cpu"), context(models=(theirs["model"],), attention=(theirs["attention"],), sampler=theirs["sampler"])
+    )
+    try:
+        capacity = executor.start()
+        executor.collect(executor.submit(prefill(capacity, [[1, 2, 3]])))
+        assert len(executor.collect(executor.submit(decode(1, 1))).token_ids) == 1
+    finally:
+        executor.stop()
+    seen = {kind: {path.name for path in tmp_path.glob(f"{kind}-*")} for kind in theirs}
+    assert all(len(processes) == 2 and f"{kind}-{os.getpid()}" in processes for kind, processes in seen.items()), seen
+
+
+@pytest.mark.slow
+def test_a_component_that_fails_in_one_rank_alone_is_named_with_what_it_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = context()
+    assert plain.sampler is not None
+    module, _, name = plain.sampler.path.partition(":")
+    code = [
+        "import os",
+        f"from {module} import {name}",
+        f"class Sampler({name}):",
+        "    def sample(self, *args):",
+        f"        if os.getpid() != {os.getpid()}:",
+        "            raise MemoryError('all is full')",
+        "        return super().sample(*args)",
+    ]
+    (tmp_path / "failing_elsewhere.py").write_text("\n".join(code))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sampler = ComponentRef("sampler", "somebody-else:failing", "failing_elsewhere:Sampler", plain.sampler.options, plain.sampler.options_model)
+    executor = TensorExecutor(TensorOptions(device="cpu"), context(sampler=sampler))
+    try:
+        capacity = executor.start()
+        executor.collect(executor.submit(prefill(capacity, [[1, 2, 3]])))
+        with pytest.raises(DovetailError, match=r"^executor tensor: rank 1 \(cpu\), process \d+, ended with exit code 1: ") as caught:
+            executor.collect(executor.submit(decode(1, 1)))
+        assert "step 0 failed: MemoryError: all is full; requests in it: request-0" in str(caught.value)
+    finally:
+        executor.stop()
+
+
+def _theirs(ref: ComponentRef, kind: str) -> ComponentRef:
+    return ComponentRef(ref.kind, f"somebody-else:{kind}", f"somebody_elses:{kind.title()}", ref.options, ref.options_model, ref.architectures)

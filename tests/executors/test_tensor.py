@@ -1,0 +1,98 @@
+"""The executor `tensor` on CPUs: what it computes is what one rank computes, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail import LLM, LLMEngine, SamplingParams
+from dovetail.errors import ConfigError, DovetailError, UnsupportedError
+from dovetail_executors.options import TensorOptions
+from dovetail_executors.tensor import rank_devices
+from tests.executors.ranks import SETTINGS, engine, generate, nothing_left, processes_of_ranks
+
+PROMPTS = [[5, 17, 200, 31, 8, 90, 12, 44, 7, 7, 301], [9, 12], [400, 3, 77], [9] * 40]
+SAMPLED = [
+    SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, detokenize=False, logprobs=3, prompt_logprobs=2),
+    SamplingParams(temperature=1.0, seed=7, top_p=0.9, max_tokens=20, ignore_eos=True, detokenize=False, n=2),
+    SamplingParams(temperature=0.7, seed=9, repetition_penalty=1.3, logit_bias={11: 2.0}, max_tokens=20, ignore_eos=True, detokenize=False),
+]
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LLMEngine]:
+    with engine(2) as one:
+        yield one
+
+
+def tokens(outputs: list[Any]) -> list[list[list[int]]]:
+    return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize("params", SAMPLED, ids=["greedy", "seeded", "penalties"])
+def test_two_ranks_generate_the_tokens_of_one(two: LLMEngine, params: SamplingParams) -> None:
+    with LLMEngine.from_config(SETTINGS) as alone:
+        expected = generate(alone, PROMPTS, params)
+    found = generate(two, PROMPTS, params)
+    assert tokens(found) == tokens(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        for sample, other in zip(ours.outputs, theirs.outputs, strict=True):
+            assert (sample.logprobs is None) == (other.logprobs is None)
+            for one, its in zip(sample.logprobs or (), other.logprobs or (), strict=True):
+                assert one.keys() == its.keys()
+                assert all(one[token].logprob == pytest.approx(its[token].logprob, abs=1e-4) for token in one)
+
+
+def test_it_shows_its_ranks(two: LLMEngine) -> None:
+    details = two.capacity.details
+    assert (details["ranks"], details["all_reduce"]) == ("2", "gloo")
+    assert details["device"].startswith("2 × cpu")
+    assert "ranks='2'" in repr(two)
+    parallel = two.get_parallel_config()
+    assert (parallel.tensor_parallel_size, parallel.world_size) == (2, 2)
+
+
+def test_each_rank_but_the_first_is_a_process(two: LLMEngine) -> None:
+    assert len(processes_of_ranks()) == 1
+    two.core.executor.check()
+
+
+def test_two_engines_are_in_one_process_at_once(two: LLMEngine) -> None:
+    before = tokens(generate(two, PROMPTS[:2], SAMPLED[1]))
+    with engine(2) as other:
+        assert len(processes_of_ranks()) == 2
+        assert tokens(generate(other, PROMPTS[:2], SAMPLED[1])) == before
+        assert tokens(generate(two, PROMPTS[:2], SAMPLED[1])) == before
+    assert tokens(generate(two, PROMPTS[:2], SAMPLED[1])) == before
+
+
+def test_vllms_argument_means_the_same() -> None:
+    with LLM("demo", tensor_parallel_size=2, device="cpu", max_model_len=64) as llm:
+        assert llm.engine.capacity.details["ranks"] == "2"
+        assert len(llm.generate("ROMEO:", SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids) == 4
+
+
+# What is refused
+
+
+def test_a_model_that_cannot_be_split_is_refused_with_the_numbers() -> None:
+    with nothing_left(), pytest.raises(UnsupportedError, match=r"num_attention_heads \(8\) can't be split evenly over 3 ranks"):
+        engine(3)
+
+
+@pytest.mark.parametrize("options", [{"devices": (0,)}, {"devices": (0, 0)}, {"devices": (0, 1, 2)}, {"devices": (0, 1), "device": "cpu"}], ids=str)
+def test_devices_that_do_not_go_with_the_size_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises((ConfigError, DovetailError, ValueError), match="devices"):
+        rank_devices(TensorOptions(**options))
+
+
+def test_too_few_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UnsupportedError, match=r"executor.size: 2 ranks need as many CUDA devices, and torch .* sees 1"):
+        rank_devices(TensorOptions(size=2))

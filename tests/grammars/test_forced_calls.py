@@ -1,0 +1,50 @@
+"""Structural tags whose answer begins with a structure, or ends behind the first: what may come is what a regular expression of the same says."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import product
+
+import pytest
+
+from dovetail.api.grammar import GrammarBackend, GrammarContext, GrammarSpec
+from dovetail.errors import RequestError
+from dovetail_grammars.llguidance_backend import LLGuidance
+from dovetail_grammars.options import GrammarOptions
+from dovetail_grammars.xgrammar_backend import XGrammar
+
+ALPHABET = ["a", "<", "f", "1", ">"]
+CONTEXT = GrammarContext([*(letter.encode() for letter in ALPHABET), None], frozenset({5}), 6)
+STRUCTURES = [{"begin": "<f", "schema": {"const": 1}, "end": ">"}, {"begin": "<a", "schema": {"const": 1}, "end": ">"}]
+ONE, FREE = r"<[fa]1>", r"(?:(?!<[fa])[a<f1>])*"
+FORMS = {
+    (False, False): rf"(?:{FREE}{ONE})*{FREE}",
+    (True, False): rf"{ONE}(?:{FREE}{ONE})*{FREE}",
+    (False, True): rf"{FREE}(?:{ONE})?",
+    (True, True): ONE,
+}
+
+
+def accepts(backend: GrammarBackend, spec: GrammarSpec, text: str) -> bool:
+    matcher = backend.compile(spec).begin()
+    return all(matcher.accept(ALPHABET.index(letter)) for letter in text) and matcher.accept(5)
+
+
+@pytest.mark.parametrize("kind", [LLGuidance, XGrammar])
+@pytest.mark.parametrize("flags", FORMS)
+def test_where_structures_stand_is_as_asked(kind: type[GrammarBackend], flags: tuple[bool, bool]) -> None:
+    backend = kind(GrammarOptions(), CONTEXT)
+    tag = {"structures": STRUCTURES, "triggers": ["<f", "<a"], "at_least_one": flags[0], "stop_after_first": flags[1]}
+    spec = GrammarSpec("structural_tag", json.dumps(tag))
+    texts = ["".join(letters) for size in range(4) for letters in product(ALPHABET, repeat=size)]
+    texts += [before + "<f1>" + behind for before in ("", "a", "<", "1>") for behind in ("", "a", "<f1>", "<a1>a", "<a")]
+    wrong = [text for text in texts if accepts(backend, spec, text) != bool(re.fullmatch(FORMS[flags], text))]
+    assert not wrong
+
+
+@pytest.mark.parametrize("flag", ["at_least_one", "stop_after_first"])
+def test_a_flag_is_true_or_false(flag: str) -> None:
+    tag = {"structures": STRUCTURES, "triggers": ["<f", "<a"], flag: "yes"}
+    with pytest.raises(RequestError, match=f"{flag}: expected true or false"):
+        LLGuidance(GrammarOptions(), CONTEXT).compile(GrammarSpec("structural_tag", json.dumps(tag)))

@@ -1,0 +1,83 @@
+"""A batch arrives at other ranks as it was."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.api.executor import Batch, Masks, NewRow
+from dovetail.api.kv_cache import BlockCopy
+from dovetail.api.sampler import RowSampling
+from dovetail.runtime.batch_words import from_words, masks_from_words, masks_to_words, to_words
+from tests.support import examples
+
+numbers = st.integers(0, 2**31 - 1)
+arrays = st.lists(numbers, max_size=6).map(lambda values: np.array(values, np.int32))
+samplings = st.builds(
+    RowSampling,
+    temperature=st.floats(0, 2),
+    seed=st.integers(0, 2**64 - 1),
+    logit_bias=st.lists(st.tuples(numbers, st.floats(-100, 100)), max_size=3).map(tuple),
+    allowed_token_ids=st.none() | st.lists(numbers, max_size=3).map(tuple),
+    bad_words=st.lists(st.lists(numbers, min_size=1, max_size=3).map(tuple), max_size=2).map(tuple),
+    logprobs=st.none() | st.integers(0, 20),
+    extra_args=st.dictionaries(st.text(max_size=5), st.tuples(st.text(max_size=3)) | st.booleans(), max_size=2),
+)
+new_rows = st.builds(
+    NewRow, row=numbers, request_id=st.text(max_size=9), token_ids=arrays, prompt_len=numbers, computed=numbers, blocks=arrays, sampling=samplings
+)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    pairs, rows = draw(st.lists(st.tuples(numbers, numbers), max_size=4)), draw(st.lists(st.tuples(numbers, numbers, st.booleans()), max_size=5))
+    return Batch(
+        step=draw(st.integers(-1, 2**40)),
+        removed=draw(arrays),
+        added=tuple(draw(st.lists(new_rows, max_size=3))),
+        new_block_rows=np.array([pair[0] for pair in pairs], np.int32),
+        new_blocks=np.array([pair[1] for pair in pairs], np.int32),
+        copies=tuple(BlockCopy(*pair) for pair in draw(st.lists(st.tuples(numbers, numbers), max_size=3))),
+        rows=np.array([row[0] for row in rows], np.int32),
+        num_tokens=np.array([row[1] for row in rows], np.int32),
+        yields_token=np.array([row[2] for row in rows], np.bool_),
+        shared_prefix_blocks=draw(numbers),
+        late=draw(st.booleans()),
+    )
+
+
+def values(one: Any) -> list[Any]:
+    """Its fields, arrays with their dtypes as lists."""
+    found = [getattr(one, field.name) for field in fields(one)]
+    return [(str(value.dtype), value.tolist()) if isinstance(value, np.ndarray) else value for value in found if not is_added(value)]
+
+
+def is_added(value: Any) -> bool:
+    return isinstance(value, tuple) and any(isinstance(item, NewRow) for item in value)
+
+
+@examples(quick=60, full=2000)
+@given(batch=batches())
+def test_a_batch_is_the_same_after_the_way_as_words(batch: Batch) -> None:
+    arrived = from_words(np.concatenate(to_words(batch)))
+    assert values(arrived) == values(batch)
+    assert [values(new) for new in arrived.added] == [values(new) for new in batch.added]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_masks_are_the_same_after_the_way_as_words(count: int) -> None:
+    masks = Masks(np.arange(count, dtype=np.int32), np.arange(count * 7, dtype=np.uint32).reshape(count, 7) * np.uint32(2**29))
+    assert values(masks_from_words(np.concatenate(masks_to_words(masks)))) == (values(masks) if count else [("int32", []), ("uint32", [])])
+
+
+def test_a_decode_step_is_sent_without_a_python_object_for_each_row() -> None:
+    many = np.arange(256, dtype=np.int32)
+    nothing = many[:0]
+    batch = Batch(7, nothing, (), nothing, nothing, (), many, np.ones_like(many), many >= 0)
+    assert [array.dtype for array in to_words(batch)] == [np.int32] * 7
+    assert sum(map(len, to_words(batch))) < 3 * 256 + 16
