@@ -7,8 +7,9 @@ forbid all others.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import llguidance
@@ -18,6 +19,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher, SpecKind
 from dovetail.errors import DovetailError, RequestError, describe
 from dovetail_grammars.forced import forced_tokens
+from dovetail_grammars.formats import PATTERNS
 from dovetail_grammars.lark import check_lark
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
 from dovetail_grammars.regexes import RUST, rewritten
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from dovetail.api.grammar import UInt32
 
 HEAD = '%llguidance {"no_forcing": true}\n'
+ESCAPES = 'nrbtf\\"'
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -70,9 +73,10 @@ class LLGuidance(GrammarBackend):
             matcher.check()
 
     def _json_options(self) -> Mapping[str, Any]:
+        """White space, and the escapes in strings: with \\u, a key of the schema could be spelled otherwise, and have another value."""
         if self.options.whitespace == "compact":
-            return {"whitespace_flexible": False}
-        return {"whitespace_pattern": f"[\\x20\\x0A\\x0D\\x09]{{1,{WHITESPACE_AT_MOST}}}"}
+            return {"whitespace_flexible": False, "json_allowed_escapes": ESCAPES}
+        return {"whitespace_pattern": f"[\\x20\\x0A\\x0D\\x09]{{1,{WHITESPACE_AT_MOST}}}", "json_allowed_escapes": ESCAPES}
 
 
 class _Vocabulary:
@@ -171,22 +175,63 @@ def _schema(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
 
 def _json_schema(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
-    return f"start: {_schema(_countable(spec, read_schema(spec, read_json(spec))), options)}\n"
+    return f"start: {_schema(_exact(spec, read_schema(spec, read_json(spec))), options)}\n"
 
 
-def _countable(spec: GrammarSpec, schema: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what the library counts wrongly: it lets keys that the schema doesn't name come twice, and counts them twice."""
+def _exact(spec: GrammarSpec, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema, changed in place, with patterns instead of the formats that the library knows too loosely. Raises `RequestError` for what
+    it gets wrong otherwise: the count of keys, and bounds less than 1 apart."""
+    parts = list(_schemas(schema))
+    merges = any("allOf" in part or (not _COMBINING.isdisjoint(part) and not _BOUNDS.isdisjoint(part)) for part in parts)
+    for some in [parts] if merges else ([part] for part in parts):  # bounds that stand apart may meet
+        _refuse_narrow(spec, some)
+    for part in parts:
+        _refuse_uncountable(spec, part)
+        if (pattern := PATTERNS.get(str(part.get("format")))) is not None:
+            del part["format"]
+            part["allOf"] = [*part.get("allOf", ()), {"pattern": pattern}]
+    return schema
+
+
+_COMBINING = frozenset({"$ref", "anyOf", "oneOf"})
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_VALUES = frozenset({"const", "enum", "default", "examples"})  # keywords whose values have no schemas
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # whose schemas have names
+
+
+def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield each schema within a schema, itself first, wherever a `$ref` may lead."""
     rest: list[Any] = [schema]
     while rest:
         part = rest.pop()
         if isinstance(part, dict):
-            least, required = part.get("minProperties"), part.get("required", ())
-            if isinstance(least, int) and least > max(1, len(required)):
-                refuse(spec, f"minProperties = {least}: more than one can't be told apart from a key that comes twice; name them in `required`")
-            rest += [value for key, value in part.items() if key not in ("const", "enum", "default", "examples")]
+            yield part
+            for key, value in part.items():
+                if key in _NAMED and isinstance(value, dict):
+                    rest += value.values()
+                elif key not in _VALUES:
+                    rest.append(value)
         elif isinstance(part, list):
             rest += part
-    return schema
+
+
+def _refuse_uncountable(spec: GrammarSpec, part: Mapping[str, Any]) -> None:
+    """The library lets keys that the schema doesn't name come twice, and counts them twice."""
+    least, required = part.get("minProperties"), part.get("required", ())
+    if isinstance(least, int) and least > max(1, len(required)):
+        refuse(spec, f"minProperties = {least}: more than one can't be told apart from a key that comes twice; name them in `required`")
+
+
+def _refuse_narrow(spec: GrammarSpec, parts: Sequence[Mapping[str, Any]]) -> None:
+    """The library lets an exclusive bound come that is an integer, if the other bound isn't one and less than 1 away."""
+
+    def values(*keys: str) -> set[float]:
+        return {part[key] for part in parts for key in keys if isinstance(part.get(key), int | float)}
+
+    wrong = values("exclusiveMinimum") & {math.floor(most) for most in values("maximum", "exclusiveMaximum") if most != int(most)}
+    wrong |= values("exclusiveMaximum") & {math.ceil(least) for least in values("minimum", "exclusiveMinimum") if least != int(least)}
+    if wrong:
+        refuse(spec, f"exclusiveMinimum or exclusiveMaximum = {min(wrong)} less than 1 from the other bound can't be kept; give one that may come")
 
 
 def _json_object(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
@@ -206,7 +251,7 @@ def _structural_tag(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
     tag = read_structural_tag(spec)
     triggers = list(dict.fromkeys(structure.trigger for structure in tag.structures))
     tags = f"({' | '.join(f'tag_{n}' for n in range(len(triggers)))})"
-    schemas = [_schema(_countable(spec, structure.schema), options) for structure in tag.structures]
+    schemas = [_schema(_exact(spec, structure.schema), options) for structure in tag.structures]
     whole = [f"{_text(s.begin)} {schema} {_text(s.end)}" for s, schema in zip(tag.structures, schemas, strict=True)]
     first = f"({' | '.join(whole)})"
     if tag.stop_after_first:
@@ -244,7 +289,7 @@ def _with_json_options(spec: GrammarSpec, lark: str, options: Mapping[str, Any])
             schema, end = json.JSONDecoder().raw_decode(lark, match.end())
         except (ValueError, RecursionError) as error:
             refuse(spec, f"the JSON behind %json can't be read: {error}")
-        parts += [lark[position : match.start()], _schema(_countable(spec, read_schema(spec, schema)), options)]
+        parts += [lark[position : match.start()], _schema(_exact(spec, read_schema(spec, schema)), options)]
         position = end
     return "".join([*parts, lark[position:]])
 

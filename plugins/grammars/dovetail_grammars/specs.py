@@ -99,7 +99,7 @@ def _must_follow(schema: Json) -> Iterator[str]:
 
 def _target(root: Json, reference: str) -> Json:
     """Return what a reference by JSON pointer leads to; None if it leads nowhere, or is of another kind, which the libraries judge."""
-    if not reference.startswith("#"):
+    if reference != "#" and not reference.startswith("#/"):
         return None
     target = root
     for part in reference[1:].split("/")[1:]:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from dovetail.api.grammar import UInt32
 
 COMPILING_THREADS = min(8, os.cpu_count() or 1)
+_ESCAPE = ' | ("\\\\" basic_escape basic_string_sub)'
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_PART = re.compile(rf"Regex\((?P<regex>{_STRING}), json_string=true\)|(?P<text>{_STRING})|(?P<others>\[\^(?:[^\]\\]|\\.)*\])|\[(?:[^\]\\]|\\.)*\]")
 _LARK = re.compile(r"^\s*(%|start\s*(\[[^\]]*\]\s*)?:(?!:))", re.MULTILINE)
 
 
@@ -69,9 +72,9 @@ class XGrammar(GrammarBackend):
 
     def _compiled(self, spec: GrammarSpec) -> Any:
         if spec.kind == "json_schema":
-            return self._compiler.compile_json_schema(_dumped(spec, read_json(spec)), **self._json_options())
+            return self._compiler.compile_grammar(self._json(spec, read_json(spec)))
         if spec.kind == "json_object":
-            return self._compiler.compile_json_schema('{"type":"object"}', **self._json_options())
+            return self._compiler.compile_grammar(self._json(spec, {"type": "object"}))
         if spec.kind == "regex":
             return self._compiler.compile_grammar(f"root ::= {rewritten(spec, spec.text, EBNF)}")
         if spec.kind == "choice":
@@ -85,6 +88,20 @@ class XGrammar(GrammarBackend):
             refuse(spec, "the backend xgrammar can't tell which schemas behind %json it can do; llguidance can")
         return self._compiler.compile_lark(spec.text)
 
+    def _json(self, spec: GrammarSpec, schema: Any) -> str:
+        """Return a schema as the library's grammar, mended: see `_mended`. A further key could be one of the schema's in another spelling, with an
+        escape; free arrays and objects have a space behind their commas."""
+        text = str(xgrammar.Grammar.from_json_schema(_dumped(spec, schema), **self._json_options()))
+        lines = []
+        for line in text.splitlines():
+            name = line.partition(" ::= ")[0]
+            if "_addl_key" in name:
+                line = line.replace(_ESCAPE, "")
+            if name.startswith(("basic_array_items", "basic_object_properties")) and self.options.whitespace == "compact":
+                line = line.replace('", "', '","')
+            lines.append(_PART.sub(lambda found: _mended(spec, found), line))
+        return "\n".join(lines)
+
     def _json_options(self) -> Mapping[str, Any]:
         """Objects and arrays that say nothing of further members may have some, as JSON Schema has it: the library calls that not strict."""
         flexible = self.options.whitespace == "flexible"
@@ -95,8 +112,8 @@ class XGrammar(GrammarBackend):
         tag = read_structural_tag(spec)
         tags = []
         for structure in tag.structures:
-            grammar = xgrammar.Grammar.from_json_schema(_dumped(spec, structure.schema), **self._json_options())
-            tags.append({"begin": structure.begin, "content": {"type": "grammar", "grammar": str(grammar)}, "end": structure.end})
+            content = {"type": "grammar", "grammar": self._json(spec, structure.schema)}
+            tags.append({"begin": structure.begin, "content": content, "end": structure.end})
         triggers = list(dict.fromkeys(structure.trigger for structure in tag.structures))
         flags = {"at_least_one": tag.at_least_one, "stop_after_first": tag.stop_after_first}
         return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": triggers, "tags": tags, **flags}}
@@ -214,6 +231,18 @@ def _parting(before: bytes, text: bytes) -> bytes:
     """Return the beginning of `text` up to the first byte in which it differs from `before`."""
     same = next((n for n, (one, other) in enumerate(zip(before, text, strict=False)) if one != other), min(len(before), len(text)))
     return text[: same + 1]
+
+
+def _mended(spec: GrammarSpec, found: re.Match[str]) -> str:
+    """Return a part of a grammar as the library should have written it: regular expressions as grammars, since it follows those with
+    repetitions in alternatives wrongly; escapes of two digits as ones of four, since it reads `\\xdfe` as one; the negations of classes without
+    surrogates, which UTF-8 hasn't."""
+    if found["regex"]:
+        pattern = re.sub(r"\\(\W)", r"\1", found["regex"][1:-1])  # the other escapes are alike in both
+        return f"({rewritten(spec, pattern, EBNF)})"
+    if found["text"]:
+        return re.sub(r"\\(?:x([0-9a-fA-F]{2})|.)", lambda escape: f"\\u00{escape[1]}" if escape[1] else escape[0], found["text"])
+    return rewritten(spec, found["others"], EBNF) if found["others"] else found[0]
 
 
 def _dumped(spec: GrammarSpec, schema: Any) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dovetail.api.grammar import GrammarSpec
+from dovetail_grammars.formats import PATTERNS
 from dovetail_grammars.regexes import IN_JSON, rewritten
 from dovetail_grammars.specs import refuse
 
@@ -34,6 +35,7 @@ ASSERTIONS = frozenset().union(*DONE.values()) | {  # other keywords have no say
     *("patternProperties", "propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"),
 }
 FORMATS = frozenset({"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+_PLAIN_NAME = re.compile(r"[ !#-\[\]-~]*")
 TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -71,7 +73,8 @@ def _checked(spec: GrammarSpec, schema: Any, place: str) -> Any:
             beside = f" beside {kinds[0]}" if kinds else " without a type"
             refuse(spec, f"{place}: the backend xgrammar can't do {key}{beside}; llguidance may")
     _check_values(spec, schema, deciding, place)
-    rest = {key: value for key, value in schema.items() if key not in ("minLength", "maxLength")}
+    left_out = ("minLength", "maxLength", *(["format"] if schema.get("format") in PATTERNS else ()))
+    rest = {key: value for key, value in schema.items() if key not in left_out}
     return {**rest, **_inner(spec, schema, place)}
 
 
@@ -105,6 +108,13 @@ def _check_values(spec: GrammarSpec, schema: Schema, deciding: str | None, place
         refuse(spec, f"{place}: the backend xgrammar can't do oneOf, unless each part has a type or a const of its own; anyOf may serve")
     if deciding == "allOf" and not (isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1):
         refuse(spec, f"{place}: the backend xgrammar can't do allOf of several schemas; llguidance may")
+    names = schema["properties"] if isinstance(schema.get("properties"), dict) else {}
+    if unnamed := [name for name in schema.get("required", ()) if name not in names]:
+        refuse(spec, f"{place}: the backend xgrammar can't do required for {unnamed[0]!r}, which isn't among the properties; llguidance may")
+    if schema.get("additionalProperties") is not False and (odd := [name for name in names if not _PLAIN_NAME.fullmatch(name)]):
+        refuse(
+            spec, f"{place}: the backend xgrammar can't do additionalProperties beside {odd[0]!r}: say false, or use plain ASCII names"
+        )
     if "format" in schema and schema["format"] not in FORMATS:
         refuse(spec, f"{place}: the backend xgrammar doesn't know the format {schema['format']!r}")
     rules = [key for key in ("format", "pattern", "minLength", "maxLength") if key in schema]
@@ -132,6 +142,8 @@ def _inner(spec: GrammarSpec, schema: Schema, place: str) -> Schema:
             inner[key] = [_checked(spec, part, f"{place}/{key}/{index}") for index, part in enumerate(schema[key])]
     if isinstance(schema.get("properties"), dict):
         inner["properties"] = {name: _checked(spec, part, f"{place}/properties/{name}") for name, part in schema["properties"].items()}
+    if schema.get("format") in PATTERNS:
+        inner["pattern"] = rewritten(spec, PATTERNS[schema["format"]], IN_JSON)
     if isinstance(schema.get("pattern"), str):
         inner["pattern"] = rewritten(spec, schema["pattern"], IN_JSON)
     if "minLength" in schema or "maxLength" in schema:

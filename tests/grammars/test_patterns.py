@@ -1,0 +1,40 @@
+"""Patterns as the backends follow them, against Python's `re`: whole answers, and strings within JSON."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.errors import RequestError
+from tests.grammars.helpers import BACKENDS, compiled, takes
+from tests.support import examples
+
+ATOMS = st.sampled_from(["a", "b", "[ab]", "[^a]", r"\d", "1", "ab", r"\."])
+PATTERNS = st.recursive(
+    ATOMS,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map("".join),
+        st.lists(inner, min_size=1, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "??", "{2}", "{1,2}", "{0,2}", "{1,}"])).map(lambda pair: f"(?:{pair[0]}){pair[1]}"),
+    ),
+    max_leaves=6,
+)
+TEXTS = ["".join(letters) for n in range(5) for letters in product("ab1.", repeat=n)]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@examples(quick=40, full=3000)
+@given(PATTERNS)
+def test_a_pattern_takes_what_re_matches(name: str, pattern: str) -> None:
+    wanted = {text for text in TEXTS if re.fullmatch(pattern, text, re.ASCII)}
+    answer = compiled(name, "regex", pattern)
+    assert {text for text in TEXTS if takes(answer, text)} == wanted
+    try:
+        string = compiled(name, "json_schema", {"type": "string", "pattern": f"^(?:{pattern})$"})
+    except RequestError:  # an anchor within, or a class without characters
+        return
+    assert {text for text in TEXTS if takes(string, f'"{text}"')} == wanted

@@ -1,0 +1,83 @@
+"""What is changed around a request with a rule doesn't change its tokens: overlap, memory, company; and all else that a request may ask for holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+
+from dovetail import LLM, SamplingParams, Structured
+from dovetail.front.outputs import RequestOutput
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 3, "maxLength": 12},
+        "age": {"type": "integer", "minimum": 10, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2, "maxItems": 4},
+        "code": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{2}$"},
+    },
+    "required": ["name", "age", "tags", "code"],
+    "additionalProperties": False,
+}
+PROMPTS = [f"{name}: the {number} of" for number, name in enumerate(["ROMEO", "JULIET", "KING", "Nurse", "First Citizen", "DUKE"])]
+PARAMS = [
+    SamplingParams(max_tokens=120, seed=number, temperature=(0, 0.8, 1.3)[number % 3], n=1 + (number == 4), logprobs=2 if number == 1 else None,
+                   presence_penalty=0.5 * (number == 2), repetition_penalty=1.2 if number == 3 else 1.0,
+                   structured=None if number == 5 else Structured(json_schema=SCHEMA))
+    for number in range(6)
+]  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {
+    "overlap": {"overlap": True},
+    "no overlap": {"overlap": False},
+    "small memory": {"block_size": 8, "executor": {"name": "local", "num_blocks": 36}, "max_model_len": 256, "overlap": True},
+    "one at a time": {"max_num_seqs": 1},
+    "small steps": {"max_num_batched_tokens": 8, "max_num_seqs": 4},
+}
+
+QUICK = [("llguidance", "overlap"), ("llguidance", "small memory"), ("xgrammar", "small memory")]
+
+
+def tokens(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
+    return [[tuple(sample.token_ids) for sample in output.outputs] for output in outputs]
+
+
+@cache
+def alone(grammar: str) -> list[list[tuple[int, ...]]]:
+    with LLM("demo", grammar=grammar, overlap=False) as llm:
+        return [tokens(llm.generate(prompt, params, use_tqdm=False))[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+SLOW = [(grammar, way) for grammar in ("llguidance", "xgrammar") for way in WAYS if (grammar, way) not in QUICK]
+
+
+@pytest.mark.parametrize(("grammar", "way"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
+def test_tokens_under_a_rule_are_the_same_whatever_is_around_them(grammar: str, way: str) -> None:
+    with LLM("demo", grammar=grammar, **WAYS[way]) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        preemptions = llm.engine.stats().preemptions
+    assert tokens(outputs) == alone(grammar)
+    assert (preemptions > 0) == (way == "small memory")
+    for output, params in zip(outputs, PARAMS, strict=True):
+        for sample in output.outputs if params.structured else ():
+            assert sample.finish_reason == "stop"
+            assert list(json.loads(sample.text)) == SCHEMA["required"]
+
+
+def test_logprobs_under_a_rule_are_of_the_raw_distribution() -> None:
+    """The first token's are those without the rule, though the rule forbids the likeliest."""
+    with LLM("demo") as llm:
+        free, ruled = (
+            llm.generate("ROMEO:", SamplingParams(max_tokens=1, temperature=0, logprobs=5, structured=rule), use_tqdm=False)[0].outputs[0]
+            for rule in (None, Structured(json_schema=SCHEMA))
+        )
+    assert free.token_ids != ruled.token_ids
+    assert free.logprobs is not None
+    assert ruled.logprobs is not None
+    likeliest = sorted((entry.rank, entry.logprob) for entry in free.logprobs[0].values())[:5]
+    raw = sorted((entry.rank, entry.logprob) for entry in ruled.logprobs[0].values() if entry.rank <= 5)
+    assert [rank for rank, _ in raw] == [1, 2, 3, 4, 5]
+    assert [value for _, value in raw] == pytest.approx([value for _, value in likeliest], abs=1e-4)
