@@ -35,8 +35,8 @@ AT_ONCE = min(4, os.cpu_count() or 1)  # processes
 
 def examine(only: str | None = None, *, time_limit_s: float = 60.0, core_commands: Collection[str] = ()) -> Diagnosis:
     """Examine all plugins but the built-in ones, or those of the distribution `only`. The others are asked for their offers, since names may
-    collide. Each plugin gets `time_limit_s` seconds. Plugins that `DOVETAIL_PLUGINS` denies aren't imported. `core_commands` are names that a
-    plugin's command can't have.
+    collide: built-in ones in this process, as every command does. Each plugin gets `time_limit_s` seconds. Plugins that `DOVETAIL_PLUGINS` denies
+    aren't imported. `core_commands` are names that a plugin's command can't have.
 
     Raises `PluginError` if `only` isn't installed.
     """
