@@ -103,7 +103,7 @@ CASES: list[tuple[str, Any, list[Any], list[Any]]] = [  # the keyword, a schema,
     ("$anchor", {"$ref": "#here", "$defs": {"a": {"$anchor": "here", "type": "integer"}}}, [1], ["a"]),
     ("$id", {"$ref": "other", "$defs": {"a": {"$id": "other", "type": "integer"}}}, [1], ["a"]),
     ("$dynamicRef", {"$dynamicRef": "#n", "$defs": {"a": {"$dynamicAnchor": "n", "type": "integer"}}}, [1], ["a"]),
-    ("title", {"title": "A", "description": "b", "default": 1, "examples": ["x"], "deprecated": True, "readOnly": True, "$comment": "c", "type": "integer"},
+    ("title", {"title": "A", "description": "b", "default": 1, "examples": ["x"], "readOnly": True, "$comment": "c", "type": "integer"},
      [1], ["a"]),
     ("contentEncoding", {"type": "string", "contentEncoding": "base64", "contentMediaType": "image/png"}, ["YQ=="], [1]),
 ]  # fmt: skip
