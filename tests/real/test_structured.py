@@ -34,7 +34,11 @@ CITY = {
 CITIES = ["Paris", "Rome", "Cairo", "Tokyo", "Lima", "Oslo", "Delhi", "Sydney", "Boston", "Nairobi"]
 WEATHER: dict[str, Any] = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 30}, "unit": {"enum": ["celsius", "fahrenheit"]}, "days": {"type": "integer", "minimum": 1, "maximum": 7}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 30},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 7},
+    },
     "required": ["city", "unit", "days"],
     "additionalProperties": False,
 }  # fmt: skip
@@ -71,7 +75,7 @@ TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "descript
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["required", "named"])
 def test_a_tool_that_must_be_called_is_called_and_its_answer_is_heard(client: OpenAI, choice: Any) -> None:
     messages: Any = [{"role": "user", "content": "How warm will it be in Paris tomorrow, in degrees Celsius?"}]
-    asked = {"model": "smollm2", "tools": TOOLS, "tool_choice": choice, "temperature": 0, "max_tokens": 300, "extra_body": EXTRA}
+    asked: dict[str, Any] = {"model": "smollm2", "tools": TOOLS, "tool_choice": choice, "temperature": 0, "max_tokens": 300, "extra_body": EXTRA}
     message = client.chat.completions.create(messages=messages, **asked).choices[0].message
     assert message.tool_calls
     for call in message.tool_calls:
@@ -83,5 +87,7 @@ def test_a_tool_that_must_be_called_is_called_and_its_answer_is_heard(client: Op
     assert arguments == message.tool_calls[0].function.arguments  # type: ignore[union-attr]
     messages += [message.model_dump(exclude_none=True)]
     messages += [{"role": "tool", "tool_call_id": call.id, "content": '{"celsius": 21}'} for call in message.tool_calls]
-    told = client.chat.completions.create(model="smollm2", messages=messages, tools=TOOLS, tool_choice="none", temperature=0, max_tokens=100, extra_body=EXTRA)
+    told = client.chat.completions.create(
+        model="smollm2", messages=messages, tools=TOOLS, tool_choice="none", temperature=0, max_tokens=100, extra_body=EXTRA
+    )
     assert told.choices[0].message.content

@@ -9,9 +9,9 @@ from functools import cache
 import numpy as np
 
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext
+from dovetail_grammars.options import GrammarOptions
 from tests.grammars.helpers import BACKENDS
 from tests.structured.vocabularies import vocabulary
-from dovetail_grammars.options import GrammarOptions
 
 FREE = 25  # tokens until an answer strives for its end
 LONGEST = 400  # tokens of an answer, after which it is left unfinished

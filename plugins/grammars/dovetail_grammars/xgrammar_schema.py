@@ -112,9 +112,7 @@ def _check_values(spec: GrammarSpec, schema: Schema, deciding: str | None, place
     if unnamed := [name for name in schema.get("required", ()) if name not in names]:
         refuse(spec, f"{place}: the backend xgrammar can't do required for {unnamed[0]!r}, which isn't among the properties; llguidance may")
     if schema.get("additionalProperties") is not False and (odd := [name for name in names if not _PLAIN_NAME.fullmatch(name)]):
-        refuse(
-            spec, f"{place}: the backend xgrammar can't do additionalProperties beside {odd[0]!r}: say false, or use plain ASCII names"
-        )
+        refuse(spec, f"{place}: the backend xgrammar can't do additionalProperties beside {odd[0]!r}: say false, or use plain ASCII names")
     if "format" in schema and schema["format"] not in FORMATS:
         refuse(spec, f"{place}: the backend xgrammar doesn't know the format {schema['format']!r}")
     rules = [key for key in ("format", "pattern", "minLength", "maxLength") if key in schema]
