@@ -216,7 +216,7 @@ class World:
         self.core = EngineCore(self.policy, self.kv, self.executor, capacity, self.clock, settings, hub)
         self.requests: dict[str, LiveRequest] = {}
         self.seeds: dict[str, int] = {}
-        self.rules: dict[str, Spec] = {}
+        self.rules: dict[str, tuple[int, int]] = {}  # modulus and length, of requests that follow one
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, Finish] = {}
         self.aborted: set[str] = set()
@@ -248,7 +248,8 @@ class World:
                 stop_ids=spec.stop_ids,
                 constraint=None if spec.rule is None else constraint(spec.rule, spec.rule_length, vocab_size=self.shape.vocab_size),
             )
-            self.rules[id] = spec
+            if spec.rule is not None:
+                self.rules[id] = spec.rule, spec.rule_length
             self.requests[id], self.seeds[id], self.tokens[id] = request, index, []
             samples.append(request)
         if spec.n > 1:
@@ -292,12 +293,12 @@ class World:
 
     def expected(self, id: str) -> tuple[list[int], str]:
         """All tokens of a request that nobody ends, and why it ends."""
-        request, spec, ruled = self.requests[id], self.rules[id], False
+        request, rule, ruled = self.requests[id], self.rules.get(id), False
         given = list(request.prompt_token_ids), request.max_tokens, self.seeds[id], self.shape.vocab_size
-        if spec.rule is None:
+        if rule is None:
             tokens = expected_tokens(*given)
         else:
-            tokens, ruled = expected_by_rule(*given, spec.rule, spec.rule_length)
+            tokens, ruled = expected_by_rule(*given, *rule)
         for position, token in enumerate(tokens):
             if token in request.stop_ids and position >= request.params.min_tokens:
                 return tokens[: position + 1], "stop"
