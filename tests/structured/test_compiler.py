@@ -82,6 +82,14 @@ def test_whoever_waits_behind_it_gets_another_thread(toy: Toy) -> None:
     assert error_of(hanging)
 
 
+def test_two_that_come_at_once_do_not_wait_for_the_one_idle_thread(toy: Toy) -> None:
+    compiler = GrammarCompiler(toy, Limits(max_grammar_s=1000), threads=2)
+    compiler.compile(choice("a")).result(PATIENCE_S)
+    hangs = compiler.compile(choice("hangs"))
+    compiler.compile(choice("b")).result(PATIENCE_S)
+    assert not hangs.done()
+
+
 def test_what_was_given_up_and_is_compiled_in_the_end_is_there_for_the_next(toy: Toy) -> None:
     compiler = GrammarCompiler(toy, QUICK, threads=1)
     spec = choice("hangs")

@@ -120,9 +120,8 @@ class GrammarCompiler:
                 return job.future
             self._cache.put(spec, job.future)
             self._queue.append(job)
-            if self._idle:
-                self._lock.notify()
-            elif self._working < self._threads:
+            self._lock.notify()
+            if len(self._queue) > self._idle and self._working < self._threads:  # who is idle may have been woken for another job
                 self._start_worker()
             return job.future
 
