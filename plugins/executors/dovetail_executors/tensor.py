@@ -8,7 +8,9 @@ rank in a process of its own. All compute every step, and sample the same ids fr
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import sys
 import time
 import traceback
@@ -17,6 +19,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any, NoReturn
 from uuid import uuid4
 
@@ -38,6 +41,8 @@ from dovetail_executors.ring import Kind, Ring, RingWriter
 
 TOLD_S = 2.0  # when rank 0 misses another rank, so long is waited for the watch to say what that one died of
 DEVICE_POLL_S = 20e-6  # the system makes some 70 of it; with steps in flight the device has work meanwhile
+MOST_FILES = 1 << 16  # file numbers that are counted with, if the system allows more
+_stores = count()  # of this process
 DRAIN_S = 2.0  # that steps in flight get to end when the executor is stopped
 
 
@@ -169,7 +174,17 @@ class TensorExecutor(Executor):
         return replace(own, num_blocks=num_blocks, max_in_flight=in_flight, details=details)
 
     def _store(self) -> int:
-        store = os.memfd_create("dovetail-ranks")
+        """Make the file in which the ranks find each other, and return its descriptor.
+
+        Torch's store opens its path once more when it is freed, perhaps long after the executor has stopped, and ends the process if something is
+        there that is no file, such as a socket that was given the same number meanwhile. So it gets a number that nothing else is given: the system
+        gives the lowest that is free.
+        """
+        made = os.memfd_create("dovetail-ranks")
+        try:
+            store = fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, _rare_number())
+        finally:
+            os.close(made)
         self._fds.append(store)
         return store
 
@@ -313,6 +328,13 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__
+
+
+def _rare_number() -> int:
+    """Return a file number that is far above those in use, another one each time."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    half = (soft if 0 < soft < MOST_FILES else MOST_FILES) // 2
+    return half + next(_stores) % max(1, half - 16)
 
 
 def _end(ranks: Ranks | None, fds: list[int]) -> None:
