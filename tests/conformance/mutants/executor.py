@@ -365,6 +365,15 @@ class _WithLogprobs(FakeExecutor):
                 yield index, row, count
 
 
+@mutant(caught_by="executor.masked_logprobs")
+class TellsOfTheMaskedDistribution(_WithLogprobs):
+    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=True, masks=True)
+
+    def sample(self, handle: int, masks: Masks) -> None:
+        super().sample(handle, masks)
+        self._logprobs[handle] = self.top([token for token in self._pending[0][1] if token >= 0], 3), {}
+
+
 @mutant(caught_by="executor.logprobs")
 class RanksFromZero(_WithLogprobs):
     def top(self, tokens: list[int], k: int) -> HostLogprobs:

@@ -328,7 +328,9 @@ class GrammarSuite(Suite):
         return self._cases[-1].spec
 
     def _json_specs(self) -> list[GrammarSpec]:
-        specs = [GrammarSpec("json_object")] + [GrammarSpec("json_schema", text) for text in ("{}", '{"type": "object", "required": ["a"]}')]
+        specs = [GrammarSpec("json_object")] + [
+            GrammarSpec("json_schema", text) for text in ("{}", '{"type": "object", "properties": {"a": {}}, "required": ["a"]}')
+        ]
         return [spec for spec in specs if self.declares(spec.kind)]
 
     def _places(self, states: int = STATES) -> Iterator[tuple[Case, Matcher, bytes]]:
