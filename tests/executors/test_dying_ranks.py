@@ -115,6 +115,7 @@ def test_a_rank_that_cannot_start_in_time_is_named() -> None:
         engine(2, start_timeout_s=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_a_rank_killed_at_any_moment_leaves_nothing(seed: int) -> None:
     """While it starts, loads, connects, computes its first steps, in the midst of work, or while all ends."""
