@@ -1,0 +1,187 @@
+"""`dovetail batch run`: its speed beside `LLM.generate`'s, and what is left of a job that is killed again and again.
+
+    python -m bench.batch speed --workload nano                      # on a GPU, with random weights in the model's true shape
+    python -m bench.batch speed --rows 200 --tokens 32               # the demo model, anywhere
+    python -m bench.batch kills --rows 200000 --kills 20             # the executor `toy`, anywhere; some twenty minutes
+
+`speed` runs the same rows through `LLM.generate`, after a call to warm up, and as jobs whose files are read and written, each in a process of its
+own; of both the time is that of the work, without the engine's start. `kills` runs a job once undisturbed and once with SIGKILLs at times drawn
+evenly from the first's length, goes on with it after each, and compares every answer with the one that its row's seed stands for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from bench.apart import apart
+from bench.toy import answer_ids, installed_in
+from bench.workloads import WORKLOADS, Workload
+
+RUNS = 3
+
+
+# Speed
+
+
+def generated(config: Mapping[str, Any], work: Workload) -> list[float]:
+    """Seconds of `LLM.generate` for the workload, a run each, after one that isn't counted."""
+    from dovetail import LLM, SamplingParams
+
+    params = [SamplingParams(temperature=work.temperature, ignore_eos=True, max_tokens=out, seed=row) for row, (_, out) in enumerate(work.lens)]
+    times = []
+    with LLM(**config) as llm:
+        for run in range(RUNS + 1):
+            prompts = work.prompts(seed=run)
+            begun = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            times.append(time.perf_counter() - begun)
+    return times[1:]
+
+
+def batched(config: Mapping[str, Any], work: Workload, directory: Path, run: int) -> float:
+    """Seconds of a job of the same workload, from the engine's readiness to the last file."""
+    from dovetail_batch.job import load_plan
+    from dovetail_batch.runner import run as run_job
+
+    rows = zip(work.prompts(seed=run), work.lens, strict=True)
+    with (directory / f"{run}.jsonl").open("w") as file:
+        for row, (prompt, (_, out)) in enumerate(rows):
+            file.write(json.dumps({"id": row, "token_ids": prompt, "sampling": {"max_tokens": out, "seed": row}}) + "\n")
+    job = written_job(directory, f"{run}.jsonl", f"answers-{run}", config, {"temperature": work.temperature, "ignore_eos": True})
+    summary = run_job(load_plan(str(job)))
+    if (summary.failed, summary.output_tokens) != (0, work.output_tokens):
+        raise SystemExit(f"{summary.output_tokens} tokens were generated, not {work.output_tokens}: {summary.failures}")
+    return summary.seconds
+
+
+def speed(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        if args.workload is None:
+            work = Workload("demo", tuple((random.Random(row).randint(4, 64), args.tokens) for row in range(args.rows)), max_id=1000)
+            config: dict[str, Any] = {"model": "demo"}
+        else:
+            from bench.limits import require_gpu
+            from bench.shapes import SHAPES, write_checkpoint
+
+            require_gpu()
+            work = WORKLOADS[args.workload]
+            write_checkpoint(SHAPES[work.shape], directory / "model")
+            config = {"model": str(directory / "model"), "load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": work.seqs}
+            config["max_model_len"] = work.longest
+        jobs = [apart(batched, config, work, directory, run) for run in range(1, RUNS + 1)]
+        calls = apart(generated, config, work)
+    rates = {name: work.output_tokens / statistics.median(times) for name, times in (("LLM.generate", calls), ("dovetail batch run", jobs))}
+    for name, times in (("LLM.generate", calls), ("dovetail batch run", jobs)):
+        print(f"{name:>20} {rates[name]:>9,.0f} tok/s   {'  '.join(f'{one:.3f}' for one in times)} s")
+    print(f"{rates['dovetail batch run'] / rates['LLM.generate']:.1%} of LLM.generate's")
+
+
+# Kills
+
+
+def command(job: Path, environment: Mapping[str, str], stdout: int | None = None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "dovetail", "batch", "run", str(job)], env=environment, stdout=stdout)
+
+
+def verdict(answers: Path, rows: int, tokens: int) -> Counter[str]:
+    """Count what is wrong with the answers in a folder: rows that are lost, doubled, or answered with other tokens than their seeds'."""
+    times: Counter[int] = Counter()
+    found: Counter[str] = Counter({"lost": 0, "doubled": 0, "wrong": 0})
+    for path in sorted(answers.glob("part-*.jsonl")):
+        for line in path.read_text().splitlines():
+            answer = json.loads(line)
+            times[answer["row"]] += 1
+            right = answer_ids(answer["row"], np.arange(tokens)).tolist()
+            found["wrong"] += answer["id"] != str(answer["row"]) or not answer["outputs"] or answer["outputs"][0]["token_ids"] != right
+    found["lost"] = rows - len(times)
+    found["doubled"] = sum(times.values()) - len(times)
+    return found
+
+
+def killed(args: argparse.Namespace) -> None:
+    rng = random.Random(args.seed)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        environment = installed_in(directory / "site")
+        with (directory / "rows.jsonl").open("w") as file:
+            for row in range(1, args.rows + 1):
+                file.write(json.dumps({"id": row, "prompt": f"Row {row} of them", "sampling": {"seed": row}}) + "\n")
+        config = {"model": "demo", "executor": {"name": "toy", "step_s": args.step_s}}
+        sampling = {"max_tokens": args.tokens, "ignore_eos": True}
+
+        job = written_job(directory, "rows.jsonl", "undisturbed", config, sampling)
+        begun = time.perf_counter()
+        process = command(job, environment, subprocess.PIPE)
+        told = process.communicate()[0].decode()
+        alone = time.perf_counter() - begun
+        if (computing := re.search(r" tokens in ([0-9.]+) s", told)) is None:
+            raise SystemExit(f"the undisturbed job has failed: {told}")
+        start = alone - float(computing[1])
+        right = dict(verdict(directory / "undisturbed", args.rows, args.tokens))
+        print(f"undisturbed: {args.rows:,} rows in {alone:.1f} s, of which {start:.1f} s until the engine was ready; {right}", flush=True)
+
+        job = written_job(directory, "rows.jsonl", "killed", config, sampling)
+        moments = sorted(rng.uniform(0, alone) for _ in range(args.kills))
+        begun, kills = time.perf_counter(), 0
+        for moment, before in zip(moments, [0.0, *moments], strict=False):
+            process = command(job, environment)
+            try:
+                process.wait(moment - before)
+                break
+            except subprocess.TimeoutExpired:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+                kills += 1
+        code = command(job, environment).wait()
+        took = time.perf_counter() - begun
+        print(f"with {kills} kills: {took:.1f} s, exit code {code}; {dict(verdict(directory / 'killed', args.rows, args.tokens))}")
+        print(f"{took / alone:.3f} times as long; without the starts that the kills cost, {(took - kills * start) / alone:.3f}")
+
+
+def written_job(directory: Path, rows: str, answers: str, config: Mapping[str, Any], sampling: Mapping[str, Any]) -> Path:
+    """Write a job file, and return its path."""
+    path = directory / f"{answers}.yaml"
+    job = {"engine": dict(config), "input": str(directory / rows), "output": str(directory / answers), "sampling": dict(sampling)}
+    path.write_text(yaml.safe_dump(job))
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(required=True)
+    fast = kinds.add_parser("speed")
+    fast.add_argument("--workload", choices=WORKLOADS, help="on a GPU; without it the demo model")
+    fast.add_argument("--rows", type=int, default=200)
+    fast.add_argument("--tokens", type=int, default=32)
+    fast.set_defaults(run=speed)
+    dying = kinds.add_parser("kills")
+    dying.add_argument("--rows", type=int, default=200_000)
+    dying.add_argument("--kills", type=int, default=20)
+    dying.add_argument("--tokens", type=int, default=32)
+    dying.add_argument("--step-s", type=float, default=0.02, help="seconds that a step of the fake device takes")
+    dying.add_argument("--seed", type=int, default=0)
+    dying.set_defaults(run=killed)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""`dovetail batch`: its commands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dovetail_batch.runner import Summary
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def batch() -> None:
+    """Put a file of prompts through one engine or several, each row exactly once."""
+
+
+@app.command()
+def run(
+    job: Annotated[str, typer.Argument(metavar="job.yaml", help="The job: `engine`, `input`, `output` and what docs/batch.md lists.")],
+    anew: Annotated[bool, typer.Option("--anew", help="Delete the answers that are in the output folder, and begin with the first row.")] = False,
+) -> None:
+    """Run a job, or go on with it where it was interrupted.
+
+    The exit code is 0 when every row has its answer, or says in `error` why it has none.
+    """
+    from dovetail_batch.job import load_plan
+    from dovetail_batch.runner import run as run_job
+
+    plan = load_plan(job)
+    try:
+        _tell(plan.job.output.path, run_job(plan, anew=anew))
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: what is computed is in {plan.job.output.path}, and the same command goes on with the job", err=True)
+        raise
+
+
+def _tell(path: str, summary: Summary) -> None:
+    """Print what was done."""
+    if summary.earlier == summary.rows:
+        typer.echo(f"{path}: {_rows(summary.rows)}, all of them computed before")
+        return
+    earlier = f", {summary.earlier:,} of them before" if summary.earlier else ""
+    typer.echo(f"{path}: {_rows(summary.rows)}{earlier}")
+    speed = f"{summary.output_tokens:,} tokens in {summary.seconds:.1f} s: {summary.tokens_per_s:,.0f} tok/s"
+    typer.echo(f"computed now: {_rows(summary.rows - summary.earlier)}, {speed}")
+    if summary.failed:
+        more = "; …" if summary.failed > len(summary.failures) else ""
+        typer.echo(f"failed: {_rows(summary.failed)}; `error` says why: {'; '.join(summary.failures)}{more}")
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"

@@ -1,0 +1,189 @@
+"""`Job`: the settings of a job file, checked, and the configs of its engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from dovetail.checks import shown
+from dovetail.config import EngineConfig
+from dovetail.errors import ConfigError, RequestError
+from dovetail.where import Where, explain
+from dovetail.yaml_source import MAX_CHARACTERS, parse_yaml
+from dovetail_batch.rows import KEYS, RowReader
+
+FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
+CHANGES_NO_ANSWER = (  # keys of `engine.yaml` that may change while a job is interrupted
+    "gpu_memory_utilization",
+    "kv_cache_memory",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "overlap",
+    "cuda_graphs",
+    "observers",
+)
+
+Source = str | dict[str, Any]
+Column = Literal["id", "prompt", "messages", "token_ids", "sampling"]
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+def _of_path(value: Any) -> Any:
+    """A path alone stands for the mapping that has nothing else."""
+    return {"path": value} if isinstance(value, str) else value
+
+
+class Input(BaseModel):
+    """The rows of a job."""
+
+    model_config = _STRICT
+
+    path: Annotated[str, Field(min_length=1)]
+    """The file. It is read twice, so it can't be standard input."""
+
+    format: Literal["jsonl", "csv", "parquet", "openai"] | None = None
+    """The file's format; `openai`: lines as OpenAI's batch API takes them. null: as the file's name ends."""
+
+    columns: dict[Column, Annotated[str, Field(min_length=1)]] = {}
+    """Names of the file's columns by what they are here, such as `{id: question_id, prompt: question}`; all others are ignored. Empty: columns have
+    the names that they have here, and an unknown one is an error."""
+
+
+class Output(BaseModel):
+    """The answers of a job."""
+
+    model_config = _STRICT
+
+    path: Annotated[str, Field(min_length=1)]
+    """The folder of the answers; it is made if it isn't there."""
+
+    format: Literal["jsonl", "parquet", "openai"] = "jsonl"
+    """The format of the answers; `openai`: lines as OpenAI's batch API gives them."""
+
+
+class Job(BaseModel):
+    """The keys of a job file. Paths in it start at the working directory."""
+
+    model_config = _STRICT
+
+    engine: Source | Annotated[list[Source], Field(min_length=1)]
+    """An engine's config: a file, a model's name, or the keys of `engine.yaml`. A list of these is as many engines, which must have one model."""
+
+    input: Annotated[Input, BeforeValidator(_of_path)]
+    """The rows: a file's path, or `path`, `format` and `columns`."""
+
+    output: Annotated[Output, BeforeValidator(_of_path)]
+    """The answers: a folder's path, or `path` and `format`."""
+
+    sampling: dict[str, Any] = {}
+    """Sampling parameters of rows that don't say otherwise."""
+
+    engines: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Number of engines with this config, each in a process of its own."""
+
+    gpus: list[str] = []
+    """The GPUs that each engine sees, as CUDA_VISIBLE_DEVICES names them: `["0", "1"]` for two engines of one GPU each. Empty: each sees all."""
+
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    """The seed from which those of rows without one follow."""
+
+    shard_rows: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
+    """Number of rows whose answers are one file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A job in which nothing was found wrong before its input is read."""
+
+    job: Job
+    format: Literal["jsonl", "csv", "parquet", "openai"]  # of the input
+    sources: tuple[Source, ...]  # of the engines' configs, one each
+    configs: tuple[EngineConfig, ...]  # the same, read
+    rows: RowReader
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the answers depend on, as plain values: a job goes on only with the same ones."""
+        job = self.job
+        engines = [{key: value for key, value in config.model_dump(mode="json").items() if key not in CHANGES_NO_ANSWER} for config in self.configs]
+        different = [engine for place, engine in enumerate(engines) if engine not in engines[:place]]
+        return {
+            "engine": different[0] if len(different) == 1 else different,
+            "sampling": job.sampling,
+            "seed": job.seed,
+            "shard_rows": job.shard_rows,
+            "input": {"format": self.format, "columns": job.input.columns},
+            "output": {"format": job.output.format},
+        }
+
+
+def load_plan(name: str) -> Plan:
+    """Read a job file. Raises `ConfigError`: a line for each wrong key, with its file and line."""
+    path = Path(name)
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(MAX_CHARACTERS + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}: can't be read: {getattr(error, 'strerror', None) or error}") from None
+    value, origins = parse_yaml(text, name)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}:1: expected keys and values, like `engine: demo`, got {shown(value)}")
+    where = Where(origins=origins)
+    try:
+        job = Job.model_validate(value)
+    except ValidationError as error:
+        raise explain(error, Job, value, where, "key") from None
+    sources = _sources(job, where)
+    configs = tuple(_config(source, where) for source in sources)
+    if len(models := {(config.model, config.tokenizer) for config in configs}) > 1:
+        raise ConfigError(where.at("engine").says(f"the engines of a job must have one model, got {', '.join(sorted(model for model, _ in models))}"))
+    return Plan(job, _format(job, where), sources, configs, _reader(job, where))
+
+
+def _sources(job: Job, where: Where) -> tuple[Source, ...]:
+    """Return what each engine is made of."""
+    if isinstance(job.engine, list):
+        if job.engines != 1:
+            raise ConfigError(where.at("engines").says(f"engine is a list of {len(job.engine)}, which says how many there are: leave this out"))
+        sources = tuple(job.engine)
+    else:
+        sources = (job.engine,) * job.engines
+    if job.gpus and len(job.gpus) != len(sources):
+        raise ConfigError(where.at("gpus").says(f"expected one for each engine, which are {len(sources)}, got {len(job.gpus)}"))
+    return sources
+
+
+def _config(source: Source, where: Where) -> EngineConfig:
+    try:
+        return EngineConfig.load(source)
+    except ConfigError as error:
+        raise ConfigError(where.at("engine").says(str(error))) from None
+
+
+def _format(job: Job, where: Where) -> Literal["jsonl", "csv", "parquet", "openai"]:
+    given, place = job.input, where.at("input")
+    if given.path == "-":
+        raise ConfigError(place.says("a job reads its rows twice, and again when it goes on: write standard input to a file first"))
+    found: Any = given.format or FORMAT_OF_SUFFIX.get(Path(given.path).suffix.lower())
+    if found is None:
+        raise ConfigError(place.says(f"{given.path}: its name doesn't end in {', '.join(FORMAT_OF_SUFFIX)}: say the `format`"))
+    if found == "openai" and given.columns:
+        raise ConfigError(place.at("columns").says("OpenAI's format has names of its own: leave this out"))
+    if given.columns and not {"prompt", "messages", "token_ids"} & set(given.columns):
+        raise ConfigError(place.at("columns").says(f"name the column of a prompt, messages or token_ids; what can be named is {', '.join(KEYS)}"))
+    if Path(job.output.path).suffix.lower() in FORMAT_OF_SUFFIX:
+        told = f"{job.output.path}: the answers are a folder of files, one for each {job.shard_rows} rows: name a folder, and its `format`"
+        raise ConfigError(where.at("output").says(told))
+    return found  # type: ignore[no-any-return]
+
+
+def _reader(job: Job, where: Where) -> RowReader:
+    try:
+        return RowReader(job.sampling, job.seed, tells_logprobs=job.output.format != "openai")
+    except RequestError as error:
+        raise ConfigError(where.at("sampling").says(str(error).removeprefix("sampling: "))) from None

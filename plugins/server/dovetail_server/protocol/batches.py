@@ -1,0 +1,80 @@
+"""Files and batches in OpenAI's words (https://platform.openai.com/docs/api-reference/batch). What is stored of them is the same structs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+WINDOW = "24h"
+WINDOW_S = 24 * 3600
+
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+ENDED: tuple[Status, ...] = ("failed", "completed", "expired", "cancelled")
+
+
+class FileObject(Struct):
+    """A file that was uploaded, or that holds a batch's answers."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"] = "batch"
+    object: Literal["file"] = "file"
+    status: Literal["processed"] = "processed"
+
+
+class BatchError(Struct):
+    """A line of the input for which the whole batch was refused."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchErrors(Struct):
+    data: list[BatchError]
+    object: Literal["list"] = "list"
+
+
+class Counts(Struct):
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class CreateBatchRequest(Struct, forbid_unknown_fields=True):
+    """The body of POST /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+
+
+class Batch(Struct):
+    """A batch. Times are seconds since 1970."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    created_at: int
+    expires_at: int
+    status: Status = "validating"
+    completion_window: str = WINDOW
+    errors: BatchErrors | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: Counts = field(default_factory=Counts)
+    metadata: dict[str, str] | None = None
+    object: Literal["batch"] = "batch"

@@ -1,0 +1,27 @@
+"""How `pytest -n` deals tests to workers: `FilesToWorkers`. Only pytest-xdist's controller imports this."""
+
+from __future__ import annotations
+
+from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
+
+
+class FilesToWorkers(LoadFileScheduling):
+    """The tests of a file run in one process, which makes its fixtures once. A test that ends its worker fails, and the rest of its file goes to
+    another one: `LoadFileScheduling` would deal out the same test again and again, and then wait for ever."""
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Return the test that was running, if a worker with tests left has gone, and deal out the others again."""
+        running = next(((unit, test) for unit in self.assigned_work[node].values() for test, done in unit.items() if not done), None)
+        if running is None:
+            super().remove_node(node)
+            return None
+        unit, test = running
+        unit[test] = True
+        super().remove_node(node)
+        return test
+
+    def _reschedule(self, node: WorkerController) -> None:
+        """Give a worker more to do, or send it home: it begins its last test only once it knows which of the two comes next."""
+        while node in self.registered_collections and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
