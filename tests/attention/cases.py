@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, AttentionLayer
+from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, AttentionLayer, KVScales
 from dovetail.api.component import NoOptions
 from dovetail.testing.suites.attention_bench import Case, cases
-from tests.attention.oracle import attend_row
+from tests.attention.oracle import attend_row, kept_in_e4m3
 
 __all__ = ["Bench", "Case", "assert_close", "cases"]
 
@@ -20,8 +20,10 @@ class Bench:
 
     def __init__(self, backend: type[AttentionBackend], case: Case, *, relabel: int = 0) -> None:
         self.case = case
-        self.backend = backend(NoOptions(), AttentionContext(case.device, case.dtype, case.block_size))
+        self.backend = backend(NoOptions(), AttentionContext(case.device, case.dtype, case.block_size, case.cache_dtype))
         self.layers: list[AttentionLayer] = [self.backend.make_layer(spec) for spec in case.specs]
+        for layer in self.layers:
+            layer.kv_scales = KVScales(*(torch.tensor(scale, device=case.device) for scale in case.kv_scales)) if case.cache_dtype else None
         self.backend.allocate(case.num_blocks)
         num_slots = case.num_blocks * case.block_size
         self.backend.prepare(max_rows=2 * len(case.lens) + 8, max_tokens=max(num_slots, sum(case.lens)) + case.padding, max_len=num_slots)
@@ -108,9 +110,19 @@ class Bench:
         self.write(self.case.history, self.case.lens, self.case.padding)
         return self.attend(self.case.padding)
 
+    def _kept(self, values: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
+        """K or V as the cache keeps it; without rounding to the case's dtype alone, which tolerances allow for."""
+        if self.case.cache_dtype is None:
+            return values
+        return kept_in_e4m3(torch.from_numpy(values).to(self.dtype).double().numpy(), scale)
+
     def expected(self) -> list[NDArray[np.float64]]:
+        """By the definition, of K and V as the cache keeps them."""
+        kept_k, kept_v = (
+            [[self._kept(row, scale) for row in rows] for rows in layers] for layers, scale in zip((self.k, self.v), self.case.kv_scales, strict=True)
+        )
         return [
-            np.concatenate([attend_row(q, k, v, spec.scale, spec.window) for q, k, v in zip(self.q[i], self.k[i], self.v[i], strict=True)])
+            np.concatenate([attend_row(q, k, v, spec.scale, spec.window) for q, k, v in zip(self.q[i], kept_k[i], kept_v[i], strict=True)])
             for i, spec in enumerate(self.case.specs)
         ]
 

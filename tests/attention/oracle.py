@@ -8,6 +8,21 @@ from numpy.typing import NDArray
 Float64 = NDArray[np.float64]
 
 
+E4M3 = np.array(
+    sorted({sign * (m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7)) for sign in (1, -1) for e in range(16) for m in range(8)})
+)[1:-1]  # the outermost code is NaN
+
+
+def kept_in_e4m3(values: Float64, scale: float) -> Float64:
+    """What a cache of FP8 keeps of K or V: values / scale, in float32, become the nearest of all numbers that the format has; of two as near, the one
+    with the even code, which has an even place here too."""
+    scaled = values.astype(np.float32) / np.float32(scale)
+    place = np.clip(np.searchsorted(E4M3, scaled), 1, len(E4M3) - 1)
+    from_below, from_above = scaled - E4M3[place - 1], E4M3[place] - scaled
+    nearest = np.where((from_below < from_above) | ((from_below == from_above) & (place % 2 == 1)), place - 1, place)
+    return E4M3[nearest] * float(np.float32(scale))
+
+
 def attend_row(q: Float64, k: Float64, v: Float64, scale: float, window: int | None) -> Float64:
     """The last len(q) of a row's tokens attend over all of it. q [queries, heads, size], k and v [tokens, kv_heads, size] -> like q."""
     queries, heads, _ = q.shape

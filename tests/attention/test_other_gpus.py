@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from bench import compiling
-from bench.compiles import HEAD_SIZES, Case, cases, compiled, entry_points
+from bench.compiles import FORMATS_FROM, FP8_FROM, HEAD_SIZES, Case, cases, compiled, entry_points
 from bench.compiling import GPUS, Compiled
 
 pytestmark = pytest.mark.skipif(
@@ -26,12 +26,15 @@ MOST_SPILLED = 512  # bytes of a thread
 MOST_SPILLED_ON_TURING = 4096  # for decode of 8 and more query heads a KV head: products without matrix units keep it all in registers
 FOR_HOPPER_ALONE = {"kernels.many_rows._linear", "dovetail_attention.triton_prefill_hopper.prefill_hopper"}
 ON_MATRIX_UNITS = {"kernels.few_rows._linear"}
-FOR_ALL = entry_points() - FOR_HOPPER_ALONE - ON_MATRIX_UNITS
+OF_4_BITS = {"kernels.streamed._linear", "kernels.one_row_int4._linear_int4", "kernels.widened._widen"}
+OF_FLOAT8 = {"kernels.float8_products._narrow", "kernels.float8_products._norm_and_narrow"}
+FOR_ALL = entry_points() - FOR_HOPPER_ALONE - ON_MATRIX_UNITS - OF_4_BITS - OF_FLOAT8
 
 
 def expected_on(arch: int) -> set[str]:
     gpu = GPUS[arch]
-    return FOR_ALL | (ON_MATRIX_UNITS if gpu.has_matrix_units else set()) | (FOR_HOPPER_ALONE if gpu.is_hopper else set())
+    of_formats = (OF_4_BITS if arch >= FORMATS_FROM else set()) | (OF_FLOAT8 if arch >= FP8_FROM else set())
+    return FOR_ALL | of_formats | (ON_MATRIX_UNITS if gpu.has_matrix_units else set()) | (FOR_HOPPER_ALONE if gpu.is_hopper else set())
 
 
 def assert_fit(case: Case, kernels: Iterable[Compiled]) -> None:
@@ -53,6 +56,9 @@ def assert_fit(case: Case, kernels: Iterable[Compiled]) -> None:
         pytest.param(Case(89, "bfloat16", 256, brief=True), marks=pytest.mark.slow),
         pytest.param(Case(100, "bfloat16", 16, brief=True), marks=pytest.mark.slow),
         pytest.param(Case(120, "float32", 64, brief=True), marks=pytest.mark.slow),
+        pytest.param(Case(89, "bfloat16", 128, brief=True, fp8=True), marks=pytest.mark.slow),
+        pytest.param(Case(100, "float32", 8, brief=True, fp8=True), marks=pytest.mark.slow),
+        pytest.param(Case(120, "float16", 256, brief=True, fp8=True), marks=pytest.mark.slow),
     ],
     ids=lambda case: f"sm_{case.arch}, {case}",
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -30,6 +32,13 @@ def test_decodes_are_attended_alike_where_torch_has_no_sampled_product(case: Cas
     bench = Bench(TorchAttention, case)
     bench.backend._planner.use_bags = False  # type: ignore[attr-defined]
     assert_close(bench.run(), bench.expected())
+
+
+@given(cases(), st.floats(1e-3, 2), st.floats(1e-3, 2))
+@examples(quick=10, full=1000)
+def test_k_and_v_in_fp8_are_attended_as_they_are_stored(case: Case, k_scale: float, v_scale: float) -> None:
+    bench = Bench(TorchAttention, replace(case, cache_dtype="float8_e4m3fn", kv_scales=(k_scale, v_scale)))
+    assert_close(bench.run(), bench.expected(), 1e-4)
 
 
 def test_what_a_row_gets_in_a_bag_does_not_depend_on_the_other_rows() -> None:

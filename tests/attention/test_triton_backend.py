@@ -170,6 +170,12 @@ def test_half_precision_is_as_close_as_its_rounding(dtype: str) -> None:
     assert_as_defined(Case((0, 30, 77), (40, 9, 1), dtype=dtype, windows=(None, 20)), HALF[dtype])
 
 
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_k_and_v_in_fp8_are_attended_as_they_are_stored(dtype: str) -> None:
+    case = Case((0, 30, 77, 5), (40, 9, 1, 1), dtype=dtype, windows=(None, 20), padding=3, cache_dtype="float8_e4m3fn", kv_scales=(0.037, 0.21))
+    assert_as_defined(case, HALF.get(dtype, TOLERANCE))
+
+
 @pytest.mark.parametrize("block_size", [3, 16])
 def test_padding_tokens_change_no_slot(block_size: int) -> None:
     whole = block_size * 4

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from dovetail.api.attention import AttentionBatch, AttentionContext, FusedCache, LayerSpec
+from dovetail.api.attention import AttentionBatch, AttentionContext, FusedCache, KVScales, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.sampler import RowHistory
 from dovetail.errors import DovetailError
@@ -34,11 +34,14 @@ def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "_loads_apart_well", lambda shape, limits: True)
 
 
-def attend(dtype: str, head_size: int, block_size: int, window: int | None, mixed_graph: bool, heads: int = 16) -> TritonAttention:
+def attend(
+    dtype: str, head_size: int, block_size: int, window: int | None, mixed_graph: bool, heads: int = 16, cache_dtype: str | None = None
+) -> TritonAttention:
     """A step of decodes with a shared prefix and of a prefill, as on an H200."""
-    backend = TritonAttention(NoOptions(), AttentionContext("cpu", dtype, block_size))
+    backend = TritonAttention(NoOptions(), AttentionContext("cpu", dtype, block_size, cache_dtype))
     backend.tilings, backend.processors = HOPPER, 132
     layer = backend.make_layer(LayerSpec(0, heads, 8, head_size, head_size**-0.5, window))
+    layer.kv_scales = KVScales(torch.ones(()), torch.ones(())) if cache_dtype else None
     backend.allocate(4)
     backend.prepare(max_rows=32, max_tokens=1024, max_len=4096)
     lens, queries = np.array([3000] * 20 + [1500], np.int32), np.array([1] * 20 + [700], np.int32)
@@ -94,6 +97,26 @@ def test_trying_the_kernel_for_prefills_compiles_none_that_layers_would_not_need
         with pytest.raises(DovetailError, match="wrong numbers"):
             triton_prefill_hopper.check(schedule.shape, schedule.limits, schedule.prefill_tiling)
     assert [kernel.name for kernel in kernels].count("prefill_hopper") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "head_size"), [("bfloat16", 128), ("float16", 64)])
+def test_attention_over_fp8_compiles_and_reads_whole_pieces(dtype: str, head_size: int) -> None:
+    """16 bytes at once into shared memory, and from there what matrix units take: never byte by byte."""
+    from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper
+
+    with compiling_for_hopper() as kernels:
+        attend(dtype, head_size, 16, None, False, cache_dtype="float8_e4m3fn")
+    names = {kernel.name: kernel for kernel in kernels}
+    decode = names["decode_shares"]
+    assert all(kernel.shared_bytes <= SHARED_MEMORY_BYTES for kernel in kernels)
+    assert "cvt.rn.f16x2.e4m3x2" in decode.ptx
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans" in decode.ptx
+    assert not re.search(r"ld\.shared\.[usb]8|cp\.async\.ca", decode.ptx)
+    prefill = names["prefill_hopper"]
+    assert "cvt.rn.f16x2.e4m3x2" in prefill.ptx
+    assert "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16" in prefill.ptx, "not of FP8, whose sums keep fewer bits"
+    assert decode.spilled_bytes == prefill.spilled_bytes == 0
 
 
 @pytest.mark.parametrize(("heads", "head_size"), [(8, 128), (16, 128), (32, 128), (16, 64), (32, 64), (16, 256)])

@@ -17,6 +17,7 @@ from dovetail_attention.triton_tuning import CUDA, HOPPER, INTERPRETED, REGISTER
 
 SHARED_MEMORY_BYTES = 227 << 10  # of a multiprocessor (Hopper)
 SHAPES = [Shape(2, head_size, itemsize, block_size) for head_size in (16, 32, 64, 128, 256) for itemsize in (2, 4) for block_size in (8, 16, 256)]
+SHAPES += [Shape(2, head_size, itemsize, 16, cache_itemsize=1) for head_size in (64, 128, 256) for itemsize in (2, 4)]
 OTHERS = [other for other in GPUS.values() if not other.is_hopper]
 
 
@@ -27,7 +28,7 @@ def test_every_shape_has_its_choice_of_powers_of_two_that_fit_the_shared_memory(
     for number in (decode.keys, decode.warps, prefill.queries, prefill.keys, prefill.warps):
         assert number & (number - 1) == 0
     key_bytes = shape.head_size * shape.itemsize
-    assert decode.programs * decode.keys * 2 * key_bytes <= SHARED_MEMORY_BYTES, "K and V of a step of each program"
+    assert decode.programs * decode.keys * shape.bytes_per_key <= SHARED_MEMORY_BYTES, "K and V of a step of each program"
     assert (prefill.queries + 2 * prefill.keys) * key_bytes <= SHARED_MEMORY_BYTES
 
 

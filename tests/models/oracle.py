@@ -102,6 +102,7 @@ class FakeGroup:
     rank: int
     size: int
     sums: list[torch.Tensor] = field(default_factory=list)
+    shares: Any = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.sums.append(x)

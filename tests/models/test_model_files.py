@@ -61,8 +61,8 @@ def test_an_architecture_that_two_serve_names_both(tmp_path: Path) -> None:
 
 
 def test_reasons_against_are_listed_with_the_name_of_the_model(tmp_path: Path) -> None:
-    write_config(tmp_path, hidden_act="gelu", quantization_config={"quant_method": "awq"})
-    with pytest.raises(UnsupportedError, match=r"dovetail:llama can't serve (.|\n)*hidden_act(.|\n)*quantization_config"):
+    write_config(tmp_path, hidden_act="gelu", pretraining_tp=2)
+    with pytest.raises(UnsupportedError, match=r"dovetail:llama can't serve (.|\n)*hidden_act(.|\n)*pretraining_tp"):
         find_architecture(tmp_path, MODELS)
 
 

@@ -237,8 +237,8 @@ SINGLE_FILE: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"lacks 18 tensors \(model.layers.0.input_layernorm.weight, .* and 13 more\)",
     ),
     "unknown tensor": (
-        lambda d: rewrite(d, lambda t: t.update({f"{LAYER}self_attn.k_scale": torch.ones(1)})),
-        r"holds 1 tensor \(model.layers.1.self_attn.k_scale\), which the model doesn't know",
+        lambda d: rewrite(d, lambda t: t.update({f"{LAYER}self_attn.q_scale": torch.ones(1)})),
+        r"holds 1 tensor \(model.layers.1.self_attn.q_scale\), which the model doesn't know",
     ),
     "a layer too many": (
         lambda d: rewrite(d, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(12, 8)})),

@@ -15,10 +15,11 @@ from transformers import LlamaConfig, Qwen3Config
 
 pytest.importorskip("triton")
 
-from dovetail.api.attention import AttentionLayer, FusedCache, LayerSpec
+from dovetail.api.attention import AttentionLayer, FusedCache, KVScales, LayerSpec
 from dovetail.errors import DovetailError
-from dovetail.nn import activation, embedding, linear, logprobs, norm, qkv, token_masks
+from dovetail.nn import activation, embedding, logprobs, norm, qkv, token_masks
 from dovetail.nn.activation import silu_mul
+from dovetail.nn.format import dense
 from dovetail.nn.kernels import available, few_rows, gpu, many_rows, one_row
 from dovetail.nn.kernels import logprobs as kernels
 from dovetail.nn.kernels import rms_norm as norm_kernel
@@ -56,7 +57,7 @@ def test_the_kernels_hold_in_tritons_interpreter() -> None:
 
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_kernels(monkeypatch, activation, embedding, linear, logprobs, norm, qkv, token_masks)
+    take_kernels(monkeypatch, activation, embedding, dense, logprobs, norm, qkv, token_masks)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -387,7 +388,7 @@ class Layer(AttentionLayer):
 
     def cache_for_fused_write(self) -> FusedCache | None:
         k, v = (part.transpose(1, 2) for part in self.cache)
-        return FusedCache(k, v, self.slots) if self.fused else None
+        return FusedCache(k, v, self.slots, self.kv_scales) if self.fused else None
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -475,6 +476,61 @@ def test_a_cache_that_is_laid_open_gets_k_and_v_at_its_slots_and_nothing_elsewhe
                 assert_close(flat[slot], value)
         untouched = [slot for slot in range(SLOTS) if slot not in slots]
         assert flat[untouched].isnan().all()
+
+
+@runs_kernels
+@pytest.mark.usefixtures("with_kernels")
+@given(case=cases, k_scale=st.floats(1e-3, 3), v_scale=st.floats(1e-3, 3))
+@some
+def test_a_cache_of_fp8_gets_what_its_twin_rounds(case: Case, k_scale: float, v_scale: float) -> None:
+    qkv, head_norm, rotation = case.make()
+    qkv[:, -1] *= 1000  # beyond what FP8 holds
+    wide, small = (case.layer(torch.arange(case.tokens, device=DEVICE), fused=True) for _ in range(2))
+    scales = KVScales(torch.tensor(k_scale, device=DEVICE), torch.tensor(v_scale, device=DEVICE))
+    wide.cache, small.cache = wide.cache.to(case.dtype), torch.zeros_like(wide.cache).to(torch.float8_e4m3fn)
+    small.kv_scales = scales
+    rope_and_store_kv(qkv.clone(), head_norm, rotation, wide)
+    rope_and_store_kv(qkv, head_norm, rotation, small)
+    for written, codes, scale in zip(wide.cache, small.cache, (scales.k, scales.v), strict=True):
+        twin = (written.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        real = ~written.isnan()
+        assert torch.equal(codes.view(torch.uint8)[real], twin.view(torch.uint8)[real])
+
+
+# ---- FP8
+
+
+def hard_to_round() -> torch.Tensor:
+    """Every number of e4m3, all midpoints between two, float32 right beside these, what is beyond all, and no numbers."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    numbers = numbers[~numbers.isnan()].unique()
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    beside = [torch.nextafter(ties, torch.full_like(ties, end)) for end in (-1e9, 1e9)]
+    others = torch.tensor([-0.0, 449.0, 464.0, 465.0, -1e30, torch.inf, -torch.inf, torch.nan, 1e-30, 2.0**-10, -(2.0**-10)])
+    return torch.cat([numbers, ties, *beside, others, torch.randn(500) * 100, torch.randn(500) * 0.01]).to(DEVICE)
+
+
+@runs_kernels
+def test_numbers_become_the_nearest_of_fp8_ties_to_even_and_the_largest_beyond() -> None:
+    from tests.nn.fp8_kernels import encode
+
+    x = hard_to_round()
+    for scale in (1.0, 0.037, 3.0):
+        expected = (x / torch.tensor(scale, device=DEVICE)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        found = encode(x, scale)
+        assert torch.equal(found.isnan(), x.isnan())
+        assert torch.equal(found.view(torch.uint8)[~x.isnan()], expected.view(torch.uint8)[~x.isnan()])
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_two_numbers_of_a_pair_come_apart_whatever_their_codes(dtype: torch.dtype) -> None:
+    from tests.nn.fp8_kernels import widen_pairs
+
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 0x7F) != 0x7F].to(DEVICE)
+    pairs = torch.stack([codes, codes.flip(0)], 1).flatten()
+    assert torch.equal(widen_pairs(pairs, dtype), pairs.view(torch.float8_e4m3fn).to(dtype))
 
 
 # ---- a whole model

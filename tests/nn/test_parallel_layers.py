@@ -13,6 +13,7 @@ from dovetail.errors import ModelLoadError, UnsupportedError
 from dovetail.nn.activation import ACTIVATIONS
 from dovetail.nn.embedding import LMHead, VocabParallelEmbedding
 from dovetail.nn.linear import ColumnParallelLinear, GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from dovetail.nn.norm import RMSNorm, rms_norm
 from dovetail.nn.residual import Residual
 from tests.models.oracle import FakeGroup, context
 
@@ -136,3 +137,57 @@ def test_wrong_shapes_and_dtypes_say_what_was_expected() -> None:
         layer.weight.load(torch.zeros(5, 8, dtype=torch.int8))
     with pytest.raises(ModelLoadError, match="found float8_e4m3fn"):
         layer.weight.load(torch.zeros(5, 8, dtype=torch.float8_e4m3fn))
+
+
+class FakeShares:
+    """Memory that ranks share, in which all have written before one of them adds."""
+
+    def __init__(self, places: list[torch.Tensor | None], rank: int, room: int) -> None:
+        self.places, self.rank, self.room = places, rank, room
+
+    def place(self, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor | None:
+        self.places[self.rank] = torch.full((rows, size), torch.nan, dtype=dtype) if rows <= self.room else None
+        return self.places[self.rank]
+
+    def add(self, x: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> torch.Tensor | None:
+        for place in self.places:
+            assert place is not None
+            x += place
+        return None if norm is None else rms_norm(x, *norm)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("read", ["normed", "x", "keep"])
+def test_ranks_that_share_memory_add_their_shares_when_the_stream_is_read(read: str, bias: bool) -> None:
+    x, weight, stream = torch.randn(3, 8), torch.randn(5, 8), torch.randn(3, 5)
+    biases = torch.randn(5)
+    places: list[torch.Tensor | None] = [None, None]
+    residuals, layers = [], []
+    for own, part in zip(ranks(2), x.chunk(2, dim=1), strict=True):
+        own.parallel.shares = FakeShares(places, own.parallel.rank, room=3)
+        layer = load(RowParallelLinear(8, 5, own, bias=bias), {None: weight}, {None: biases} if bias else None)
+        residual = Residual(stream.clone())
+        layer.add_to(residual, part)
+        assert residual.is_shared
+        residuals.append(residual)
+        layers.append(layer)
+    wanted = stream + F.linear(x, weight, biases if bias else None)
+    for residual in residuals:
+        if read == "normed":
+            norm = RMSNorm(5, 1e-6, ranks(1)[0])
+            norm.weight.load(torch.arange(1.0, 6.0))
+            torch.testing.assert_close(residual.normed(norm), rms_norm(wanted, torch.arange(1.0, 6.0), 1e-6))
+        elif read == "keep":
+            residual.keep(torch.tensor([2, 0]))
+        torch.testing.assert_close(residual.x, wanted[[2, 0]] if read == "keep" else wanted)
+        assert not residual.is_shared
+    assert all(not layer.group.sums for layer in layers), "nothing is summed twice"
+
+
+def test_a_sum_that_has_no_room_in_shared_memory_goes_the_other_way() -> None:
+    [own, _] = ranks(2)
+    own.parallel.shares = FakeShares([None, None], 0, room=2)
+    residual = Residual(torch.zeros(3, 5))
+    load(RowParallelLinear(8, 5, own, bias=False), {None: torch.randn(5, 8)}).add_to(residual, torch.randn(3, 4))
+    assert not residual.is_shared
+    assert len(own.parallel.sums) == 1

@@ -30,15 +30,17 @@ class Part:
     at: int = 0
     copies: int = 1
 
-    def read(self, source: Any, transform: Transform | None = None) -> torch.Tensor:
-        """This part of `source`, with its copies: a safetensors slice (only this part is read) or a tensor; `transform` gets its numbers in float32.
-        Raises `ModelLoadError` when `source` has another shape, or numbers that mean nothing without a scale."""
+    def read(self, source: Any, transform: Transform | None = None, device: torch.device | None = None) -> torch.Tensor:
+        """This part of `source`, with its copies: a safetensors slice (only this part is read) or a tensor; `transform` gets its numbers in float32,
+        on `device` if there is one. Raises `ModelLoadError` when `source` has another shape, or numbers that mean nothing without a scale."""
         shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
         if shape != self.source_shape:
             raise ModelLoadError(f"expected shape {list(self.source_shape)}, found {list(shape)}")
         values: torch.Tensor = source[(slice(None),) * self.dim + (slice(self.start, self.start + self.size),)]
         if not values.is_floating_point() or values.element_size() < 2:
             raise ModelLoadError(f"expected float16, bfloat16, float32 or float64, found {str(values.dtype).removeprefix('torch.')}")
+        if device is not None:
+            values = values.to(device)
         if transform is not None:
             values = transform(values.float())
         return values if self.copies == 1 else torch.cat([values] * self.copies, dim=self.dim)
@@ -51,7 +53,8 @@ class Part:
 class Weight(nn.Parameter):
     """A parameter without gradient, made of `parts`: shard id -> part; the shard id None is a parameter made of a single tensor.
 
-    `scale`: it multiplies (a norm's weight), so 1 changes nothing. What no part covers (padding of a vocabulary) is 0.
+    `scale`: it multiplies (a norm's weight), so 1 changes nothing. What no part covers (padding of a vocabulary) is 0. `later`: it is on the meta
+    device, until its layer takes a format.
     """
 
     parts: Mapping[str | None, Part]
@@ -64,15 +67,23 @@ class Weight(nn.Parameter):
         context: BuildContext,
         *,
         scale: bool = False,
+        later: bool = False,
     ) -> Weight:
         covered = sum(part.size * part.copies * (shape[1 - part.dim] if len(shape) == 2 else 1) for part in parts.values())
         make = torch.empty if covered == torch.Size(shape).numel() else torch.zeros
-        weight: Weight = super().__new__(cls, make(shape, dtype=context.dtype, device=context.device), requires_grad=False)
+        device = torch.device("meta") if later else context.device
+        weight: Weight = super().__new__(cls, make(shape, dtype=context.dtype, device=device), requires_grad=False)
         weight.parts, weight.scale = dict(parts), scale
         return weight
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
+
+    def on(self, device: torch.device) -> Weight:
+        """Return a parameter of the same parts on `device`, uninitialised."""
+        weight: Weight = nn.Parameter.__new__(Weight, torch.empty_like(self.data, device=device), requires_grad=False)
+        weight.parts, weight.scale = self.parts, self.scale
+        return weight
 
     @torch.no_grad()
     def load(self, source: Any, shard_id: str | None = None, transform: Transform | None = None) -> None:

@@ -18,7 +18,7 @@ SHARE_OF_LENGTH = 4  # … and no more than every row needs at one part in so ma
 
 
 def kv_layout(backend: AttentionBackend, specs: Sequence[LayerSpec], block_size: int, dtype: str) -> KVLayout:
-    """Group the layers by how far back they look. `block_size` is in tokens, `dtype` a name ("bfloat16")."""
+    """Group the layers by how far back they look. `block_size` is in tokens, `dtype` the cache's, a name ("bfloat16")."""
     windows = dict.fromkeys(spec.window for spec in specs)
     groups = []
     for window in windows:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dovetail.api.attention import AttentionLayer, LayerSpec
-from dovetail.api.executor import ComponentRef, ExecutorConfig
+from dovetail.api.executor import ComponentRef, ExecutorConfig, QuantizationRef
 from dovetail.api.model import BuildContext, ParallelGroup
-from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len
+from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len, stored_as
+from dovetail.runtime.quantization import choose_quantization, place_weights
 from dovetail.runtime.weights import Progress, dummy_weights, load_weights
 
 
@@ -23,6 +24,7 @@ class LoadedModel(NamedTuple):
     dtype: torch.dtype
     max_model_len: int  # tokens
     vocab_size: int
+    quantization: str  # how its linear layers are stored, in words; "none" if plainly
 
 
 def load_model(
@@ -33,18 +35,24 @@ def load_model(
     parallel: ParallelGroup,
     device: torch.device,
     progress: Progress | None = None,
+    quantizations: tuple[QuantizationRef, ...] = (),
 ) -> LoadedModel:
     """Build the architecture that serves this directory and load its weights (random ones for `load_format: dummy`).
 
-    Raises `ModelLoadError` when files can't be used, `UnsupportedError` when no architecture in `models` can serve the config.
+    Raises `ModelLoadError` when files can't be used, `UnsupportedError` when no architecture in `models` can serve the config, or none of
+    `quantizations` its weights, and `ConfigError` when `config.quantization` is another than the checkpoint's.
     """
     arch, hf_config = find_architecture(model_dir, models)
+    quantization = choose_quantization(config.quantization, stored_as(model_dir), quantizations, model_dir)
     dtype = resolve_dtype(config.dtype, hf_config, device)
     max_model_len = resolve_max_model_len(config.max_model_len, hf_config)
-    module = arch.build(hf_config, BuildContext(parallel, dtype, device, make_attention, max_len=max_model_len))
+    later = quantization is not None
+    module = arch.build(hf_config, BuildContext(parallel, dtype, device, make_attention, max_len=max_model_len, weights_later=later))
+    if quantization is not None:
+        place_weights(module, quantization, device)
     if config.load_format == "dummy":
         dummy_weights(module, config.seed)
     else:
         load_weights(module, model_dir, progress)
     module.eval()
-    return LoadedModel(module, hf_config, dtype, max_model_len, int(hf_config.vocab_size))
+    return LoadedModel(module, hf_config, dtype, max_model_len, int(hf_config.vocab_size), "none" if quantization is None else str(quantization))

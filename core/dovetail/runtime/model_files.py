@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class FoundArchitecture(NamedTuple):
-    """The architecture that serves a directory, and the directory's transformers `PretrainedConfig`."""
+    """The architecture that serves a directory, and the directory's transformers `PretrainedConfig`, without `quantization_config`: how weights are
+    stored is no business of the architecture's (`stored_as`)."""
 
     arch: ModelArch
     config: Any
@@ -33,6 +34,7 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
     """The one of `models` whose `architectures` hold the config's. Raises `ModelLoadError` when the config can't be read, `UnsupportedError`
     when nobody serves it, two do, or the one that does has reasons against it."""
     config = read_config(model_dir)
+    vars(config).pop("quantization_config", None)
     names = config.architectures
     if not names:
         raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: no 'architectures', which say what model to build")
@@ -48,6 +50,15 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
     if reasons := _reasons_against(arch, config, Path(model_dir) / "config.json"):
         raise UnsupportedError(f"{serving[0].name} can't serve {model_dir}:\n" + "\n".join(f"  - {reason}" for reason in reasons))
     return FoundArchitecture(arch, config)
+
+
+def stored_as(model_dir: str | Path) -> Mapping[str, Any] | None:
+    """Return the `quantization_config` of a directory's config; None if its weights are plain. Raises `ModelLoadError` where it can't be read."""
+    path = Path(model_dir) / "config.json"
+    stored = read_json_object(path).get("quantization_config")
+    if stored is not None and not isinstance(stored, Mapping):
+        raise ModelLoadError(f"{path}: quantization_config: expected keys and values, got {shown(stored)}")
+    return stored
 
 
 def _reasons_against(arch: ModelArch, config: Any, path: Path) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from dovetail.api.model import WeightRule
 from dovetail.errors import DovetailError, ModelLoadError
 from dovetail.json_files import read_json_object
+from dovetail.nn.format.stored import CheckpointTensor, StoredWeight
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
@@ -22,6 +23,8 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PREFIX = "model."  # of all names but the head's, in a checkpoint of a causal language model
 
 _COMPUTED = (".rotary_emb.inv_freq",)  # endings of tensors that old checkpoints hold and that are computed, never read
+
+_OF_THE_CACHE = (".k_scale", ".v_scale", ".kv_scale")  # endings of tensors that belong to no layer's weights: `dovetail.runtime.kv_scales` reads them
 
 
 @torch.no_grad()
@@ -33,11 +36,13 @@ def load_weights(model: Any, directory: str | Path, progress: Progress | None = 
     """
     rules = {rule.source: rule for rule in model.weights()}
     _check_rules(model, rules)
+    rules = {rule.source: rule for rule in _for_each_tensor(rules.values())}
     files = _tensor_files(Path(directory))
     if _is_bare(files, rules):
         rules = {name.removeprefix(_PREFIX): rule for name, rule in rules.items()}
     _check_names(rules, files, Path(directory))
     todo = [name for name in files if name in rules and rules[name].parameter is not None]
+    _expect(rules[name] for name in todo)
     loaded: set[tuple[int, str | None]] = set()
     done = 0
     for path in dict.fromkeys(files.values()):
@@ -48,6 +53,34 @@ def load_weights(model: Any, directory: str | Path, progress: Progress | None = 
                 done += 1
                 if progress is not None:
                     progress("loading weights", done, len(todo))
+
+
+def tensors_named(directory: str | Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and tensor, on the CPU, of those in the checkpoint whose names are `wanted`. Raises `ModelLoadError` as `load_weights` does."""
+    files = _tensor_files(Path(directory))
+    for path in dict.fromkeys(path for name, path in files.items() if wanted(name)):
+        with _opened(path) as file:
+            for name in (name for name in files if files[name] == path and wanted(name)):
+                with _naming(path, name):
+                    yield name, file.get_tensor(name)
+
+
+def _for_each_tensor(rules: Iterable[WeightRule]) -> Iterator[WeightRule]:
+    """The rules, with one for each tensor that a weight in another format is stored as, instead of the one for its plain numbers."""
+    for rule in rules:
+        tensors = dict(rule.parameter.tensors(rule.shard_id)) if isinstance(rule.parameter, StoredWeight) else {}
+        if not tensors:
+            yield rule
+        for word, tensor in tensors.items():
+            name = f"{rule.source.rpartition('.')[0]}.{word}"
+            yield WeightRule(name, tensor, rule.shard_id, optional=rule.optional or tensor.optional, transform=rule.transform)
+
+
+def _expect(rules: Iterable[WeightRule]) -> None:
+    """Tell stored weights which of their tensors will come."""
+    for rule in rules:
+        if isinstance(rule.parameter, CheckpointTensor):
+            rule.parameter.expected.add(rule.shard_id)
 
 
 def _is_bare(files: Mapping[str, Path], rules: Mapping[str, WeightRule]) -> bool:
@@ -61,6 +94,8 @@ def _load_one(rule: WeightRule, source: Any, loaded: set[tuple[int, str | None]]
         rule.parameter.load(source, rule.shard_id, rule.transform)
         loaded.add(place)
         return
+    if isinstance(rule.parameter, CheckpointTensor | StoredWeight):
+        raise ModelLoadError("this quantized weight is loaded already, under another name")
     part = rule.parameter.parts[rule.shard_id]
     there = part.place(rule.parameter.data)
     if not torch.equal(part.read(source, rule.transform).to(there), there):
@@ -100,7 +135,7 @@ def _check_names(rules: Mapping[str, WeightRule], files: Mapping[str, Path], dir
     missing = [
         rule.source for rule in rules.values() if rule.source not in files and not rule.optional and (id(rule.parameter), rule.shard_id) not in found
     ]
-    extra = [name for name in files if name not in rules and not name.endswith(_COMPUTED)]
+    extra = [name for name in files if name not in rules and not name.endswith(_COMPUTED + _OF_THE_CACHE)]
     problems = []
     if missing:
         problems.append(f"lacks {_some(missing)}")

@@ -28,6 +28,7 @@ from dovetail.api.attention import AttentionBatch, LayerSpec
 from dovetail.runtime.transfer import to_device
 from dovetail_attention.bags import Bags, bags_work, make_bags
 from dovetail_attention.layer_shape import LayerShape
+from dovetail_attention.scaled import as_bytes
 
 MAX_PIECE_BYTES = 2 << 20  # of gathered K, if more than one row
 MAX_FILL_BYTES = 128 << 10  # of K that is only filling
@@ -50,9 +51,10 @@ class Piece:
     real: torch.Tensor | None = None  # which of the queries are no filling; None: all
 
     def attend(self, spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
-        """k, v [slots, kv_heads, head_size]: the caches; q, out [tokens, heads, head_size]: writes `out` at its own queries."""
+        """k, v [slots, kv_heads, head_size]: the caches, perhaps of a smaller dtype; q, out [tokens, heads, head_size]: writes `out` at its own
+        queries."""
         shape = (self.rows, self.keys_per_row, spec.kv_heads, spec.head_size)
-        k, v = (_take(cache, self.keys).view(shape).transpose(1, 2) for cache in (k, v))  # [rows, kv_heads, keys, size]
+        k, v = (_take_numbers(cache, self.keys, q.dtype).view(shape).transpose(1, 2) for cache in (k, v))  # [rows, kv_heads, keys, size]
         q = _take(q, self.queries)
         if self.queries_per_row == 1:  # the heads that share a kv head become its queries: each K and V is read once
             q = q.reshape(self.rows, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_size)
@@ -243,6 +245,10 @@ class _BatchCutter:
 
 def _take(tensor: torch.Tensor, where: Where) -> torch.Tensor:
     return tensor[where] if isinstance(where, slice) else tensor.index_select(0, where)
+
+
+def _take_numbers(cache: torch.Tensor, where: Where, dtype: torch.dtype) -> torch.Tensor:
+    return _take(as_bytes(cache), where).view(cache.dtype).to(dtype)
 
 
 def _group_ends(lens: Sequence[int], most: int, most_fill: int) -> list[int]:

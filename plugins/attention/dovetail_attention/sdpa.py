@@ -4,6 +4,8 @@ It runs wherever torch does, with every head size, window and block size, and is
 once for all layers: *pieces* (`pieces.py`: gather K and V through the block table, then a scaled dot product) and *bags* (`bags.py`: many decodes
 on a CPU, nothing gathered).
 
+A cache of FP8 is read into the activations' dtype, piece by piece: the oracle of kernels that read it as it is.
+
       cache of a layer    [num_blocks * block_size + 2, kv_heads, head_size], K and V apart
                            slots of the pool ... | null: zeros, for what a gather has to fill up | waste: where padding tokens are written
 """
@@ -18,17 +20,19 @@ from dovetail.errors import DovetailError
 from dovetail_attention.bags import Bags
 from dovetail_attention.layer_shape import LayerShape
 from dovetail_attention.pieces import Piece, Planner
+from dovetail_attention.scaled import CACHE_DTYPES, ONE, as_bytes, stored
 
 
 class TorchAttention(AttentionBackend):
     """Makes the layers, owns their memory, and plans a step for all of them."""
 
-    capabilities = AttentionCapabilities()
+    capabilities = AttentionCapabilities(cache_dtypes=CACHE_DTYPES)
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
         super().__init__(options, context)
         self.device = torch.device(context.device)
         self.dtype: torch.dtype = getattr(torch, context.dtype)
+        self.cache_dtype: torch.dtype = getattr(torch, context.cache_dtype or context.dtype)
         self.slots = torch.empty(0, dtype=torch.int64)  # of this step's tokens, padding sent to the waste slot
         self.parts: dict[LayerShape, list[Piece | Bags]] = {}  # of this step
         self.num_tokens = 0  # of this step, without padding
@@ -42,7 +46,7 @@ class TorchAttention(AttentionBackend):
         return layer
 
     def bytes_per_block(self, spec: LayerSpec) -> int:
-        return 2 * self.context.block_size * spec.kv_heads * spec.head_size * self.dtype.itemsize
+        return 2 * self.context.block_size * spec.kv_heads * spec.head_size * self.cache_dtype.itemsize
 
     def allocate(self, num_blocks: int) -> None:
         self._num_slots = num_blocks * self.context.block_size
@@ -52,6 +56,7 @@ class TorchAttention(AttentionBackend):
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
         specs = [layer.spec for layer in self._layers]
         self._planner = Planner.of(specs, self.context.block_size, max_len, self.dtype, self.device)
+        self._planner.use_bags &= self.cache_dtype == self.dtype  # they multiply with the cache where it lies
 
     def plan(self, batch: AttentionBatch) -> None:
         if self._planner is None:
@@ -81,25 +86,28 @@ class TorchLayer(AttentionLayer):
         """Caches of `num_slots` slots and the two besides. Memory that is never written is never touched: on a CPU it costs nothing yet."""
         self._k = self._v = torch.empty(0)  # lets go of the old before the new is made
         shape = (num_slots + 2, self.spec.kv_heads, self.spec.head_size)
-        self._k, self._v = (torch.empty(shape, dtype=self._backend.dtype, device=self._backend.device) for _ in range(2))
+        self._k, self._v = (torch.empty(shape, dtype=self._backend.cache_dtype, device=self._backend.device) for _ in range(2))
         self._k[num_slots] = 0
         self._v[num_slots] = 0
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._k.index_copy_(0, self._backend.slots, k)
-        self._v.index_copy_(0, self._backend.slots, v)
+        scales = self.kv_scales or ONE
+        for cache, values, scale in ((self._k, k, scales.k), (self._v, v, scales.v)):
+            as_bytes(cache).index_copy_(0, self._backend.slots, as_bytes(stored(values, scale, cache.dtype)))
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(q)
         if self._backend.num_tokens < len(q):
             out[self._backend.num_tokens :] = 0
+        if self.kv_scales is not None:
+            q = q * self.kv_scales.k  # instead of each K
         for part in self._backend.parts[self._shape]:
             part.attend(self.spec, self._k, self._v, q, out)
-        return out
+        return out if self.kv_scales is None else out.mul_(self.kv_scales.v)
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor, block_size: int) -> None:
         """Copy all blocks at once: no block of `dst` may be in `src`."""
-        for cache in (self._k, self._v):
+        for cache in (as_bytes(self._k), as_bytes(self._v)):
             blocks = cache[:-2].view(-1, block_size, *cache.shape[1:])
             blocks.index_copy_(0, dst, blocks.index_select(0, src))
 

@@ -30,27 +30,33 @@ from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import is_compiling_ahead, launch
 from dovetail_attention import triton_cache, triton_decode, triton_prefill, triton_trial
 from dovetail_attention.layer_shape import LayerShape
+from dovetail_attention.scaled import CACHE_DTYPES, as_bytes
 from dovetail_attention.triton_schedule import TILE_NUMBERS
 from dovetail_attention.triton_step import LEAST_TOGETHER, PREFIX_PARTS, Limits, Schedule, StepBuffers
-from dovetail_attention.triton_tuning import CUDA, HOPPER, INTERPRETED, PrefillTiling, Shape, Tilings, tilings_for
+from dovetail_attention.triton_tuning import CUDA, HOPPER, INTERPRETED, PrefillTiling, Tilings, tilings_for
 
 LOG2_E = math.log2(math.e)
 COPY_WIDTH = 2048
 MERGE_NUMBERS = 4096  # of parts of a row, that a program puts together at once
 LEAST_M = 16  # queries of a tile for the tensor cores
+LEAST_OF_FP8 = 32  # numbers of a head: matrix units take 16 at least, and kernels read FP8 as pairs
 INTERPRETED_PROCESSORS = 4
+LEAST_FOR_FP8 = (8, 9)  # compute capability from which Triton has the type
 LOADS_APART = "prefill with warps of their own for loading"
 
 
 class TritonAttention(AttentionBackend):
     """Makes the layers, owns their memory and the buffers of a step. `tilings` may be replaced before `prepare`."""
 
-    capabilities = AttentionCapabilities(devices=("cuda",), head_sizes=tuple(range(8, 257, 8)), cuda_graph="mixed", shared_prefix=True)
+    capabilities = AttentionCapabilities(
+        devices=("cuda",), head_sizes=tuple(range(8, 257, 8)), cuda_graph="mixed", shared_prefix=True, cache_dtypes=CACHE_DTYPES
+    )
 
     def __init__(self, options: BaseModel, context: AttentionContext) -> None:
         super().__init__(options, context)
         self.device = torch.device(context.device)
         self.dtype: torch.dtype = getattr(torch, context.dtype)
+        self.cache_dtype: torch.dtype = getattr(torch, context.cache_dtype or context.dtype)
         gpu = gpu_of(self.device)
         self.tilings: Tilings = INTERPRETED if gpu is None else HOPPER if gpu.is_hopper and _can_load_apart() else tilings_for(gpu)
         self.processors = INTERPRETED_PROCESSORS if gpu is None else gpu.processors
@@ -68,6 +74,8 @@ class TritonAttention(AttentionBackend):
             return []
         if not runs_kernels(device):
             return [f"Triton runs no kernel on {gpu}: the warning before says why"]
+        if context.cache_dtype is not None and gpu.capability < LEAST_FOR_FP8:
+            return [f"K and V in {context.cache_dtype} need compute capability {'.'.join(map(str, LEAST_FOR_FP8))} or more, this is {gpu}"]
 
         def check() -> None:
             for spec in {replace(spec, index=0) for spec in layers}:
@@ -83,7 +91,7 @@ class TritonAttention(AttentionBackend):
         return layer
 
     def bytes_per_block(self, spec: LayerSpec) -> int:
-        return 2 * self.context.block_size * spec.kv_heads * spec.head_size * self.dtype.itemsize
+        return 2 * self.context.block_size * spec.kv_heads * spec.head_size * self.cache_dtype.itemsize
 
     def allocate(self, num_blocks: int) -> None:
         for layer in self._layers:
@@ -91,7 +99,7 @@ class TritonAttention(AttentionBackend):
 
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
         size = self.context.block_size
-        limits = Limits(max_rows, max_tokens, -(-max_len // size), size, self.dtype, self.device, self.processors, self.tilings)
+        limits = Limits(max_rows, max_tokens, -(-max_len // size), size, self.dtype, self.cache_dtype, self.device, self.processors, self.tilings)
         shapes = {LayerShape.of(layer.spec) for layer in self._layers}
         if self.tilings == HOPPER and not is_compiling_ahead() and not all(_loads_apart_well(shape, limits) for shape in shapes):
             self.tilings = CUDA
@@ -119,12 +127,13 @@ class TritonLayer(AttentionLayer):
         self.spec, self._backend = spec, backend
         self._shape = LayerShape.of(spec)
         self._k = self._v = torch.empty(0)
+        self._padded_size = max(self._shape.padded_size, LEAST_OF_FP8 if backend.cache_dtype != backend.dtype else 0)
         self._described: list[Any] | None = None  # K and V, for the tensor memory accelerator
 
     def allocate(self, num_blocks: int) -> None:
         self._k = self._v = torch.empty(0)  # lets go of the old before the new is made
         shape = (num_blocks, self.spec.kv_heads, self._backend.context.block_size, self.spec.head_size)
-        self._k, self._v = (torch.empty(shape, dtype=self._backend.dtype, device=self._backend.device) for _ in range(2))
+        self._k, self._v = (torch.empty(shape, dtype=self._backend.cache_dtype, device=self._backend.device) for _ in range(2))
         self._described = None
         block_stride, head_stride, token_stride, _ = self._k.stride()
         self._paging: dict[str, Any] = {
@@ -135,7 +144,7 @@ class TritonLayer(AttentionLayer):
         }
 
     def cache_for_fused_write(self) -> FusedCache:
-        return FusedCache(self._k.transpose(1, 2), self._v.transpose(1, 2), self._backend.planned.slots)
+        return FusedCache(self._k.transpose(1, 2), self._v.transpose(1, 2), self._backend.planned.slots, self.kv_scales)
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         if len(k) == 0:
@@ -145,9 +154,10 @@ class TritonLayer(AttentionLayer):
         launch(triton_cache.scatter, (-(-len(k) // tokens), -(-self.spec.kv_heads * self.spec.head_size // width)))(
             k,
             v,
-            self._k,
-            self._v,
+            as_bytes(self._k),
+            as_bytes(self._v),
             self._backend.planned.slots,
+            *self._scales,
             len(k),
             K_TOKEN_STRIDE=k.stride(0),
             V_TOKEN_STRIDE=v.stride(0),
@@ -155,6 +165,7 @@ class TritonLayer(AttentionLayer):
             D=self.spec.head_size,
             M=tokens,
             N=width,
+            SCALED=self.kv_scales is not None,
             **self._paging,
         )
 
@@ -174,7 +185,15 @@ class TritonLayer(AttentionLayer):
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         block = self._paging["BLOCK_STRIDE"]
         if len(src):
-            launch(triton_cache.copy_in_order, (-(-block // COPY_WIDTH),))(self._k, self._v, src, dst, len(src), BLOCK_STRIDE=block, N=COPY_WIDTH)
+            launch(triton_cache.copy_in_order, (-(-block // COPY_WIDTH),))(
+                as_bytes(self._k), as_bytes(self._v), src, dst, len(src), BLOCK_STRIDE=block, N=COPY_WIDTH
+            )
+
+    @property
+    def _scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of K and V; without any, something that kernels don't read."""
+        scales = self.kv_scales
+        return (self._backend.planned.slots,) * 2 if scales is None else (scales.k, scales.v)
 
     def _constants(self, q: torch.Tensor) -> dict[str, Any]:
         return {
@@ -183,8 +202,9 @@ class TritonLayer(AttentionLayer):
             "HEADS": self.spec.heads,
             "GROUP": self._shape.group,
             "D": self.spec.head_size,
-            "D_PADDED": self._shape.padded_size,
+            "D_PADDED": self._padded_size,
             "PRECISION": "ieee",
+            "SCALED": self.kv_scales is not None,
             **self._paging,
         }
 
@@ -197,6 +217,8 @@ class TritonLayer(AttentionLayer):
             "partial_lse": schedule.partial_lse,
             "prefix_slot": tables.slots,
             "prefix_stride": tables.max_rows,
+            "k_scale": self._scales[0],
+            "v_scale": self._scales[1],
             "scale": self.spec.scale * LOG2_E,
             "N": tiling.keys,
             **self._constants(q),
@@ -209,7 +231,7 @@ class TritonLayer(AttentionLayer):
             launch(triton_decode.attend_prefix, (self.spec.kv_heads, tiles, PREFIX_PARTS))(
                 q, self._k, self._v, step.table, M=schedule.prefix_queries, num_warps=4, num_stages=tiling.stages, **known
             )
-        merged = max(1, MERGE_NUMBERS // (self._shape.padded_group * self._shape.padded_size))
+        merged = max(1, MERGE_NUMBERS // (self._shape.padded_group * self._padded_size))
         launch(triton_decode.decode_shares, (self.spec.kv_heads, tables.shares))(
             q,
             out,
@@ -242,6 +264,7 @@ class TritonLayer(AttentionLayer):
             self._v,
             step.table,
             schedule.tiles,
+            *self._scales,
             self.spec.scale * LOG2_E,
             TABLE_STRIDE=step.limits.blocks,
             M=tiling.queries,
@@ -268,6 +291,7 @@ class TritonLayer(AttentionLayer):
             schedule.num_tiles,
             schedule.tile_parts,
             self.spec.scale * LOG2_E,
+            self.kv_scales,
             kv_heads=self.spec.kv_heads,
             block_size=self._backend.context.block_size,
             tiling=tiling,
@@ -283,7 +307,7 @@ def _can_load_apart() -> bool:
 @cache
 def _loads_apart_well(shape: LayerShape, limits: Limits) -> bool:
     """True if `triton_prefill_hopper` computes such layers correctly, or wouldn't be used for them."""
-    tiling = limits.tilings.prefill(Shape.of(shape, limits.dtype, limits.block_size))
+    tiling = limits.tilings.prefill(limits.shape_of(shape))
     if not tiling.loads_apart:
         return True
 

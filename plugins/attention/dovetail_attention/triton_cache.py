@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dovetail.nn.kernels.e4m3 import scaled_codes
+
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def scatter(
@@ -15,6 +17,8 @@ def scatter(
     k_cache,
     v_cache,
     slots,  # [tokens] int64; -1: nowhere
+    k_scale,  # [] float32
+    v_scale,
     num_tokens,
     K_TOKEN_STRIDE: tl.constexpr,
     V_TOKEN_STRIDE: tl.constexpr,
@@ -26,6 +30,7 @@ def scatter(
     HEAD_STRIDE: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
+    SCALED: tl.constexpr,  # the caches hold codes of e4m3, uint8
 ):
     """N numbers of each of M tokens' K and V. The heads of a token follow each other in k and v."""
     token = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
@@ -33,8 +38,13 @@ def scatter(
     i = tl.program_id(1) * N + tl.arange(0, N)
     mask = (slot >= 0)[:, None] & (i < KV_HEADS * D)[None, :]
     place = (slot // BLOCK_SIZE * BLOCK_STRIDE + slot % BLOCK_SIZE * TOKEN_STRIDE)[:, None] + (i // D * HEAD_STRIDE + i % D)[None, :]
-    tl.store(k_cache + place, tl.load(k + token[:, None] * K_TOKEN_STRIDE + i[None, :], mask=mask), mask=mask)
-    tl.store(v_cache + place, tl.load(v + token[:, None] * V_TOKEN_STRIDE + i[None, :], mask=mask), mask=mask)
+    new_k = tl.load(k + token[:, None] * K_TOKEN_STRIDE + i[None, :], mask=mask)
+    new_v = tl.load(v + token[:, None] * V_TOKEN_STRIDE + i[None, :], mask=mask)
+    if SCALED:
+        new_k = scaled_codes(new_k.to(tl.float32), tl.load(k_scale))
+        new_v = scaled_codes(new_v.to(tl.float32), tl.load(v_scale))
+    tl.store(k_cache + place, new_k, mask=mask)
+    tl.store(v_cache + place, new_v, mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])

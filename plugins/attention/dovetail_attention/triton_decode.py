@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.dependent_launch import fetch, let_next_begin, wait
-from dovetail_attention.triton_tile import HIDDEN, attend_range, block_ids, nothing_seen
+from dovetail_attention.triton_tile import HIDDEN, attend_range, block_ids, nothing_seen, to_multiply
 
-LINE = tl.constexpr(64)  # numbers of 2 bytes that lie in a line of memory
+LINE = tl.constexpr(128)  # bytes of a line of memory
 
 
 @triton.jit
@@ -29,11 +29,13 @@ def decode_shares(
     bounds,  # [5] int32: parts of the shared prefix, its tokens, rows, padding's first token, padding tokens
     rows,  # [rows, 3] int32: token, first slot, slots
     segments,  # [segments, 5] int32: row, token, begin, end, place p among `rows`; or -1 - p
-    partial,  # [slots, HEADS, D] float32: of each segment; then of the prefix's parts, each `prefix_stride` after the last, from prefix_slot on
+    partial,  # [slots, HEADS, D] float32, V's scale left out: of each segment; then of the prefix's parts, `prefix_stride` apart from prefix_slot on
     partial_lse,  # [slots, HEADS] float32, base 2
     arrived,  # [levels, slots, kv heads] int32: of the group that begins with a slot, parts that are there; 0 before and after
     prefix_slot,
     prefix_stride,
+    k_scale,  # [] float32
+    v_scale,
     scale,
     Q_TOKEN_STRIDE: tl.constexpr,
     Q_HEAD_STRIDE: tl.constexpr,
@@ -52,6 +54,7 @@ def decode_shares(
     MERGED: tl.constexpr,  # parts of a row that are put together at once
     TOGETHER: tl.constexpr,  # and one after the other, by one program
     PREFIXED: tl.constexpr,  # there may be a shared prefix
+    SCALED: tl.constexpr,  # K and V are FP8
     PDL: tl.constexpr,
 ):
     """Attend over one share of one kv head. A segment is a stretch [begin, end) of a row's tokens; place -1 - p: all that its row reads by itself. A
@@ -70,14 +73,18 @@ def decode_shares(
         if start < end:
             blocks = block_ids(table + row.to(tl.int64) * TABLE_STRIDE, start, end, begin, N, BLOCK_SIZE)
             first_tile = blocks.to(tl.int64) * BLOCK_STRIDE + (start + tl.arange(0, N)) % BLOCK_SIZE * TOKEN_STRIDE + kv_head * HEAD_STRIDE
-            lines = first_tile[:, None] + tl.minimum(tl.arange(0, (D_PADDED + LINE - 1) // LINE) * LINE, D - 1)[None, :]
+            numbers: tl.constexpr = LINE // (k_cache.dtype.element_ty.primitive_bitwidth // 8)  # of a line
+            lines = first_tile[:, None] + tl.minimum(tl.arange(0, (D_PADDED + numbers - 1) // numbers) * numbers, D - 1)[None, :]
             fetch(k_cache + lines)
             fetch(v_cache + lines)
     if PREFIXED:
         prefix_parts, prefix_tokens = tl.load(bounds), tl.load(bounds + 1)
+    if SCALED:
+        scale *= tl.load(k_scale)
+        v_factor = tl.load(v_scale)
     wait(PDL)
     for segment in range(first_segment, last_segment):
-        query = tl.load(q + token * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=real, other=0.0)
+        query = to_multiply(tl.load(q + token * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=real, other=0.0), SCALED)
         acc, top, total = nothing_seen(M, D_PADDED)
         if PREFIXED:
             slot = prefix_slot + tl.where(place < 0, -1 - place, place)
@@ -112,6 +119,8 @@ def decode_shares(
         )
         acc = acc / total[:, None]
         if place < 0:
+            if SCALED:
+                acc *= v_factor
             tl.store(out + (token * HEADS + head[:, None]) * D + d[None, :], acc.to(out.dtype.element_ty), mask=real)
         else:
             at = segment * HEADS + head
@@ -134,6 +143,8 @@ def decode_shares(
                 D_PADDED,
                 MERGED,
                 TOGETHER,
+                v_scale,
+                SCALED,
             )
         row, token, begin, end, place = _segment(segments, segment + 1, last_segment)
     first_padding = tl.load(bounds + 3).to(tl.int64)
@@ -176,6 +187,8 @@ def _put_together(
     D_PADDED: tl.constexpr,
     MERGED: tl.constexpr,
     TOGETHER: tl.constexpr,
+    v_scale,
+    SCALED: tl.constexpr,
 ):
     """This program has stored a part of a row, one of `count` with slots from `first` on. If it was the last of TOGETHER parts beside each other, it
     puts these together in the slot of their first; then likewise with what has become of them, until the row is one."""
@@ -201,6 +214,8 @@ def _put_together(
                 tl.store(partial + slot * (HEADS * D) + inside, values, mask=real)
                 tl.store(partial_lse + slot * HEADS + head, lse, mask=member < GROUP)
             else:
+                if SCALED:
+                    values *= tl.load(v_scale)
                 tl.store(out + inside, values.to(out.dtype.element_ty), mask=real)
             part, count, apart = group, tl.cdiv(count, TOGETHER), apart * TOGETHER
             arrived += slots * (HEADS // GROUP)
@@ -254,6 +269,8 @@ def attend_prefix(
     partial_lse,
     prefix_slot,
     prefix_stride,
+    k_scale,
+    v_scale,
     scale,
     Q_TOKEN_STRIDE: tl.constexpr,
     Q_HEAD_STRIDE: tl.constexpr,
@@ -268,6 +285,7 @@ def attend_prefix(
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The queries of many rows go over one part of the blocks that all of them begin with: read once, for M queries at once. Arguments as above."""
@@ -288,7 +306,9 @@ def attend_prefix(
     real = row < num_rows
     token = tl.load(rows + row * 3, mask=real, other=0).to(tl.int64)
     mask = real[:, None] & (d < D)[None, :]
-    query = tl.load(q + token[:, None] * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=mask, other=0.0)
+    query = to_multiply(tl.load(q + token[:, None] * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=mask, other=0.0), SCALED)
+    if SCALED:
+        scale *= tl.load(k_scale)
     steps = tl.cdiv(tl.cdiv(tokens, N), parts)
     first = part * steps * N
     acc, top, total = nothing_seen(M, D_PADDED)

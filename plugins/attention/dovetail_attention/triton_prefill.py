@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dovetail_attention.triton_tile import attend_range, nothing_seen
+from dovetail_attention.triton_tile import attend_range, nothing_seen, to_multiply
 
 
 @triton.jit
@@ -22,6 +22,8 @@ def prefill_tiles(
     v_cache,
     table,  # [rows, TABLE_STRIDE] int32
     tiles,  # [tiles, RECORD] int32: row, its first token, its queries (SPARSE: or none), its kv_len, first flat query of the tile, …
+    k_scale,  # [] float32
+    v_scale,
     scale,
     Q_TOKEN_STRIDE: tl.constexpr,
     Q_HEAD_STRIDE: tl.constexpr,
@@ -38,6 +40,7 @@ def prefill_tiles(
     TOKEN_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
+    SCALED: tl.constexpr,  # K and V are FP8
     SPARSE: tl.constexpr,  # some programs have nothing to do
     RECORD: tl.constexpr,
 ):
@@ -58,6 +61,9 @@ def prefill_tiles(
     real = (query < queries)[:, None] & (d < D)[None, :]
     token = first_token + query
     q_tile = tl.load(q + token[:, None] * Q_TOKEN_STRIDE + head[:, None] * Q_HEAD_STRIDE + d[None, :], mask=real, other=0.0)
+    q_tile = to_multiply(q_tile, SCALED)
+    if SCALED:
+        scale *= tl.load(k_scale)
 
     nearest = before + tl.load(record + 4) // GROUP  # positions of the first query of the tile, and of the last
     farthest = before + tl.minimum((tl.load(record + 4) + M - 1) // GROUP, queries - 1)
@@ -90,4 +96,6 @@ def prefill_tiles(
         D, D_PADDED, N, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, BOUNDED=True, CAUSAL=True, WINDOW=WINDOW, PRECISION=PRECISION,
     )  # fmt: skip
     acc = acc / total[:, None]
+    if SCALED:
+        acc *= tl.load(v_scale)
     tl.store(out + (token[:, None] * HEADS + head[:, None]) * D + d[None, :], acc.to(out.dtype.element_ty), mask=real)

@@ -9,6 +9,9 @@ what is there and what is free again, and a group works out a step's softmax whi
     group                  p0                  p1                   p2
 
 Numbers of a head lie in panels of 64, the 128 bytes that the matrix units read at once; what a panel has too many is zero.
+
+K and V in FP8 are brought as they are, and widened on the way to the ring by four warps that load (`triton_loads_hopper`): computing is the
+same, in float16. Matrix units could multiply FP8 itself, but keep fewer bits of a sum then, and would need queries and weights in FP8.
 """
 
 from __future__ import annotations
@@ -20,24 +23,30 @@ import numpy as np
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import debug_barrier  # of all threads of a program; Gluon's own has another name from Triton 3.7 on
 
+from dovetail.api.attention import KVScales
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.described import in_tiles
 from dovetail.nn.kernels.launch import launch
 from dovetail_attention.layer_shape import LayerShape
+from dovetail_attention.scaled import as_bytes
+from dovetail_attention.triton_loads_hopper import PANEL, load, load_small
 from dovetail_attention.triton_schedule import TILE_NUMBERS, Split, StepRows, prefill_tiles
 from dovetail_attention.triton_step import Limits, TileParts
 from dovetail_attention.triton_tuning import PrefillTiling
 
 CLOSE = 2e-2  # of numbers of about 1/5
 HALF = gl.constexpr(64)
-PANEL = gl.constexpr(64)
 ATOM = gl.constexpr(8)  # rows of a panel after which its layout in shared memory repeats
 HIDDEN = gl.constexpr(-1.0e30)  # the score of a key that a query doesn't see
 COMPUTING_REGISTERS = gl.constexpr(240)  # of a thread
 LOADING_REGISTERS = gl.constexpr(24)
+COMPUTING_BESIDE_WIDENING = gl.constexpr(232)
+WIDENING_REGISTERS = gl.constexpr(40)
+LARGEST = gl.constexpr(65504.0)  # of float16
 
 
 @gluon.jit
@@ -51,6 +60,8 @@ def prefill_hopper(
     partial,  # [slots, kv heads, 2 * HALF, D] float32: of each part of a tile that comes in parts
     partial_lse,  # [slots, kv heads, 2 * HALF] float32, base 2
     arrived,  # [slots, kv heads, 2] int32: parts of each half that are done, at the tile's first slot; 0 before and after
+    k_scale,  # [] float32
+    v_scale,
     scale,
     Q_TOKEN_STRIDE: gl.constexpr,
     TABLE_STRIDE: gl.constexpr,
@@ -61,9 +72,10 @@ def prefill_hopper(
     STAGES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     RECORD: gl.constexpr,
+    SCALED: gl.constexpr,  # K and V are FP8
     num_warps: gl.constexpr,
 ):
-    dtype: gl.constexpr = q.dtype.element_ty
+    dtype: gl.constexpr = gl.float16 if SCALED else q.dtype.element_ty
     PANELS: gl.constexpr = (D + PANEL - 1) // PANEL
     kv_head = gl.program_id(0)
     record = tiles + gl.program_id(1) * RECORD
@@ -97,66 +109,45 @@ def prefill_hopper(
         real = gl.expand_dims(at // GROUP < queries, 1)
         for panel in gl.static_range(PANELS):
             values = gl.load(q + gl.expand_dims(place, 1) + panel * PANEL + d, mask=real & (panel * PANEL + d < D), other=0.0)
-            q_tile.index(half * PANELS + panel).store(values)
+            if SCALED:
+                values = gl.minimum(gl.maximum(values.to(gl.float32), -LARGEST), LARGEST)
+            q_tile.index(half * PANELS + panel).store(values.to(dtype))
+    factor = 1.0
+    if SCALED:
+        small_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, PANEL], gl.float8e4nv)
+        small = gl.allocate_shared_memory(gl.float8e4nv, [2 * PANELS, N, PANEL], small_layout)
+        small_there = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(small_there.index(i), count=1)
+        scale *= gl.load(k_scale)
+        factor = gl.load(v_scale)
     fence_async_shared()
-    gl.thread_barrier()
+    debug_barrier()
     ring = (k, v, k_there, v_there, k_free, v_free)
     row = (first_token, queries, kv_len)
     parts = (gl.load(record + 7), gl.load(record + 8), gl.load(record + 9), partial, partial_lse, arrived)
-    gl.warp_specialize(
-        [
-            (_compute, (0, q_tile, out, ring, row, parts, kv_head, flat, first_step, end, scale, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
-            (_compute, (1, q_tile, out, ring, row, parts, kv_head, flat + HALF, first_step, end, scale, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
-            (_load, (k_cache, v_cache, ring, table_row, kv_head, first_step, end, HEADS // GROUP, D, N, STAGES, BLOCK_SIZE)),
-        ],
-        [4, 1],
-        [COMPUTING_REGISTERS, LOADING_REGISTERS],
-    )
-
-
-@gluon.jit
-def _load(
-    k_cache,
-    v_cache,
-    ring,
-    table_row,
-    kv_head,
-    first_step,
-    end,
-    KV_HEADS: gl.constexpr,
-    D: gl.constexpr,
-    N: gl.constexpr,
-    STAGES: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-):
-    k, v, k_there, v_there, k_free, v_free = ring
-    head = kv_head * BLOCK_SIZE
-    stride: gl.constexpr = KV_HEADS * BLOCK_SIZE
-    last = (end - 1) // BLOCK_SIZE
-    for step in range(gl.cdiv(end, N) - first_step):
-        stage = step % STAGES
-        again = (step // STAGES & 1) ^ 1
-        token = (first_step + step) * N
-        mbarrier.wait(k_free.index(stage), again)
-        _load_keys(k_cache, k, k_there.index(stage), stage, table_row, token, last, head, stride, D, N, BLOCK_SIZE)
-        mbarrier.wait(v_free.index(stage), again)
-        _load_keys(v_cache, v, v_there.index(stage), stage, table_row, token, last, head, stride, D, N, BLOCK_SIZE)
-
-
-@gluon.jit
-def _load_keys(
-    cache_of, keys, there, stage, table_row, first, last, head, stride: gl.constexpr, D: gl.constexpr, N: gl.constexpr, BLOCK_SIZE: gl.constexpr
-):  # fmt: skip
-    """N tokens from `first` on; after the row's last block comes that block again."""
-    PANELS: gl.constexpr = (D + PANEL - 1) // PANEL
-    AT_ONCE: gl.constexpr = min(BLOCK_SIZE, N)
-    mbarrier.expect(there, PANELS * N * PANEL * 2)
-    for i in gl.static_range(N // AT_ONCE):
-        token = first + i * AT_ONCE
-        row = gl.load(table_row + gl.minimum(token // BLOCK_SIZE, last)) * stride + head + token % BLOCK_SIZE
-        for panel in gl.static_range(PANELS):
-            piece = keys.index(stage * PANELS + panel).slice(i * AT_ONCE, AT_ONCE)
-            tma.async_copy_global_to_shared(cache_of, [row, panel * PANEL], there, piece)
+    scales = (scale, factor)
+    if SCALED:
+        loads = (k_cache, v_cache, small, small_there)
+        gl.warp_specialize(
+            [
+                (_compute, (0, q_tile, out, ring, row, parts, kv_head, flat, first_step, end, scales, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
+                (_compute, (1, q_tile, out, ring, row, parts, kv_head, flat + HALF, first_step, end, scales, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
+                (load_small, (loads, ring, table_row, kv_head, first_step, end, HEADS // GROUP, D, N, STAGES, BLOCK_SIZE)),
+            ],
+            [4, 4],
+            [COMPUTING_BESIDE_WIDENING, WIDENING_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (0, q_tile, out, ring, row, parts, kv_head, flat, first_step, end, scales, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
+                (_compute, (1, q_tile, out, ring, row, parts, kv_head, flat + HALF, first_step, end, scales, HEADS, GROUP, D, N, STAGES, BLOCK_SIZE)),
+                (load, (k_cache, v_cache, ring, table_row, kv_head, first_step, end, HEADS // GROUP, D, N, STAGES, BLOCK_SIZE)),
+            ],
+            [4, 1],
+            [COMPUTING_REGISTERS, LOADING_REGISTERS],
+        )
 
 
 @gluon.jit
@@ -171,7 +162,7 @@ def _compute(
     flat,  # the first of the half
     first_step,
     end,
-    scale,
+    scales,  # that of scores, log2(e) and K's in it, and V's
     HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
@@ -180,6 +171,7 @@ def _compute(
     BLOCK_SIZE: gl.constexpr,
 ):
     """Half a tile, over some of its keys or all."""
+    scale, v_factor = scales
     part, count, first_slot, partial, partial_lse, arrived = parts
     first_token, queries, kv_len = row
     k, v, k_there, v_there, k_free, v_free = ring
@@ -229,7 +221,7 @@ def _compute(
         _clear(v, stage, kv_len - first_key - (steps - 1) * N, PANELS, N)
     left, right = _add(p, v, stage, left, right, PANELS)
     left, right = warpgroup_mma_wait(0, deps=[left, right])
-    share = gl.expand_dims(gl.convert_layout(1.0 / total, gl.SliceLayout(1, out_layout)), 1)
+    share = gl.expand_dims(gl.convert_layout(v_factor / total, gl.SliceLayout(1, out_layout)), 1)
     left *= share
     right *= share
     ends_last = count == 1
@@ -237,7 +229,7 @@ def _compute(
         apart: gl.constexpr = HEADS // GROUP * 2  # slots of halves, from one part to the next
         first = first_slot * apart + kv_head * 2 + half
         _store_part(partial, partial_lse, first + part * apart, left, right, top + gl.log2(total), D, PANELS)
-        gl.thread_barrier()  # all threads have stored, before one of them tells so
+        debug_barrier()  # all threads have stored, before one of them tells so
         ends_last = gl.atomic_add(arrived + first, 1, sem="acq_rel") == count - 1
         if ends_last:
             gl.store(arrived + first, 0)
@@ -247,9 +239,9 @@ def _compute(
     d = gl.expand_dims(gl.arange(0, PANEL, layout=gl.SliceLayout(0, layout)), 0)
     place = gl.expand_dims(((first_token + at // GROUP) * HEADS + kv_head * GROUP + at % GROUP) * D, 1)
     real = gl.expand_dims((at // GROUP < queries) & ends_last, 1)
-    gl.store(out + place + d, gl.convert_layout(left.to(dtype), layout), mask=real & (d < D))
+    gl.store(out + place + d, gl.convert_layout(left.to(out.dtype.element_ty), layout), mask=real & (d < D))
     if PANELS == 2:
-        gl.store(out + place + PANEL + d, gl.convert_layout(right.to(dtype), layout), mask=real & (PANEL + d < D))
+        gl.store(out + place + PANEL + d, gl.convert_layout(right.to(out.dtype.element_ty), layout), mask=real & (PANEL + d < D))
 
 
 @gluon.jit
@@ -293,7 +285,7 @@ def _clear(v, stage, first, PANELS: gl.constexpr, N: gl.constexpr):
             values = atom.load(layout)
             atom.store(gl.where(i * ATOM + row < first, values, gl.zeros_like(values)))
     fence_async_shared()
-    gl.thread_barrier()
+    debug_barrier()
 
 
 @gluon.jit
@@ -344,12 +336,14 @@ def attend(
     num_tiles: int,
     parts: TileParts,
     scale: float,
+    scales: KVScales | None = None,
     *,
     kv_heads: int,
     block_size: int,
     tiling: PrefillTiling,
 ) -> None:
-    """q [tokens, heads, head_size], each token's heads in one piece, and `out`, contiguous; K and V `describe`d; the rest as for `prefill_hopper`."""
+    """q [tokens, heads, head_size], each token's heads in one piece, and `out`, contiguous; K and V `describe`d; with `scales` they
+    are FP8; the rest as for `prefill_hopper`."""
     _, heads, size = q.shape
     launch(prefill_hopper, (kv_heads, num_tiles))(
         q,
@@ -360,6 +354,7 @@ def attend(
         parts.values,
         parts.lse,
         parts.arrived,
+        *((table, table) if scales is None else (scales.k, scales.v)),  # without any, what nobody reads
         scale,
         Q_TOKEN_STRIDE=q.stride(0),
         TABLE_STRIDE=table.stride(0),
@@ -370,6 +365,7 @@ def attend(
         STAGES=tiling.stages,
         BLOCK_SIZE=block_size,
         RECORD=TILE_NUMBERS,
+        SCALED=scales is not None,
         num_warps=tiling.warps,
     )
 
@@ -385,15 +381,20 @@ def check(shape: LayerShape, limits: Limits, tiling: PrefillTiling) -> None:
     qkv, k, v = (torch.randn(sizes, generator=generator).to(device, limits.dtype) for sizes in shapes)
     q, table = qkv[:, :heads], torch.zeros((1, limits.blocks), dtype=torch.int32, device=device)
     used = table[0, :blocks] = torch.randperm(blocks, generator=generator).to(table)
+    scales = None if limits.cache_dtype == limits.dtype else KVScales(*(torch.tensor(number, device=device) for number in (0.5, 0.25)))
+    k_factor, v_factor = (1.0, 1.0) if scales is None else (0.5, 0.25)
+    k, v = k.to(limits.cache_dtype), v.to(limits.cache_dtype)
     for cache_of in (k, v):
-        cache_of[used[-1], :, kv_len % block_size :] = float("nan")  # what nobody has written
+        as_bytes(cache_of)[used[-1], :, kv_len % block_size :] = as_bytes(cache_of.new_tensor(torch.nan))  # what nobody has written
     rows, split = StepRows.of(np.array([queries], np.int32), np.array([kv_len], np.int32)), Split(tiling.keys, most=5)
     tiles = prefill_tiles(rows, shape.group, tiling.queries, split)
     parts = TileParts.room(split.most, kv_heads, tiling.queries, size, device)
     out, scale, described = torch.empty(q.shape, dtype=q.dtype, device=device), size**-0.5, [describe(cache_of, tiling.keys) for cache_of in (k, v)]
     on_device, log2_scale = torch.from_numpy(tiles).to(device), scale * math.log2(math.e)
-    attend(q, out, described, table, on_device, len(tiles), parts, log2_scale, kv_heads=kv_heads, block_size=block_size, tiling=tiling)
-    wide_k, wide_v = (cache_of[used].transpose(1, 2).flatten(0, 1)[:kv_len].float() for cache_of in (k, v))  # [keys, kv_heads, size]
+    attend(q, out, described, table, on_device, len(tiles), parts, log2_scale, scales, kv_heads=kv_heads, block_size=block_size, tiling=tiling)
+    wide_k, wide_v = (
+        cache_of.float()[used].transpose(1, 2).flatten(0, 1)[:kv_len] * factor for cache_of, factor in ((k, k_factor), (v, v_factor))
+    )  # [keys, kv_heads, size]
     seen = torch.ones(queries, kv_len, dtype=torch.bool, device=device).tril(kv_len - queries)
     scores = torch.einsum("qhgd,khd->hgqk", q.float().view(queries, kv_heads, shape.group, size), wide_k) * scale
     expected = torch.einsum("hgqk,khd->qhgd", scores.masked_fill(~seen, float("-inf")).softmax(-1), wide_v).flatten(1, 2)

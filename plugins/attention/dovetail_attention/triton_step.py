@@ -31,9 +31,14 @@ class Limits:
     blocks: int  # of a row
     block_size: int
     dtype: torch.dtype
+    cache_dtype: torch.dtype
     device: torch.device
     processors: int
     tilings: Tilings
+
+    def shape_of(self, layer: LayerShape) -> Shape:
+        """What tilings are chosen for."""
+        return Shape.of(layer, self.dtype, self.cache_dtype, self.block_size)
 
     @property
     def on_matrix_units(self) -> bool:
@@ -85,7 +90,7 @@ class Schedule:
 
     def __init__(self, limits: Limits, shape: LayerShape) -> None:
         self.limits, self.shape = limits, shape
-        tuned = Shape.of(shape, limits.dtype, limits.block_size)
+        tuned = limits.shape_of(shape)
         self.decode_tiling, self.prefill_tiling = limits.tilings.decode(tuned), limits.tilings.prefill(tuned)
         self.tables = DecodeTables(max(1, limits.processors * self.decode_tiling.programs // shape.kv_heads), limits.rows)
         slots = self.tables.slots + PREFIX_PARTS * limits.rows

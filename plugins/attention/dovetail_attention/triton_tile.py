@@ -2,6 +2,9 @@
 # ruff: noqa: N803 (constants are upper case)
 """The heart of the `triton` kernels: a tile of queries goes over a range of one row's keys, with a running softmax.
 
+K and V of a cache of FP8 are widened on their way to the matrix units, to float16, which holds each of their numbers; all sums are float32. Matrix
+units that multiply FP8 itself keep fewer bits of a sum, which long contexts feel, and queries and weights would have to be rounded to FP8 as well.
+
 Online softmax after Milakov and Gimelshein (2018), tiled as in FlashAttention (Dao et al., 2022). Scores are in base 2: `scale` holds log2(e).
 """
 
@@ -9,7 +12,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton import knobs
 
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 HIDDEN = tl.constexpr(-1.0e30)  # a finite score: what a query has summed while it saw nothing is wiped out by the first key that it sees
 
 
@@ -31,11 +36,20 @@ def nothing_seen(M: tl.constexpr, D_PADDED: tl.constexpr):
 
 
 @triton.jit
+def to_multiply(q, SCALED: tl.constexpr):
+    """Return queries in the dtype to multiply in: float16 (or float32) with K and V in FP8, else their own. Where bfloat16 goes beyond float16's
+    largest number, that is taken."""
+    if SCALED and q.dtype == tl.bfloat16:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    return q
+
+
+@triton.jit
 def attend_range(
     acc,  # [M, D_PADDED] float32: sum of the weighted values
     top,  # [M] float32: largest score so far
     total,  # [M] float32: sum of the weights
-    q,  # [M, D_PADDED]
+    q,  # [M, D_PADDED], of the dtype to multiply in
     k_head,  # the kv head's place in block 0 of the cache
     v_head,
     table_row,  # the row's block ids
@@ -56,29 +70,28 @@ def attend_range(
     PRECISION: tl.constexpr,
 ):
     """(acc, top, total) after the keys of the range."""
+    paired: tl.constexpr = k_head.dtype.element_ty == tl.float8e4nv
+    at_once: tl.constexpr = 2 if paired else 1  # numbers that are read as one
+    if paired:
+        k_head, v_head = k_head.to(tl.pointer_type(tl.int16), bitcast=True), v_head.to(tl.pointer_type(tl.int16), bitcast=True)
+        q_evens, q_odds = tl.split(tl.reshape(q, [q.shape[0], D_PADDED // 2, 2]))
+        evens, odds = tl.split(tl.reshape(acc, [acc.shape[0], D_PADDED // 2, 2]))
     lane = tl.arange(0, N)
-    d = tl.arange(0, D_PADDED)
+    d = tl.arange(0, D_PADDED // at_once)
     blocks = block_ids(table_row, first, last, low, N, BLOCK_SIZE)
     for start in range(first, last, N):
         token = start + lane
         exists = (token >= low) & (token < last)
-        place = blocks.to(tl.int64) * BLOCK_STRIDE + token % BLOCK_SIZE * TOKEN_STRIDE
+        place = blocks.to(tl.int64) * (BLOCK_STRIDE // at_once) + token % BLOCK_SIZE * (TOKEN_STRIDE // at_once)
         blocks = block_ids(table_row, start + N, last, low, N, BLOCK_SIZE)  # a step ahead, so that K and V needn't wait for them
-        offsets = place[:, None] + d[None, :]
-        if BOUNDED and D != D_PADDED:
-            mask = exists[:, None] & (d < D)[None, :]
-            k = tl.load(k_head + offsets, mask=mask, other=0.0)
-            v = tl.load(v_head + offsets, mask=mask, other=0.0)
-        elif BOUNDED:
-            k = tl.load(k_head + offsets, mask=exists[:, None], other=0.0)
-            v = tl.load(v_head + offsets, mask=exists[:, None], other=0.0)
-        elif D != D_PADDED:
-            k = tl.load(k_head + offsets, mask=(d < D)[None, :], other=0.0)
-            v = tl.load(v_head + offsets, mask=(d < D)[None, :], other=0.0)
+        k = _load(k_head, place, exists, d, D // at_once, D_PADDED // at_once, BOUNDED)
+        v = _load(v_head, place, exists, d, D // at_once, D_PADDED // at_once, BOUNDED)
+        if paired:
+            k_evens, k_odds = apart(k, q.dtype)
+            scores = tl.dot(q_evens, tl.trans(k_evens), input_precision=PRECISION)  # [M, N]
+            scores = tl.dot(q_odds, tl.trans(k_odds), scores, input_precision=PRECISION)
         else:
-            k = tl.load(k_head + offsets)
-            v = tl.load(v_head + offsets)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if CAUSAL:
             seen = exists[None, :] & (token[None, :] <= position[:, None])
             if WINDOW > 0:
@@ -93,6 +106,56 @@ def attend_range(
             weights = tl.exp2(scores * scale - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        weights = weights.to(q.dtype)
+        if paired:
+            v_evens, v_odds = apart(v, q.dtype)
+            evens = tl.dot(weights, v_evens, evens * shrink[:, None], input_precision=PRECISION)
+            odds = tl.dot(weights, v_odds, odds * shrink[:, None], input_precision=PRECISION)
+        else:
+            acc = tl.dot(weights, v, acc * shrink[:, None], input_precision=PRECISION)
         top = new_top
+    if paired:
+        acc = tl.interleave(evens, odds)
     return acc, top, total
+
+
+@triton.jit
+def _load(head, place, exists, d, D: tl.constexpr, D_PADDED: tl.constexpr, BOUNDED: tl.constexpr):
+    """Numbers `d` of the tokens at `place`; those that don't exist are 0."""
+    at = head + place[:, None] + d[None, :]
+    if BOUNDED and D != D_PADDED:
+        values = tl.load(at, mask=exists[:, None] & (d < D)[None, :], other=0.0)
+    elif BOUNDED:
+        values = tl.load(at, mask=exists[:, None], other=0.0)
+    elif D != D_PADDED:
+        values = tl.load(at, mask=(d < D)[None, :], other=0.0)
+    else:
+        values = tl.load(at)
+    return values
+
+
+@triton.jit
+def apart(pairs, dtype: tl.constexpr):
+    """The two numbers of FP8 in each of the 16 bits, widened. Read so, V lies in shared memory as matrix units take it: bytes would be fetched one by
+    one."""
+    if INTERPRETED or dtype != tl.float16:
+        codes = pairs.to(tl.uint16, bitcast=True)
+        low, high = (codes & 0xFF).to(tl.uint8), (codes >> 8).to(tl.uint8)
+        low, high = low.to(tl.float8e4nv, bitcast=True).to(dtype), high.to(tl.float8e4nv, bitcast=True).to(dtype)
+    else:  # the same of two pairs at once: bytes 0 and 2 are two numbers of the first result, 1 and 3 of the second
+        low, high = tl.inline_asm_elementwise(
+            """{
+                .reg .b16 evens, odds;
+                .reg .b32 sorted;
+                prmt.b32 sorted, $2, 0, 0x3120;
+                mov.b32 {evens, odds}, sorted;
+                cvt.rn.f16x2.e4m3x2 $0, evens;
+                cvt.rn.f16x2.e4m3x2 $1, odds;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return low, high

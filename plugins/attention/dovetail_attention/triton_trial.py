@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, LayerSpec
+from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, KVScales, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.errors import DovetailError
 from dovetail_attention.sdpa import TorchAttention
@@ -18,6 +18,7 @@ from dovetail_attention.sdpa import TorchAttention
 SHARED_TOKENS = 96  # at least, that two rows begin with: some steps of a decode
 CLOSE = 2e-2  # of numbers of about 1/5
 KV_SCALE = 0.5
+SCALES = (0.01, 0.02)  # of K and V in a cache of a smaller dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ def _attended(backend: AttentionBackend, spec: LayerSpec) -> torch.Tensor:
     ]
     table = _block_table([step.lens for step in steps][-1], shared_blocks, size)
     layer = backend.make_layer(spec)
+    if backend.context.cache_dtype is not None:
+        layer.kv_scales = KVScales(*(torch.tensor(scale, device=device) for scale in SCALES))
     backend.allocate(int(table.max()) + 1)
     backend.prepare(max_rows=3, max_tokens=sum(steps[0].queries), max_len=table.shape[1] * size)
     generator, outputs = torch.Generator().manual_seed(0), []

@@ -1,8 +1,8 @@
-"""The built-in model architectures."""
+"""The built-in model architectures, and the ways in which checkpoints store their weights."""
 
 from __future__ import annotations
 
-from dovetail.api.component import BundledModel, ComponentSpec, hookimpl
+from dovetail.api.component import BundledModel, ComponentSpec, QuantizationSpec, hookimpl
 
 _NEEDS = ("torch>=2.11", "transformers>=5")
 
@@ -32,3 +32,13 @@ def dovetail_components() -> list[ComponentSpec]:
 @hookimpl
 def dovetail_models() -> list[BundledModel]:
     return [BundledModel("demo", "dovetail_models", "demo")]
+
+
+@hookimpl
+def dovetail_quantizations() -> list[QuantizationSpec]:
+    return [
+        QuantizationSpec("fp8", "dovetail.nn.format.fp8:Fp8", "FP8 weights, as DeepSeek and Qwen publish them", quantizes=True),
+        QuantizationSpec("compressed-tensors", "dovetail.nn.format.compressed_tensors:CompressedTensors", "FP8 or INT4 weights of llm-compressor"),
+        QuantizationSpec("gptq", "dovetail.nn.format.gptq:Gptq", "INT4 weights of GPTQ"),
+        QuantizationSpec("awq", "dovetail.nn.format.awq:Awq", "INT4 weights of AWQ"),
+    ]

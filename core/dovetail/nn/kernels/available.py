@@ -63,6 +63,18 @@ def has_many_rows(device: torch.device) -> bool:
     return is_hopper(device) and runs_kernels(device) and works("layers of some dozens of rows", check)
 
 
+@cache
+def has_float8_products(device: torch.device) -> bool:
+    """True if float8 numbers can be multiplied by float8 weights: see `float8_products`."""
+
+    def check() -> None:
+        from dovetail.nn.kernels import float8_products
+
+        float8_products.check(device)
+
+    return is_hopper(device) and runs_kernels(device) and works("products of float8 numbers", check)
+
+
 def works(kernel: str, check: Callable[[], object]) -> bool:
     """True if a kernel imports, compiles and computes what it should with this Triton on this GPU. `check`, which may launch it, raises if not, and a
     warning says why the engine goes without it. Used for kernels written in Gluon, Triton's youngest part, and on GPUs that nobody has tried."""

@@ -10,10 +10,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 def in_tiles(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A contiguous matrix of float16 or bfloat16, to be brought in tiles [rows, columns]."""
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], _layout(rows, columns))
+    """A contiguous matrix of float16, bfloat16 or FP8 (e4m3), to be brought in tiles [rows, columns]."""
+    return TensorDescriptor.from_tensor(matrix, [rows, columns], _layout(rows, columns, matrix.dtype.itemsize))
 
 
 @cache
-def _layout(rows: int, columns: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)  # float16's is the same
+def _layout(rows: int, columns: int, itemsize: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16 if itemsize == 2 else gl.float8e4nv)  # float16's is bfloat16's

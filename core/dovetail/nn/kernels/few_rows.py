@@ -17,13 +17,14 @@ import triton.language as tl
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.kernels.gpu import gpu_of
 from dovetail.nn.kernels.launch import launch
+from dovetail.nn.kernels.widening import float8_to_16_bits
 
 LEAST_ROWS = 8  # that tensor cores compute at once
 LEAST_INPUTS = 16  # likewise, of a warp
 LEAST_OUTPUTS = 8  # of a program: with fewer, reading the input costs more
 MOST_HELD = 32 * 384  # weights of a warp: three quarters of its registers
 MOST_CHUNKS = 8  # each is unrolled
-MOST_BYTES = 16 << 20  # of a layer: about what all multiprocessors of a Hopper hold at once
+MOST_BYTES = 16 << 20  # of a layer, of 16 bits: about what all multiprocessors of a Hopper hold at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ def _linear(
     bias,  # [outputs]; GATED: likewise
     norm,  # [INPUTS]
     out,  # [rows, outputs]; ADDS: it is added to
+    weight_scales,  # [outputs], if weights are float8
     rows,
     outputs,  # GATED: pairs
     eps,
@@ -54,6 +56,7 @@ def _linear(
     GATED: tl.constexpr,
     ADDS: tl.constexpr,
     BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """N outputs of all rows. Tensors are [WARPS, N or M, a warp's inputs of a chunk]; tuples of them, one a chunk."""
@@ -91,14 +94,18 @@ def _linear(
         if NORMED:
             inputs = (inputs.to(tl.float32) * scale * scales[chunk]).to(x.dtype.element_ty)  # rounded as the twin does it
         inputs = tl.permute(inputs, (0, 2, 1))
-        sums = tl.dot(weights[chunk], inputs, sums)
+        sums = tl.dot(float8_to_16_bits(weights[chunk], inputs.dtype) if SCALED else weights[chunk], inputs, sums)
         if GATED:
-            ups = tl.dot(up_weights[chunk], inputs, ups)
+            ups = tl.dot(float8_to_16_bits(up_weights[chunk], inputs.dtype) if SCALED else up_weights[chunk], inputs, ups)
     result = tl.sum(sums, 0)  # [N, M]
+    if SCALED:
+        result *= tl.load(weight_scales + n, mask=real, other=0.0)[:, None]
     if BIASED:
         result += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)[:, None]
     if GATED:
         up = tl.sum(ups, 0)
+        if SCALED:
+            up *= tl.load(weight_scales + outputs + n, mask=real, other=0.0)[:, None]
         if BIASED:
             up += tl.load(bias + outputs + n, mask=real, other=0.0).to(tl.float32)[:, None]
         result = result / (1.0 + tl.exp(-result)) * up
@@ -122,7 +129,7 @@ def tiling_for(weight: torch.Tensor, rows: int, gated: bool) -> Tiling | None:
         if tiling.outputs == LEAST_OUTPUTS:
             return None
         tiling = replace(tiling, outputs=tiling.outputs // 2)
-    return tiling if weight.nbytes <= MOST_BYTES and fits(tiling, inputs, gated) else None
+    return tiling if 2 * weight.numel() <= MOST_BYTES and fits(tiling, inputs, gated) else None
 
 
 def shared_bytes(tiling: Tiling, rows: int, inputs: int, gated: bool) -> int:
@@ -152,16 +159,19 @@ def linear(
     norm: tuple[torch.Tensor, float] | None = None,
     gated: bool = False,
     out: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [rows, inputs] and weight [outputs, inputs], contiguous, float16 or bfloat16 -> [rows, outputs]; adds up in float32.
 
-    `norm`, `gated`, `out` [rows, outputs]: as of `one_row.linear`.
+    `norm`, `gated`, `out` and `into` [rows, outputs]: as of `one_row.linear`. `scales` [outputs] float32: the weight is float8, to be multiplied by
+    these.
     """
     rows, inputs = x.shape
     outputs = weight.shape[0] // (2 if gated else 1)
     adds = out is not None
     if out is None:
-        out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+        out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device) if into is None else into
     norm_weight, eps = norm or (weight, 0.0)
     launch(_linear, (triton.cdiv(outputs, tiling.outputs),))(
         x,
@@ -169,6 +179,7 @@ def linear(
         weight if bias is None else bias,
         norm_weight,
         out,
+        norm_weight if scales is None else scales,
         rows,
         outputs,
         eps,
@@ -181,6 +192,7 @@ def linear(
         GATED=gated,
         ADDS=adds,
         BIASED=bias is not None,
+        SCALED=scales is not None,
         num_warps=tiling.warps,
         **pdl_options(x.device),
     )

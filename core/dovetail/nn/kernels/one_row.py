@@ -17,6 +17,7 @@ from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wa
 from dovetail.nn.kernels.launch import launch
 
 WIDE = 8192  # inputs from which on a program has more warps
+OUTPUTS_OF_FLOAT8 = 4
 
 
 @triton.jit
@@ -26,6 +27,7 @@ def _linear(
     bias,  # [outputs]; GATED: likewise
     norm,  # [INPUTS]
     out,  # [outputs]; ADDS: it is added to
+    scales,  # of float8 weights: [outputs], or GROUP: [outputs / SHARING, inputs / GROUP]
     outputs,  # GATED: pairs
     eps,
     INPUTS: tl.constexpr,
@@ -35,6 +37,9 @@ def _linear(
     GATED: tl.constexpr,
     ADDS: tl.constexpr,
     BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARING: tl.constexpr,  # a multiple of N
     PDL: tl.constexpr,
 ):
     """N outputs."""
@@ -44,6 +49,12 @@ def _linear(
     place = weight + n.to(tl.int64)[:, None] * INPUTS + i[None, :]
     let_next_begin(PDL)
     weights = tl.load(place, mask=mask, other=0.0)
+    if SCALED and GROUP > 0:  # the program's outputs have the same scales, so that inputs can be scaled
+        groups: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+        scale_place = scales + tl.program_id(0) * N // SHARING * groups + i // GROUP
+        input_scales = tl.load(scale_place, mask=inside, other=0.0)
+        if GATED:
+            up_input_scales = tl.load(scale_place + outputs // SHARING * groups, mask=inside, other=0.0)
     if GATED:
         up_weights = tl.load(weight + (n + outputs).to(tl.int64)[:, None] * INPUTS + i[None, :], mask=mask, other=0.0)
     wait(PDL)
@@ -52,11 +63,21 @@ def _linear(
         scale = tl.rsqrt(tl.sum(values * values, 0) / INPUTS + eps)
         values = values * scale * tl.load(norm + i, mask=inside, other=0.0).to(tl.float32)
         values = values.to(x.dtype.element_ty).to(tl.float32)  # rounded as the twin does it
-    sums = tl.sum(weights.to(tl.float32) * values[None, :], 1)
+    if SCALED and GROUP > 0:
+        sums = tl.sum(weights.to(tl.float32) * (values * input_scales)[None, :], 1)
+    else:
+        sums = tl.sum(weights.to(tl.float32) * values[None, :], 1)
+    if SCALED and GROUP == 0:
+        sums *= tl.load(scales + n, mask=real, other=0.0)
     if BIASED:
         sums += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)
     if GATED:
-        ups = tl.sum(up_weights.to(tl.float32) * values[None, :], 1)
+        if SCALED and GROUP > 0:
+            ups = tl.sum(up_weights.to(tl.float32) * (values * up_input_scales)[None, :], 1)
+        else:
+            ups = tl.sum(up_weights.to(tl.float32) * values[None, :], 1)
+        if SCALED and GROUP == 0:
+            ups *= tl.load(scales + n + outputs, mask=real, other=0.0)
         if BIASED:
             ups += tl.load(bias + outputs + n, mask=real, other=0.0).to(tl.float32)
         sums = sums / (1.0 + tl.exp(-sums)) * ups
@@ -73,25 +94,30 @@ def linear(
     norm: tuple[torch.Tensor, float] | None = None,
     gated: bool = False,
     out: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    group: int = 0,
 ) -> torch.Tensor:
     """x [1, inputs] and weight [outputs, inputs], contiguous -> [1, outputs]; computes in float32.
 
     `norm`: (weight [inputs], eps) of an RMS norm that x goes through first. `gated`: silu of the first half of the outputs, times the second half.
-    `out` [1, outputs]: the result is added to it.
+    `out` [1, outputs]: the result is added to it. `into` [1, outputs]: the result is written to it.
+    `scales` of float8 weights: as of `streamed.Stored`, with `group`, for which `takes_scales`.
     """
     inputs, outputs = x.shape[1], weight.shape[0] // (2 if gated else 1)
     adds = out is not None
     if out is None:
-        out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+        out = torch.empty((1, outputs), dtype=x.dtype, device=x.device) if into is None else into
     norm_weight, eps = norm or (weight, 0.0)
     padded = triton.next_power_of_2(inputs)
-    at_once = max(2, min(8, 2 * WIDE // padded))  # measured with `bench/products.py`, as are the warps
+    at_once = _outputs_at_once(padded, weight)
     launch(_linear, (triton.cdiv(outputs, at_once),))(
         x,
         weight,
         weight if bias is None else bias,
         norm_weight,
         out,
+        norm_weight if scales is None else scales,
         outputs,
         eps,
         INPUTS=inputs,
@@ -101,7 +127,23 @@ def linear(
         GATED=gated,
         ADDS=adds,
         BIASED=bias is not None,
-        num_warps=8 if padded >= WIDE else 4,
+        SCALED=scales is not None,
+        GROUP=group,
+        SHARING=1 if scales is None else len(weight) // len(scales),
+        num_warps=8 if padded >= WIDE and scales is None else 4,
         **pdl_options(x.device),
     )
     return out
+
+
+def takes_scales(weight: torch.Tensor, scales: torch.Tensor, group: int, gated: bool) -> bool:
+    """True if the outputs of each program have the same scales, if these are for groups of inputs."""
+    if not group:
+        return True
+    sharing = len(weight) // len(scales)
+    return sharing % _outputs_at_once(triton.next_power_of_2(weight.shape[1]), weight) == 0 and (not gated or len(weight) // 2 % sharing == 0)
+
+
+def _outputs_at_once(padded: int, weight: torch.Tensor) -> int:
+    """Measured with `bench/products.py`, as are the warps."""
+    return max(2, min(8, 2 * WIDE // padded)) if weight.element_size() > 1 else OUTPUTS_OF_FLOAT8

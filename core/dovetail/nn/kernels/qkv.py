@@ -8,6 +8,8 @@ A program takes some heads of one token, of whichever of the three sorts:
             normed, turned, in place
                            normed, turned, to the cache
                                           as it is, to the cache
+
+What goes to a cache of FP8 is rounded to the dtype of qkv first, as if `AttentionLayer.write` had got it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import triton.language as tl
 
 from dovetail.api.attention import FusedCache
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
+from dovetail.nn.kernels.e4m3 import scaled_codes
 from dovetail.nn.kernels.launch import launch
 
 NUMBERS = 2048  # that a program turns, about
@@ -35,6 +38,8 @@ def _norm_turn_write(
     k_cache,
     v_cache,
     slots,  # [tokens] int64; -1: nowhere
+    k_scale,  # [] float32
+    v_scale,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -43,6 +48,7 @@ def _norm_turn_write(
     M: tl.constexpr,  # heads
     NORMED: tl.constexpr,
     WRITES: tl.constexpr,
+    SCALED: tl.constexpr,  # the caches hold codes of e4m3, uint8
     BLOCK_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr,  # strides
     K_TOKEN: tl.constexpr,
@@ -81,12 +87,20 @@ def _norm_turn_write(
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         to_k = k_cache + block * K_BLOCK + offset * K_TOKEN + (head - HEADS) * K_HEAD + i
         is_k = exists & (head >= HEADS) & (head < HEADS + KV_HEADS) & (slot >= 0)
-        tl.store(to_k, low, mask=is_k)
-        tl.store(to_k + D // 2, high, mask=is_k)
+        tl.store(to_k, _kept(low, k_scale, SCALED), mask=is_k)
+        tl.store(to_k + D // 2, _kept(high, k_scale, SCALED), mask=is_k)
         to_v = v_cache + block * V_BLOCK + offset * V_TOKEN + (head - HEADS - KV_HEADS) * V_HEAD + i
         is_v = exists & is_v & (slot >= 0)
-        tl.store(to_v, low_kept, mask=is_v)
-        tl.store(to_v + D // 2, high_kept, mask=is_v)
+        tl.store(to_v, _kept(low_kept, v_scale, SCALED), mask=is_v)
+        tl.store(to_v + D // 2, _kept(high_kept, v_scale, SCALED), mask=is_v)
+
+
+@triton.jit
+def _kept(values, scale, SCALED: tl.constexpr):
+    """What the cache keeps of K or V."""
+    if SCALED:
+        values = scaled_codes(values.to(tl.float32), tl.load(scale))
+    return values
 
 
 def norm_turn_write(
@@ -100,13 +114,16 @@ def norm_turn_write(
 ) -> None:
     """In qkv [tokens, heads + 2 * kv_heads, head_size], contiguous, q and k are normed (if `weight` [(heads + kv_heads) * head_size] is given)
     and turned by `table` [max_len, head_size] float32 at `positions` [tokens] int64. q stays in place. So does k without a `cache`; with one, k
-    and v go to it, and k's place in qkv is undefined. Computes in float32."""
+    and v go to it, as codes of e4m3 if it has `scales`, and k's place in qkv is undefined. Computes in float32."""
     tokens, all_heads, size = qkv.shape
     half = triton.next_power_of_2(size // 2)
     heads_at_once = min(triton.next_power_of_2(all_heads), max(1, NUMBERS // (2 * half)))
     if not tokens:
         return
     k, v, slots = (qkv, qkv, positions) if cache is None else (cache.k, cache.v, cache.slots)
+    k_scale = v_scale = table  # that nobody reads
+    if cache is not None and cache.scales is not None:
+        k, v, k_scale, v_scale = k.view(torch.uint8), v.view(torch.uint8), cache.scales.k, cache.scales.v
     k_strides, v_strides = _strides(cache.k if cache else None), _strides(cache.v if cache else None)
     launch(_norm_turn_write, (tokens, triton.cdiv(all_heads, heads_at_once)))(
         qkv,
@@ -116,6 +133,8 @@ def norm_turn_write(
         k,
         v,
         slots,
+        k_scale,
+        v_scale,
         eps,
         HEADS=all_heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
@@ -124,6 +143,7 @@ def norm_turn_write(
         M=heads_at_once,
         NORMED=weight is not None,
         WRITES=cache is not None,
+        SCALED=cache is not None and cache.scales is not None,
         BLOCK_SIZE=1 if cache is None else cache.k.shape[1],
         K_BLOCK=k_strides[0],
         K_TOKEN=k_strides[1],

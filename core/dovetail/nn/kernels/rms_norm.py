@@ -14,6 +14,24 @@ from dovetail.nn.kernels.row import warps_of_row
 
 
 @triton.jit
+def normed_row(x, parts, weight, part_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):
+    """The norm of this program's row of x [rows, SIZE]: [BLOCK] float32, 0 beyond SIZE. If there are parts, the row changes first."""
+    i = tl.arange(0, BLOCK)
+    mask = i < SIZE
+    weights = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+    at = tl.program_id(0).to(tl.int64) * SIZE + i
+    wait(PDL)
+    values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        for part in tl.static_range(PARTS):
+            values += tl.load(parts + part * part_stride + at, mask=mask, other=0.0).to(tl.float32)
+        rounded = values.to(x.dtype.element_ty)
+        tl.store(x + at, rounded, mask=mask)
+        values = rounded.to(tl.float32)
+    return values * tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps) * weights
+
+
+@triton.jit
 def _rms_norm(
     x,
     parts,
@@ -26,22 +44,11 @@ def _rms_norm(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row: a token. If there are parts, it changes first."""
+    """One row: a token."""
     let_next_begin(PDL)
+    normed = normed_row(x, parts, weight, part_stride, eps, SIZE, BLOCK, PARTS, PDL)
     i = tl.arange(0, BLOCK)
-    mask = i < SIZE
-    weights = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
-    at = tl.program_id(0).to(tl.int64) * SIZE + i
-    wait(PDL)
-    values = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    if PARTS > 0:
-        for part in tl.static_range(PARTS):
-            values += tl.load(parts + part * part_stride + at, mask=mask, other=0.0)
-        rounded = values.to(x.dtype.element_ty)
-        tl.store(x + at, rounded, mask=mask)
-        values = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
-    tl.store(out + at, values * scale * weights, mask=mask)
+    tl.store(out + tl.program_id(0).to(tl.int64) * SIZE + i, normed, mask=i < SIZE)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -50,7 +57,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_and_norm(x: torch.Tensor, parts: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [rows, size] += the sum of parts [parts, rows, size] float32; x's norm, like x. All contiguous."""
+    """x [rows, size] += the sum of parts [parts, rows, size], float32 or like x; x's norm, like x. All contiguous."""
     return _normed(x, parts, weight, eps)
 
 

@@ -1,0 +1,64 @@
+"""`quant_method: awq`: INT4 checkpoints of AWQ (arXiv:2306.00978), as AutoAWQ writes them for its product called "gemm"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dovetail.checks import shown
+from dovetail.errors import UnsupportedError
+from dovetail.nn.format.base import Quantization, WeightFormat
+from dovetail.nn.format.dense import DENSE
+from dovetail.nn.format.int4 import Int4, Unpacked
+from dovetail.nn.format.packing import PACKED, share_of, unpacked
+from dovetail.nn.format.reading import group_size, names, refuse_others
+from dovetail.nn.format.stored import TensorShape
+from dovetail.nn.parameter import Part
+
+_READ = {"quant_method", "bits", "w_bit", "group_size", "q_group_size", "zero_point", "version", "modules_to_not_convert"}
+_OF_OTHERS = {"backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse"}  # kernels that others should take
+_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of outputs within 32 bits
+
+
+@dataclass(frozen=True, slots=True)
+class AwqInt4(Int4):
+    """Transposed: weights [inputs, outputs / 8] and zero points [groups, outputs / 8], packed along the outputs, even ones before odd ones."""
+
+    def tensors(self, part: Part) -> Mapping[str, TensorShape]:
+        outputs, inputs = part.source_shape
+        groups, of_group = self._groups(inputs), self.group or inputs
+        return {
+            "qweight": share_of(part, (inputs, outputs // PACKED), (1, 0), (PACKED, 1)),
+            "qzeros": share_of(part, (groups, outputs // PACKED), (1, 0), (PACKED, of_group)),
+            "scales": share_of(part, (groups, outputs), (1, 0), (1, of_group)),
+        }
+
+    def unpack(self, tensors: Mapping[str, torch.Tensor]) -> Unpacked:
+        values, zeros = (unpacked(tensors[name], 1, _ORDER).t() for name in ("qweight", "qzeros"))
+        return Unpacked(values, tensors["scales"].t(), zeros)
+
+
+class Awq(Quantization):
+    """Every linear layer but the head and those that the config leaves out, by any piece of their name."""
+
+    def __init__(self, config: Mapping[str, Any] | None) -> None:
+        super().__init__(config)
+        config = config or {}
+        refuse_others(config, _READ | _OF_OTHERS)
+        if (bits := config.get("bits", config.get("w_bit"))) != 4:
+            raise UnsupportedError(f"quantization_config: bits = {shown(bits)} is not implemented (only 4)")
+        if str(version := config.get("version", "gemm")).lower() != "gemm":
+            raise UnsupportedError(f"quantization_config: version = {shown(version)} is not implemented (only gemm)")
+        if not config.get("zero_point", True):
+            raise UnsupportedError("quantization_config: zero_point = False is not implemented (only True)")
+        self.format = AwqInt4(group_size(config, "group_size" if "group_size" in config else "q_group_size"), symmetric=False)
+        self._left_out = names(config, "modules_to_not_convert")
+
+    def of_module(self, name: str) -> WeightFormat:
+        return DENSE if any(piece in name for piece in self._left_out) else self.format
+
+    def __str__(self) -> str:
+        return str(self.format)

@@ -1,0 +1,110 @@
+"""`quant_method: compressed-tensors`: FP8 and INT4 checkpoints of llm-compressor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dovetail.checks import shown
+from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail.nn.format.base import Quantization, WeightFormat
+from dovetail.nn.format.dense import DENSE
+from dovetail.nn.format.float8 import Float8
+from dovetail.nn.format.int4 import Int4, Unpacked
+from dovetail.nn.format.packing import PACKED, share_of, unpacked
+from dovetail.nn.format.reading import matches, names, refuse_others
+from dovetail.nn.format.stored import TensorShape
+from dovetail.nn.parameter import Part
+
+_READ = {"quant_method", "config_groups", "format", "ignore", "quantization_status", "global_compression_ratio", "version"}
+_READ |= {"kv_cache_scheme"}  # the scales of K and V: `dovetail.runtime.kv_scales` reads them, if `kv_cache_dtype` asks for them
+_READ_OF_GROUP = {"targets", "weights", "input_activations", "format"}
+_READ_OF_NUMBERS = {"num_bits", "type", "strategy", "group_size", "block_structure", "symmetric", "dynamic", "actorder"}
+_READ_OF_NUMBERS |= {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
+_LINEAR = "Linear"  # the class of all layers that are quantized here
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInt4(Int4):
+    """`pack-quantized`: weights packed along the inputs, zero points along the outputs. Both are stored as they are, plus 8."""
+
+    def tensors(self, part: Part) -> Mapping[str, TensorShape]:
+        outputs, inputs = part.source_shape
+        groups = self._groups(inputs)
+        tensors = {
+            "weight_packed": share_of(part, (outputs, -(-inputs // PACKED)), (0, 1), (1, PACKED)),
+            "weight_scale": share_of(part, (outputs, groups), (0, 1), (1, self.group or inputs)),
+            "weight_shape": TensorShape(((2,),), optional=True),
+        }
+        if not self.symmetric:
+            tensors["weight_zero_point"] = share_of(part, (-(-outputs // PACKED), groups), (0, 1), (PACKED, self.group or inputs))
+        return tensors
+
+    def unpack(self, tensors: Mapping[str, torch.Tensor]) -> Unpacked:
+        zeros = None if self.symmetric else unpacked(tensors["weight_zero_point"], 0)
+        return Unpacked(unpacked(tensors["weight_packed"], 1), tensors["weight_scale"], zeros)
+
+
+class CompressedTensors(Quantization):
+    """Linear layers that a group's targets name, but those to ignore."""
+
+    def __init__(self, config: Mapping[str, Any] | None) -> None:
+        super().__init__(config)
+        config = config or {}
+        refuse_others(config, _READ)
+        self._ignored = names(config, "ignore")
+        groups = config.get("config_groups") or {}
+        if not isinstance(groups, Mapping) or not groups:
+            raise ModelLoadError(f"quantization_config: config_groups must map names to groups, got {shown(groups)}")
+        self._groups = [(names(group, "targets"), _format_of(name, group, config.get("format"))) for name, group in groups.items()]
+
+    def of_module(self, name: str) -> WeightFormat:
+        if any(pattern == _LINEAR or matches(name, pattern) for pattern in self._ignored):
+            return DENSE
+        for targets, form in self._groups:
+            if any(matches(name, target) for target in targets):
+                return form
+        return next((form for targets, form in self._groups if _LINEAR in targets), DENSE)
+
+    def __str__(self) -> str:
+        return " and ".join(dict.fromkeys(str(form) for _, form in self._groups))
+
+
+def _format_of(name: str, group: Mapping[str, Any], fallback: Any) -> WeightFormat:
+    where = f"quantization_config: config_groups.{name}"
+    refuse_others(group, _READ_OF_GROUP, where)
+    weights, inputs, packing = group.get("weights") or {}, group.get("input_activations"), group.get("format") or fallback
+    refuse_others(weights, _READ_OF_NUMBERS, f"{where}.weights")
+    kind = (weights.get("type"), weights.get("num_bits"))
+    if kind == ("float", 8) and packing in ("float-quantized", "naive-quantized"):
+        return _float8(where, weights, inputs)
+    if kind == ("int", 4) and packing == "pack-quantized" and inputs is None:
+        return _int4(where, weights)
+    what = f"weights of type {shown(kind[0])} and {shown(kind[1])} bits, {shown(packing)}, {'with' if inputs else 'without'} input_activations"
+    raise UnsupportedError(f"{where}: {what}, are not implemented (only float of 8 bits, float-quantized; int of 4 bits, pack-quantized, without)")
+
+
+def _float8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Float8:
+    if inputs is not None:
+        refuse_others(inputs, _READ_OF_NUMBERS, f"{where}.input_activations")
+        if (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
+            raise UnsupportedError(f"{where}.input_activations: {shown(dict(inputs))} is not implemented (only float of 8 bits)")
+    static, bits = inputs is not None and not inputs.get("dynamic"), 16 if inputs is None else 8
+    strategy = weights.get("strategy")
+    if strategy == "block":
+        outputs, along = weights["block_structure"]
+        return Float8("block", (int(outputs), int(along)), "weight_scale", static, bits)  # type: ignore[arg-type]
+    if strategy in ("tensor", "channel"):
+        return Float8(strategy, static=static, inputs=bits)  # type: ignore[arg-type]
+    raise UnsupportedError(f"{where}.weights: strategy = {shown(strategy)} is not implemented for 8 bits (only tensor, channel, block)")
+
+
+def _int4(where: str, weights: Mapping[str, Any]) -> PackedInt4:
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        raise UnsupportedError(f"{where}.weights: actorder = {shown(weights['actorder'])} is not implemented (only weight)")
+    if (strategy := weights.get("strategy")) not in ("group", "channel"):
+        raise UnsupportedError(f"{where}.weights: strategy = {shown(strategy)} is not implemented for 4 bits (only group, channel)")
+    return PackedInt4(int(weights["group_size"]) if strategy == "group" else None, bool(weights.get("symmetric", True)))

@@ -1,0 +1,104 @@
+"""Plain weights, in the dtype that the model computes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from dovetail.nn.activation import silu_mul
+from dovetail.nn.format.base import WeightFormat
+from dovetail.nn.kernels.available import has_many_rows, use_kernels
+from dovetail.nn.kernels.gpu import gpu_of
+from dovetail.nn.kernels.launch import KernelUnavailable
+from dovetail.nn.norm import RMSNorm
+from dovetail.nn.parameter import Weight
+from dovetail.nn.residual import Residual
+
+FEW_ROWS = 16  # with more, torch's products are as quick
+FEW_ROWS_BESIDE_MANY = 8  # with more, the kernel for many rows is quicker, where there is one
+Kernel = Callable[..., torch.Tensor]  # called as `kernels.one_row.linear`
+
+
+@dataclass(frozen=True, slots=True)
+class Dense(WeightFormat):
+    """Plain numbers. There is nothing to dequantize, so torch's product is the twin."""
+
+    def allocate(self, weight: Weight, device: torch.device) -> Weight:
+        return weight.on(device)
+
+    def dequantized(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.float()
+
+    def columns(
+        self,
+        weight: torch.Tensor,
+        x: torch.Tensor | Residual,
+        bias: torch.Tensor | None = None,
+        norm: RMSNorm | None = None,
+        *,
+        gated: bool = False,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        stream = x if isinstance(x, Residual) else Residual(x.contiguous())
+        if norm is not None and stream.is_shared:
+            stream, norm = Residual(stream.normed(norm)), None
+        if kernel := kernel_for_few(len(stream), weight, gated):
+            with suppress(KernelUnavailable):
+                return kernel(stream.x, weight, bias, norm=None if norm is None else (norm.weight, norm.eps), gated=gated, into=into)
+        x = stream.x if norm is None else stream.normed(norm)
+        if kernel := kernel_for_many(len(x), weight, gated):
+            with suppress(KernelUnavailable):
+                return kernel(x, weight, bias, gated=gated, into=into)
+        if into is not None and not gated:
+            return torch.mm(x, weight.t(), out=into) if bias is None else torch.addmm(bias, x, weight.t(), out=into)
+        y = F.linear(x, weight, bias)
+        return silu_mul(y) if gated else y
+
+    def add_to(self, weight: torch.Tensor, residual: Residual, x: torch.Tensor) -> None:
+        with suppress(KernelUnavailable):
+            if kernel := kernel_for_few(len(x), weight):
+                kernel(x, weight, out=residual.x)
+                return
+            if kernel := kernel_for_many(len(x), weight, in_parts=True):
+                residual.add_parts(kernel(x, weight, in_parts=True))
+                return
+        residual.x.addmm_(x, weight.t())
+
+    def __str__(self) -> str:
+        return "plain"
+
+
+DENSE = Dense()
+
+
+def kernel_for_few(rows: int, weight: torch.Tensor, gated: bool = False) -> Kernel | None:
+    """Return a kernel that is quicker than torch for so few rows, or None."""
+    if rows > FEW_ROWS or not _on_matrix_units(weight) or (rows > FEW_ROWS_BESIDE_MANY and has_many_rows(weight.device)):
+        return None
+    from dovetail.nn.kernels import few_rows, one_row
+
+    if rows == 1:
+        return one_row.linear
+    gpu = gpu_of(weight.device)
+    tiling = few_rows.tiling_for(weight, rows, gated) if gpu is None or gpu.has_matrix_units else None
+    return None if tiling is None else partial(few_rows.linear, tiling=tiling)
+
+
+def kernel_for_many(rows: int, weight: torch.Tensor, gated: bool = False, in_parts: bool = False) -> Kernel | None:
+    """Return a kernel that is quicker than torch for more rows, or None. It is called like `kernels.many_rows.linear`."""
+    if not _on_matrix_units(weight) or not has_many_rows(weight.device):
+        return None
+    from dovetail.nn.kernels import many_rows
+
+    tiling = many_rows.tiling_for(weight, rows, gated=gated, in_parts=in_parts) if rows > FEW_ROWS_BESIDE_MANY else None
+    return None if tiling is None else partial(many_rows.linear, tiling=tiling)
+
+
+def _on_matrix_units(weight: torch.Tensor) -> bool:
+    """True if a kernel may use matrix units for this weight: they would round float32."""
+    return weight.dtype in (torch.bfloat16, torch.float16) and use_kernels(weight)

@@ -1,0 +1,60 @@
+"""`quant_method: fp8`: checkpoints as DeepSeek and Qwen publish them (blocks of weights with one scale), those with a scale for each tensor, and
+plain checkpoints that are quantized as they are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.checks import shown
+from dovetail.errors import UnsupportedError
+from dovetail.nn.format.base import Quantization, WeightFormat
+from dovetail.nn.format.dense import DENSE
+from dovetail.nn.format.float8 import Float8
+from dovetail.nn.format.reading import names, refuse_others, within
+
+_READ = {
+    "quant_method",
+    "fmt",
+    "activation_scheme",
+    "weight_block_size",
+    "modules_to_not_convert",
+    "ignored_layers",
+    "is_checkpoint_fp8_serialized",
+    "dequantize",
+    "scale_fmt",
+}
+
+
+class Fp8(Quantization):
+    """Every linear layer but those that the config leaves out, and the head."""
+
+    def __init__(self, config: Mapping[str, Any] | None) -> None:
+        super().__init__(config)
+        self._left_out: tuple[str, ...] = ()
+        self.format = Float8("computed")
+        if config is None:
+            return
+        refuse_others(config, _READ)
+        if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+            raise UnsupportedError(f"quantization_config: fmt = {shown(config['fmt'])} is not implemented (only e4m3)")
+        if config.get("is_checkpoint_fp8_serialized") is False:
+            raise UnsupportedError("quantization_config: is_checkpoint_fp8_serialized = False: take it out, and set quantization: fp8")
+        if (scheme := config.get("activation_scheme", "dynamic")) not in ("dynamic", "static"):
+            raise UnsupportedError(f"quantization_config: activation_scheme = {shown(scheme)} is not implemented (only dynamic, static)")
+        self._left_out = names(config, "modules_to_not_convert") + names(config, "ignored_layers")
+        block = config.get("weight_block_size")
+        if block is None:
+            self.format = Float8("tensor", static=scheme == "static")
+            return
+        outputs, inputs = (int(size) for size in block)
+        if outputs < 1 or inputs < 1:
+            raise UnsupportedError(f"quantization_config: weight_block_size = {shown(block)}: sizes must be at least 1")
+        self.format = Float8("block", (outputs, inputs), "weight_scale_inv", static=scheme == "static")
+
+    def of_module(self, name: str) -> WeightFormat:
+        return DENSE if any(within(name, other) for other in self._left_out) else self.format
+
+    def __str__(self) -> str:
+        return str(self.format)

@@ -1,0 +1,51 @@
+"""Helpers that read a checkpoint's `quantization_config`. What isn't known is refused: it may change the numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dovetail.checks import shown
+from dovetail.errors import ModelLoadError, UnsupportedError
+
+
+def refuse_others(config: Mapping[str, Any], known: Collection[str], where: str = "quantization_config") -> None:
+    """Raise `UnsupportedError` for fields that aren't known, unless they are off: None, False, 0 or empty."""
+    for name, value in config.items():
+        if name not in known and value:
+            raise UnsupportedError(
+                f"{where}: {name} = {shown(value)} is not implemented and may change the numbers (known: {', '.join(sorted(known))})"
+            )
+
+
+def names(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return a list of names; nothing if it isn't there. Raises `ModelLoadError` if it is something else."""
+    values = config.get(key) or ()
+    if not isinstance(values, list | tuple) or not all(isinstance(name, str) for name in values):
+        raise ModelLoadError(f"quantization_config: {key} must be a list of names, got {shown(values)}")
+    return tuple(values)
+
+
+def within(module: str, name: str) -> bool:
+    """True if `name` is the module's, or that of a module around it, whole words counted from either end: "lm_head", "layers.0.mlp", "down_proj"."""
+    return f".{name}." in f".{module}."
+
+
+def matches(module: str, pattern: str) -> bool:
+    """True for the names of compressed-tensors: "re:" and a regular expression that fits from the start, or a name. Raises `ModelLoadError` for an
+    expression that can't be read."""
+    if not pattern.startswith("re:"):
+        return module == pattern
+    try:
+        return re.match(pattern[3:], module) is not None
+    except re.error as error:
+        raise ModelLoadError(f"quantization_config: {shown(pattern)} is no regular expression: {error}") from error
+
+
+def group_size(config: Mapping[str, Any], key: str) -> int | None:
+    """Return how many inputs have a scale in common; None for all, which is written -1. Raises `ModelLoadError` for what can't be a size."""
+    size = config.get(key)
+    if type(size) is not int or (size < 1 and size != -1):
+        raise ModelLoadError(f"quantization_config: {key} must be a number of inputs, or -1 for all, got {shown(size)}")
+    return None if size == -1 else size

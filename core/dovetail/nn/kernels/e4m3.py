@@ -1,0 +1,31 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""FP8 (e4m3: a sign, 4 bits of exponent, 3 of mantissa, no infinity) made in kernels by integer arithmetic, the same on every GPU and in Triton's
+interpreter, whose own conversion rounds otherwise. Twin: `tensor.clamp(-448, 448).to(torch.float8_e4m3fn)`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LARGEST = tl.constexpr(448.0)
+LEAST_NORMAL = tl.constexpr(2.0**-6)
+EVEN = tl.constexpr(2.0**14)  # float32 from here to 2**15 are 2**-9 apart, as e4m3 are below 2**-6: adding it rounds, to even where two are as near
+
+
+@triton.jit
+def e4m3_codes(x):
+    """Return the codes, uint8, of float32 `x`: rounded to the nearest, ties to even; beyond 448 cut off; NaN stays NaN (0x7f)."""
+    size = tl.minimum(tl.abs(x), LARGEST)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # the mantissa's last 20 bits rounded away; the exponent counts from -7
+    small = (size + EVEN).to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(size < LEAST_NORMAL, small, normal)
+    code = tl.where(x != x, 0x7F, code)
+    return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def scaled_codes(x, scale):
+    """Return the codes of `x` / `scale`, both float32."""
+    return e4m3_codes(tl.div_rn(x, scale))

@@ -1,0 +1,77 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
+# ruff: noqa: N803, SIM300 (constants are upper case, and arguments)
+"""Numbers of 8 and 4 bits as numbers of 16, in a kernel, without rounding. Twins: `tensor.to(dtype)`, but for what is no number, which is refused
+when weights are loaded; and the integers themselves.
+
+To bfloat16 a GPU's own conversion takes longer than memory to bring the numbers, and what Triton makes of the same in shifts and masks takes as long.
+So bytes are spread over the upper or lower halves of 16-bit places, and masked, two places at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def float8_to_16_bits(narrow, DTYPE: tl.constexpr):
+    """Numbers of e4m3 as bfloat16 or float16. For bfloat16 sign, exponent and mantissa are put to their places, and what is then missing in the
+    exponent, 127 less 7, is multiplied: by 2**120."""
+    if DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c;
+            cvt.u32.u16 a, $1;
+            prmt.b32 a, a, 0, 0x1404;
+            shr.u32 b, a, 4;
+            and.b32 b, b, 0x07f007f0;
+            lop3.b32 a, a, 0x80008000, b, 0xea;
+            mov.b32 b, 0x7b807b80;
+            mov.b32 c, 0x80008000;
+            fma.rn.bf16x2 $0, a, b, c;
+            }""",
+            "=r,h",
+            [narrow.to(tl.uint8, bitcast=True)],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return narrow.to(DTYPE)
+
+
+@triton.jit
+def pairs_to_16_bits(pairs, DTYPE: tl.constexpr):
+    """The low and the high halves of bytes, from 0 to 15, in the lowest bits of the mantissa of 128 (bfloat16) or 1024 (float16)."""
+    if DTYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d;
+            prmt.b32 a, $4, 0, 0x4140;
+            prmt.b32 b, $4, 0, 0x4342;
+            shr.u32 c, a, 4;
+            shr.u32 d, b, 4;
+            mov.b32 $0, 0x43004300;
+            lop3.b32 $1, b, 0x000f000f, $0, 0xea;
+            lop3.b32 $2, c, 0x000f000f, $0, 0xea;
+            lop3.b32 $3, d, 0x000f000f, $0, 0xea;
+            lop3.b32 $0, a, 0x000f000f, $0, 0xea;
+            }""",
+            "=&r,=&r,=&r,=&r,r",
+            [pairs],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return shifted(pairs & 15, DTYPE), shifted(pairs >> 4, DTYPE)
+
+
+@triton.jit
+def shifted(small, DTYPE: tl.constexpr):
+    """Integers below 128, as `pairs_to_16_bits` gives them."""
+    if DTYPE == tl.bfloat16:
+        return (small.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    else:
+        return (small.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)

@@ -1,0 +1,79 @@
+"""The quantization of a model: which one a checkpoint and `engine.yaml` ask for, and the memory that linear layers get for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dovetail.api.executor import QuantizationRef
+from dovetail.checks import shown
+from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
+from dovetail.nn.format import DENSE, Quantization
+from dovetail.nn.linear import LinearLayer
+
+METHOD = "quant_method"
+
+
+def choose_quantization(
+    asked: str | None, said: Mapping[str, Any] | None, installed: Sequence[QuantizationRef], model_dir: str | Path
+) -> Quantization | None:
+    """Return what reads a checkpoint whose `quantization_config` is `said`, if that is what is `asked` for; None if its weights are plain and stay
+    so.
+
+    Raises `UnsupportedError` for a way of storing weights that nobody knows, or of which something isn't implemented, and `ConfigError` if another
+    one is asked for than the checkpoint has."""
+    if not said:
+        return None if asked is None else _quantizing(asked, installed)
+    path, method = Path(model_dir) / "config.json", said.get(METHOD)
+    if not isinstance(method, str):
+        raise ModelLoadError(f"{path}: quantization_config: expected {METHOD}, the name of a way of storing weights, got {shown(method)}")
+    ref = _named(method, installed, UnsupportedError, f"{path}: quantization_config: {METHOD} {shown(method)}")
+    if asked not in (None, ref.method, ref.name):
+        raise ConfigError(f"quantization: {shown(asked)} is asked for, and the checkpoint is {ref.method} already: leave the key out")
+    try:
+        made: Quantization = ref.load()(said)
+    except DovetailError as error:
+        raise type(error)(f"{path}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelLoadError(f"{path}: quantization_config: a value in it can't be used: {type(error).__name__}: {error}") from error
+    return made
+
+
+def _quantizing(asked: str, installed: Sequence[QuantizationRef]) -> Quantization:
+    ref = _named(asked, installed, ConfigError, f"quantization: {shown(asked)}")
+    if not ref.quantizes:
+        able = ", ".join(other.method for other in installed if other.quantizes)
+        raise ConfigError(f"quantization: {shown(asked)}: the checkpoint's weights are plain; they can be quantized while they load to {able}")
+    made: Quantization = ref.load()(None)
+    return made
+
+
+def _named(name: str, installed: Sequence[QuantizationRef], error: type[DovetailError], what: str) -> QuantizationRef:
+    fitting = [ref for ref in installed if name in (ref.method, ref.name)]
+    if not fitting:
+        raise error(f"{what} is unknown; known are {', '.join(ref.method for ref in installed) or 'none'}")
+    if len(fitting) > 1:
+        raise error(f"{what} is known to {' and '.join(ref.name for ref in fitting)}; deny one of them")
+    return fitting[0]
+
+
+def place_weights(module: Any, quantization: Quantization, device: torch.device) -> None:
+    """Give each linear layer of `module` (a `CausalLM` built with `weights_later`) its format, by the names that the model's rules have for it, and
+    memory on `device`. Raises `UnsupportedError` if nothing of the model can be stored so, or something of it can't."""
+    names: dict[int, list[str]] = {}
+    for rule in module.weights():
+        names.setdefault(id(rule.parameter), []).append(rule.source.rpartition(".")[0])
+    layers = [layer for layer in module.modules() if isinstance(layer, LinearLayer)]
+    for layer in layers:
+        modules = names.get(id(layer.weight), [])
+        try:
+            layer.take_format(quantization.format_of(modules) if modules else DENSE, device)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{', '.join(modules)}: {error}") from error
+    if all(layer.format == DENSE for layer in layers):
+        raise UnsupportedError(
+            f"{type(module).__name__} has no linear layer that {quantization} says is quantized: layers of `dovetail.nn.linear` can be"
+        )

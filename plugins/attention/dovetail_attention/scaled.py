@@ -1,0 +1,23 @@
+"""K and V in a cache of a smaller dtype, in plain torch: what the `torch` backend computes with, and what the kernels of others are held against."""
+
+from __future__ import annotations
+
+import torch
+
+from dovetail.api.attention import KVScales
+
+CACHE_DTYPES = ("float8_e4m3fn",)  # that are served besides the activations' own
+ONE = KVScales(torch.ones(()), torch.ones(()))
+
+
+def stored(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a cache of `dtype` holds of K or V: divided by `scale` [] float32, cut off at the largest number, rounded. NaN stays NaN."""
+    if values.dtype == dtype:
+        return values
+    largest = torch.finfo(dtype).max
+    return (values.float() / scale).clamp(-largest, largest).to(dtype)
+
+
+def as_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """A cache as numbers that torch can gather and scatter on every device."""
+    return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache

@@ -1,0 +1,213 @@
+"""What a checkpoint's `quantization_config` and `quantization` in engine.yaml choose together, and what they are refused for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3Config
+
+from dovetail import LLM, SamplingParams
+from dovetail.api.executor import QuantizationRef
+from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
+from dovetail.nn.format import DENSE
+from dovetail.runtime.model_files import find_architecture, stored_as
+from dovetail.runtime.quantization import choose_quantization
+from tests.models.oracle import MODELS, context
+from tests.models.test_quantized_checkpoints import QUANTIZATIONS, loaded
+
+SMALL = Path(__file__).parent / "quantized"
+
+QWEN3_8B_FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"],
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+DEEPSEEK_V3 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+AUTO_FP8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+AWQ = {"bits": 4, "group_size": 128, "modules_to_not_convert": None, "quant_method": "awq", "version": "gemm", "zero_point": True}
+GPTQ = {
+    "batch_size": 1,
+    "bits": 4,
+    "block_name_to_quantize": None,
+    "cache_block_outputs": True,
+    "damp_percent": 0.1,
+    "dataset": None,
+    "desc_act": False,
+    "exllama_config": {"version": 1},
+    "group_size": 128,
+    "max_input_length": None,
+    "model_seqlen": None,
+    "module_name_preceding_first_block": None,
+    "modules_in_block_to_quantize": None,
+    "pad_token_id": None,
+    "quant_method": "gptq",
+    "sym": True,
+    "tokenizer": None,
+    "true_sequential": True,
+    "use_cuda_fp16": False,
+    "use_exllama": True,
+}
+
+
+def of_group(**group: Any) -> dict[str, Any]:
+    """compressed-tensors with one group."""
+    return {
+        "config_groups": {"group_0": {"input_activations": None, "output_activations": None, "targets": ["Linear"], **group}},
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False, "observer": "minmax"}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "actorder": None}
+
+
+def choose(said: Any, asked: str | None = None, installed: tuple[QuantizationRef, ...] = QUANTIZATIONS) -> Any:
+    return choose_quantization(asked, said, installed, "somewhere")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (QWEN3_8B_FP8, "fp8 (a scale per 128 x 128)"),
+        (DEEPSEEK_V3, "fp8 (a scale per 128 x 128)"),
+        (AUTO_FP8, "fp8 (a scale per tensor)"),
+        (of_group(weights=FLOAT8, input_activations={**FLOAT8, "strategy": "token", "dynamic": True}), "fp8 (a scale per output)"),
+        (of_group(weights={**FLOAT8, "strategy": "block", "block_structure": [128, 128]}), "fp8 (a scale per 128 x 128)"),
+        (of_group(weights=INT4, format="pack-quantized"), "int4 (groups of 128, symmetric)"),
+        (GPTQ, "int4 (groups of 128, symmetric)"),
+        (GPTQ | {"group_size": -1, "sym": False}, "int4 (one scale per output, asymmetric)"),
+        (AWQ, "int4 (groups of 128, asymmetric)"),
+    ],
+)
+def test_published_configs_are_read(said: dict[str, Any], told: str) -> None:
+    quantization = choose(said)
+    assert str(quantization) == told
+    assert str(quantization.of_module("model.layers.3.mlp.down_proj")) == told
+
+
+def test_what_is_left_out_stays_plain() -> None:
+    left_out = choose({**QWEN3_8B_FP8, "modules_to_not_convert": ["model.layers.0.mlp", "o_proj"]})
+    for name, plain in (("layers.0.mlp.up_proj", True), ("layers.10.mlp.up_proj", False), ("layers.3.self_attn.o_proj", True)):
+        assert (left_out.of_module(f"model.{name}") == DENSE) == plain
+    ignored = choose(of_group(weights=FLOAT8) | {"ignore": ["lm_head", "re:.*self_attn.*", "model.layers.0.mlp.up_proj"]})
+    for name, plain in (("layers.1.self_attn.q_proj", True), ("layers.0.mlp.up_proj", True), ("layers.0.mlp.down_proj", False)):
+        assert (ignored.of_module(f"model.{name}") == DENSE) == plain
+    named = choose(of_group(weights=FLOAT8, targets=["re:.*mlp.*"]))
+    assert [named.of_module(f"model.layers.0.{name}") == DENSE for name in ("mlp.up_proj", "self_attn.q_proj")] == [False, True]
+    listed = choose(GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.down_proj"]]})
+    assert [listed.of_module(f"model.layers.0.{name}") == DENSE for name in ("mlp.up_proj", "mlp.down_proj")] == [True, False]
+    assert choose(AWQ | {"modules_to_not_convert": ["visual"]}).of_module("visual.blocks.0.attn.proj") == DENSE
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"quant_method": "bitsandbytes"}, r"quant_method 'bitsandbytes' is unknown; known are fp8, compressed-tensors, gptq, awq"),
+        (DEEPSEEK_V3 | {"fmt": "e5m2"}, "fmt = 'e5m2' is not implemented"),
+        (DEEPSEEK_V3 | {"activation_scheme": "token"}, "activation_scheme = 'token' is not implemented"),
+        (DEEPSEEK_V3 | {"hadamard": 64}, "hadamard = 64 is not implemented and may change the numbers"),
+        (DEEPSEEK_V3 | {"is_checkpoint_fp8_serialized": False}, "take it out, and set quantization: fp8"),
+        (GPTQ | {"desc_act": True}, "desc_act = True is not implemented: groups of inputs must lie together"),
+        (GPTQ | {"bits": 8}, r"bits = 8 is not implemented \(only 4\)"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin' is not implemented"),
+        (AWQ | {"version": "gemv"}, "version = 'gemv' is not implemented"),
+        (AWQ | {"zero_point": False}, "zero_point = False is not implemented"),
+        (of_group(weights=INT4, format="pack-quantized", input_activations=FLOAT8), "with input_activations, are not implemented"),
+        (of_group(weights={**INT4, "num_bits": 8}, format="int-quantized"), "of type 'int' and 8 bits, 'int-quantized', without"),
+        (of_group(weights={**INT4, "actorder": "group"}, format="pack-quantized"), "actorder = 'group' is not implemented"),
+        (of_group(weights={**FLOAT8, "strategy": "group"}), "strategy = 'group' is not implemented for 8 bits"),
+        (of_group(weights=FLOAT8) | {"transform_config": {"R1": {}}}, "transform_config = .* is not implemented"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(said: dict[str, Any], why: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"^somewhere/config.json: quantization_config: (.|\n)*{why}"):
+        choose(said)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"bits": 4}, "expected quant_method, the name of a way of storing weights, got None"),
+        (DEEPSEEK_V3 | {"weight_block_size": [128]}, "a value in it can't be used"),
+        (AWQ | {"group_size": "many"}, "group_size must be a number of inputs, or -1 for all, got 'many'"),
+        (of_group(weights=FLOAT8) | {"ignore": "lm_head"}, "ignore must be a list of names"),
+    ],
+)
+def test_values_that_cannot_be_used_are_named(said: dict[str, Any], why: str) -> None:
+    with pytest.raises(ModelLoadError, match=why):
+        choose(said)
+
+
+def test_what_is_asked_for_must_be_what_the_checkpoint_has() -> None:
+    assert choose(None) is None
+    assert str(choose(None, "fp8")) == "fp8 (a scale per output)"
+    assert str(choose(AWQ, "awq")) == str(choose(AWQ, "dovetail:awq")) == str(choose(AWQ))
+    with pytest.raises(ConfigError, match="'fp8' is asked for, and the checkpoint is awq already"):
+        choose(AWQ, "fp8")
+    with pytest.raises(ConfigError, match="the checkpoint's weights are plain; they can be quantized while they load to fp8"):
+        choose(None, "gptq")
+    with pytest.raises(ConfigError, match="quantization: 'fp9' is unknown; known are fp8"):
+        choose(None, "fp9")
+
+
+def test_two_plugins_that_know_the_same_method_are_told_apart_by_their_names() -> None:
+    theirs = QuantizationRef("acme:awq", "awq", "dovetail.nn.format.awq:Awq", False)
+    with pytest.raises(UnsupportedError, match="known to dovetail:awq and acme:awq; deny one of them"):
+        choose(AWQ, installed=(*QUANTIZATIONS, theirs))
+
+
+def test_an_architecture_sees_nothing_of_how_weights_are_stored(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**Qwen3Config(architectures=["Qwen3ForCausalLM"]).to_dict(), "quantization_config": AWQ}))
+    found = find_architecture(tmp_path, MODELS)
+    assert stored_as(tmp_path) == AWQ
+    assert not hasattr(found.config, "quantization_config")
+    assert found.arch.reasons_against(Qwen3Config(quantization_config=AWQ))  # one that is asked all the same
+    assert not context().weights_later
+
+
+def copied(name: str, to: Path, **change: Any) -> Path:
+    """A small checkpoint whose config differs."""
+    directory = to / name
+    shutil.copytree(SMALL / name, directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= change
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "why"),
+    [
+        ("qwen3-fp8", {"weight_block_size": [64, 64]}, ModelLoadError, r"weight_scale_inv: expected shape \[\d, 2\], found \[\d, 1\]"),
+        ("qwen3-fp8", {"modules_to_not_convert": ["k_proj"]}, UnsupportedError, "must be stored alike .*q_proj: fp8 .*k_proj: plain"),
+        ("qwen3-fp8", {"modules_to_not_convert": ["model"]}, UnsupportedError, "has no linear layer that fp8 .* says is quantized"),
+        ("gptq", {"group_size": 96}, UnsupportedError, "groups of 96 inputs, of 128, are not implemented"),
+        ("gptq", {"checkpoint_format": "gptq_v2"}, ModelLoadError, "qzeros: a zero point isn't 8, though the config says sym"),
+        ("awq", {"group_size": 64}, ModelLoadError, r"expected shape \[\d, 16\], found"),
+    ],
+)
+def test_a_checkpoint_that_is_not_as_its_config_says_is_refused(
+    tmp_path: Path, name: str, change: dict[str, Any], error: type[DovetailError], why: str
+) -> None:
+    with pytest.raises(error, match=why):
+        loaded(copied(name, tmp_path, **change))
+
+
+def test_two_ranks_write_what_a_quantized_checkpoint_writes_and_tell_its_format() -> None:
+    directory = SMALL / "ct-fp8-dynamic"
+    expected = json.loads((directory / "expected.json").read_text())["greedy"]
+    prompts = [{"prompt_token_ids": each["prompt"]} for each in expected]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
+    with LLM(str(directory), executor={"name": "tensor", "size": 2, "device": "cpu"}, kv_cache_memory="1MiB", max_num_seqs=2) as llm:
+        assert [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)] == [each["tokens"] for each in expected]
+        assert llm.engine.capacity.details["quantization"] == "fp8 (a scale per output)"

@@ -1,0 +1,61 @@
+"""Checkpoints that other libraries wrote give the tokens that those libraries' own dequantized weights give, on one rank and on two.
+
+In `quantized/` there is a small Qwen3 for each published `quantization_config`. `expected.json` says which library packed its weights, and what
+transformers' model writes, in float32, with the weights that this library makes of them again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dovetail.api.executor import QuantizationRef
+from dovetail.runtime.loading import load_model
+from dovetail.runtime.parallel import SINGLE
+from dovetail_models import dovetail_quantizations
+from tests.models.oracle import CPU, MODELS, DenseAttention, executor_config
+
+QUANTIZATIONS = tuple(QuantizationRef(f"dovetail:{spec.name}", spec.name, spec.target, spec.quantizes) for spec in dovetail_quantizations())
+ALL = sorted(path.parent for path in (Path(__file__).parent / "quantized").glob("*/config.json"))
+
+
+def loaded(directory: Path, group: Any = SINGLE, **settings: Any) -> Any:
+    config = executor_config(directory, dtype="float32", **settings)
+    return load_model(directory, config, MODELS, DenseAttention, group, CPU, quantizations=QUANTIZATIONS)
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    for block in model.blocks:
+        block.attention.attn = DenseAttention(block.attention.attn.spec)
+    ids = list(prompt)
+    fresh = ids
+    while len(ids) < len(prompt) + count:
+        positions = torch.arange(len(ids) - len(fresh), len(ids))
+        fresh = [int(model.logits(model(torch.tensor(fresh), positions)[-1:]).argmax())]
+        ids += fresh
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("directory", ALL, ids=lambda path: path.name)
+def test_a_quantized_checkpoint_writes_what_its_dequantized_weights_do(directory: Path) -> None:
+    model = loaded(directory).module
+    for expected in json.loads((directory / "expected.json").read_text())["greedy"]:
+        assert greedy(model, expected["prompt"], len(expected["tokens"])) == expected["tokens"]
+
+
+@pytest.mark.parametrize("directory", ALL, ids=lambda path: path.name)
+def test_weights_take_no_more_room_than_in_the_checkpoint(directory: Path) -> None:
+    """What other libraries keep in 16 bits is in float32 here; nothing else of a layer may grow."""
+    tensors = load_file(directory / "model.safetensors")
+    model = loaded(directory).module
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert any(f"{name}." in key for key in tensors)
+    stored = sum(tensor.nbytes for key, tensor in tensors.items() if "_proj.weight" in key or "_proj.qweight" in key)
+    ours = sum(parameter.nbytes for name, parameter in model.named_parameters() if name.endswith("proj.weight"))
+    assert ours <= stored

@@ -1,0 +1,196 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+"""The kernels of each weight format compute what dequantizing and multiplying gives, whatever stands around the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from dovetail.nn import residual as residual_module
+from dovetail.nn.format import WeightFormat, float8, int4
+from dovetail.nn.format.compressed_tensors import PackedInt4
+from dovetail.nn.format.float8 import Float8
+from dovetail.nn.kernels import float8_products, rms_norm, streamed
+from dovetail.nn.kernels.widening import float8_to_16_bits, pairs_to_16_bits
+from dovetail.nn.norm import RMSNorm
+from dovetail.nn.residual import Residual
+from tests.kernels import (
+    DEVICE,
+    INTERPRETED,
+    ON_GPU,
+    assert_close,
+    assert_holds_when_interpreted,
+    runs_kernels,
+    starts_the_interpreter,
+    take_kernels,
+)
+from tests.models.oracle import context
+from tests.nn.formats import bound_of_narrow_inputs, product, stored
+from tests.support import examples
+
+some = examples(quick=60 if ON_GPU else 5, full=600 if ON_GPU else 100)
+seeds = st.integers(0, 2**31)
+DTYPE = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter rounds bfloat16 wrongly
+FORMATS: list[WeightFormat] = [
+    Float8("computed"),
+    Float8("block", (128, 128), "weight_scale_inv"),
+    Float8("block", (32, 64), "weight_scale_inv"),
+    PackedInt4(32, False),
+    PackedInt4(64, True),
+    PackedInt4(128, False),
+    PackedInt4(None, True),
+]
+
+
+@starts_the_interpreter
+def test_the_kernels_hold_in_tritons_interpreter() -> None:
+    assert_holds_when_interpreted(__file__)
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_kernels(monkeypatch, float8, int4, residual_module)
+    monkeypatch.setattr(float8, "has_many_rows", lambda device: False)  # which rounds inputs: below
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).to(DTYPE).to(DEVICE)
+
+
+def norm_of(size: int) -> RMSNorm:
+    norm = RMSNorm(size, 1e-5, context())
+    norm.weight.load(torch.rand(size) + 0.5)
+    return norm.to(DTYPE).to(DEVICE)
+
+
+@runs_kernels
+@pytest.mark.usefixtures("with_kernels")
+@given(
+    form=st.sampled_from(FORMATS),
+    rows=st.sampled_from([1, 2, 7, 16, 17, 40]),
+    inputs=st.sampled_from([128, 384, 640]),
+    outputs=st.sampled_from([16, 48, 80]),
+    gated=st.booleans(),
+    normed=st.booleans(),
+    biased=st.booleans(),
+    seed=seeds,
+)
+@some
+def test_columns_are_those_of_the_dequantized_weight(
+    form: WeightFormat, rows: int, inputs: int, outputs: int, gated: bool, normed: bool, biased: bool, seed: int
+) -> None:
+    weight = stored(form, (outputs, outputs) if gated else (outputs,), inputs, DTYPE, DEVICE, seed)
+    x, bias = randn(rows, inputs), randn(len(weight)) if biased else None
+    norm = norm_of(inputs) if normed else None
+    y = form.columns(weight, x, bias, norm, gated=gated)
+    assert_close(y, product(x if norm is None else norm(x), form.dequantized(weight), bias, gated))
+
+
+@runs_kernels
+@pytest.mark.usefixtures("with_kernels")
+@given(
+    form=st.sampled_from(FORMATS),
+    rows=st.sampled_from([1, 3, 16, 33]),
+    inputs=st.sampled_from([128, 512, 1024]),
+    outputs=st.sampled_from([48, 80]),
+    seed=seeds,
+)
+@some
+def test_the_stream_gets_the_product_with_the_dequantized_weight(form: WeightFormat, rows: int, inputs: int, outputs: int, seed: int) -> None:
+    weight = stored(form, (outputs,), inputs, DTYPE, DEVICE, seed)
+    x, before = randn(rows, inputs), randn(rows, outputs)
+    stream, norm = Residual(before.clone()), norm_of(outputs)
+    form.add_to(weight, stream, x)
+    expected = before.double() + product(x, form.dequantized(weight))
+    assert_close(stream.normed(norm), norm(expected.to(DTYPE)).double())
+    assert_close(stream.x, expected)
+
+
+@runs_kernels
+@given(
+    rows=st.integers(0, 5),
+    size=st.sampled_from([48, 128, 300, 1024]),
+    group=st.sampled_from([0, 64, 128]),
+    magnitude=st.sampled_from([0.0, 1e-3, 50.0]),
+)
+@some
+def test_inputs_are_narrowed_as_the_twin_does(rows: int, size: int, group: int, magnitude: float) -> None:
+    x = randn(rows, size) * magnitude
+    ours, twin = float8_products.narrowed(x, group), float8_products.twin_of_narrowed(x.cpu(), group)
+    assert torch.equal(ours[1].cpu(), twin[1])
+    assert torch.equal(ours[0].cpu().float(), twin[0].float())
+
+
+@runs_kernels
+@pytest.mark.parametrize(("rows", "size", "group", "parts"), [(3, 256, 0, 0), (5, 384, 128, 2), (2, 96, 0, 3)])
+def test_norming_and_narrowing_at_once_is_as_one_after_the_other(rows: int, size: int, group: int, parts: int) -> None:
+    x, weight = torch.randn(rows, size, device=DEVICE).half(), torch.rand(size, device=DEVICE).half()
+    added = torch.randn(parts, rows, size, device=DEVICE) if parts else None
+    stream = x.clone()
+    normed = rms_norm.rms_norm(stream, weight, 1e-6) if added is None else rms_norm.add_and_norm(stream, added, weight, 1e-6)
+    narrow, scales = float8_products.normed_and_narrowed(x, added, weight, 1e-6, group)
+    expected, expected_scales = float8_products.narrowed(normed, group)
+    assert torch.equal(x, stream)
+    torch.testing.assert_close(scales, expected_scales, rtol=2**-9, atol=0)  # a compiler may round the norm otherwise, in its last place
+    differs = narrow.view(torch.uint8).int() - expected.view(torch.uint8).int()
+    assert differs.abs().max() <= 1
+    assert (differs != 0).float().mean() < 0.05
+
+
+@runs_kernels
+@given(rows=st.sampled_from([1, 5, 20]), inputs=st.sampled_from([128, 384]), gated=st.booleans(), block=st.booleans(), seed=seeds)
+@some
+def test_products_of_float8_are_within_the_rounding_of_their_inputs(rows: int, inputs: int, gated: bool, block: bool, seed: int) -> None:
+    form = Float8("block", (32, 128), "weight_scale_inv") if block else Float8("computed")
+    weight = stored(form, (64, 64), inputs, DTYPE, DEVICE, seed)
+    x, group = randn(rows, inputs), form.block[1]
+    narrow, scales = float8_products.narrowed(x, group)
+    y = streamed.linear(narrow, form._stored(weight), None, x_scales=scales, dtype=DTYPE)
+    exact, numbers = product(x, form.dequantized(weight)), form.dequantized(weight)
+    of_result = exact.abs() * 2.0**-8 + 2.0**-24 * inputs
+    assert ((y.double() - exact).abs() <= bound_of_narrow_inputs(x, numbers, group) * (1 + 2.0**-8) + of_result).all()
+    parts = streamed.linear(narrow, form._stored(weight), None, x_scales=scales, in_parts=True)
+    assert_close(parts.sum(0).to(DTYPE), y.double())
+    wide = narrow.double() * (scales.double().repeat_interleave(group, 1)[:, :inputs] if group else scales.double()[:, None])
+    assert_close(streamed.linear(narrow, form._stored(weight), None, x_scales=scales, dtype=DTYPE, gated=gated), product(wide, numbers, None, gated))
+
+
+@pytest.mark.skipif(INTERPRETED or not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("rows", [2, 16, 65, 300])
+@pytest.mark.parametrize("form", [form for form in FORMATS if isinstance(form, Float8)], ids=str)
+def test_many_rows_are_within_the_rounding_of_their_inputs(form: Any, rows: int) -> None:
+    weight = stored(form, (512,), 1024, DTYPE, DEVICE)
+    x, numbers = randn(rows, 1024), form.dequantized(weight)
+    exact = product(x, numbers)
+    bound = bound_of_narrow_inputs(x, numbers, form.block[1]) + exact.abs() * 2.0**-7 + exact.abs().max() * 2.0**-10
+    assert ((form.columns(weight, x).double() - exact).abs() <= bound).all()
+
+
+@triton.jit
+def _widen_all(narrow, pairs, of_narrow, low, high, N: tl.constexpr) -> None:  # noqa: N803 (constants are upper case)
+    i = tl.arange(0, N)
+    tl.store(of_narrow + i, float8_to_16_bits(tl.load(narrow + i), of_narrow.dtype.element_ty))
+    lows, highs = pairs_to_16_bits(tl.load(pairs + i), low.dtype.element_ty)
+    tl.store(low + i, lows)
+    tl.store(high + i, highs)
+
+
+@runs_kernels
+def test_every_number_of_8_and_of_4_bits_is_widened_as_it_is() -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    narrow = torch.where(codes & 0x7F == 0x7F, 0, codes).view(torch.float8_e4m3fn)  # but those that are no numbers
+    of_narrow, low, high = torch.empty(3, 256, dtype=DTYPE, device=DEVICE)
+    _widen_all[(1,)](narrow, codes, of_narrow, low, high, N=256)
+    assert torch.equal(of_narrow, narrow.to(DTYPE))
+    first = 128 if torch.bfloat16 == DTYPE else 1024
+    assert torch.equal(low - first, (codes & 15).to(DTYPE))
+    assert torch.equal(high - first, (codes >> 4).to(DTYPE))

@@ -1,0 +1,54 @@
+"""Sums over ranks in one kernel, in Triton's interpreter: one rank computes, and the others have left their shares, and the word that they are there.
+That ranks wait for each other is for GPUs to show (`bench/all_reduce.py`)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PROGRAM = """
+    import torch
+    from dovetail.nn.kernels.rank_sums import MOST_PROGRAMS, add_shares
+
+    def sums(ranks, rank, rows, size, normed, dtype):
+        torch.manual_seed(ranks * 1000 + rows)
+        shares = [torch.randn(rows, size).to(dtype) for _ in range(ranks)]
+        flags = [torch.zeros(MOST_PROGRAMS, ranks, dtype=torch.int32) for _ in range(ranks)]
+        programs = min(rows, MOST_PROGRAMS)
+        flags[rank][:programs] = 1
+        flags[rank][:, rank] = 0
+        x, weight = torch.randn(rows, size).to(dtype), torch.randn(size).to(dtype)
+        wanted = x.float()
+        for share in shares:
+            wanted = wanted + share.float()
+        wanted = wanted.to(dtype)
+        addresses = lambda tensors: torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+        normed = add_shares(x, addresses(shares), addresses(flags), rank, (weight, 1e-6) if normed else None)
+        torch.testing.assert_close(x, wanted, rtol=0, atol=0)
+        if normed is not None:
+            expected = torch.nn.functional.rms_norm(wanted.float(), (size,), weight.float(), 1e-6)
+            torch.testing.assert_close(normed.float(), expected, rtol=2e-3, atol=2e-3)
+        assert not flags[rank].any(), "it takes the signals"
+        for other in range(ranks):
+            if other != rank:
+                given = torch.zeros_like(flags[other])
+                given[:programs, rank] = 1
+                assert torch.equal(flags[other], given), "it signals to the others"
+
+    for ranks, rank in ((2, 0), (2, 1), (4, 2)):
+        for rows, size, normed in ((1, 64, True), (3, 96, False), (5, 128, True)):
+            sums(ranks, rank, rows, size, normed, torch.float32)
+    sums(2, 0, MOST_PROGRAMS + 3, 16, True, torch.float16)
+    print("right")
+"""
+
+
+def test_a_rank_adds_all_shares_in_the_order_of_ranks_and_norms_the_stream() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.stdout == "right\n", done.stderr[-2000:]
