@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,15 @@ def processes_of_ranks(among: list[int] | None = None) -> list[int]:
     """The processes of ranks that this process has started, or those of `among` that still are."""
     pids = child_processes() if among is None else among
     return sorted(pid for pid in pids if b"dovetail_executors.rank_process" in _command(pid))
+
+
+def children_of(pid: int) -> list[int]:
+    """The child processes of any process."""
+    children: list[int] = []
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has just ended
+            children += map(int, tasks.read_text().split())
+    return children
 
 
 def wait_until(true: Callable[[], Any], what: str) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.executors.ranks import processes_of_ranks
+from tests.executors.ranks import children_of, processes_of_ranks
 from tests.server.test_processes import Server, begin, directory, start, until
 
 __all__ = ["directory", "start"]  # fixtures
@@ -20,13 +20,10 @@ def ranks_of(server: Server) -> list[int]:
     return processes_of_ranks(children_of(engine))
 
 
-def children_of(pid: int) -> list[int]:
-    tasks = f"/proc/{pid}/task"
-    return [int(child) for task in os.listdir(tasks) for child in open(f"{tasks}/{task}/children").read().split()]
-
-
 def test_a_server_that_is_asked_nothing_ends_when_a_rank_dies_and_says_which(start: Callable[..., Server]) -> None:
     server = start(*RANKS)
+    assert server.line.startswith("dovetail serves demo on 2 ranks (2 × cpu")
+    assert "; sums by gloo) at http" in server.line
     pids = server.children()
     assert begin(server, 1, max_tokens=4)[0].over.wait(60)
     [rank] = ranks_of(server)

@@ -86,7 +86,7 @@ def start_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(worker_module, "StepGraphs", Graphs)
     monkeypatch.setattr(worker_module, "choose_attention", choose)
     monkeypatch.setattr(worker_module, "resolve_dtype", lambda *_: torch.float32)
-    monkeypatch.setattr(worker_module, "load_model", lambda *asked: load_model(*asked[:-2], CPU, None))
+    monkeypatch.setattr(worker_module, "load_model", lambda *asked: load_model(*asked[:5], CPU))
     monkeypatch.setattr(worker_module, "peak_bytes", lambda runner, max_tokens: steps.append(f"profile {max_tokens} tokens") or 20 * BLOCK_BYTES)
     monkeypatch.setattr(gc, "freeze", lambda: steps.append("freeze"))
     monkeypatch.setattr(gc, "unfreeze", lambda: steps.append("unfreeze"))

@@ -18,10 +18,10 @@ class ChosenAttention:
 
 
 def choose_attention(
-    candidates: tuple[ComponentRef, ...], specs: list[LayerSpec], device: str, dtype: str, block_size: int | None
+    candidates: tuple[ComponentRef, ...], specs: list[LayerSpec], device: str, dtype: str, block_size: int | None, cache_dtype: str | None = None
 ) -> ChosenAttention:
     """Make the first of `candidates` with no reason against serving these layers on `device` ("cpu", "cuda:0") in `dtype` ("bfloat16"). A backend
-    may try out its kernels for that.
+    may try out its kernels for that. `cache_dtype`: of K and V in the cache, if not `dtype`.
 
     `block_size` None: as each candidate likes it. Raises `UnsupportedError` with every reason of each if none will do.
     """
@@ -32,11 +32,12 @@ def choose_attention(
         except ImportError as error:
             refused.append(f"{target.name}: it can't be imported: {error}")
             continue
-        context = AttentionContext(device, dtype, block_size or backend.capabilities.default_block_size())
+        context = AttentionContext(device, dtype, block_size or backend.capabilities.default_block_size(), cache_dtype)
         reasons = backend.reasons_against(context, specs)
         if not reasons:
             return ChosenAttention(target.name, target.make(context))
         refused += [f"{target.name}: {reason}" for reason in reasons]
-    asked = f"on {device} in {dtype}" + ("" if block_size is None else f" with block_size: {block_size}")
+    asked = f"on {device} in {dtype}" + ("" if cache_dtype is None else f" with K and V in {cache_dtype}")
+    asked += "" if block_size is None else f" with block_size: {block_size}"
     listed = "".join(f"\n  - {reason}" for reason in refused) or " none was offered"
     raise UnsupportedError(f"no attention backend can serve this model {asked}:{listed}")

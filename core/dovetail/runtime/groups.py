@@ -8,23 +8,32 @@ Between CPUs all of it is tested. Between GPUs it hasn't been run as a whole; `d
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, _register_process_group, _unregister_process_group
+from torch._C._distributed_c10d import FileStore, Store, TCPStore, _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import GroupName
 
 from dovetail.errors import DovetailError
-from dovetail.nn.kernels.launch import is_compiling_ahead
+from dovetail.nn.kernels.available import has_triton
+from dovetail.nn.kernels.launch import KernelUnavailable, is_compiling_ahead
+from dovetail.runtime.rank_shares import RankShares, make_rank_shares
 from dovetail.runtime.symmetric import SymmetricBuffer, symmetric_buffer
+
+log = logging.getLogger("dovetail")
 
 JOIN_S = 60.0  # that ranks may take to connect to each other, once all of them are about to
 POLL_S = 0.002
+LOOPBACK = "127.0.0.1"
 ENVIRONMENT = {  # of all ranks, unless it says otherwise already
     "NCCL_NVLS_ENABLE": "0",  # no multicast, here …
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # … and there
@@ -46,20 +55,28 @@ class TorchGroup:
         size: int,
         device: torch.device,
         name: str,
-        store_path: str,
+        store: str,
         timeout_s: float,
         before_join: Callable[[], None] = lambda: None,
+        store_fd: int | None = None,
+        address: str = LOOPBACK,
     ) -> None:
-        """`name` is the group's own on this host. `store_path` names a file that is empty at first, the same for all ranks. `timeout_s` is how long a
-        sum may wait for the others on a CPU; on a GPU it is the executor's business to break off. `before_join` is called right
-        before this rank joins, and by rank 0 again and again while it waits for the others to: it may raise what they died of."""
+        """`name` is the group's own on this host. `store` is where the ranks find each other, the same for all: a file that is empty at first, or
+        "tcp://HOST:PORT", where rank 0 listens with the socket `store_fd`. `address` is that at which the other ranks reach this host, between
+        CPUs. `timeout_s` is how long a sum may wait for the others on a CPU; on a GPU it is the executor's business to break off. `before_join`
+        is called right before this rank joins, and by rank 0 again and again while it waits for the others to: it may raise what they died
+        of."""
         self.rank, self.size, self.device = rank, size, device
         self.failure: BaseException | None = None  # the error of the first sum that failed
         self.symmetric: SymmetricBuffer | None = None
+        self.shares: RankShares | None = None
         self.why_not_symmetric = "the ranks are on CPUs" if device.type == "cpu" else "it wasn't asked for"
-        self._name, self._store_path, self._timeout_s, self._before_join = name, store_path, timeout_s, before_join
+        self._name, self._store, self._timeout_s, self._before_join = name, store, timeout_s, before_join
+        self._store_fd, self._address = store_fd, address
         self._group: dist.ProcessGroup | None = None
         self._backend: Any = None
+        self._ended = False
+        self._connections: set[tuple[int, str]] = set()  # that joining has made; a lost host doesn't end them
         self._synchronous = dist.AllreduceOptions()
         self._synchronous.asyncOp = False
 
@@ -68,22 +85,31 @@ class TorchGroup:
         """The library that connects the ranks: "gloo" or "nccl"."""
         return "nccl" if self.device.type == "cuda" else "gloo"
 
+    @property
+    def _over_hosts(self) -> bool:
+        """Whether connections of gloo lead to other hosts. A dead process of this one has the kernel end them."""
+        return self.device.type == "cpu" and "://" in self._store
+
     def __str__(self) -> str:
         """The ways that sums take, for people."""
-        return self.transport if self.symmetric is None else f"symmetric memory up to {self.symmetric.most_bytes >> 20} MiB, then {self.transport}"
+        if self.symmetric is None:
+            return self.transport
+        fused = "" if self.shares is None else f"with the norm, up to {self.shares.numbers * self.shares.dtype.itemsize >> 20} MiB; otherwise "
+        return f"{fused}symmetric memory up to {self.symmetric.most_bytes >> 20} MiB, then {self.transport}"
 
     def join(self) -> None:
         """Connect to the other ranks, if that hasn't been done. Raises `DovetailError` if they don't come in time."""
         if self._group is not None:
             return
         self._before_join()
-        store = FileStore(self._store_path, self.size)
+        store = self._open_store()
         store.set_timeout(timedelta(seconds=JOIN_S))
         if self.rank == 0:
             self._wait_for_others(store)
-        elif self.device.type == "cuda":
-            store.set(f"rank {self.rank} is here", "")  # gloo's ranks leave their addresses, NCCL's wait for rank 0
+        else:
+            store.set(_presence(self.rank), "")
         group = dist.ProcessGroup(store, self.rank, self.size)
+        before = _sockets() if self._over_hosts else set()
         try:
             kind, backend = self._make_backend(store)
             group._set_default_backend(kind)
@@ -91,6 +117,8 @@ class TorchGroup:
             group._set_group_name(GroupName(self._name))
             self._group, self._backend = group, backend
             self.all_reduce(torch.zeros(1, device=self.device))
+            if self._over_hosts:
+                self._connections = _sockets() - before
         except RuntimeError as error:
             self.failure = error
             raise DovetailError(f"rank {self.rank} can't connect to the other ranks: {error}") from error
@@ -104,8 +132,21 @@ class TorchGroup:
             agreed = torch.tensor([made is not None], dtype=torch.float32, device=self.device)
             if int(self.all_reduce(agreed).item()) == self.size:
                 self.symmetric, self.why_not_symmetric = made, ""
+                self._reserve_shares(numbers, dtype)
             else:
                 self.why_not_symmetric = why or "another rank can't have it"
+
+    def _reserve_shares(self, numbers: int, dtype: torch.dtype) -> None:
+        made: RankShares | None = None
+        if has_triton():
+            try:
+                made = make_rank_shares(numbers, dtype, self.device, self._joined())
+            except (RuntimeError, KernelUnavailable) as error:
+                log.warning("sums over the ranks and norms aren't computed in one kernel: %s", error)
+        agreed = torch.tensor([made is not None], dtype=torch.float32, device=self.device)
+        if int(self.all_reduce(agreed).item()) == self.size and made is not None and self.symmetric is not None:
+            self.shares = made
+            self.symmetric.also_release(made.flags)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x over the ranks, in place, and return it. Raises what the transport raises."""
@@ -128,7 +169,8 @@ class TorchGroup:
 
     def abort(self) -> None:
         """End what waits for other ranks, from another thread, as they will not come: NCCL's kernels return, and so do those that wait for symmetric
-        memory. What they compute is undefined. Twice is as good as once. Raises nothing."""
+        memory, and gloo's connections to other hosts end. What they compute is undefined, and whatever is asked for from now on raises
+        `RuntimeError`. Twice is as good as once. Raises nothing."""
         if self.symmetric is not None:
             self.symmetric.release()
         backend, self._backend = self._backend, None
@@ -139,6 +181,13 @@ class TorchGroup:
                     _unregister_process_group(GroupName(self._name))
             except RuntimeError as error:
                 self.failure = self.failure or error
+        self._ended, self._group = True, None
+        for number, _ in self._connections & _sockets() if self._connections else ():
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.getpeername()  # raises for the one that listens, which gloo can't do without
+                connection.shutdown(socket.SHUT_RDWR)
+        if self.failure is not None:  # which may be kept for long, and with it its frames, and with them the connections
+            traceback.clear_frames(self.failure.__traceback__)
 
     def _run(self, start: Callable[[dist.ProcessGroup], Any]) -> None:
         try:
@@ -151,24 +200,38 @@ class TorchGroup:
 
     def _joined(self) -> dist.ProcessGroup:
         if self._group is None:
+            if self._ended:
+                raise RuntimeError("the group of ranks was ended")
             self.join()
         assert self._group is not None
         return self._group
 
-    def _wait_for_others(self, store: FileStore) -> None:
-        """Wait until every other rank has left something in the store. So this rank isn't held in a call that nothing can end, should one die."""
+    def _open_store(self) -> Store:
+        scheme, _, place = self._store.rpartition("://")
+        if not scheme:
+            return FileStore(self._store, self.size)
+        host, _, port = place.rpartition(":")
+        limit = timedelta(seconds=JOIN_S)
+        if self.rank > 0:
+            return TCPStore(host, int(port), self.size, False, limit, wait_for_workers=False)
+        listening = None if self._store_fd is None else os.dup(self._store_fd)  # the store closes it
+        return TCPStore(host, int(port), self.size, True, limit, wait_for_workers=False, master_listen_fd=listening)
+
+    def _wait_for_others(self, store: Store) -> None:
+        """Wait until every other rank has left word in the store. So this rank isn't held in a call that nothing can end, should one die."""
         until = time.monotonic() + JOIN_S
-        while store.num_keys() < self.size:  # theirs, and one of the store itself
+        while missing := [rank for rank in range(1, self.size) if not store.check([_presence(rank)])]:
             self._before_join()
             if time.monotonic() > until:
-                raise DovetailError(f"of {self.size - 1} other ranks {max(0, store.num_keys() - 1)} have come within {JOIN_S:g} s")
+                others = self.size - 1
+                raise DovetailError(f"of {others} other ranks {others - len(missing)} have come within {JOIN_S:g} s")
             time.sleep(POLL_S)
 
-    def _make_backend(self, store: FileStore) -> tuple[Any, Any]:
+    def _make_backend(self, store: Store) -> tuple[Any, Any]:
         kinds, timeout = dist.ProcessGroup.BackendType, timedelta(seconds=self._timeout_s)
         if self.device.type == "cpu":
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
             options._timeout = timeout
             return kinds.GLOO, dist.ProcessGroupGloo(store, self.rank, self.size, options)
         for name, value in ENVIRONMENT.items():
@@ -182,3 +245,20 @@ class TorchGroup:
         group = self._joined()
         _register_process_group(group.group_name, group)
         return group
+
+
+def _presence(rank: int) -> str:
+    """The key of the store that says that a rank has come."""
+    return f"rank {rank} is here"
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """The sockets that this process has open: numbers and names."""
+    found = set()
+    with suppress(OSError):  # a system without this folder
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # it was closed meanwhile
+                name = os.readlink(f"/proc/self/fd/{number}")
+                if name.startswith("socket:"):
+                    found.add((int(number), name))
+    return found

@@ -15,6 +15,7 @@ class SingleGroup:
 
     rank: int = 0
     size: int = 1
+    shares: None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x

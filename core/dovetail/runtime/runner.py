@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -169,6 +171,16 @@ class Runner:
             pending.masked = lines_of(masks, pending.yields_token)
         self._sample(pending.rows[pending.yields_token].astype(np.int64), last_indices, hidden, pending)
         self._close(pending)
+
+    @contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        """Launch what is submitted kernel by kernel."""
+        graphs = self.graphs, self.mixed_graphs, self.sampling_graphs
+        self.graphs = self.mixed_graphs = self.sampling_graphs = None
+        try:
+            yield
+        finally:
+            self.graphs, self.mixed_graphs, self.sampling_graphs = graphs
 
     def _close(self, pending: PendingStep) -> None:
         """All of the step is enqueued; on a CPU, computed."""

@@ -64,6 +64,13 @@ class SymmetricBuffer:
         self._handle.barrier(channel=0)  # nobody overwrites what another still reads
         return True
 
+    def also_release(self, flags: torch.Tensor) -> None:
+        """Have `release` set these, too, int32 and now 0: kernels of this rank wait for others to set them."""
+        self._to_me.append(flags)
+        with torch.cuda.stream(self._aside):
+            flags.fill_(0)  # as in `__init__`
+        self._aside.synchronize()
+
     def release(self) -> None:
         """Let kernels return that wait for a rank which is gone: give them the signals that they wait for, until the GPU has done what was enqueued,
         or `RELEASE_S` have passed. What they compute is undefined."""

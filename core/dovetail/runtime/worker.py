@@ -19,11 +19,13 @@ from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.runtime.attention_choice import choose_attention
 from dovetail.runtime.device_choice import describe_device
 from dovetail.runtime.kv_pool import kv_layout, pool_blocks
+from dovetail.runtime.kv_scales import CacheScales
 from dovetail.runtime.loading import LoadedModel, load_model
 from dovetail.runtime.memory import readable_bytes
 from dovetail.runtime.mixed_graphs import LayerSplitter
-from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len
+from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len, stored_as
 from dovetail.runtime.profiling import peak_bytes
+from dovetail.runtime.quantization import choose_quantization
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.runner import PendingStep, Runner
 from dovetail.runtime.step_graphs import StepGraphs
@@ -42,6 +44,7 @@ class Worker:
         self.context, self.group, self.executor = context, group, executor
         self.runner: Runner | None = None  # while the model is loaded
         self._graphs: StepGraphs | None = None
+        self._scales: CacheScales | None = None  # of a cache of a smaller dtype
         self._failure: DovetailError | None = None
 
     def load(self, device: torch.device, num_blocks: int | None = None) -> Capacity:
@@ -54,19 +57,28 @@ class Worker:
         """
         config = self.context.config
         arch, hf_config = find_architecture(config.model, self.context.models)
+        choose_quantization(config.quantization, stored_as(config.model), self.context.quantizations, config.model)  # told before anything is loaded
         if self.group.size > 1 and not arch.capabilities.tensor_parallel:
             raise UnsupportedError(
                 f"{type(arch).__name__} declares that it can't be split over ranks (tensor_parallel), and there are {self.group.size}"
             )
         dtype = str(resolve_dtype(config.dtype, hf_config, device)).removeprefix("torch.")
         specs = arch.layer_specs(hf_config, self.group)
-        chosen = choose_attention(self.context.attention, specs, str(device), dtype, config.block_size)
-        layout = kv_layout(chosen.backend, specs, chosen.backend.context.block_size, dtype)
+        if config.kv_cache_scales == "calibrate" and config.kv_cache_dtype != "float8_e4m3fn":
+            raise ConfigError("kv_cache_scales: calibrate: only K and V in fp8 have scales; set kv_cache_dtype: fp8 too, or leave it out")
+        cache_dtype = None if config.kv_cache_dtype in ("auto", dtype) else config.kv_cache_dtype
+        chosen = choose_attention(self.context.attention, specs, str(device), dtype, config.block_size, cache_dtype)
+        layout = kv_layout(chosen.backend, specs, chosen.backend.context.block_size, cache_dtype or dtype)
         if device.type == "cpu":  # before the weights are read: what is too big is told at once
             self._pool_blocks(layout, resolve_max_model_len(config.max_model_len, hf_config), num_blocks, device)
         splitter = LayerSplitter()
-        make_layer = splitter.wrap(chosen.backend.make_layer)
-        model = load_model(config.model, config, self.context.models, make_layer, self.group, device, self.context.progress)
+        if cache_dtype is not None:
+            self._scales = CacheScales(device, calibrate=config.kv_cache_scales == "calibrate")
+        scaled = chosen.backend.make_layer if self._scales is None else self._scales.wrap(chosen.backend.make_layer)
+        make_layer, told = splitter.wrap(scaled), self.context.progress
+        model = load_model(config.model, config, self.context.models, make_layer, self.group, device, told, self.context.quantizations)
+        if self._scales is not None and config.load_format != "dummy":
+            self._scales.read(config.model)
         self.runner = self._make_runner(model, chosen.backend, layout, device)
         if device.type == "cuda":
             gc.collect()
@@ -83,7 +95,9 @@ class Worker:
             details={
                 "device": describe_device(device),
                 "dtype": dtype,
+                "quantization": model.quantization,
                 "attention": chosen.name,
+                **({} if self._scales is None else {"kv_cache": f"{layout.dtype}, scales {self._scales.source}"}),
                 "model": str(hf_config.architectures[0]),
                 "parameters": f"{_num_parameters(model) / 1e6:.1f}M",
                 "cuda_graphs": "none" if self._graphs is None else str(self._graphs),
@@ -105,7 +119,11 @@ class Worker:
         step after that."""
         self.check()
         try:
-            return self._running().submit(batch)
+            runner = self._running()
+            if self._scales is not None and self._scales.to_calibrate and len(batch.rows):
+                with self._scales.calibrating(), runner.without_graphs():
+                    return runner.submit(batch)
+            return runner.submit(batch)
         except Exception as error:
             names = self.runner.rows.request_ids if self.runner else []
             raise self._failed(batch.step, error, batch.rows.tolist(), names) from error
@@ -138,7 +156,7 @@ class Worker:
     def stop(self) -> None:
         """Release everything. Twice is as good as once; also after `load` or `allocate` has failed, and before either."""
         had_cuda = self.runner is not None and self.runner.device.type == "cuda"
-        self.runner = self._graphs = None
+        self.runner = self._graphs = self._scales = None
         if had_cuda:
             gc.unfreeze()
         gc.collect()  # module and layers refer to each other
@@ -189,4 +207,4 @@ class Worker:
 
 
 def _num_parameters(model: LoadedModel) -> int:
-    return sum(parameter.numel() for parameter in model.module.parameters())
+    return sum(getattr(parameter, "numbers", parameter.numel()) for parameter in model.module.parameters())

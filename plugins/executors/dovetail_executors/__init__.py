@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.api.component import ComponentSpec, hookimpl
+from dovetail.api.component import CommandSpec, ComponentSpec, hookimpl
 
 
 @hookimpl
@@ -23,7 +23,12 @@ def dovetail_components() -> list[ComponentSpec]:
             target="dovetail_executors.tensor:TensorExecutor",
             api="0.3",
             options="dovetail_executors.options:TensorOptions",
-            summary="The model split over several GPUs of this host, or over processes on its CPU",
+            summary="The model split over several GPUs, of this host or several, or over processes on CPUs",
             requires=("torch>=2.11", "transformers>=5", "safetensors>=0.5"),
         ),
     ]
+
+
+@hookimpl
+def dovetail_commands() -> list[CommandSpec]:
+    return [CommandSpec("ranks", "dovetail_executors.agent:ranks", "Offer this host's devices to an engine on another host")]

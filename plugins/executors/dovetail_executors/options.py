@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class LocalOptions(BaseModel):
@@ -35,8 +36,17 @@ class TensorOptions(BaseModel):
         default="auto", description="Where the ranks compute; auto: on CUDA devices if there is one, else on the CPU."
     )
     devices: tuple[int, ...] | None = Field(
-        default=None, min_length=2, description="Indices of the CUDA devices of ranks 0, 1, …; as many as `size`. Unset: 0, 1, …"
+        default=None,
+        min_length=1,
+        description="Indices of the CUDA devices of ranks 0, 1, …; as many as `size`, or with `hosts` as many as each host has ranks. Unset: 0, 1, …",
     )
+    hosts: tuple[str, ...] | None = Field(
+        default=None,
+        min_length=2,
+        description="IP addresses of the hosts that the ranks are dealt to, as many to each; the first is this one, and on each other one "
+        "`dovetail ranks FIRST:PORT` runs. Unset: all ranks are on this host.",
+    )
+    port: int = Field(default=29555, ge=1, le=65535, description="With `hosts`: the TCP port at which this host listens for the others.")
     num_blocks: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Blocks in the KV pool, instead of as many as the memory allows.")
     max_in_flight: int | None = Field(
         default=None,
@@ -61,3 +71,9 @@ class TensorOptions(BaseModel):
     step_timeout_s: float = Field(
         default=120.0, gt=0, le=86400, description="Seconds that a step may take on all ranks. Then the ranks are ended, and the engine with them."
     )
+
+    @field_validator("hosts")
+    @classmethod
+    def _addresses(cls, hosts: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        """As the system writes them, by which hosts that connect are recognised."""
+        return None if hosts is None else tuple(str(ip_address(host)) for host in hosts)

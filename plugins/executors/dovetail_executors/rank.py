@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dovetail.api.executor import Capacity, ExecutorContext
-from dovetail.runtime.groups import TorchGroup
+from dovetail.runtime.groups import LOOPBACK, TorchGroup
 from dovetail.runtime.model_files import find_architecture, resolve_dtype
 from dovetail.runtime.worker import Worker
 
@@ -22,7 +22,7 @@ class RankSettings:
     executor: str  # its name, for errors
     group: str  # the group's name, which no other has on this host
     size: int
-    store_path: str  # see `TorchGroup`
+    store: str  # see `TorchGroup`
     num_blocks: int | None
     threads: int | None
     symmetric: bool
@@ -33,12 +33,19 @@ class Rank:
     """A worker in a group: `load`, `allocate`, then the worker's steps, `close` at the end."""
 
     def __init__(
-        self, rank: int, device: torch.device, settings: RankSettings, context: ExecutorContext, before_join: Callable[[], None] = lambda: None
+        self,
+        rank: int,
+        device: torch.device,
+        settings: RankSettings,
+        context: ExecutorContext,
+        before_join: Callable[[], None] = lambda: None,
+        store_fd: int | None = None,
+        address: str = LOOPBACK,
     ) -> None:
-        """`before_join` is as for `TorchGroup`."""
+        """`before_join`, `store_fd` and `address` are as for `TorchGroup`."""
         self.device, self._settings, self._context = device, settings, context
         timeout_s = settings.step_timeout_s + CONNECTION_LEFT_S
-        self.group = TorchGroup(rank, settings.size, device, settings.group, settings.store_path, timeout_s, before_join)
+        self.group = TorchGroup(rank, settings.size, device, settings.group, settings.store, timeout_s, before_join, store_fd, address)
         self.worker = Worker(context, self.group, settings.executor)
 
     def load(self) -> Capacity:

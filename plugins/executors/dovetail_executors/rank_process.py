@@ -37,11 +37,14 @@ class Job:
     path: list[str]  # sys.path
     settings: RankSettings
     config: ExecutorConfig
-    components: dict[str, Any]  # fields of `ExecutorContext`: models, attention, sampler
-    ring_fd: int
-    ring_words: int
-    waker_fd: int
+    components: dict[str, Any]  # fields of `ExecutorContext`: models, attention, sampler, quantizations
     max_in_flight: int | None  # None: as many as suit the device
+    address: str  # at which the rank's host is reached by the other ranks
+    ring_fd: int = -1  # these are its host's: see `host_ranks`
+    ring_words: int = 0
+    readers: int = 0  # of the ring
+    reader: int = 0  # among them
+    waker_fd: int = -1
 
     def pickled(self) -> bytes:
         """As a message, whose other parts can be unpickled once `path` is in use."""
@@ -69,7 +72,8 @@ def main() -> int:
     try:
         import torch
 
-        rank = Rank(job.rank, torch.device(job.device), job.settings, _context(job), partial(send, control, {"joining": True}))
+        joining = partial(send, control, {"joining": True})
+        rank = Rank(job.rank, torch.device(job.device), job.settings, _context(job), joining, address=job.address)
         _run(rank, job, control, orders)
     except (WriterGone, EOFError):
         return 0
@@ -116,8 +120,8 @@ def _run(rank: Rank, job: Job, control: socket.socket, orders: SimpleQueue[Messa
     rank.worker.allocate(orders.get()["allocate"])
     send(control, {"allocated": True})
 
-    ring = Ring(job.ring_fd, job.settings.size - 1, job.ring_words)
-    reader = RingReader(ring, job.rank - 1, job.waker_fd)
+    ring = Ring(job.ring_fd, job.readers, job.ring_words)
+    reader = RingReader(ring, job.reader, job.waker_fd)
     in_flight: deque[PendingStep] = deque()
     most = job.max_in_flight or capacity.max_in_flight
     while True:

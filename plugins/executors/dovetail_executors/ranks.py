@@ -83,6 +83,7 @@ class Ranks:
         self._unspawned: BaseException | None = None
         self._over = False  # the thread is through with its work
         self._limit: tuple[float, Callable[[], str]] | None = None
+        self._broken_off: DovetailError | None = None
         self.failure: DovetailError | None = None
         self.on_failure: Callable[[], None] = lambda: None  # called once, by the watching thread, when all ranks have been killed
 
@@ -132,6 +133,11 @@ class Ranks:
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or self._over, seconds)
 
+    def break_off(self, failure: DovetailError) -> None:
+        """End all processes because of what happened elsewhere, which is their failure, too."""
+        self._broken_off = failure
+        self._rouse()
+
     def is_forked(self) -> bool:
         """True in a fork of the process that started the ranks: they aren't its own."""
         return os.getpid() != self._owner
@@ -139,12 +145,16 @@ class Ranks:
     def stop(self) -> None:
         """End all processes, and the watch. Twice is as good as once."""
         self._stopping = True
-        with suppress(OSError):
-            self._wake.send(b"x")
+        self._rouse()
         if self._thread.is_alive():
             self._thread.join()
+        self._selector.close()
         self._wake.close()
         self._woken.close()
+
+    def _rouse(self) -> None:
+        with suppress(OSError):
+            self._wake.send(b"x")
 
     # The watching thread: it also starts the processes, as they are to die with it (see `rank_process`)
 
@@ -204,13 +214,18 @@ class Ranks:
         for key, _ in self._selector.select(TICK_S):
             if key.data is not None:
                 self._read(key)
+            else:
+                self._woken.recv(64)
         if self.failure is not None or self._stopping:
+            return
+        if self._broken_off is not None:
+            self._fail(self._broken_off)
             return
         dead = [child for child in self._children if child.process.poll() is not None]
         if dead:
-            self._fail(self._culprit(dead).how_it_ended())
+            self._fail(self._error(self._culprit(dead).how_it_ended()))
         elif self._limit is not None and time.monotonic() > self._limit[0]:
-            self._fail(self._limit[1]())
+            self._fail(self._error(self._limit[1]()))
 
     def _read(self, key: selectors.SelectorKey) -> None:
         child: _Child = key.data
@@ -251,9 +266,12 @@ class Ranks:
                 return (own or dead)[0]
             time.sleep(0.01)
 
-    def _fail(self, reason: str) -> None:
+    def _error(self, reason: str) -> DovetailError:
+        return DovetailError(f"executor {self._executor}: {reason}")
+
+    def _fail(self, failure: DovetailError) -> None:
         self._end(0)
-        self.failure = DovetailError(f"executor {self._executor}: {reason}")
+        self.failure = failure
         with self._changed:
             self._changed.notify_all()
         self.on_failure()

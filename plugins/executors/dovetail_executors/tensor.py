@@ -1,7 +1,8 @@
-"""The executor `tensor`: one model over several GPUs of this host, or over processes on its CPU. Rank 0 is in the engine's own process, each other
-rank in a process of its own. All compute every step, and sample the same ids from the same logits; rank 0's answer counts.
+"""The executor `tensor`: one model over several GPUs, or over processes on CPUs. Rank 0 is in the engine's own process, each other rank in a process
+of its own, on this host or on others. All compute every step, and sample the same ids from the same logits; rank 0's answer counts.
 
-    engine ─ submit ─▶ ring of shared memory ─▶ rank 1, rank 2, …      batches (`ring`, `dovetail.runtime.batch_words`)
+    engine ─ submit ─▶ ring of shared memory ─▶ rank 1, rank 2, …      batches (`ring`, `dovetail.runtime.batch_words`);
+              │   └──▶ TCP ─▶ another host's ring ─▶ rank 4, …         to other hosts over TCP (`remote_ranks`, `agent`)
               │                                     ▲
               └──▶ rank 0 ◀── sums, logits ─────────┘                  between ranks (`dovetail.runtime.groups`)
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
+import socket
 import sys
 import time
 import traceback
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,13 +34,14 @@ from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilitie
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.runtime.batch_words import masks_to_words, to_words
 from dovetail.runtime.device_choice import choose_device
-from dovetail.runtime.groups import ENVIRONMENT
+from dovetail.runtime.groups import ENVIRONMENT, LOOPBACK
 from dovetail.runtime.runner import PendingStep
+from dovetail_executors.all_ranks import AllRanks
+from dovetail_executors.host_ranks import HostRanks
 from dovetail_executors.options import TensorOptions
 from dovetail_executors.rank import Rank, RankSettings
 from dovetail_executors.rank_process import Job
-from dovetail_executors.ranks import RankJob, Ranks
-from dovetail_executors.ring import Kind, Ring, RingWriter
+from dovetail_executors.ring import Kind
 
 TOLD_S = 2.0  # when rank 0 misses another rank, so long is waited for the watch to say what that one died of
 DEVICE_POLL_S = 20e-6  # the system makes some 70 of it; with steps in flight the device has work meanwhile
@@ -54,10 +58,9 @@ class TensorExecutor(Executor):
 
     def __init__(self, options: TensorOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)
-        self._ranks: Ranks | None = None
+        self._ranks: AllRanks | None = None
         self._rank: Rank | None = None
-        self._ring: Ring | None = None
-        self._writer: RingWriter | None = None
+        self._loaded = False
         self._fds: list[int] = []
         self._in_flight: deque[PendingStep] = deque()
         self._failure: DovetailError | None = None
@@ -71,10 +74,10 @@ class TensorExecutor(Executor):
             raise
 
     def submit(self, batch: Batch) -> PendingStep:
-        writer, rank = self._running()
+        ranks, rank = self._running()
         self._limit(batch.step)
         try:
-            writer.send(Kind.STEP, to_words(batch))
+            ranks.send(Kind.STEP, to_words(batch))
             handle = rank.worker.submit(batch)
         except Exception as error:
             self._fail(error)
@@ -86,9 +89,9 @@ class TensorExecutor(Executor):
         return rank.worker.mask_words(count)
 
     def sample(self, handle: PendingStep, masks: Masks) -> None:
-        writer, rank = self._running()
+        ranks, rank = self._running()
         try:
-            writer.send(Kind.SAMPLE, masks_to_words(masks))
+            ranks.send(Kind.SAMPLE, masks_to_words(masks))
             rank.worker.sample(handle, masks)
         except Exception as error:
             self._fail(error)
@@ -115,13 +118,12 @@ class TensorExecutor(Executor):
         ranks, self._ranks = self._ranks, None
         if self._finalizer is not None:
             self._finalizer.detach()
-        _end(ranks, self._fds)
+        if ranks is not None:
+            ranks.stop()
+        _close(self._fds)
         rank, self._rank = self._rank, None
-        ring, self._ring = self._ring, None
-        self._writer = None
+        self._loaded = False
         self._in_flight.clear()
-        if ring is not None:
-            ring.close()
         if rank is not None:
             rank.close()
         _let_go(self._failure)
@@ -135,29 +137,32 @@ class TensorExecutor(Executor):
         devices = rank_devices(options)
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        store, settings = self._store(), self._settings(devices)
-        settings = replace(settings, store_path=f"/proc/self/fd/{store}")
-        ring = self._ring = Ring.make(options.size - 1)
-        self._fds.append(ring.fd)
-        jobs, wakers = self._jobs(devices, settings, ring, store)
-        ranks = self._ranks = Ranks(jobs, "tensor")
-        self._finalizer = weakref.finalize(self, _end, ranks, self._fds)
+        hosts = options.hosts or (LOOPBACK,)
+        store, at = self._store() if options.hosts is None else self._listening(hosts[0])
+        settings = self._settings(devices, at)
+        jobs = [self._job(rank, settings, devices, hosts) for rank in range(options.size)]
+        names = [f"rank {job.rank} ({job.device}{'' if job.address == hosts[0] else f' of {job.address}'})" for job in jobs]
+        each = options.size // len(hosts)
+        here = HostRanks(jobs[1:each], names[1:each], "tensor", (store,) if options.hosts is None else ())
+        others = [(host, jobs[n * each : (n + 1) * each], names[n * each : (n + 1) * each]) for n, host in enumerate(hosts)][1:]
+        ranks = self._ranks = AllRanks(here, others, (hosts[0], options.port), "tensor")
+        self._finalizer = weakref.finalize(self, ranks.stop)
         ranks.limit(options.start_timeout_s, partial(_late_at_start, ranks, options.start_timeout_s))
         ranks.start()
         context = replace(self.context, progress=partial(_progress, self.context.progress, ranks))
-        rank = self._rank = Rank(0, devices[0], settings, context, before_join=partial(_all_joining, ranks))
+        rank = self._rank = Rank(0, devices[0], settings, context, partial(_all_joining, ranks), store, hosts[0])
         ranks.on_failure = rank.group.abort
         try:
             capacity = self._load(rank, ranks)
         except Exception as error:
-            if (others := self._others_failure()) is not None:
-                raise others from error
+            if (others_failure := self._others_failure()) is not None:
+                raise others_failure from error
             raise
-        self._writer = RingWriter(ring, wakers, ranks.check)
+        self._loaded = True
         ranks.limit(None)
         return capacity
 
-    def _load(self, rank: Rank, ranks: Ranks) -> Capacity:
+    def _load(self, rank: Rank, ranks: AllRanks) -> Capacity:
         own = rank.load()
         if self.options.all_reduce == "symmetric" and rank.group.symmetric is None:
             raise UnsupportedError(f"executor.all_reduce: symmetric memory can't be had: {rank.group.why_not_symmetric}")
@@ -167,14 +172,14 @@ class TensorExecutor(Executor):
         rank.worker.allocate(num_blocks)
         ranks.heard("allocated")
         devices = [own.details["device"], *(details["device"] for _, details in others)]
-        details = {**own.details, "device": _in_words(devices), "ranks": str(self.options.size), "all_reduce": str(rank.group)}
+        details = {**own.details, "device": _in_words(devices, self.options.hosts), "ranks": str(self.options.size), "all_reduce": str(rank.group)}
         if rank.device.type == "cuda" and rank.group.symmetric is None and self.options.all_reduce == "auto":
             details["all_reduce"] += f" (no symmetric memory: {rank.group.why_not_symmetric})"
         in_flight = self.options.max_in_flight or own.max_in_flight
         return replace(own, num_blocks=num_blocks, max_in_flight=in_flight, details=details)
 
-    def _store(self) -> int:
-        """Make the file in which the ranks find each other, and return its descriptor.
+    def _store(self) -> tuple[int, str]:
+        """Make the file in which the ranks find each other, and return its descriptor and its path.
 
         Torch's store opens its path once more when it is freed, perhaps long after the executor has stopped, and ends the process if something is
         there that is no file, such as a socket that was given the same number meanwhile. So it gets a number that nothing else is given: the system
@@ -186,60 +191,58 @@ class TensorExecutor(Executor):
         finally:
             os.close(made)
         self._fds.append(store)
-        return store
+        return store, f"/proc/self/fd/{store}"
 
-    def _settings(self, devices: list[torch.device]) -> RankSettings:
+    def _listening(self, address: str) -> tuple[int, str]:
+        """Make the socket through which ranks of several hosts find each other, and return its descriptor and where it listens."""
+        try:
+            sock = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        except OSError as error:
+            raise DovetailError(f"executor.hosts: {address} isn't an address of this host: {error.strerror or error}") from error
+        at = f"tcp://{address}:{sock.getsockname()[1]}"
+        self._fds.append(sock.detach())
+        return self._fds[-1], at
+
+    def _settings(self, devices: list[torch.device], store: str) -> RankSettings:
         options, on_gpu = self.options, devices[0].type == "cuda"
-        share = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // options.size))
+        share = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) * len(options.hosts or ("",)) // options.size))
         return RankSettings(
             executor="tensor",
             group=f"dovetail-{uuid4()}",
             size=options.size,
-            store_path="",
+            store=store,
             num_blocks=options.num_blocks,
             threads=options.threads or (None if on_gpu else share),
-            symmetric=on_gpu and options.all_reduce != "nccl",
+            symmetric=on_gpu and options.all_reduce != "nccl" and options.hosts is None,
             step_timeout_s=options.step_timeout_s,
         )
 
-    def _jobs(self, devices: list[torch.device], settings: RankSettings, ring: Ring, store: int) -> tuple[list[RankJob], list[int]]:
-        """Return the other ranks' jobs, and the ends of their pipes that are written to."""
-        context, jobs, wakers = self.context, [], []
-        components = {"models": context.models, "attention": context.attention, "sampler": context.sampler}
-        environment = {} if settings.threads is None else {"OMP_NUM_THREADS": str(settings.threads)}
-        for rank, device in enumerate(devices[1:], 1):
-            read, write = os.pipe()
-            os.set_blocking(write, False)
-            self._fds += [read, write]
-            wakers.append(write)
-            job = Job(
-                rank=rank,
-                device=str(device),
-                path=list(sys.path),
-                settings=settings,
-                config=context.config,
-                components=components,
-                ring_fd=ring.fd,
-                ring_words=len(ring.words),
-                waker_fd=read,
-                max_in_flight=self.options.max_in_flight,
-            )
-            jobs.append(RankJob(rank, job.pickled(), (ring.fd, store, read), f"rank {rank} ({device})", environment))
-        return jobs, wakers
+    def _job(self, rank: int, settings: RankSettings, devices: list[torch.device], hosts: Sequence[str]) -> Job:
+        context = self.context
+        return Job(
+            rank=rank,
+            device=str(devices[rank]),
+            path=[],
+            settings=settings,
+            config=context.config,
+            components={name: getattr(context, name) for name in ("models", "attention", "sampler", "quantizations")},
+            max_in_flight=self.options.max_in_flight,
+            address=hosts[rank * len(hosts) // len(devices)],
+        )
 
     # Steps
 
-    def _running(self) -> tuple[RingWriter, Rank]:
+    def _running(self) -> tuple[AllRanks, Rank]:
         self.check()
-        if self._writer is None or self._rank is None:
+        if not self._loaded or self._ranks is None or self._rank is None:
             raise DovetailError("executor tensor isn't running: start() hasn't been called, or stop() has")
-        return self._writer, self._rank
+        return self._ranks, self._rank
 
     def _limit(self, step: int | None) -> None:
         """From now on step `step` must be done within the limit; None: there is none."""
-        if self._ranks is not None and self._writer is not None:
+        if self._ranks is not None and self._loaded:
             seconds = self.options.step_timeout_s
-            late = partial(_late_in_step, self._ranks, self._writer, step, seconds)
+            late = partial(_late_in_step, self._ranks, step, seconds)
             self._ranks.limit(None if step is None else seconds, late)
 
     def _wait_for(self, handle: PendingStep) -> None:
@@ -281,45 +284,54 @@ class TensorExecutor(Executor):
 
 def rank_devices(options: TensorOptions) -> list[torch.device]:
     """Return each rank's device. Raises `ConfigError` if `devices` doesn't go with the other options, `UnsupportedError` if there are too few."""
-    size, given = options.size, options.devices
-    if given is not None and (len(given) != size or len(set(given)) != size or options.device == "cpu"):
-        raise ConfigError(f"executor.devices: expected {size} different CUDA devices (executor.size: {size}), got {list(given)}")
+    size, given, hosts = options.size, options.devices, options.hosts or (LOOPBACK,)
+    if size % len(hosts) or len(set(hosts)) != len(hosts):
+        raise ConfigError(f"executor.size: {size} ranks can't be dealt evenly to {len(hosts)} different hosts (executor.hosts: {', '.join(hosts)})")
+    each = size // len(hosts)
+    if given is not None and (len(given) != each or len(set(given)) != each or options.device == "cpu"):
+        of_host = "" if options.hosts is None else " on each host"
+        raise ConfigError(f"executor.devices: expected {each} different CUDA devices{of_host} (executor.size: {size}), got {list(given)}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     on_cpu = options.device == "cpu" or (options.device == "auto" and given is None and count == 0)
     if on_cpu:
         return [torch.device("cpu")] * size
-    indices = given or tuple(range(size))
+    indices = given or tuple(range(each))
     if max(indices) >= count:
-        raise UnsupportedError(f"executor.size: {size} ranks need as many CUDA devices, and torch {torch.__version__} sees {count}")
-    return [choose_device(f"cuda:{index}", "executor.devices") for index in reversed(indices)][::-1]  # rank 0's becomes the current one
+        here = "" if options.hosts is None else " on each host"
+        raise UnsupportedError(f"executor.size: {each} ranks{here} need as many CUDA devices, and torch {torch.__version__} sees {count}")
+    chosen = [choose_device(f"cuda:{index}", "executor.devices") for index in reversed(indices)][::-1]  # rank 0's becomes the current one
+    return chosen * len(hosts)
 
 
-def _all_joining(ranks: Ranks) -> None:
+def _all_joining(ranks: AllRanks) -> None:
     ranks.heard("joining")
 
 
-def _progress(own: object, ranks: Ranks, what: str, done: int, total: int) -> None:
+def _progress(own: object, ranks: AllRanks, what: str, done: int, total: int) -> None:
     """Report progress, and break off if a rank has died meanwhile."""
     ranks.check()
     if callable(own):
         own(what, done, total)
 
 
-def _late_at_start(ranks: Ranks, seconds: float) -> str:
+def _late_at_start(ranks: AllRanks, seconds: float) -> str:
     for what, told in (("joining", "haven't loaded the model"), ("loaded", "haven't connected"), ("allocated", "haven't made their memory")):
         if (silent := ranks.silent(what)) != "none":
             return f"not started after {seconds:g} s (executor.start_timeout_s): {silent} {told}"
     return f"not started after {seconds:g} s (executor.start_timeout_s): all ranks wait for rank 0"
 
 
-def _late_in_step(ranks: Ranks, writer: RingWriter, step: int | None, seconds: float) -> str:
+def _late_in_step(ranks: AllRanks, step: int | None, seconds: float) -> str:
     what = f"step {step} wasn't done after {seconds:g} s (executor.step_timeout_s)"
-    behind = [ranks.named(index) for index, done in enumerate(writer.done()) if done < writer.sent]
+    behind = ranks.behind()
     return f"{what}; not through with it: {', '.join(behind)}" if behind else f"{what}, though the other ranks are through with it"
 
 
-def _in_words(devices: list[str]) -> str:
-    """["cpu", "cpu"] -> "2 × cpu"; different ones one by one."""
+def _in_words(devices: list[str], hosts: Sequence[str] | None) -> str:
+    """["cpu", "cpu"] -> "2 × cpu"; different ones one by one; with hosts each one's behind its address."""
+    if hosts is not None:
+        each = len(devices) // len(hosts)
+        return "; ".join(f"{host}: {_in_words(devices[n * each : (n + 1) * each], None)}" for n, host in enumerate(hosts))
     return f"{len(devices)} × {devices[0]}" if len(set(devices)) == 1 else ", ".join(devices)
 
 
@@ -327,7 +339,7 @@ def _let_go(error: BaseException | None) -> None:
     """Have an error's frames, which may be kept with it for long, forget what they computed with: connections, memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
-        error = error.__cause__
+        error = error.__cause__ or error.__context__
 
 
 def _rare_number() -> int:
@@ -337,12 +349,7 @@ def _rare_number() -> int:
     return half + next(_stores) % max(1, half - 16)
 
 
-def _end(ranks: Ranks | None, fds: list[int]) -> None:
-    """End the ranks and close their files."""
-    if ranks is not None:
-        if ranks.is_forked():
-            return
-        ranks.stop()
+def _close(fds: list[int]) -> None:
     while fds:
         with suppress(OSError):
             os.close(fds.pop())

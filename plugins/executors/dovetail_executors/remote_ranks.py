@@ -1,0 +1,141 @@
+"""The ranks on other hosts, as the engine's host sees them: `dovetail ranks` runs on each (`agent`), connects here
+(`reception`), and is given its ranks' jobs.
+
+A host whose connection ends, or that gives no sign of life for `LOST_S`, is lost, and with it the engine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from dovetail.errors import DovetailError
+from dovetail_executors.connection import BEAT, BEAT_S, CONTROL, LOST_S, Wire
+from dovetail_executors.rank_process import Job
+from dovetail_executors.ring import Kind, Words
+
+
+class RemoteRanks:
+    """The ranks of one other host: what `Ranks` is for this one."""
+
+    def __init__(self, address: str, jobs: list[Job], names: list[str], executor: str, changed: threading.Condition) -> None:
+        """`names`: of the ranks, for people. `changed` is notified of all that is heard."""
+        self.address, self._jobs, self._names, self._executor = address, jobs, names, executor
+        self._wire: Wire | None = None
+        self._heard: dict[str, Any] = {}
+        self._changed = changed
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # over `_wire`, `_thread` and `_over`
+        self._last_beat = 0.0
+        self._over = False
+        self._done = [0] * len(jobs)
+        self.failure: DovetailError | None = None
+        self.on_failure: Callable[[], None] = lambda: None  # called once, by the thread that notices
+
+    @property
+    def named(self) -> str:
+        return ", ".join(self._names)
+
+    def adopt(self, wire: Wire) -> None:
+        """Give the host that has connected its ranks' jobs, and listen to it from now on. Takes the wire over."""
+        with self._lock:
+            if self._over:
+                wire.release()
+                return
+            self._wire, self._last_beat = wire, time.monotonic()
+            self._thread = threading.Thread(target=self._listen, args=(wire,), name=f"dovetail-host-{self.address}", daemon=True)
+            self._thread.start()
+        with suppress(OSError):
+            wire.send({"jobs": [job.pickled() for job in self._jobs], "names": self._names})
+
+    def tell(self, **message: Any) -> None:
+        """As of `Ranks`."""
+        with suppress(OSError):
+            if self._wire is not None:
+                self._wire.send(message)
+
+    def send_words(self, kind: Kind, arrays: Sequence[Words]) -> None:
+        """Send a batch, or masks, to all ranks of the host. One that is lost is reported by `failure`."""
+        with suppress(OSError):
+            if self._wire is not None:
+                self._wire.send_words(kind, arrays)
+
+    def has_said(self, what: str) -> bool:
+        return what in self._heard
+
+    def said(self, what: str) -> list[Any]:
+        """Return what its ranks have said, in their order."""
+        return list(self._heard[what])
+
+    def done(self) -> list[int]:
+        """Return how many messages each rank was through with, as of its last sign of life."""
+        return self._done
+
+    def beat(self) -> None:
+        """Give a sign of life, and see whether there was one."""
+        if self._wire is None or self._over:
+            return
+        with suppress(OSError):
+            self._wire.beat()
+        if time.monotonic() - self._last_beat > LOST_S:
+            self._fail(f"host {self.address} was lost: nothing was heard from it for {LOST_S:g} s ({self.named})")
+
+    def break_off(self, failure: DovetailError) -> None:
+        """End its ranks, because of what happened elsewhere."""
+        self.failure = self.failure or failure
+        self.stop()
+
+    def stop(self) -> None:
+        """End its ranks. Twice is as good as once."""
+        with self._lock:
+            self._over = True
+            wire, thread = self._wire, self._thread
+        if wire is not None:
+            wire.close()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _listen(self, wire: Wire) -> None:
+        try:
+            while True:
+                kind, data = wire.receive()
+                self._last_beat = time.monotonic()
+                if kind == BEAT:
+                    self._done = data.tolist() or self._done
+                elif kind == CONTROL:
+                    self._hear(data)
+        except (EOFError, ConnectionError):
+            self._fail(f"host {self.address} was lost: its connection was closed ({self.named})")
+        except OSError as error:
+            self._fail(f"host {self.address} was lost: {error} ({self.named})")
+        finally:
+            wire.release()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if "failed" in message:
+            self._fail(f"on {self.address}: {message['failed']}")
+        self._heard |= message
+        with self._changed:
+            self._changed.notify_all()
+
+    def _fail(self, reason: str) -> None:
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            self.failure = DovetailError(f"executor {self._executor}: {reason}")
+        if self._wire is not None:
+            self._wire.close()
+        self.on_failure()
+
+
+def beat_until(over: threading.Event, hosts: Sequence[RemoteRanks]) -> None:
+    """Exchange signs of life with the hosts."""
+    while not over.wait(BEAT_S):
+        for host in hosts:
+            host.beat()
