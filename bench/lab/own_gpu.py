@@ -2,6 +2,7 @@
 
     python -m bench.lab.own_gpu --out DIR                          # Qwen3-0.6B's shape: calibrate, run, compare
     python -m bench.lab.own_gpu --out DIR --shape qwen3-8b         # calibrate only
+    python -m bench.lab.own_gpu --out DIR --shape all --cases      # calibrate every shape of bench/shapes.py: seven minutes
     python -m bench.lab.own_gpu --out DIR --again                  # no GPU: fit anew what was measured, and compare the runs with it
 
 Of what was measured the median over the real runs of a case counts, and of what was simulated the median over as many seeds: a host has slow seconds.
@@ -9,6 +10,8 @@ Of what was measured the median over the real runs of a case counts, and of what
 Random weights in the model's true shape, bfloat16, the engine's defaults otherwise: overlap on, prefix reuse on (nobody shares a prefix), blocks as
 the attention backend likes them. Calibration sees its grid, and a short workload unlike these. A run's first seconds are not compared: kernels are
 compiled then.
+The profiles that the lab ships are what this leaves: tar xzf DIR/own.tgz -C plugins/lab/dovetail_lab/profiles --wildcards 'h200-*.json'.
+
 DIR gets one file, own.tgz, which every invocation adds to, after each stage: the profile, every step that was sighted while it was measured, each
 run, real and simulated, and results.json.
 """
@@ -33,9 +36,10 @@ from bench.lab.checks import Figure, print_figures
 from dovetail_lab.metrics import measure, per_request
 from dovetail_lab.records import RunResult
 from dovetail_lab.simulate import replay
-from dovetail_lab.step_time import StepTimeProfile
+from dovetail_lab.step_profile import StepTimeProfile
 from dovetail_lab.workloads import WorkloadOptions, load_workload
 
+CASES_SHAPE = "qwen3-0.6b"  # the shape that the cases run on
 SETTLING_S = 3.0  # of each run, not compared
 WITHIN = 0.05
 SEED = 1
@@ -44,16 +48,17 @@ PAPERS = {"name", "kv_tokens", "request_s", "machine", "model", "engine", "sourc
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A workload, without its duration, and a policy."""
+    """A workload, without its duration, and a policy. The runs that are kept were measured before `pace` was a key: only `fcfs` had one."""
 
     workload: str
     scheduler: str | dict[str, Any]
+    pace: float | None = None
 
 
 CHAT = "prompt=lognormal(160, 1.0, most=2000) output=lognormal(130, 0.8, most=800) clients=8"
 LONG = "prompt=lognormal(600, 0.9, most=6000) output=lognormal(120, 0.7, most=600) clients=8"
 CASES = {
-    "chat-fcfs": Case(f"arrivals=poisson(60) {CHAT}", "fcfs"),
+    "chat-fcfs": Case(f"arrivals=poisson(60) {CHAT}", "fcfs", 2.0),
     "bursts-sarathi": Case(f"arrivals=gamma(25, cv=2) {LONG}", "sarathi"),
     "chat-vtc": Case(f"arrivals=poisson(90) {CHAT}", "vtc"),
 }
@@ -62,24 +67,37 @@ CASES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--shape", default=CASES_SHAPE, help="of bench/shapes.py; all: each of them, one after the other")
     parser.add_argument("--cases", nargs="*", choices=CASES, help="default: the first two for qwen3-0.6b, none for others")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each real run")
     parser.add_argument("--runs", type=int, default=3, help="of each case")
     parser.add_argument("--time-limit", type=float, default=46.0, help="seconds that the calibration may measure")
     parser.add_argument("--again", action="store_true", help="measure nothing: fit and simulate what DIR/own.tgz holds")
     args = parser.parse_args()
-    cases = args.cases if args.cases is not None else list(CASES)[:2] if args.shape == "qwen3-0.6b" else []
+    shapes = known_shapes() if args.shape == "all" else [args.shape]
+    held = [calibrated(shape, args) for shape in shapes]
+    raise SystemExit(not all(held))
+
+
+def known_shapes() -> list[str]:
+    from bench.shapes import SHAPES
+
+    return list(SHAPES)
+
+
+def calibrated(shape: str, args: argparse.Namespace) -> bool:
+    """Measure a shape, or fit anew what was measured of it, and compare the cases. Return True if all figures hold."""
+    cases = args.cases if args.cases is not None else list(CASES)[:2] if shape == CASES_SHAPE else []
     with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as folder:
         archive = Archive(args.out / "own.tgz", Path(folder))
-        profile = archive.folder / f"h200-{args.shape}.json"
+        profile = archive.folder / f"h200-{shape}.json"
         if args.again:
-            fit_anew(archive, args.shape, profile)
+            fit_anew(archive, shape, profile)
         else:
-            measure_all(args.shape, Path(model), profile, [(name, turn) for turn in range(args.runs) for name in cases], args, archive)
+            measure_all(shape, Path(model), profile, [(name, turn) for turn in range(args.runs) for name in cases], args, archive)
         holds = not cases or compare(archive.folder, profile, cases, args.seconds)
         archive.pack()
-    raise SystemExit(not holds)
+    return holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +119,8 @@ class Archive:
                 packed.add(file, file.name)
 
 
-def engine(model: str, scheduler: Any) -> dict[str, Any]:
-    sizes = {"max_model_len": 16_384, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
+def engine(model: str, scheduler: Any, pace: float | None = None) -> dict[str, Any]:
+    sizes = {"pace": pace, "max_model_len": 16_384, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     return {"model": model, "load_format": "dummy", "dtype": "bfloat16", "generation_config": "none", "scheduler": scheduler, **sizes}
 
 
@@ -118,9 +136,11 @@ def measure_all(shape: str, model: Path, profile: Path, runs: Sequence[tuple[str
     from dovetail_lab.calibrate import calibrate
 
     write_checkpoint(SHAPES[shape], model)
+    gc.collect()
+    torch.cuda.empty_cache()
     print(host.told(), flush=True)
     begun = time.perf_counter()
-    made = calibrate(engine(str(model), "fcfs"), name=profile.stem, time_limit_s=args.time_limit)
+    made = calibrate(engine(str(model), "fcfs", 2.0), name=profile.stem, time_limit_s=args.time_limit)
     named = {"model": f"{shape}'s shape, random weights, bfloat16", "source": "bench/lab/own_gpu.py"}
     made.profile.model_copy(update=named).save(profile)
     (archive.folder / f"sightings-{shape}.json").write_text(json.dumps([astuple(sighting) for sighting in made.sightings]))
@@ -134,7 +154,7 @@ def measure_all(shape: str, model: Path, profile: Path, runs: Sequence[tuple[str
         gc.collect()
         torch.cuda.empty_cache()
         begun, case = time.perf_counter(), CASES[name]
-        replay(engine(str(model), case.scheduler), trace_of(case, args.seconds), name=name, seed=SEED).save(
+        replay(engine(str(model), case.scheduler, case.pace), trace_of(case, args.seconds), name=name, seed=SEED).save(
             archive.folder / f"{name}-real-{turn}.json"
         )
         archive.pack()
@@ -181,7 +201,7 @@ def compare(out: Path, profile: Path, cases: list[str], seconds: float) -> bool:
 
 def simulate(case: Case, real: RunResult, profile: Path, name: str, seconds: float, seed: int) -> RunResult:
     blocks = {"num_blocks": real.settings["num_blocks"]}
-    config = {**engine("demo", case.scheduler), "executor": {"name": "simulated", "step_time": str(profile), **blocks}}
+    config = {**engine("demo", case.scheduler, case.pace), "executor": {"name": "simulated", "step_time": str(profile), **blocks}}
     return replay(config, trace_of(case, seconds), name=name, seed=seed, overrides={"block_size": real.settings["block_size"]})
 
 

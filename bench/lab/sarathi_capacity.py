@@ -32,6 +32,7 @@ EXPECTED = (2.0, 3.0)  # times
 def engine(scheduler: dict[str, Any]) -> dict[str, Any]:
     return {
         "scheduler": scheduler,
+        "pace": None,  # the paper's systems have none
         "kv_cache": {"name": "prefix", "reuse": False},
         "executor": {"name": "simulated", "num_blocks": 26_000, "core_s": 0.002, "step_time": STEP_TIME},
         "overlap": False,

@@ -21,7 +21,8 @@ from dovetail_lab.metrics import per_request
 from dovetail_lab.regime_fitting import fit_regimes
 from dovetail_lab.rig import Sighting
 from dovetail_lab.simulate import replay
-from dovetail_lab.step_time import LEVELS, PiecewiseStepTime, Regime, RegimeStepTime, StepShape, StepTimeProfile
+from dovetail_lab.step_profile import LEVELS, StepTimeProfile
+from dovetail_lab.step_time import PiecewiseStepTime, Regime, RegimeStepTime, StepShape
 from dovetail_lab.workloads import load_workload
 from tests.lab.commands import lab
 from tests.lab.machine import GRAPH_SHARE, GRAPHS, RESULTS_S, ROW_GRAPHS, Jitter, machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from hypothesis import strategies as st
 
 from dovetail.errors import ConfigError
 from dovetail_lab.capacity import MAX_DOUBLINGS, find_capacity
+from dovetail_lab.capacity_command import _cautions
 from dovetail_lab.records import RunResult
+from dovetail_lab.report.capacity_page import capacity_page
+from dovetail_lab.report.curves_page import Table
 from dovetail_lab.slo import parse_slo
 from tests.lab.commands import lab, write_engine
 from tests.lab.made_runs import run_of_ttfts
@@ -68,8 +72,28 @@ def test_the_command_prints_the_rate_and_every_trial(tmp_path: Path) -> None:
     assert "requests/s" in said
     assert "meet ttft_p99<1; tolerance 10 %" in said
     table = (tmp_path / "out" / "capacity.csv").read_text().splitlines()
-    assert table[0] == "policy,scale_rate,requests_per_s,ttft_p99_s,met,capacity"
+    assert table[0] == "policy,scale_rate,requests_per_s,ttft_p99_s,ttft_p99_within,met,capacity"
     assert sum(line.endswith(",yes,yes") for line in table) == 1
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<svg") == 2
+    assert said.splitlines()[-2] in html.unescape(page).replace("\N{NO-BREAK SPACE}", " ")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.html", "rates.png", "objectives.png", "capacity.csv"}
+
+
+def test_the_page_marks_the_rate_found_and_every_trial() -> None:
+    found = {name: find_capacity(breaks_above(limit), SLO, tolerance=0.2) for name, limit in (("a", 1.5), ("b", 0.001))}
+    drawings = capacity_page(found, SLO, 10.0, [], trace="t", answers=[], cautions=[], table=Table([], []), command="", files={}).drawings
+    (axes,) = drawings[0].figure.axes
+    curves = [line for line in axes.lines if len(line.get_xdata()) > 2]
+    assert [line.get_xdata().tolist() for line in curves] == [[10 * trial.scale for trial in one.trials] for one in found.values()]
+    upright = [line.get_xdata()[0] for line in axes.lines if list(line.get_ydata()) == [0, 1]]
+    assert upright == [10 * one.scale for one in found.values() if one.scale is not None]
+
+
+@pytest.mark.parametrize(("seeded", "remedy"), [(True, "a longer trace or more seeds would"), (False, "a longer trace would")])
+def test_more_seeds_are_advised_only_where_they_bring_other_traffic(seeded: bool, remedy: str) -> None:
+    (caution,) = _cautions(find_capacity(breaks_above(0.7, 0.85, 1.5), SLO), seeded)
+    assert remedy in caution
 
 
 def test_one_request_has_no_rate_to_scale(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 
 from dovetail.errors import ConfigError
 from dovetail_lab.compare import Comparison, Line, compare
+from dovetail_lab.draws import BlockDraws, SeedDraws
 from dovetail_lab.records import RunResult
-from dovetail_lab.statistics import BlockDraws, Change, SeedDraws
+from dovetail_lab.statistics import Change
 from tests.lab.made_runs import record, rejected, run, run_of_ttfts
 
 
@@ -36,8 +39,53 @@ def test_the_same_runs_are_said_to_be_the_same() -> None:
 def test_a_cut_is_told_with_its_interval_and_what_doesnt_differ_without() -> None:
     base = ttfts()
     verdict = compared([run_of_ttfts(base)], [run_of_ttfts(0.69 * base)]).versus[0].verdict
-    assert "B cuts p99 TTFT by 31 % [31, 31], cuts mean TTFT by 31 % [31, 31]" in verdict
-    assert "p99 TPOT: no measurable difference" in verdict
+    assert verdict.startswith("B cuts mean TTFT by 31 % [31, 31], cuts p99 TTFT by 31 % [31, 31]")
+    assert "no measurable difference in mean and p99 TPOT, mean and p99 ITL" in verdict
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.02, 3.0])
+@pytest.mark.parametrize("seeds", [1, 5])
+def test_a_verdict_names_the_mean_and_the_p99_of_every_latency_once(factor: float, seeds: int) -> None:
+    base, other = ([with_own_traffic(by, seed) for seed in range(seeds)] for by in (1.0, factor))
+    verdict = compared(base, other).versus[0].verdict.replace("mean and p99", "mean X, p99").replace("; ", ", ")
+    named = re.sub(r"mean X, p99 (\w+)", r"mean \1, p99 \1", verdict)
+    for label in (*(f"{statistic} {metric}" for statistic in ("mean", "p99") for metric in ("TTFT", "TPOT", "ITL", "E2E")), "output tokens/s"):
+        assert named.count(label) == 1, (label, verdict)
+
+
+def test_a_stall_that_tpot_averages_away_stands_in_the_verdict() -> None:
+    """One gap of each request is twelve times as long, the others are shorter: the sum stays."""
+    smooth, stalling = [0.05] * 21, [0.6, *[0.45 / 20] * 20]
+    base, other = ([run(record(i, value, gaps_s=gaps) for i, value in enumerate(ttfts()))] for gaps in (smooth, stalling))
+    verdict = compared(base, other).versus[0].verdict
+    assert "makes p99 ITL 12 times as much [12, 12]" in verdict
+    assert "no measurable difference in mean and p99 TTFT, mean and p99 TPOT, mean ITL" in verdict
+
+
+def remembering(factor: float, seed: int = 0, **options: Any) -> RunResult:
+    """Requests whose TTFT rises to the end, as in an overload: the run is one long memory."""
+    return run_of_ttfts((1 + index * (factor + 0.01 * math.sin(index + seed)) for index in range(60)), seed=seed, **options)
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_what_the_footer_calls_too_narrow_is_no_finding(seeds: int) -> None:
+    base, other = ([remembering(factor, seed) for seed in range(seeds)] for factor in (1.0, 1.2))
+    found = compared(base, other)
+    assert "intervals are too narrow" in found.method.warnings[0]
+    line = found.versus[0].line("ttft", "p99")
+    assert (line.change.measurable, line.measurable, line.better) == (True, False, None)
+    assert line.outcome == "runs too short to tell"
+    assert re.match(r"B against A: mean TTFT \+\d+.\d %, p99 TTFT .*: these runs are too short to tell it from luck; ", found.versus[0].verdict)
+    assert not re.search("cuts|raises|makes", found.versus[0].verdict)
+
+
+@pytest.mark.parametrize(("seeded", "remedy"), [(True, "use a longer trace, or --seeds 5 or more"), (False, "use a longer trace")])
+def test_more_seeds_are_advised_only_where_they_bring_other_traffic(seeded: bool, remedy: str) -> None:
+    method = compared([remembering(1.0, seeded=seeded)], [remembering(1.2, seeded=seeded)]).method
+    assert method.warnings[0].endswith(remedy)
+    assert ("too few to draw among" in method.says) == seeded
+    replayed = [[replace(remembering(factor, seeded=seeded), seed=seed) for seed in range(2)] for factor in (1.0, 1.2)]
+    assert compared(*replayed).method.warnings[0].endswith("use a longer trace")
 
 
 def test_the_order_of_the_policies_turns_the_verdict_around() -> None:
@@ -45,7 +93,7 @@ def test_the_order_of_the_policies_turns_the_verdict_around() -> None:
     forth = compared([run_of_ttfts(base)], [run_of_ttfts(base / 2)]).versus[0]
     back = compared([run_of_ttfts(base / 2)], [run_of_ttfts(base)]).versus[0]
     assert "cuts p99 TTFT by 50 %" in forth.verdict
-    assert "raises p99 TTFT by 100 %" in back.verdict
+    assert "makes p99 TTFT 2 times as much" in back.verdict
     assert (forth.line("ttft", "p99").better, back.line("ttft", "p99").better) == (True, False)
 
 
@@ -101,7 +149,7 @@ def test_each_is_compared_with_the_first_and_all_intervals_are_counted() -> None
     base = ttfts()
     found = compare({name: [run_of_ttfts(factor * base)] for name, factor in {"A": 1, "B": 2, "C": 3}.items()}, resamples=100)
     assert [(versus.base, versus.other) for versus in found.versus] == [("A", "B"), ("A", "C")]
-    assert found.caution.startswith("24 intervals, each of 95 %: were there no differences at all, about 1.2 would")
+    assert found.caution.startswith("32 intervals, each of 95 %: were there no differences at all, about 1.6 would")
 
 
 def test_shares_of_requests_leave_out_ties() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -17,16 +18,19 @@ from hypothesis import strategies as st
 from dovetail.errors import ConfigError, MissingExtraError
 from dovetail_lab.compare import compare
 from dovetail_lab.compare_command import file_name
+from dovetail_lab.digits import evenly
 from dovetail_lab.experiment_options import need
 from dovetail_lab.records import RunResult
 from dovetail_lab.report.figures import held_means
 from dovetail_lab.report.page import Report, write_report
+from dovetail_lab.report.settings import differences
+from dovetail_lab.report.style import DASHES, SERIES, STYLES, dot_of, line_of
 from dovetail_lab.report_command import by_policy
 from tests.lab.commands import lab, write_engine
 from tests.lab.made_runs import record, rejected, run, run_of_ttfts
 from tests.support import examples
 
-VOID = {"meta", "br", "hr", "img", "link", "input"}
+VOID = {"meta", "br", "wbr", "hr", "img", "link", "input"}
 
 
 class Tags(HTMLParser):
@@ -69,8 +73,16 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_page_needs_nothing_else(written: Path) -> None:
-    page = (written / "report.html").read_text()
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made, but neither laid out nor rendered, which takes most of a report's time: for tests of everything else."""
+    monkeypatch.setattr("dovetail_lab.report.html.lay_out", lambda figure: None)
+    monkeypatch.setattr("dovetail_lab.report.html.png", lambda figure: b"")
+    monkeypatch.setattr("dovetail_lab.report.html.svg", lambda figure, prefix: "")
+
+
+def assert_complete(page: str) -> None:
+    """Tags nest, ids are unique, and nothing is fetched."""
     tags = Tags()
     tags.feed(page)
     assert not tags.open
@@ -79,12 +91,16 @@ def test_the_page_needs_nothing_else(written: Path) -> None:
     assert len(tags.ids) == len(set(tags.ids))
 
 
+def test_the_page_needs_nothing_else(written: Path) -> None:
+    assert_complete((written / "report.html").read_text())
+
+
 def test_the_page_tells_verdict_conditions_error_notes_settings_and_command(written: Path) -> None:
-    page = (written / "report.html").read_text()
+    page = (written / "report.html").read_text().replace("\N{NO-BREAK SPACE}", " ")
     for text in (
-        "B &amp; co cuts p99 TTFT by 30 % [30, 30]",
+        "B &amp; co cuts mean TTFT by 30 % [30, 30], cuts p99 TTFT by 30 % [30, 30]",
         "A&lt;1&gt;",
-        "overlap on, prefix reuse on, 100 blocks of 16 tokens",
+        "overlap on, pace 2, prefix reuse on, 100 blocks of 16 tokens",
         "off by 3.0% on average (12 steps)",
         "a note",
         "dovetail lab compare a.yaml b.yaml",
@@ -105,12 +121,65 @@ def test_every_figure_is_in_the_page_in_its_colours_and_beside_it(written: Path)
         assert (written / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_lines_of_policies_differ_and_coinciding_ones_show_through() -> None:
+    styles = [(line_of(index)["color"], str(line_of(index)["linestyle"])) for index in range(STYLES)]
+    assert len(set(styles)) == STYLES
+    first, *others = (line_of(index) for index in range(len(DASHES)))
+    assert all(one["linestyle"] != "-" and one["linewidth"] < first["linewidth"] and one["zorder"] > first["zorder"] for one in others)
+    assert len({str(one["linestyle"]) for one in (first, *others)}) == len(DASHES)
+    assert len({dot_of(index)["marker"] for index in range(len(SERIES))}) == len(SERIES)
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_counts_on_the_page_are_those_of_all_seeds(tmp_path: Path) -> None:
+    runs = {name: [run([*(record(i, 0.5) for i in range(40)), rejected(40)], seed=seed) for seed in (3, 4)] for name in "AB"}
+    write_report(Report("two seeds", "", runs, compare(runs, resamples=100)), tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "82 requests, 41 a seed, 2 seeds (3, 4)." in page
+    assert page.count("<td>80</td><td>2</td><td>0</td>") == 2  # completed, rejected, failed
+    assert "of 80 requests that both completed" in page
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_requests_are_told_for_each_policy_where_they_differ(tmp_path: Path) -> None:
+    write_report(Report("apart", "", {"A": [run([record(0, 0.5)])], "B": [run([record(i, 0.5) for i in range(2)], seed=7)]}), tmp_path)
+    assert "A: 1 request, seed 0; B: 2 requests, seed 7." in (tmp_path / "report.html").read_text()
+
+
+def test_settings_that_differ_stand_apart() -> None:
+    one = {"scheduler": {"name": "fcfs", "max_stretch": 2.0}, "observers": [], "overlap": True}
+    other = {"scheduler": {"name": "vtc"}, "observers": [{"name": "log"}], "overlap": True}
+    assert differences({"a": one, "b": other}) == [
+        ("scheduler.name", ["fcfs", "vtc"]),
+        ("scheduler.max_stretch", ["2.0", "–"]),
+        ("observers.0.name", ["–", "log"]),
+    ]
+    assert differences({"a": one, "b": one}) == differences({"a": one}) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([0.0451, 0.046, 0.33], ["0.0451", "0.0460", "0.3300"]),
+        ([12.0, 0.0012, math.nan], ["12.000", "0.001", "–"]),
+        ([0.0, 372.4], ["0", "372"]),
+        ([12_345.6, 2.0], ["12,346", "2"]),
+        ([math.inf, 1.5], ["∞", "1.50"]),
+        ([math.nan], ["–"]),
+        ([], []),
+    ],
+)
+def test_numbers_of_one_kind_have_as_many_decimals(values: list[float], texts: list[str]) -> None:
+    assert evenly(values) == texts
+
+
 def test_tables_hold_every_request_and_change(written: Path) -> None:
     requests = list(csv.DictReader((written / "requests.csv").open()))
     assert len(requests) == 120
     assert float(requests[0]["ttft_s"]) == pytest.approx(ttfts()[0])
     changes = list(csv.DictReader((written / "comparison.csv").open()))
-    assert {(row["metric"], row["statistic"]) for row in changes} >= {("ttft", "p99"), ("output_rate", "")}
+    assert {(row["metric"], row["statistic"]) for row in changes} >= {("ttft", "p99"), ("itl", "p99"), ("output_rate", "")}
+    assert {(row["measurable"], row["outcome"]) for row in changes} == {("yes", "better"), ("no", "no measurable difference"), ("no", "no interval")}
     assert float(next(row for row in changes if row["statistic"] == "p99")["change"]) == pytest.approx(-0.3)
     clients = list(csv.DictReader((written / "clients.csv").open()))
     assert sum(int(row["requests"]) for row in clients) == 120
@@ -172,6 +241,7 @@ def test_means_over_time_keep_the_area(data: st.DataObject, bins: int) -> None:
 WORKLOAD = "requests=30 arrivals=poisson(8) prompt=uniform(20, 200) output=fixed(10) clients=2"
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_compare_writes_all_of_it_and_report_makes_it_again(tmp_path: Path) -> None:
     engines = [write_engine(tmp_path / f"{name}.yaml", name) for name in ("fcfs", "vtc")]
     first, again = tmp_path / "first", tmp_path / "again"
@@ -183,8 +253,10 @@ def test_compare_writes_all_of_it_and_report_makes_it_again(tmp_path: Path) -> N
         "comparison.json",
         *(f"{name}-0{kind}.json" for name in ("fcfs", "vtc") for kind in ("", "-decisions")),
     }
+    assert "decision_log" not in (first / "report.html").read_text()  # no setting of the engines
     lab("report", first / "fcfs-0.json", first / "vtc-0.json", "--out", again)
-    for name in ("requests.csv", "summary.csv", "timeline.csv", "latencies.png"):
+    assert {path.name for path in first.glob("*.png")} == {path.name for path in again.glob("*.png")} >= {"changes.png", "latencies.png"}
+    for name in ("requests.csv", "summary.csv", "timeline.csv"):
         assert (first / name).read_bytes() == (again / name).read_bytes()
 
 
@@ -193,6 +265,7 @@ def test_files_of_engines_named_by_their_paths_stay_in_the_folder() -> None:
     assert file_name("../e (2)", 0) == ".._e_2-0.json"
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_runs_of_other_traces_are_reported_side_by_side_but_not_compared(tmp_path: Path) -> None:
     for name, count in (("a", 5), ("b", 6)):
         run_of_ttfts(ttfts(count), name=name).save(tmp_path / f"{name}.json")

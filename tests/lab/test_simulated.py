@@ -96,6 +96,15 @@ def test_the_cores_time_lies_between_steps_without_overlap_and_under_them_with()
     np.testing.assert_allclose(own[2] - own[0], 0.004)
 
 
+def test_an_admission_costs_the_core_once_and_once_a_request() -> None:
+    plain = {"name": "made", "step_time": LINEAR, "core_s": 0.001, "core_per_row_s": 1e-4}
+    costly = {**plain, "admission_s": 0.01, "per_admitted_s": 0.002}
+    requests = [request(index, prompt=20, output=5) for index in range(3)]
+    ours, theirs = (run(requests, executor={"step_time": profile}) for profile in (costly, plain))
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one.token_times_s - other.token_times_s, 0.01 + 3 * 0.002)
+
+
 def test_taking_a_request_in_delays_steps_where_it_outlasts_the_one_under_way_and_nothing_while_the_engine_is_idle() -> None:
     def e2e(arrivals: list[float], request_s: float) -> float:
         """Of the first request; the others come after it, and are made a second before that: while it decodes, or not."""
@@ -244,9 +253,25 @@ def test_what_the_spread_says_is_what_launching_takes() -> None:
     np.testing.assert_allclose(record.token_times_s, np.cumsum([0.012 + seconds(*rows) for rows in ([(20, 0)], [(1, 20)], [(1, 21)])]), rtol=1e-9)
 
 
-def test_clients_read_along_and_fcfs_spares_them() -> None:
+def test_a_trace_s_objectives_reach_the_policy() -> None:
+    """The second of the busy ones is due before the first is through. The third asks for short gaps, so the prompt of the fourth comes in chunks."""
+    sizes = {"max_num_batched_tokens": 1024, "max_model_len": 4096}
+    warm = [request(index, 2.0 * index, prompt=50 + 90 * index, output=2) for index in range(12)]
+    busy = [
+        request(20, 40.0, prompt=1000, output=3),
+        request(21, 40.01, prompt=1000, output=3, ttft_deadline=40.5),
+        request(22, 50.0, prompt=10, output=60, tbt_s=0.2),
+        request(23, 50.1, prompt=600, output=1),
+    ]
+    slo = {"name": "slo", "ttft_s": None, "tbt_s": None}
+    finished = {record.id: record for record in run([*warm, *busy], scheduler=slo, **sizes)}
+    assert {record.id for record in finished.values() if record.finish_reason == "rejected"} == {"21"}
+    assert np.diff(finished["22"].token_times_s).max() < 0.45, "256 tokens, the least of a step; all 600 take 0.8 s"
+
+
+def test_clients_read_along_and_the_pace_spares_them() -> None:
     requests = [request(0, prompt=20, output=60), *(request(index, 0.3, prompt=1000, output=2) for index in range(1, 4))]
     sizes = {"max_num_batched_tokens": 1024, "max_model_len": 2048}
-    stretch = {limit: run(requests, scheduler={"name": "fcfs", "max_stretch": limit}, **sizes).requests[0] for limit in (None, 2.0)}
-    longest = {limit: float(np.diff(record.token_times_s).max()) for limit, record in stretch.items()}
+    paced = {pace: run(requests, pace=pace, **sizes).requests[0] for pace in (None, 2.0)}
+    longest = {pace: float(np.diff(record.token_times_s).max()) for pace, record in paced.items()}
     assert longest[2.0] < longest[None] / 2

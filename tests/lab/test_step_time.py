@@ -13,21 +13,8 @@ from pydantic import ValidationError
 
 from dovetail.errors import ConfigError
 from dovetail_lab.fitting import Measurement, fit_linear, fit_piecewise, relative_errors
-from dovetail_lab.step_time import (
-    BUILT_IN,
-    LEVELS,
-    Grid,
-    LaunchRule,
-    LinearStepTime,
-    PiecewiseStepTime,
-    Regime,
-    Spread,
-    StepShape,
-    StepTimeProfile,
-    TableStepTime,
-    chance,
-    shipped_profiles,
-)
+from dovetail_lab.step_profile import BUILT_IN, LEVELS, Spread, StepTimeProfile, chance, shipped_profiles
+from dovetail_lab.step_time import Grid, LaunchRule, LinearStepTime, PiecewiseStepTime, Regime, StepShape, TableStepTime
 from dovetail_lab.step_timing import spread
 from tests.support import examples
 
@@ -232,6 +219,7 @@ def test_a_profile_survives_its_file(tmp_path: Path, kind: str) -> None:
         "piecewise": {"points": [[1, 0.1], [2, 0.25]]},
         "regimes": {key: {"points": [[1, 0.1], [2, 0.25]]} for key in ("decode", "mixed")},
         "table": {key: {"across": [1, 2], "down": [1, 2], "seconds": [[0.1, 0.1], [0.2, 0.2]]} for key in ("decode", "prefill")},
+        "roofline": {"device": "h200", "model": {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}},
     }[kind]
     profile = StepTimeProfile(name="mine", step_time={"kind": kind, **step_time}, error=0.02)  # type: ignore[dict-item]
     profile.save(tmp_path / "mine.json")

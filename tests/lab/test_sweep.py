@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from dovetail.errors import ConfigError
 from dovetail_lab.jobs import names_of
+from dovetail_lab.report.curves_page import Curves, Table
+from dovetail_lab.report.engine import Engine
+from dovetail_lab.report.style import MARKERS, PAPER
+from dovetail_lab.report.sweep_page import sweep_page
 from dovetail_lab.slo import parse_slo
-from dovetail_lab.sweep import Point, Row, as_csv, averaged, figures, grid, parse_axis
+from dovetail_lab.sweep import RATE, Point, Row, as_csv, averaged, figures, grid, parse_axis
 from tests.lab.commands import lab, write_engine
-from tests.lab.made_runs import rejected, run, run_of_ttfts
+from tests.lab.made_runs import record, rejected, run, run_of_ttfts
+from tests.lab.test_report import assert_complete
 
 WORKLOAD = "requests=12 arrivals=poisson(8) prompt=uniform(20, 200) output=fixed(10)"
 
@@ -50,31 +56,96 @@ def test_the_grid_has_every_combination_once() -> None:
 
 
 def test_a_row_without_completed_requests_is_empty_and_misses() -> None:
-    found = figures(run([rejected(0)]), parse_slo("ttft_p99<1"))
+    nobody = run([rejected(0)])
+    found = figures(nobody, parse_slo("ttft_p99<1"))
     assert math.isnan(found["ttft_p99"])
     assert (found["completed"], found["rejected"], found["slo_met"]) == (0, 1, 0)
-    assert ",,," in as_csv([Row(Point({"a": "1"}, 0), found)])
+    assert (found["slo_ttft_p99"], found["slo_ttft_p99_within"]) == (math.inf, 0)
+    text = as_csv([Row(Point({"a": "1"}, 0), found, Engine.of("a", [nobody]))])
+    assert ",,," in text
+    assert ",inf," in text
 
 
 def test_averages_are_over_seeds_only() -> None:
-    rows = [Row(Point({"a": value}, seed), figures(run_of_ttfts([ttft]))) for value, seed, ttft in (("1", 0, 1.0), ("1", 1, 3.0), ("2", 0, 5.0))]
+    runs = [(value, run_of_ttfts([ttft], seed=seed)) for value, seed, ttft in (("1", 0, 1.0), ("1", 1, 3.0), ("2", 0, 5.0))]
+    rows = [Row(Point({"a": value}, one.seed), figures(one), Engine.of("a", [one])) for value, one in runs]
     assert [row.figures["ttft_mean"] for row in averaged(rows)] == pytest.approx([2.0, 5.0])
 
 
-def test_processes_change_no_byte(engine: Path, tmp_path: Path) -> None:
-    texts = []
+def test_processes_change_no_byte_of_the_table_or_the_page(engine: Path, tmp_path: Path) -> None:
+    grid_of = ["--set", "scheduler.aging_s=1,5", "--rates", "1,4", "--slo", "ttft_p99<0.1"]
+    written = []
     for jobs in ("1", "2"):
         out = tmp_path / jobs
-        lab("sweep", engine, "--trace", WORKLOAD, "--set", "scheduler.aging_s=1,5", "--rates", "1,2", "--out", out, "--jobs", jobs)
-        texts.append((out / "sweep.csv").read_bytes())
-    assert texts[0] == texts[1]
-    rows = list(csv.DictReader(texts[0].decode().splitlines()))
+        said = lab("sweep", engine, "--trace", WORKLOAD, *grid_of, "--out", out, "--jobs", jobs)
+        assert f"written: {out}/report.html" in said
+        written.append({path.name: path.read_bytes() for path in out.iterdir()})
+    assert set(written[0]) == {"report.html", "rates.png", "objectives.png", "sweep.csv"}
+    assert written[0] == written[1]
+    rows = list(csv.DictReader(written[0]["sweep.csv"].decode().splitlines()))
     assert [(row["scheduler.aging_s"], row["scale_rate"], row["completed"]) for row in rows] == [
         ("1", "1", "12"),
-        ("1", "2", "12"),
+        ("1", "4", "12"),
         ("5", "1", "12"),
-        ("5", "2", "12"),
+        ("5", "4", "12"),
     ]
+    page = written[0]["report.html"].decode()
+    assert_complete(page)
+    assert page.count("<svg") == 2
+    assert "4 combinations of scheduler.aging_s, scale_rate" in page
+    for text in ("scheduler.aging_s=5", "requests/s that arrive", "scale_<wbr>rate", "TTFT within 0.1 s"):
+        assert text in page
+
+
+def rows(axis: str, values: Sequence[str], others: Sequence[str], slo: str = "ttft_p99<1") -> list[Row]:
+    """A grid of runs made by hand: the larger the axis' value, the more requests a second, and the longer their wait."""
+    made = []
+    for other in others:
+        for index, value in enumerate(values, start=1):
+            one = run(record(i, 0.3 * index, arrival_s=i / index) for i in range(10))
+            made.append(Row(Point({axis: value, "scheduler": other}, 0), figures(one, parse_slo(slo)), Engine.of("e", [one])))
+    return made
+
+
+def page_of(grid_rows: list[Row], slo: str = "ttft_p99<1") -> Curves:
+    return sweep_page("e", "made", grid_rows, parse_slo(slo), 1, Table(["scheduler"], [["fcfs"]]), "dovetail lab sweep", {})
+
+
+def test_curves_are_drawn_over_the_rate_at_which_requests_arrive() -> None:
+    page = page_of(rows(RATE, ["1", "2", "4"], ["fcfs", "vtc"]))
+    assert [drawing.name for drawing in page.drawings] == ["rates", "objectives"]
+    panels = {axes.get_title(loc="left"): axes for axes in page.drawings[0].figure.axes if axes.get_visible()}
+    assert set(panels) == {"p99 TTFT, s", "p99 TPOT, s", "p99 ITL, s", "mean E2E, s", "output tokens/s"}
+    curve = panels["p99 TTFT, s"].lines[0]
+    assert curve.get_xdata() == pytest.approx([10 / 9 * 0.9, 2, 3])
+    assert curve.get_ydata() == pytest.approx([0.3, 0.6, 0.9])
+    assert any(list(line.get_ydata()) == [1.0, 1.0] and line.get_linestyle() == "--" for line in panels["p99 TTFT, s"].lines)  # the limit
+    assert [text.get_text() for text in page.drawings[0].figure.legends[0].get_texts()] == ["scheduler=fcfs", "scheduler=vtc"]
+
+
+def test_without_rates_the_first_setting_that_is_a_number_is_the_axis() -> None:
+    page = page_of(rows("max_num_seqs", ["8", "32"], ["fcfs", "vtc"]))
+    assert page.drawings[0].figure.axes[0].lines[0].get_xdata() == pytest.approx([8, 32])
+    none = page_of(rows("executor", ["a", "b"], ["fcfs", "vtc"]))
+    assert not none.drawings
+    assert "There is no figure" in none.absent
+
+
+def test_a_share_is_judged_for_objectives_on_percentiles_alone() -> None:
+    grid_rows = rows(RATE, ["1", "2", "4"], ["fcfs"], "ttft_p50<0.5,e2e_mean<9")
+    within = page_of(grid_rows, "ttft_p50<0.5,e2e_mean<9").drawings[1].figure.axes
+    assert [axes.get_title(loc="left") for axes in within] == ["TTFT within 0.5 s"]
+    assert within[0].lines[0].get_ydata() == pytest.approx([1, 0, 0])
+    filled = [line.get_markerfacecolor() != PAPER for line in within[0].lines if line.get_marker() == MARKERS[0]]
+    assert filled == [True, False, False]
+
+
+def test_what_was_never_served_is_an_arrow_not_a_point() -> None:
+    runs = [run([*(record(i, 0.2) for i in range(9)), *map(rejected, range(9, 9 + lost))]) for lost in (0, 5)]
+    grid_rows = [Row(Point({RATE: str(i)}, 0), figures(one, parse_slo("ttft_p99<1")), Engine.of("e", [one])) for i, one in enumerate(runs, start=1)]
+    drawing = page_of(grid_rows).drawings[0]
+    assert "An arrow at the top" in drawing.caption
+    assert len(drawing.figure.axes[0].lines[0].get_xdata()) == 1
 
 
 @pytest.mark.parametrize(

@@ -126,10 +126,12 @@ def test_a_tokenizer_gives_lengths_where_there_is_one(read: Read) -> None:
 
 
 def test_any_csv_is_read_by_a_column_map(read: Read) -> None:
-    text = "when,who,in,out,most,due,rank,guess\n1500,ann,10,20,64,4500,2,18\n2500,,11,21,,,,\n"
+    text = "when,who,in,out,most,due,rank,guess,first,gap\n1500,ann,10,20,64,4500,2,18,2500,40\n2500,,11,21,,,,,,\n"
     columns = "arrival=when:ms,prompt=in,output=out,client=who,max_tokens=most,deadline=due:ms,priority=rank,predicted=guess"
+    columns += ",ttft_deadline=first:ms,tbt=gap:ms"
     first, second = read(text, columns=parse_columns(columns)).requests
     assert (first.client, first.limit, first.deadline, first.priority, first.predicted_tokens) == ("ann", 64, 3.0, 2, 18)
+    assert (first.ttft_deadline, first.tbt_s, second.ttft_deadline, second.tbt_s) == (1.0, 0.04, None, None)
     assert (second.arrival_time, second.client, second.limit, second.deadline, second.predicted_tokens) == (1.0, None, 21, None, None)
 
 

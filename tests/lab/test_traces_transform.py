@@ -14,7 +14,12 @@ from tests.lab.trace_files import written
 TRACE = Trace(
     "t",
     "here",
-    tuple(TraceRequest(str(i), i * 10.0, 5, 3 * (i + 1), deadline=i * 10.0 + 4, measured=Measured(i * 10 + 1.0, i * 10 + 2.0)) for i in range(6)),
+    tuple(
+        TraceRequest(
+            str(i), i * 10.0, 5, 3 * (i + 1), deadline=i * 10.0 + 4, ttft_deadline=i * 10.0 + 2, measured=Measured(i * 10 + 1.0, i * 10 + 2.0)
+        )
+        for i in range(6)
+    ),
 )
 
 
@@ -41,6 +46,7 @@ def test_a_slice_is_by_place_or_by_time_and_its_clock_begins_with_it(text: str, 
     first, whole = part.requests[0], TRACE.requests[int(kept[0])]
     assert first.arrival_time == whole.arrival_time - start
     assert first.deadline == (whole.deadline or 0) - start
+    assert first.ttft_deadline == (whole.ttft_deadline or 0) - start
     assert first.measured is not None
     assert whole.measured is not None
     assert first.measured.first_token_time == whole.measured.first_token_time - start
@@ -62,6 +68,7 @@ def test_twice_the_rate_is_half_the_gaps_and_deadlines_keep_their_distance() -> 
     fast = scale_rate(TRACE, 2)
     assert [request.arrival_time for request in fast] == [0, 5, 10, 15, 20, 25]
     assert {(request.deadline or 0) - request.arrival_time for request in fast} == {4.0}
+    assert {(request.ttft_deadline or 0) - request.arrival_time for request in fast} == {2.0}
     assert {request.measured for request in fast} == {None}, "what was measured belongs to the old arrivals"
     assert fast.notes == ("arrival rate scaled by 2",)
 

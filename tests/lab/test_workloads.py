@@ -111,12 +111,14 @@ def test_lengths_may_be_those_of_a_trace_in_pairs_or_apart(tmp_path: Path) -> No
 
 
 def test_streams_stand_side_by_side_and_name_their_clients() -> None:
-    trace = drawn(f"chat: arrivals=poisson(2) requests=20 {SHORT} priority=-1 ; batch: arrivals=at_once requests=5 {SHORT} clients=2 deadline=60")
+    batch = f"arrivals=at_once requests=5 {SHORT} clients=2 deadline=60 ttft_deadline=2 tbt=0.1"
+    trace = drawn(f"chat: arrivals=poisson(2) requests=20 {SHORT} priority=-1 ; batch: {batch}")
     clients = Counter(request.client for request in trace)
     assert clients["chat"] == 20
     assert clients["batch-0"] + clients["batch-1"] == 5
     assert {request.priority for request in trace if request.client == "chat"} == {-1}
-    assert {request.deadline for request in trace if request.client != "chat"} == {60.0}
+    assert {(request.deadline, request.ttft_deadline, request.tbt_s) for request in trace if request.client != "chat"} == {(60.0, 2.0, 0.1)}
+    assert {(request.deadline, request.ttft_deadline, request.tbt_s) for request in trace if request.client == "chat"} == {(None, None, None)}
     assert [request.arrival_time for request in trace] == sorted(request.arrival_time for request in trace)
 
 

@@ -26,7 +26,8 @@ from dovetail.errors import ConfigError
 from dovetail.runtime.token_sizes import ALWAYS_TOKENS, padded_sizes
 from dovetail_lab.rehearsal import as_rehearsed, rehearse
 from dovetail_lab.rig import NEVER, Rig, Sighting, TimeIsUpError
-from dovetail_lab.step_time import LaunchRule, StepShape, StepTimeProfile
+from dovetail_lab.step_profile import StepTimeProfile
+from dovetail_lab.step_time import LaunchRule, StepShape
 from dovetail_lab.step_timing import DeviceTimes, Timed, counts_as_launched, spread, timed
 
 if TYPE_CHECKING:
@@ -346,7 +347,7 @@ def _papers(engine: LLMEngine, complete: bool) -> dict[str, Any]:
         "kv_tokens": capacity.num_blocks * capacity.layout.block_size,
         "machine": capacity.details.get("device", capacity.details.get("step times", "unknown")),
         "model": f"{config.model} ({capacity.details.get('model', 'unknown')})",
-        "engine": f"Dovetail {dovetail.__version__}, executor {config.executor.name}" + (f": {details}" if details else ""),
+        "engine": f"Dovetail {dovetail.__version__}, executor {config.executor.label}" + (f": {details}" if details else ""),
         "source": "dovetail lab calibrate",
         "notes": tuple(notes),
     }

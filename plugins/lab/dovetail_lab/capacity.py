@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dovetail.errors import ConfigError
 from dovetail_lab.records import RunResult
-from dovetail_lab.slo import Objective
+from dovetail_lab.slo import Judgement, Objective
 
 MAX_DOUBLINGS = 12  # in each direction, from where the search starts
 PROBES = (0.5, 0.8, 1.25)  # multiples of the rate found: those below 1 must pass, the other must fail
@@ -24,8 +24,11 @@ class Trial:
     """The outcome of each objective at one rate (a factor on the workload's own), over all seeds together."""
 
     scale: float
-    values: tuple[float, ...]  # seconds, in the order of the objectives
-    met: bool
+    judged: tuple[Judgement, ...]  # in the order of the objectives
+
+    @property
+    def met(self) -> bool:
+        return all(judgement.met for judgement in self.judged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +84,7 @@ class _Search:
 
     def try_rate(self, scale: float) -> None:
         runs = self._run(scale)
-        judged = [objective.judge(runs) for objective in self._objectives]
-        self.trials[scale] = Trial(scale, tuple(one.value for one in judged), all(one.met for one in judged))
+        self.trials[scale] = Trial(scale, tuple(objective.judge(runs) for objective in self._objectives))
 
     def next_rate(self, tolerance: float) -> float | None:
         """Return the next rate: double or halve until there is a bracket, halve the bracket, then probe beside it; an unexpected probe moves it."""

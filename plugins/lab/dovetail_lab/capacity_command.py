@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,18 +12,20 @@ import typer
 
 from dovetail.errors import ConfigError
 from dovetail_lab.command_options import (
-    Settings,
+    SettingsOfSeveral,
     StepTime,
     TraceOptions,
-    open_engine,
+    open_engines,
 )
-from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, seeds_from, wide_console
-from dovetail_lab.writing import make_folder, write_whole
+from dovetail_lab.digits import evenly, significant
+from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, need, seeds_from, shown_command, wide_console
+from dovetail_lab.writing import make_folder
 
 if TYPE_CHECKING:
     from dovetail import EngineConfig
     from dovetail_lab.capacity import Capacity
     from dovetail_lab.records import RunResult
+    from dovetail_lab.report.engine import Engine
     from dovetail_lab.slo import Objective
     from dovetail_lab.workloads.load import WorkloadOptions
 
@@ -39,38 +40,59 @@ def capacity(
     seeds: Seeds = 1,
     out: Out = None,
     step_time: StepTime = None,
-    settings: Settings = [],  # noqa: B006 typer makes a list of its own
+    settings: SettingsOfSeveral = [],  # noqa: B006 typer makes a list of its own
     jobs: Jobs = None,
 ) -> None:
     """Find the highest rate of arrivals that meets objectives; the search starts at --scale-rate."""
+    need(*(("matplotlib", "jinja2") if out is not None else ()))
     from dovetail_lab.capacity import find_capacity
-    from dovetail_lab.jobs import names_of
     from dovetail_lab.slo import parse_slo
 
     objectives = parse_slo(slo)
-    names = names_of(engines)
-    configs = [open_engine(engine, settings, step_time=step_time) for engine in engines]
+    configs = open_engines(engines, settings, step_time=step_time)
     options = [requests.workload(one, None) for one in seeds_from(requests.seed, seeds)]
     own_rate = _own_rate(requests.trace, options)
     if out is not None:
         make_folder(out)
-    found = {}
-    for name, config in zip(names, configs, strict=True):
+    found, engines_run, said, cautions = {}, [], [], []
+    for name, config in configs.items():
         runner = _Runner(name, config, requests.trace, options, cores(jobs))
         found[name] = find_capacity(runner, objectives, tolerance=tolerance, start=1.0 if requests.scale_rate is None else requests.scale_rate)
-        _print_one(name, found[name], objectives, own_rate)
-    first = found[names[0]].scale
-    for name in names[1:]:
-        own = found[name].scale
-        if first is not None and own is not None:
-            typer.echo(f"{name} bears {own / first:.2f} times the rate of {names[0]}")
+        said.append(f"{name}: {answer(found[name], objectives, own_rate)}")
+        cautions += [f"{name}: {text}" for text in _cautions(found[name], runner.seeded)]
+        engines_run.append(runner.engine)
+        _print_one(found[name], objectives, own_rate, said[-1], _cautions(found[name], runner.seeded))
+    compared = list(_compared(found))
+    for text in compared:
+        typer.echo(text)
     if out is not None:
-        write_whole(out / TABLE_FILE, _as_csv(found, objectives, own_rate))
-        typer.echo(f"written: {out / TABLE_FILE}")
+        from dovetail_lab.report.capacity_page import capacity_page
+        from dovetail_lab.report.curves_page import Table, write_curves
+
+        table = Table(
+            ["engine", *_header(objectives)],
+            [[name, *row] for name, of_engine in found.items() for row in _rows(of_engine, own_rate)],
+        )
+        page = capacity_page(
+            found,
+            objectives,
+            own_rate,
+            engines_run,
+            trace=requests.trace,
+            answers=[*said, *compared],
+            cautions=cautions,
+            table=table,
+            command=shown_command(),
+            files={TABLE_FILE: _as_csv(found, objectives, own_rate)},
+        )
+        typer.echo(f"written: {write_curves(page, out)[0]}")
 
 
 class _Runner:
-    """Runs of all seeds at a rate."""
+    """Runs of all seeds at a rate; after the first, what is known of the engine, and whether other seeds bring other traffic."""
+
+    engine: Engine
+    seeded: bool
 
     def __init__(self, name: str, config: EngineConfig, trace: str, options: Sequence[WorkloadOptions], processes: int) -> None:
         from dovetail_lab.jobs import Job
@@ -81,9 +103,12 @@ class _Runner:
 
     def __call__(self, scale: float) -> list[RunResult]:
         from dovetail_lab.jobs import keep, run_jobs
+        from dovetail_lab.report.engine import Engine
 
         scaled = [replace(job, options=replace(job.options, scale_rate=scale)) for job in self._jobs]
-        return list(run_jobs(scaled, keep, self._processes, f"{self._name} at {scale:.3g} times the rate"))
+        runs = list(run_jobs(scaled, keep, self._processes, f"{self._name} at {scale:.3g} times the rate"))
+        self.engine, self.seeded = Engine.of(self._name, runs), runs[0].seeded
+        return runs
 
 
 def _own_rate(trace: str, options: Sequence[WorkloadOptions]) -> float:
@@ -99,42 +124,73 @@ def _own_rate(trace: str, options: Sequence[WorkloadOptions]) -> float:
     return sum(rates) / len(rates)
 
 
-def _print_one(name: str, found: Capacity, objectives: Sequence[Objective], own_rate: float) -> None:
+def _compared(found: Mapping[str, Capacity]) -> Iterator[str]:
+    """Yield how each engine's rate compares with the first one's, in words."""
+    (first, base), *others = found.items()
+    for name, own in others:
+        if base.scale is not None and own.scale is not None:
+            yield f"{name} bears {own.scale / base.scale:.2f} times the rate of {first}"
+
+
+def _header(objectives: Sequence[Objective]) -> list[str]:
+    return ["requests/s", "x rate", *(f"{objective.name}, s" for objective in objectives), ""]
+
+
+def _rows(found: Capacity, own_rate: float) -> list[list[str]]:
+    """Return a row of texts for each trial; those of an objective have as many decimals."""
+    values = zip(*(evenly(own) for own in zip(*([one.value for one in trial.judged] for trial in found.trials), strict=True)), strict=True)
+    return [
+        [significant(trial.scale * own_rate), significant(trial.scale), *own, "met" if trial.met else "missed"]
+        for trial, own in zip(found.trials, values, strict=True)
+    ]
+
+
+def _cautions(found: Capacity, seeded: bool) -> list[str]:
+    if found.monotone:
+        return []
+    remedy = "a longer trace or more seeds" if seeded else "a longer trace"
+    return [f"a higher rate met what a lower one missed. The answer is below every miss; {remedy} would tell better"]
+
+
+def _print_one(found: Capacity, objectives: Sequence[Objective], own_rate: float, said: str, cautions: Sequence[str]) -> None:
     from rich.table import Table
 
-    table = Table("requests/s", "x rate", *(f"{objective.name}, s" for objective in objectives), "", box=None, pad_edge=False)
+    table = Table(*_header(objectives), box=None, pad_edge=False)
     for column in table.columns[:-1]:
         column.justify = "right"
-    for trial in found.trials:
-        values = ("-" if math.isnan(value) else f"{value:.4g}" for value in trial.values)
-        table.add_row(f"{trial.scale * own_rate:.4g}", f"{trial.scale:.4g}", *values, "met" if trial.met else "missed")
+    for row in _rows(found, own_rate):
+        table.add_row(*row)
     console = wide_console()
     console.print(table)
-    console.print(f"{name}: {answer(found, objectives, own_rate)}", style="bold")
-    if not found.monotone:
-        console.print(
-            "beware: a higher rate met what a lower one missed. The answer is below every miss; a longer trace or more seeds would tell better."
-        )
+    console.print(said, style="bold")
+    for caution in cautions:
+        console.print(f"beware: {caution}.")
 
 
 def answer(found: Capacity, objectives: Sequence[Objective], own_rate: float) -> str:
     """Return the outcome as a sentence."""
     wanted = ", ".join(map(str, objectives))
     if found.scale is None:
-        return f"misses {wanted} even at {found.trials[0].scale * own_rate:.4g} requests/s"
+        return f"misses {wanted} even at {significant(found.trials[0].scale * own_rate)} requests/s"
     rate = found.scale * own_rate
     if found.open_ended:
-        return f"meets {wanted} even at {rate:.4g} requests/s, the highest rate tried: so few requests can't show where it ends"
-    return f"{rate:.4g} requests/s ({found.scale:.4g} times the trace's own) meet {wanted}; tolerance {100 * found.tolerance:g} %"
+        return f"meets {wanted} even at {significant(rate)} requests/s, the highest rate tried: so few requests can't show where it ends"
+    return f"{significant(rate)} requests/s ({significant(found.scale)} times the trace's own) meet {wanted}; tolerance {100 * found.tolerance:g} %"
 
 
-def _as_csv(found: dict[str, Capacity], objectives: Sequence[Objective], own_rate: float) -> str:
+def _as_csv(found: Mapping[str, Capacity], objectives: Sequence[Objective], own_rate: float) -> str:
     """Return the trials as CSV, one a line."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["policy", "scale_rate", "requests_per_s", *(f"{objective.name}_s" for objective in objectives), "met", "capacity"])
+    writer.writerow(["policy", "scale_rate", "requests_per_s", *_csv_names(objectives), "met", "capacity"])
     for name, of_engine in found.items():
         for trial in of_engine.trials:
+            judged = (figure for one in trial.judged for figure in (one.value, one.share))
             chosen = "yes" if trial.scale == of_engine.scale else "no"
-            writer.writerow([name, trial.scale, trial.scale * own_rate, *trial.values, "yes" if trial.met else "no", chosen])
+            writer.writerow([name, trial.scale, trial.scale * own_rate, *judged, "yes" if trial.met else "no", chosen])
     return text.getvalue()
+
+
+def _csv_names(objectives: Sequence[Objective]) -> list[str]:
+    """Return for each objective the names of its value and of the share within its limit."""
+    return [name for objective in objectives for name in (f"{objective.name}_s", f"{objective.name}_within")]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from dovetail.checks import shown
 from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 Engine = Annotated[str, typer.Argument(metavar="engine.yaml", help="The engine: which policy, which KV-cache manager, what sizes.")]
 Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the engine, dotted if need be. May be repeated.")]
+SettingsOfSeveral = Annotated[
+    list[str],
+    typer.Option("--set", metavar="[ENGINE:]KEY=VALUE", help="Set a key of every engine, or of the one of that name. May be repeated."),
+]
 StepTime = Annotated[str | None, typer.Option("--step-time", metavar="FILE.json|NAME", help="How long steps take.  [default: as the engine says]")]
 Real = Annotated[bool, typer.Option("--real", help="On the engine's own executor, in real time, instead of a simulation.")]
 
@@ -92,23 +97,46 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def open_engine(source: str, settings: Sequence[str] = (), *, step_time: str | None = None, real: bool = False) -> EngineConfig:
+def open_engines(sources: Sequence[str], settings: Sequence[str], *, step_time: str | None = None) -> dict[str, EngineConfig]:
+    """Return the simulated engines by their names in tables. A setting "KEY=VALUE" is for all of them, "ENGINE:KEY=VALUE" for the one of that name.
+
+    Raises `ConfigError`, which names the engine.
+    """
+    from dovetail_lab.jobs import names_of
+
+    names = names_of(sources)
+    wanted: dict[str, list[str]] = {name: [] for name in names}
+    for text in settings:
+        key = text.partition("=")[0]
+        owner = max((name for name in names if key.startswith(f"{name}:")), key=len, default=None)
+        if owner is None and ":" in key:
+            raise ConfigError(f"--set: {shown(text)}: there is no engine {shown(key.rpartition(':')[0])}; engines are {', '.join(names)}")
+        for name in names if owner is None else [owner]:
+            wanted[name].append(text if owner is None else text.removeprefix(f"{owner}:"))
+    return {
+        name: open_engine(source, wanted[name], step_time=step_time, origin=f"{name}: --set") for name, source in zip(names, sources, strict=True)
+    }
+
+
+def open_engine(
+    source: str, settings: Sequence[str] = (), *, step_time: str | None = None, real: bool = False, origin: str = "--set"
+) -> EngineConfig:
     """Return the engine's config with `--set`s on top, and the simulated executor unless it names that itself, or is `real`.
 
-    Raises `ConfigError`.
+    Raises `ConfigError`, with `origin` for what is wrong in a `--set`.
     """
     from dovetail import EngineConfig
     from dovetail_lab.simulate import SIMULATED
 
     overrides = EngineConfig.read_settings(settings)
-    own = EngineConfig.load_with(source, {key: value for key, value in overrides.items() if not key.startswith("executor")}, "--set")
+    own = EngineConfig.load_with(source, {key: value for key, value in overrides.items() if not key.startswith("executor")}, origin)
     if real:
         if own.executor.name in SIMULATED or step_time is not None:
             raise ConfigError("--real runs on the executor that engine.yaml names: it must be another one than simulated, without --step-time")
-        return EngineConfig.load_with(source, overrides, "--set")
-    replaced = {} if own.executor.name in SIMULATED else {"executor": "simulated"}
+        return EngineConfig.load_with(source, overrides, origin)
+    replaced = {} if own.executor.name in SIMULATED else {"executor": "dovetail:simulated"}
     timed = {} if step_time is None else {"executor.step_time": step_time}
-    return EngineConfig.load_with(source, {**replaced, **overrides, **timed}, "--set")
+    return EngineConfig.load_with(source, {**replaced, **overrides, **timed}, origin)
 
 
 @contextmanager

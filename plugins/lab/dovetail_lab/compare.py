@@ -7,35 +7,26 @@ Every policy gets the same trace, the same seeds and the same predictions of len
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from dovetail.errors import ConfigError
-from dovetail_lab.metrics import measure, per_request
+from dovetail_lab.block_length import BlockLength, block_length
+from dovetail_lab.draws import MIN_SEEDS, BlockDraws, Draws, SeedDraws
+from dovetail_lab.metrics import itl_by_request, measure, per_request
+from dovetail_lab.pairs import MEAN, P50, P90, P99, Pairs
 from dovetail_lab.records import RunResult
-from dovetail_lab.statistics import (
-    MEAN,
-    MIN_SEEDS,
-    P50,
-    P90,
-    P99,
-    BlockDraws,
-    Change,
-    Draws,
-    Pairs,
-    SeedDraws,
-    block_length,
-    changes,
-    scalar_change,
-)
+from dovetail_lab.statistics import Change, changes, scalar_change
 
-PAIRED = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E"}
+LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
+PER_REQUEST = ("ttft", "tpot", "e2e")  # latencies with one value a request; inter-token latencies are a pool of all
 STATISTICS = (MEAN, P50, P90, P99)
 RATES = {"output_rate": "output tokens/s", "request_rate": "requests/s"}  # metrics with one number a run; more is better
-HEADLINES = (("ttft", "p99"), ("ttft", "mean"), ("tpot", "p99"), ("e2e", "p99"), ("e2e", "mean"), ("output_rate", ""))
+HEADLINES = (*((metric, statistic.name) for metric in LATENCIES for statistic in (MEAN, P99)), ("output_rate", ""))  # what a verdict goes through
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +46,46 @@ class Line:
     metric: str
     statistic: str  # "" if the metric is one number a run
     change: Change
+    holds: bool = True  # False: the interval is known to be too narrow, so nothing is concluded from it if it leaves out zero
+
+    @property
+    def measurable(self) -> bool:
+        """True if the interval leaves out zero, and can be believed."""
+        return self.holds and self.change.measurable
 
     @property
     def better(self) -> bool | None:
         """True if the change is for the better; None: no measurable difference."""
-        return (self.change.relative < 0) == (self.metric in PAIRED) if self.change.measurable else None
+        return (self.change.relative < 0) == (self.metric in LATENCIES) if self.measurable else None
 
     @property
     def outcome(self) -> str:
         """The outcome in words."""
         if math.isnan(self.change.low):
             return "no interval"
+        if self.change.measurable and not self.holds:
+            return "runs too short to tell"
         return {True: "better", False: "worse", None: "no measurable difference"}[self.better]
 
     @property
     def label(self) -> str:
-        return f"{self.statistic} {PAIRED[self.metric]}" if self.metric in PAIRED else RATES[self.metric]
+        return f"{self.statistic} {LATENCIES[self.metric]}" if self.metric in LATENCIES else RATES[self.metric]
 
     @property
     def finding(self) -> str:
         """The change in words: "cuts p99 TTFT by 31 % [27, 35]", or, if large, "makes p99 TTFT 3.1 times as much [2.8, 3.4]"."""
         change = self.change
-        if change.relative > 1:
+        if change.relative >= 0.995:
             digits = 2 if change.low >= 0.05 else 3  # an end near 1 mustn't be shown as 1, nor below as 0
             return f"makes {self.label} {1 + change.relative:.{digits}g} times as much [{1 + change.low:.{digits}g}, {1 + change.high:.{digits}g}]"
         verb, low, high = ("cuts", -change.high, -change.low) if change.relative < 0 else ("raises", change.low, change.high)
         digits = 0 if abs(change.relative) >= 0.1 and min(abs(low), abs(high)) >= 0.005 else 1
         return f"{verb} {self.label} by {100 * abs(change.relative):.{digits}f} % [{100 * low:.{digits}f}, {100 * high:.{digits}f}]"
+
+    @property
+    def bare(self) -> str:
+        """The change without an interval: "p99 TTFT +31.0 %"."""
+        return f"{self.label} {f'{100 * self.change.relative:+.1f} %' if math.isfinite(self.change.relative) else 'from nothing'}"
 
 
 class Sides(NamedTuple):
@@ -115,17 +119,19 @@ class Versus:
         if self.identical:
             return f"{self.other} does what {self.base} does: no measurable difference, every token came at the same time"
         lines = [self.line(*headline) for headline in HEADLINES]
-        found = [line.finding for line in lines if line.change.measurable]
-        silent = [line.label for line in lines if not line.change.measurable and not math.isnan(line.change.low)]
-        unsure = [f"{line.label} {_signed(line.change.relative)}" for line in lines if math.isnan(line.change.low) and line.change.relative]
-        parts = [f"{self.other} {', '.join(found)}"] if found else []
-        if silent and found:
-            parts.append(f"{', '.join(silent)}: no measurable difference")
-        elif silent:
-            parts.append(f"{self.other} and {self.base}: no measurable difference in {', '.join(silent)}")
-        if unsure:
-            parts.append(f"{'' if parts else f'{self.other} against {self.base}: '}{', '.join(unsure)} (without an interval)")
-        return "; ".join((*self._served(), *parts))
+        found = [line.finding for line in lines if line.measurable]
+        undecided = [line.bare for line in lines if line.change.measurable and not line.holds]
+        same = [line for line in lines if not line.change.measurable and not math.isnan(line.change.low)]
+        bare = [line.bare for line in lines if math.isnan(line.change.low) and not math.isnan(line.change.a)]
+        parts = [", ".join(found)] if found else []
+        if undecided:
+            parts.append(f"{', '.join(undecided)}: these runs are too short to tell it from luck")
+        if same:
+            parts.append(f"no measurable difference in {_listed(same)}")
+        if bare:
+            parts.append(f"{', '.join(bare)} (without an interval)")
+        subject = f"{self.other} " if found else f"{self.other} against {self.base}: "
+        return "; ".join((*self._served(), subject + "; ".join(parts)))
 
     def _served(self) -> tuple[str, ...]:
         """Return the finding, if any, that one completes fewer requests: its latencies don't cover those that it turned away."""
@@ -167,11 +173,19 @@ def compare(runs: Mapping[str, Sequence[RunResult]], *, resamples: int = 2_000, 
     (base, base_runs), *others = runs.items()
     for name, other_runs in others:
         check_same_requests(base, base_runs, name, other_runs)
-    pairs = {name: {metric: _paired(base_runs, other_runs, metric) for metric in PAIRED} for name, other_runs in others}
-    every_pair = [pair for metrics in pairs.values() for run_pairs in metrics.values() for pair in run_pairs]
-    method = _method(list(runs.values()), every_pair, resamples, confidence, seed)
-    versus = tuple(_versus(base, base_runs, name, other_runs, pairs[name], method) for name, other_runs in others)
-    return Comparison(tuple(runs), tuple(run.seed for run in base_runs), method, versus)
+    pairs = {name: {metric: _paired(base_runs, other_runs, metric) for metric in LATENCIES} for name, other_runs in others}
+    lengths = {
+        (name, metric): [block_length(own, statistic) for statistic in STATISTICS]
+        for name, metrics in pairs.items()
+        for metric, own in metrics.items()
+    }
+    method = _method(list(runs.values()), [length for own in lengths.values() for length in own], resamples, confidence, seed)
+    versus = []
+    for name, other_runs in others:
+        of_blocks = isinstance(method.draws, BlockDraws)
+        too_narrow = {metric for metric in LATENCIES if of_blocks and any(length.capped for length in lengths[name, metric])}
+        versus.append(_versus(base, base_runs, name, other_runs, pairs[name], method, too_narrow))
+    return Comparison(tuple(runs), tuple(run.seed for run in base_runs), method, tuple(versus))
 
 
 def check_settings(confidence: float, resamples: int) -> None:
@@ -202,30 +216,39 @@ def _request(record: object) -> tuple[object, ...]:
 
 
 def _paired(base: Sequence[RunResult], other: Sequence[RunResult], metric: str) -> list[Pairs]:
-    return [Pairs(per_request(a, metric), per_request(b, metric)) for a, b in zip(base, other, strict=True)]
+    """Pair each run's values, to the nanosecond: what lies below is the rounding of sums, which mustn't look like a difference."""
+    runs = list(zip(base, other, strict=True))
+    if metric in PER_REQUEST:
+        return [Pairs.of(*(np.round(per_request(side, metric), 9) for side in sides)) for sides in runs]
+    return [Pairs.pooled(*([np.round(own, 9) for own in itl_by_request(side)] for side in sides)) for sides in runs]
 
 
-def _method(policies: Sequence[Sequence[RunResult]], pairs: Sequence[Pairs], resamples: int, confidence: float, seed: int) -> Method:
+def _method(policies: Sequence[Sequence[RunResult]], lengths: Sequence[BlockLength], resamples: int, confidence: float, seed: int) -> Method:
     """Choose what to draw: whole runs, if seeds give enough runs of different traffic; else blocks of consecutive requests."""
     runs, level = policies[0], f"{100 * confidence:g} % intervals: paired bootstrap, {resamples:,} resamples of "
     same_traffic = all(_traffic(run) == _traffic(runs[0]) for run in runs)
     if len(runs) >= MIN_SEEDS and not same_traffic:
         return Method(SeedDraws(len(runs), resamples, seed), confidence, f"{level}the {len(runs)} seeds' runs, each with traffic of its own")
-    length = block_length(pairs, STATISTICS)
-    requests = min(len(run) for run in runs)
-    draws = BlockDraws(length.requests, requests, resamples, seed, same_traffic)
+    length, requests = max(length.requests for length in lengths), min(len(run) for run in runs)
+    draws = BlockDraws(length, requests, resamples, seed, same_traffic)
+    new_traffic = runs[0].seeded and (len(runs) == 1 or not same_traffic)  # that of more seeds
     if same_traffic and len(runs) > 1:
-        reason = f"because all {len(runs)} seeds replay the same arrivals and lengths"
+        reason = f", because all {len(runs)} seeds replay the same arrivals and lengths"
+    elif new_traffic:
+        reason = f", because {len(runs)} seed{'s are' if len(runs) > 1 else ' is'} too few to draw among ({MIN_SEEDS} or more do)"
     else:
-        reason = f"because {len(runs)} seed{'s are' if len(runs) > 1 else ' is'} too few to draw among ({MIN_SEEDS} or more do)"
-    block = f"blocks of {length.requests} requests that follow each other" if length.requests > 1 else "single requests, which show no memory"
-    says = f"{level}{block} ({draws.units} in a run), {reason}"
+        reason = ", because there is one run to draw from"
+    block = f"blocks of {length} requests that follow each other" if length > 1 else "single requests, which show no memory"
+    says = f"{level}{block} ({draws.units} in a run){reason}"
+    remedy = f"a longer trace, or --seeds {MIN_SEEDS} or more" if new_traffic else "a longer trace"
     warnings = {
-        "the runs are too short for how long they remember, so intervals are too narrow: use a longer trace, or more seeds": length.capped,
+        f"the runs are too short for how long some latencies remember, so that their intervals are too narrow: use {remedy}": any(
+            length.capped for length in lengths
+        ),
         "every seed gave the same runs: one would do": len(runs) > 1
         and all(_alike(run, of_policy[0]) for of_policy in policies for run in of_policy),
     }
-    return Method(draws, confidence, says, tuple(warning for warning, holds in warnings.items() if holds))
+    return Method(draws, confidence, says, tuple(warning for warning, applies in warnings.items() if applies))
 
 
 def _traffic(run: RunResult) -> list[tuple[float, int, int]]:
@@ -233,12 +256,18 @@ def _traffic(run: RunResult) -> list[tuple[float, int, int]]:
 
 
 def _versus(
-    base: str, base_runs: Sequence[RunResult], other: str, other_runs: Sequence[RunResult], pairs: Mapping[str, list[Pairs]], method: Method
+    base: str,
+    base_runs: Sequence[RunResult],
+    other: str,
+    other_runs: Sequence[RunResult],
+    pairs: Mapping[str, list[Pairs]],
+    method: Method,
+    too_narrow: Set[str],
 ) -> Versus:
     lines = []
     for metric, metric_pairs in pairs.items():
         found = changes(metric_pairs, STATISTICS, method.draws, method.confidence)
-        lines += [Line(metric, statistic.name, change) for statistic, change in zip(STATISTICS, found, strict=True)]
+        lines += [Line(metric, statistic.name, change, metric not in too_narrow) for statistic, change in zip(STATISTICS, found, strict=True)]
     measured = [[measure(run) for run in runs] for runs in (base_runs, other_runs)]
     for rate in RATES:
         a, b = (np.array([getattr(metrics, rate) for metrics in side]) for side in measured)
@@ -249,8 +278,8 @@ def _versus(
         tuple(lines),
         requests=sum(map(len, base_runs)),
         completed=(sum(metrics.completed for metrics in measured[0]), sum(metrics.completed for metrics in measured[1])),
-        compared=sum(int(pair.complete.sum()) for pair in pairs["ttft"]),
-        faster={metric: _sides(metric_pairs) for metric, metric_pairs in pairs.items()},
+        compared=sum(len(pair.present) for pair in pairs["ttft"]),
+        faster={metric: _sides(pairs[metric]) for metric in PER_REQUEST},
         identical=all(_alike(a, b) for a, b in zip(base_runs, other_runs, strict=True)),
     )
 
@@ -263,9 +292,11 @@ def _alike(a: RunResult, b: RunResult) -> bool:
 
 
 def _sides(pairs: Sequence[Pairs]) -> Sides:
-    gained = np.concatenate([(pair.a - pair.b)[pair.complete] for pair in pairs])
+    gained = np.concatenate([pair.a.numbers - pair.b.numbers for pair in pairs])
     return Sides(float((gained > 0).mean()), float((gained < 0).mean())) if len(gained) else Sides(math.nan, math.nan)
 
 
-def _signed(relative: float) -> str:
-    return f"{100 * relative:+.1f} %" if math.isfinite(relative) else "from nothing"
+def _listed(lines: Iterable[Line]) -> str:
+    """Return the labels, those of one metric together: "mean and p99 TPOT, output tokens/s"."""
+    metrics = (list(same) for _, same in groupby(lines, key=lambda line: line.metric))
+    return ", ".join(f"{''.join(f'{line.statistic} and ' for line in same[:-1])}{same[-1].label}" for same in metrics)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,10 +13,10 @@ import typer
 
 from dovetail.errors import ConfigError
 from dovetail_lab.command_options import (
-    Settings,
+    SettingsOfSeveral,
     StepTime,
     TraceOptions,
-    open_engine,
+    open_engines,
 )
 from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, need, seeds_from, shown_command, wide_console
 from dovetail_lab.writing import make_folder, write_whole
@@ -36,21 +37,20 @@ def compare(
     decisions: Annotated[bool, typer.Option("--decisions", help="Write a log of decisions of each run, for Perfetto, into --out.")] = False,
     keep_runs: Annotated[bool, typer.Option("--keep-runs", help="Write each run into --out, for `dovetail lab report`.")] = False,
     step_time: StepTime = None,
-    settings: Settings = [],  # noqa: B006 typer makes a list of its own
+    settings: SettingsOfSeveral = [],  # noqa: B006 typer makes a list of its own
     jobs: Jobs = None,
 ) -> None:
     """Compare policies on the same requests, with confidence intervals and a verdict."""
     need("scipy", *(("matplotlib", "jinja2") if out is not None else ()))
     from dovetail_lab import compare as comparing
-    from dovetail_lab.jobs import Job, keep, names_of, run_jobs
+    from dovetail_lab.jobs import Job, keep, run_jobs
 
     if len(engines) < 2:
         raise ConfigError("a comparison needs two engines or more: dovetail lab compare a.yaml b.yaml --trace …")
     if out is None and (decisions or keep_runs):
         raise ConfigError("--decisions and --keep-runs write files: say where with --out")
     comparing.check_settings(confidence, resamples)
-    names = names_of(engines)
-    configs = {name: open_engine(engine, settings, step_time=step_time) for name, engine in zip(names, engines, strict=True)}
+    configs = open_engines(engines, settings, step_time=step_time)
     todo = [
         Job(
             _with_log(config, out / file_name(name, one, "-decisions")) if decisions and out else config,
@@ -66,7 +66,9 @@ def compare(
     for job in todo:
         job.check()
     done = list(run_jobs(todo, keep, cores(jobs), "compare"))
-    runs = {name: done[index * seeds : (index + 1) * seeds] for index, name in enumerate(names)}
+    if decisions:
+        done = [_without_log(run) for run in done]
+    runs = {name: done[index * seeds : (index + 1) * seeds] for index, name in enumerate(configs)}
     found = comparing.compare(runs, resamples=resamples, confidence=confidence, seed=requests.seed)
     print_comparison(found)
     if out is not None:
@@ -89,6 +91,12 @@ def _with_log(config: EngineConfig, path: Path) -> EngineConfig:
     return EngineConfig.load_with(config, {"observers": [*config.observers, {"name": "decision_log", "path": str(path)}]})
 
 
+def _without_log(run: RunResult) -> RunResult:
+    """The run with the settings that its engine has: the log was ours, and its file's name differs for every run."""
+    config = run.settings["config"]
+    return replace(run, settings={**run.settings, "config": {**config, "observers": config["observers"][:-1]}})
+
+
 def write_comparison(found: Comparison, runs: Mapping[str, Sequence[RunResult]], out: Path) -> None:
     """The report, and the comparison for other programs."""
     from dovetail_lab.report.page import Report, as_json, write_report
@@ -103,33 +111,25 @@ def print_comparison(found: Comparison) -> None:
     """Verdicts first, then all that they rest on."""
     from rich.table import Table
 
-    from dovetail_lab.summary import seconds
+    from dovetail_lab.comparison_table import change_rows
 
     console = wide_console()
     for versus in found.versus:
         console.print(f"{versus.verdict}.", style="bold")
-    short = {"no measurable difference": "~", "no interval": ""}
+    short = {"no measurable difference": "~", "no interval": "", "runs too short to tell": "?"}
     for versus in found.versus:
         table = Table("", versus.base, versus.other, "change", f"{100 * found.method.confidence:g} %", "", box=None, pad_edge=False)
         for column in table.columns[1:5]:
             column.justify = "right"
-        for line in versus.lines:
-            low, high = (f"{100 * value:+.1f}" for value in (line.change.low, line.change.high))
-            interval = "" if low == "+nan" else f"[{low}, {high}]"
-            table.add_row(
-                line.label,
-                seconds(line.change.a),
-                seconds(line.change.b),
-                f"{100 * line.change.relative:+.1f} %",
-                interval,
-                short.get(line.outcome, line.outcome),
-            )
+        for line, cells in change_rows(versus.lines):
+            table.add_row(line.label, *cells, short.get(line.outcome, line.outcome))
         console.print()
         console.print(table)
         sides = (f"{metric.upper()} {100 * one.quicker:.0f} % and {100 * one.slower:.0f} %" for metric, one in versus.faster.items())
         console.print(f"of {versus.compared} requests that both completed, {versus.other} is quicker and slower for: {', '.join(sides)}")
     console.print()
-    console.print(f"~ no measurable difference. {found.method.says}.")
+    unsure = " ? the runs are too short to tell." if any(not line.holds for versus in found.versus for line in versus.lines) else ""
+    console.print(f"~ no measurable difference.{unsure} {found.method.says}.")
     for warning in found.method.warnings:
         console.print(f"beware: {warning}.")
     console.print(found.caution)

@@ -44,7 +44,7 @@ class Feeder:
         soon = now + AHEAD_S if self._known_until == -math.inf else now  # before the trace begins there is time to make many
         for request in self._coming:
             arrival = self._start + request.arrival_time
-            if self._take(request, arrival) and arrival > soon:
+            if self.take(request, arrival) and arrival > soon:
                 self._known_until = arrival
                 return
         self._known_until = math.inf
@@ -54,8 +54,8 @@ class Feeder:
         """True if the engine has got all requests."""
         return self._known_until == math.inf
 
-    def _take(self, request: TraceRequest, arrival: float) -> bool:
-        """Add a request to the engine. Returns False if it was refused."""
+    def take(self, request: TraceRequest, arrival: float) -> bool:
+        """Add a request to the engine, which arrives at `arrival` on its clock. Returns False if it was refused."""
         capacity = self._engine.capacity
         if self._simulated is not None:
             self._simulated.expect(request.id, _answer(request, capacity.vocab_size))
@@ -70,6 +70,8 @@ class Feeder:
                 client=request.client,
                 deadline=None if request.deadline is None else self._start + request.deadline,
                 predicted_tokens=request.predicted_tokens,
+                ttft_deadline=None if request.ttft_deadline is None else self._start + request.ttft_deadline,
+                tbt_s=request.tbt_s,
             )
         except RequestError as error:
             self._refused(request, str(error))

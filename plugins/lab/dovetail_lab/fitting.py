@@ -31,14 +31,15 @@ def fit_linear(measurements: Sequence[Measurement], terms: Sequence[str] = TERMS
     """
     chosen = [TERMS.index(term) for term in terms]
     matrix = np.stack([_linear(one.shapes)[chosen] for one in measurements])
-    return LinearStepTime.model_validate(dict(zip(terms, _solve(matrix, measurements), strict=True)))
+    return LinearStepTime.model_validate(dict(zip(terms, fitted_weights(matrix, _seconds(measurements)), strict=True)))
 
 
 def fit_piecewise(measurements: Sequence[Measurement], knots: Sequence[int], terms: Sequence[str] = TERMS[2:]) -> PiecewiseStepTime:
     """Fit as `fit_linear` does, with the share of the batch's size interpolated between `knots`: 2 or more rising numbers of tokens."""
     chosen = [TERMS.index(term) for term in terms]
-    matrix = np.stack([np.concatenate([_hats(one.shapes, knots), _linear(one.shapes)[chosen]]) for one in measurements])
-    weights = _solve(matrix, measurements)
+    hats = [knot_weights([shape.tokens for shape in one.shapes], knots).sum(axis=0) for one in measurements]
+    matrix = np.stack([np.concatenate([own, _linear(one.shapes)[chosen]]) for own, one in zip(hats, measurements, strict=True)])
+    weights = fitted_weights(matrix, _seconds(measurements))
     points = tuple(zip(knots, weights[: len(knots)], strict=True))
     return PiecewiseStepTime.model_validate({"points": points, **dict(zip(terms, weights[len(knots) :], strict=True))})
 
@@ -49,29 +50,37 @@ def _linear(shapes: Sequence[StepShape]) -> Floats:
     return np.asarray(np.array(rows, np.float64).sum(axis=0))
 
 
-def _hats(shapes: Sequence[StepShape], knots: Sequence[int]) -> Floats:
-    """Return the weight of each knot [knots] in the linear interpolation, summed over the steps."""
-    tokens = np.array([shape.tokens for shape in shapes], np.float64)
-    at = np.clip(np.searchsorted(knots, tokens), 1, len(knots) - 1)
+def knot_weights(tokens: Sequence[int] | Floats, knots: Sequence[int]) -> Floats:
+    """Return the weight of each knot in the linear interpolation at each of `tokens` [tokens, knots]; beyond the knots it goes on as a line."""
+    at_tokens = np.array(tokens, np.float64)
+    at = np.clip(np.searchsorted(knots, at_tokens), 1, len(knots) - 1)
     low, high = np.array(knots, np.float64)[at - 1], np.array(knots, np.float64)[at]
-    share = (tokens - low) / (high - low)
-    weights = np.zeros(len(knots))
-    np.add.at(weights, at - 1, 1.0 - share)
-    np.add.at(weights, at, share)
+    share = (at_tokens - low) / (high - low)
+    weights, lines = np.zeros((len(at_tokens), len(knots))), np.arange(len(at_tokens))
+    weights[lines, at - 1] = 1.0 - share
+    weights[lines, at] = share
     return weights
 
 
-def _solve(matrix: Floats, measurements: Sequence[Measurement]) -> list[float]:
-    """Return non-negative weights [columns] of `matrix` [measurements, columns] that make the relative errors smallest."""
+def _seconds(measurements: Sequence[Measurement]) -> Floats:
+    return np.array([one.seconds for one in measurements], np.float64)
+
+
+def fitted_weights(matrix: Floats, seconds: Floats, importance: Floats | None = None) -> list[float]:
+    """Return non-negative weights [columns] of `matrix` [measurements, columns] that make the relative errors over `seconds` [measurements] smallest;
+    each error counts `importance` times [measurements], or once.
+
+    Raises `ConfigError` for fewer measurements than columns, or a duration that is none.
+    """
     count, columns = matrix.shape
     if count < columns:
         raise ConfigError(f"{count} measurements can't tell {columns} coefficients apart")
-    seconds = np.array([one.seconds for one in measurements], np.float64)
     if not (np.isfinite(seconds) & (seconds > 0)).all():
         raise ConfigError("a measured step must take more than 0 seconds, and not for ever")
-    relative = matrix / seconds[:, None]
+    target = np.ones(count) if importance is None else importance
+    relative = matrix * (target / seconds)[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)  # scale columns to one size: context counts in millions
-    return [float(weight) for weight in nonnegative_least_squares(relative / scale, np.ones(count)) / scale]
+    return [float(weight) for weight in nonnegative_least_squares(relative / scale, target) / scale]
 
 
 def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:

@@ -18,7 +18,7 @@ from dovetail.registry.registry import Registry
 from dovetail_lab.records import RunResult
 from dovetail_lab.simulate import replay
 from dovetail_lab.simulated import SimulatedOptions
-from dovetail_lab.step_time import StepTimeProfile
+from dovetail_lab.step_profile import StepTimeProfile
 from dovetail_lab.traces import Trace
 from dovetail_lab.workloads.load import WorkloadOptions, load_workload
 

@@ -46,6 +46,11 @@ def itl_s(records: Iterable[RequestRecord]) -> Floats:
     return np.concatenate([np.empty(0), *(np.diff(record.token_times_s) for record in records)])
 
 
+def itl_by_request(records: Iterable[RequestRecord]) -> list[Floats]:
+    """Return the inter-token latencies of each record, in order; none for requests that didn't complete."""
+    return [np.diff(record.token_times_s) if record.completed else np.empty(0) for record in records]
+
+
 PER_REQUEST: Mapping[str, str] = MappingProxyType({"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "queue": "queue"})
 _OF_REQUEST = {"ttft": ttft_s, "tpot": tpot_s, "e2e": e2e_s, "queue": queue_s}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,6 +62,11 @@ class Recorder:
     def records(self) -> tuple[RequestRecord, ...]:
         """Return the records of all requests, in the order of the trace, once the last has ended."""
         return tuple(self._records[request.id] for request in self._trace)
+
+    @property
+    def ended(self) -> Mapping[str, RequestRecord]:
+        """The records of the requests that have ended so far, by id."""
+        return self._records
 
     @property
     def timeline(self) -> Timeline:

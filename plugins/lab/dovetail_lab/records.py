@@ -121,6 +121,7 @@ class RunResult:
     requests: tuple[RequestRecord, ...]  # in the order of the trace
     timeline: Timeline
     notes: tuple[str, ...] = ()
+    seeded: bool = False  # another seed gives other traffic, as `Trace.seeded` has it
 
     def __iter__(self) -> Iterator[RequestRecord]:
         return iter(self.requests)
@@ -133,7 +134,7 @@ class RunResult:
         instants, runs = _as_runs([record.token_times_s for record in self.requests])
         document = {
             "dovetail_lab_run": FORMAT,
-            **{name: getattr(self, name) for name in ("name", "trace", "trace_source", "seed", "settings", "notes")},
+            **{name: getattr(self, name) for name in ("name", "trace", "trace_source", "seed", "settings", "notes", "seeded")},
             "step_times": {f.name: getattr(self.step_times, f.name) for f in fields(StepTimes)},
             "requests": {name: [getattr(record, name) for record in self.requests] for name in _columns()},
             "instants_s": instants,  # when tokens were delivered
@@ -173,6 +174,7 @@ class RunResult:
             requests=tuple(records),
             timeline=Timeline.of_rows(list(zip(*timeline, strict=True))),
             notes=tuple(document["notes"]),
+            seeded=document.get("seeded", False),  # older files don't say
         )
 
 

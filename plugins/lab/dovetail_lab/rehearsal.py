@@ -19,7 +19,8 @@ from dovetail_lab.feeding import Feeder
 from dovetail_lab.recording import Recorder
 from dovetail_lab.rig import Rig, Sighting, TimeIsUpError
 from dovetail_lab.simulate import LEAD_S, drive
-from dovetail_lab.step_time import Regime, RegimeStepTime, Spread, StepShape, StepTimeProfile
+from dovetail_lab.step_profile import Spread, StepTimeProfile
+from dovetail_lab.step_time import Regime, RegimeStepTime, StepShape
 from dovetail_lab.step_timing import Timed, counts_as_launched, spread, timed
 from dovetail_lab.traces.request import Trace
 from dovetail_lab.workloads import load_workload

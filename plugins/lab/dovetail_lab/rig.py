@@ -16,7 +16,7 @@ import numpy as np
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.api.executor import Batch, Capacity, Executor, Result
-from dovetail.api.scheduler import Scheduler, SchedulerContext, Step
+from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
 from dovetail.errors import DovetailError
 from dovetail.sampling_params import OutputKind
 from dovetail_lab.step_time import StepShape
@@ -89,6 +89,7 @@ class Probe(Executor):
 class _Script(Scheduler):
     """A policy that grants all decodes, and at most `chunk` tokens of prompts, in order of arrival."""
 
+    claims = Claims(stalls=True)  # a step is measured as it was asked for
     chunk = NEVER
 
     def schedule(self, step: Step) -> None:

@@ -3,6 +3,7 @@ run; with any other the same requests are sent in real time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dovetail import EngineConfig, LLMEngine
 from dovetail.api.clock import VirtualClock
 from dovetail.errors import ConfigError
+from dovetail.registry.registry import Registry
 from dovetail_lab.feeding import Feeder
 from dovetail_lab.recording import Recorder
 from dovetail_lab.records import RequestRecord, RunResult, StepTimes, Timeline
@@ -19,7 +21,6 @@ from dovetail_lab.traces.request import Trace
 if TYPE_CHECKING:
     from dovetail.engine.core import EngineCore
     from dovetail.engine.flight import Delivery
-    from dovetail.registry.registry import Registry
 
 SIMULATED = ("simulated", "dovetail:simulated")  # the executor's names
 STORM_STEPS = 1_000  # over which the engine itself watches, too
@@ -49,6 +50,8 @@ def replay(
     simulated = loaded.executor.name in SIMULATED
     if not simulated and any(request.grammar for request in trace):
         raise ConfigError(f"{trace.name}: requests with a grammar can only be simulated: the trace doesn't say what their answers must follow")
+    registry = registry or Registry.discover(loaded.plugins)
+    config_in_full = loaded.in_full(registry)
     runnable = EngineConfig.load(loaded, model=UNREAD_MODEL, tokenizer=None) if simulated else loaded
     clock = _TraceClock() if simulated else None
     with LLMEngine.from_config(runnable, registry=registry, clock=clock) as engine:
@@ -60,15 +63,16 @@ def replay(
             clock.moved = feeder.feed
         _run(engine.core, executor, feeder, recorder, lambda: progress(recorder.num_finished, len(trace)) if progress else None)
         return RunResult(
-            name=name or loaded.scheduler.name,
+            name=name or loaded.scheduler.label,
             trace=trace.name,
             trace_source=trace.source,
             seed=seed,
-            settings=_settings(loaded, engine, simulated),
+            settings=_settings(config_in_full, engine, simulated),
             step_times=StepTimes("measured") if executor is None else executor.profile.as_step_times(),
             requests=recorder.records,
             timeline=recorder.timeline,
             notes=(*trace.notes, *_notes(recorder.records, recorder.timeline, feeder.cut, engine.capacity.max_model_len)),
+            seeded=trace.seeded,
         )
 
 
@@ -121,18 +125,30 @@ def _run(core: EngineCore, executor: SimulatedExecutor | None, feeder: Feeder, r
     drive(core, feeder, fed, take)
 
 
-def _settings(config: EngineConfig, engine: LLMEngine, simulated: bool) -> dict[str, Any]:
+def _settings(config: dict[str, Any], engine: LLMEngine, simulated: bool) -> dict[str, Any]:
     capacity, core = engine.capacity, engine.core
     return {
-        "config": config.model_dump(mode="json", exclude={"plugins"}),
+        "config": {key: _finite(value) for key, value in config.items() if key != "plugins"},
         "scheduler": core.settings.scheduler_name,
         "executor": "simulated" if simulated else "real",
+        "pace": core.pace,
         "overlap": core.max_in_flight > 1,
         "prefix_reuse": core.kv.capabilities.reuse,
         "block_size": capacity.layout.block_size,
         "num_blocks": capacity.num_blocks,
         "max_model_len": capacity.max_model_len,
     }
+
+
+def _finite(value: Any) -> Any:
+    """Return plain values in which numbers that JSON lacks are written as YAML writes them: ".inf", ".nan"."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    return value
 
 
 def _notes(records: tuple[RequestRecord, ...], timeline: Timeline, cut: int, max_model_len: int) -> Iterator[str]:

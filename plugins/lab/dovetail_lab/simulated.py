@@ -4,6 +4,7 @@ step-time model says, on a virtual clock."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,9 @@ from dovetail.api.kv_cache import KVGroup, KVLayout
 from dovetail.errors import DovetailError, UnsupportedError
 from dovetail.testing.fake_executor import next_allowed
 from dovetail_lab.grammars import SimulatedGrammars
-from dovetail_lab.step_time import StepShape, StepTimeProfile, chance
+from dovetail_lab.roofline import RooflineStepTime
+from dovetail_lab.step_profile import StepTimeProfile, chance
+from dovetail_lab.step_time import StepShape
 
 DEFAULT_BLOCK_SIZE = 16
 CORE_STREAM, LAUNCH_STREAM = 1, 2  # of chance
@@ -32,7 +35,11 @@ class SimulatedOptions(BaseModel):
     step_time: str | dict[str, Any] = Field(
         "a10g-llama-2-7b", description="A profile's .json file, the name of a shipped one, or a model in place: {kind: linear, base_s: 0.01, …}."
     )
-    num_blocks: int | None = Field(None, ge=1, description="Blocks in the KV pool. Unset: as many as the engine had that the profile measured.")
+    num_blocks: int | None = Field(
+        None,
+        ge=1,
+        description="Blocks in the KV pool. Unset: as many as the engine that was measured had; for a roofline, as the device has room for.",
+    )
     max_in_flight: int = Field(2, ge=1, le=8, description="Steps submitted before the oldest is collected; 1 if overlap is off.")
     plans_late: bool = Field(True, description="False: each step is planned as soon as there is room for it in flight, as in other engines.")
     core_s: float | None = Field(None, ge=0, description="The core's own time a step, hidden where it overlaps. Unset: as the profile says.")
@@ -63,7 +70,7 @@ class _Pending:
 class SimulatedExecutor(Executor):
     """The executor. It keeps, for each row, how many tokens are computed, and its answer. Steps run one after the other, as soon as submitted."""
 
-    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False, masks=True)
+    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False, masks=True, samples=False)
     options: SimulatedOptions
 
     def __init__(self, options: SimulatedOptions, context: ExecutorContext) -> None:
@@ -72,11 +79,10 @@ class SimulatedExecutor(Executor):
             raise UnsupportedError(f"executor simulated moves a VirtualClock, and was given a {type(context.clock).__name__}")
         self.clock = context.clock
         self.profile = StepTimeProfile.load(options.step_time)
+        given = {name: value for name in ("core_s", "core_per_row_s") if (value := getattr(options, name)) is not None}
+        if given:  # how a core's times vary that was measured says nothing of one that was made up
+            self.profile = self.profile.model_copy(update={**given, "core_spread": None})
         self._step_time, self._launch, self._rule = self.profile.make(), self.profile.make_launch(), self.profile.rule
-        self._core_s = self.profile.core_s if options.core_s is None else options.core_s
-        self._core_per_row_s = self.profile.core_per_row_s if options.core_per_row_s is None else options.core_per_row_s
-        self._core_spread = self.profile.core_spread if options.core_s is None and options.core_per_row_s is None else None
-        self.last_core_s = self._core_s  # of the step submitted last
         self.plan_s = 0.0  # a running mean of what planning and submitting take, as the core of a real engine keeps it
         seed = context.config.seed
         self.grammars = SimulatedGrammars(context.clock, options.vocab_size, options.compile_s, options.compile_sigma, seed)
@@ -84,6 +90,9 @@ class SimulatedExecutor(Executor):
         self._accepting_s = 0.0  # the core has yet to spend on showing grammars their tokens
         self._core_late_s = self._device_late_s = 0.0  # how much earlier core and device would be had grammars cost nothing
         self._left = 0.0  # when the core was here last
+        self.together: Callable[[float, float], tuple[float, float]] | None = (
+            None  # devices in step with others: (ready, seconds) -> (start, seconds)
+        )
         self._expected: dict[str, NDArray[np.int32]] = {}
         self._pending: deque[_Pending] = deque()
         self._last_ended = -np.inf
@@ -113,7 +122,7 @@ class SimulatedExecutor(Executor):
     def start(self) -> Capacity:
         config = self.context.config
         block_size = config.block_size or DEFAULT_BLOCK_SIZE
-        num_blocks = self.options.num_blocks or (self.profile.kv_tokens or 0) // block_size
+        num_blocks = self.options.num_blocks or self._kv_tokens() // block_size
         if not num_blocks:
             raise UnsupportedError(
                 f"executor simulated: step times {self.profile.name!r} don't say how large the KV pool was: set executor.num_blocks"
@@ -126,6 +135,12 @@ class SimulatedExecutor(Executor):
             max_model_len=config.max_model_len or num_blocks * block_size,
             details={"step times": self.profile.name},
         )
+
+    def _kv_tokens(self) -> int:
+        """Return how many tokens the pool has room for, as it was measured, or by the data sheet; 0 if neither says."""
+        if self.profile.kv_tokens is None and isinstance(self._step_time, RooflineStepTime):
+            return self._step_time.kv_tokens(self.context.config.gpu_memory_utilization)
+        return self.profile.kv_tokens or 0
 
     def submit(self, batch: Batch) -> int:
         free = self._entered() - self._core_late_s
@@ -145,15 +160,15 @@ class SimulatedExecutor(Executor):
         if not 0.0 < seconds < np.inf:
             raise DovetailError(f"step times {self.profile.name!r}: {seconds} seconds for {shape}; a step takes more than 0 and less than for ever")
         regime = self._rule.regime(shape)
-        self.last_core_s = self._core_s + self._core_per_row_s * shape.rows
-        if self._core_spread is not None:
-            self.last_core_s *= self._core_spread.drawn(regime, chance(self.context.config.seed, batch.step, CORE_STREAM))
+        core_s = self.profile.planning_s(shape.rows, len(batch.added))
+        if self.profile.core_spread is not None:
+            core_s *= self.profile.core_spread.drawn(regime, chance(self.context.config.seed, batch.step, CORE_STREAM))
         launch_s = self.profile.launching_s(self._launch, shape, joins=bool(batch.added))
         if self.profile.launch_spread is not None:
             launch_s *= self.profile.launch_spread.drawn(regime, chance(self.context.config.seed, batch.step, LAUNCH_STREAM))
-        self.plan_s += 0.1 * (self.last_core_s + launch_s - self.plan_s)
+        self.plan_s += 0.1 * (core_s + launch_s - self.plan_s)
         results_s = self.profile.delivering_s(shape.rows)
-        ready = self.clock.now() + self.last_core_s
+        ready = self.clock.now() + core_s
         sampled = None if batch.late else -np.inf
         self._pending.append(_Pending(batch.step, token_ids, shape, ready, ready + launch_s, seconds, results_s, self._core_late_s, sampled))
         if launch_s:  # the core does nothing else meanwhile: it learns late of the step before
@@ -183,6 +198,8 @@ class SimulatedExecutor(Executor):
         self._pending.popleft()
         now = self._entered()
         started, seconds = self._computing(pending, 0.0, self._last_ended)
+        if self.together is not None:
+            started, seconds = self.together(started, seconds)
         waits = pending.sampled > started + seconds
         if waits:
             seconds = pending.sampled - started

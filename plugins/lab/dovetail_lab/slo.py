@@ -61,10 +61,11 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 @dataclass(frozen=True, slots=True)
 class Judgement:
     """The outcome of an objective. `value` in seconds: infinity if too many requests never got that far, NaN if there was nothing to judge, which
-    counts as met."""
+    counts as met. `share` of what was judged that was within the limit, NaN likewise."""
 
     value: float
     met: bool
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,9 @@ class Objective:
         """Judge all runs' requests together. The quantile is the smallest value that a share of `q` doesn't exceed."""
         values = np.concatenate([np.empty(0), *(_values(run, self.metric) for run in runs)])
         if not len(values):
-            return Judgement(math.nan, True)
+            return Judgement(math.nan, True, math.nan)
         value = float(values.mean() if self.q is None else np.quantile(values, self.q, method="inverted_cdf"))
-        return Judgement(value, value <= self.limit_s)
+        return Judgement(value, value <= self.limit_s, float((values <= self.limit_s).mean()))
 
 
 def _values(run: RunResult, metric: str) -> Floats:

@@ -18,7 +18,8 @@ from dovetail.runtime.token_sizes import padded_sizes, row_sizes
 from dovetail_lab.fitting import Measurement, relative_errors
 from dovetail_lab.regime_fitting import BOUNDARIES, ENOUGH, WORTH, corrected, fit_decodes, fit_launches, fit_regimes
 from dovetail_lab.rig import Sighting
-from dovetail_lab.step_time import LEVELS, LaunchRule, Regime, RegimeStepTime, Spread, StepShape
+from dovetail_lab.step_profile import LEVELS, Spread
+from dovetail_lab.step_time import LaunchRule, Regime, RegimeStepTime, StepShape
 
 WAITED_S = 3e-5  # a wait that is shorter may have found the step ended
 LAUNCH_BOUND = 0.15  # of its time: a step that ends so soon after its launching was as long as that, whatever it computed

@@ -7,10 +7,16 @@ import math
 from rich.console import Console
 from rich.table import Table
 
+from dovetail_lab.digits import evenly
 from dovetail_lab.metrics import PERCENTILES, RunMetrics, Slo, measure
 from dovetail_lab.records import RunResult, StepTimes
 
 TITLES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL (pooled)", "e2e": "E2E", "queue": "queue"}
+
+
+def title_of(metric: str, statistic: str = "") -> str:
+    """Return a metric's name as the title of a figure: "p99 ITL"."""
+    return f"{statistic} {TITLES[metric].removesuffix(' (pooled)')}".strip()
 
 
 def print_summary(result: RunResult, slo: Slo | None = None) -> None:
@@ -29,7 +35,7 @@ def _latencies(metrics: RunMetrics) -> Table:
         column.justify = "right"
     for name, title in TITLES.items():
         summary = metrics.latencies[name]
-        table.add_row(title, seconds(summary.mean), *(seconds(value) for value in summary.percentiles.values()))
+        table.add_row(title, *evenly([summary.mean, *summary.percentiles.values()]))
     return table
 
 
@@ -52,7 +58,8 @@ def _counts(metrics: RunMetrics) -> tuple[str, ...]:
 def conditions(result: RunResult) -> str:
     settings = result.settings
     overlap, reuse = ("on" if settings[name] else "off" for name in ("overlap", "prefix_reuse"))
-    return f"overlap {overlap}, prefix reuse {reuse}, {settings['num_blocks']} blocks of {settings['block_size']} tokens"
+    pace = "" if "pace" not in settings else ", no pace" if settings["pace"] is None else f", pace {settings['pace']:g}"  # older runs don't say
+    return f"overlap {overlap}{pace}, prefix reuse {reuse}, {settings['num_blocks']} blocks of {settings['block_size']} tokens"
 
 
 def source_of_times(step_times: StepTimes) -> str:
@@ -65,5 +72,5 @@ def source_of_times(step_times: StepTimes) -> str:
 
 
 def seconds(value: float) -> str:
-    """Three digits that matter, or a dash."""
-    return "-" if math.isnan(value) else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    """Return three digits that matter, or a dash."""
+    return "–" if math.isnan(value) else f"{value:.3g}" if value < 100 else f"{value:.0f}"

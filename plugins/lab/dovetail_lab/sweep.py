@@ -16,12 +16,14 @@ from dovetail.errors import ConfigError
 from dovetail_lab.jobs import Job, run_jobs
 from dovetail_lab.metrics import measure
 from dovetail_lab.records import RunResult
-from dovetail_lab.slo import Objective, met
+from dovetail_lab.report.engine import Engine
+from dovetail_lab.slo import Objective
 
 RATE = "scale_rate"  # the axis of --rates: no key of the engine
 LATENCIES = ("ttft_mean", "ttft_p50", "ttft_p99", "tpot_mean", "tpot_p99", "itl_p99", "e2e_mean", "e2e_p50", "e2e_p99")  # seconds
 COUNTS = ("requests", "completed", "rejected", "failed", "preemptions", "recomputed_tokens", "cached_tokens")
 RATES = ("request_rate", "output_rate", "device_share")
+ARRIVALS = "arrival_rate"  # requests a second that arrive, whether they are served or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The results at a point."""
+    """The results at a point. `figures` are in seconds, in counts, or per second; NaN if there was nothing to measure."""
 
     point: Point
     figures: Mapping[str, float]
+    engine: Engine
 
 
 def parse_axis(text: str) -> Axis:
@@ -91,28 +94,39 @@ def sweep(jobs: Sequence[tuple[Point, Job]], objectives: Sequence[Objective] = (
     """A row for each job, in order. All are checked before the first runs."""
     for _, job in jobs:
         job.check()
-    found = run_jobs([job for _, job in jobs], partial(figures, objectives=tuple(objectives)), processes, "sweep")
-    return [Row(point, values) for (point, _), values in zip(jobs, found, strict=True)]
+    found = run_jobs([job for _, job in jobs], partial(_measured, objectives=tuple(objectives)), processes, "sweep")
+    return [Row(point, values, engine) for (point, _), (values, engine) in zip(jobs, found, strict=True)]
+
+
+def _measured(run: RunResult, objectives: Sequence[Objective]) -> tuple[dict[str, float], Engine]:
+    return figures(run, objectives), Engine.of(run.name, [run])
 
 
 def figures(run: RunResult, objectives: Sequence[Objective] = ()) -> dict[str, float]:
-    """Return a run's figures for a row: NaN if there is nothing to measure; for objectives 1 if all were met, else 0."""
+    """Return a run's figures for a row. For each objective its value, which is infinite if too many requests were never served, and the share
+    within its limit; then `slo_met`: 1 if all were met, else 0."""
     metrics = measure(run)
     latencies = {}
     for name in LATENCIES:
         metric, _, statistic = name.partition("_")
         summary = metrics.latencies[metric]
         latencies[name] = summary.mean if statistic == "mean" else summary.percentiles[int(statistic[1:])]
-    judged = {"slo_met": float(met(objectives, [run]))} if objectives else {}
-    return {**{name: float(getattr(metrics, name)) for name in (*COUNTS, *RATES)}, **latencies, **judged}
+    judged = {objective.name: objective.judge([run]) for objective in objectives}
+    slo = {key: value for name, one in judged.items() for key, value in ((f"slo_{name}", one.value), (f"slo_{name}_within", one.share))}
+    if judged:
+        slo["slo_met"] = float(all(one.met for one in judged.values()))
+    last = max((record.arrival_s for record in run), default=0.0)
+    arrivals = {ARRIVALS: (len(run) - 1) / last if last > 0 else math.nan}
+    return {**{name: float(getattr(metrics, name)) for name in (*COUNTS, *RATES)}, **arrivals, **latencies, **slo}
 
 
 def averaged(rows: Sequence[Row]) -> list[Row]:
-    """Return one row for each point of the grid: the mean over its seeds. The row has the seed of the first."""
+    """Return one row for each point of the grid: the mean over its seeds. The row has the seed and the engine of the first."""
     places: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         places.setdefault(tuple(row.point.values.values()), []).append(row)
-    return [Row(same[0].point, {name: float(np.mean([row.figures[name] for row in same])) for name in same[0].figures}) for same in places.values()]
+    means = ({name: float(np.mean([row.figures[name] for row in same])) for name in same[0].figures} for same in places.values())
+    return [Row(same[0].point, figures, same[0].engine) for same, figures in zip(places.values(), means, strict=True)]
 
 
 def as_csv(rows: Sequence[Row]) -> str:
@@ -126,4 +140,4 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def _cell(value: float) -> str:
-    return "" if math.isnan(value) else repr(int(value) if value == int(value) else value)
+    return "" if math.isnan(value) else repr(int(value) if value.is_integer() else value)

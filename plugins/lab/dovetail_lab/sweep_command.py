@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,14 +15,15 @@ from dovetail_lab.command_options import (
     TraceOptions,
     open_engine,
 )
-from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, seeds_from, wide_console
-from dovetail_lab.writing import make_folder, write_whole
+from dovetail_lab.digits import evenly
+from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, need, seeds_from, shown_command, wide_console
+from dovetail_lab.writing import make_folder
 
 if TYPE_CHECKING:
     from dovetail_lab.sweep import Row
 
 TABLE_FILE = "sweep.csv"
-_SHOWN = ("completed", "ttft_mean", "ttft_p99", "tpot_p99", "e2e_mean", "e2e_p99", "output_rate", "slo_met")
+_SHOWN = ("arrival_rate", "completed", "ttft_mean", "ttft_p99", "tpot_p99", "itl_p99", "e2e_mean", "e2e_p99", "output_rate", "slo_met")
 _MANY = 10_000  # points that nobody meant
 
 
@@ -38,8 +39,9 @@ def sweep(
     jobs: Jobs = None,
 ) -> None:
     """Run every combination of settings and rates."""
+    need(*(("matplotlib", "jinja2") if out is not None else ()))
     from dovetail_lab import sweep as sweeping
-    from dovetail_lab.jobs import Job
+    from dovetail_lab.jobs import Job, names_of
     from dovetail_lab.slo import parse_slo
 
     objectives = () if slo is None else parse_slo(slo)
@@ -58,10 +60,15 @@ def sweep(
     if out is not None:
         make_folder(out)
     rows = sweeping.sweep(todo, objectives, cores(jobs))
-    print_rows(sweeping.averaged(rows), seeds)
+    means = sweeping.averaged(rows)
+    print_rows(means, seeds)
     if out is not None:
-        write_whole(out / TABLE_FILE, sweeping.as_csv(rows))
-        typer.echo(f"written: {out / TABLE_FILE}")
+        from dovetail_lab.report.curves_page import Table, write_curves
+        from dovetail_lab.report.sweep_page import sweep_page
+
+        table, files = Table(*_table(means), names=len(axes)), {TABLE_FILE: sweeping.as_csv(rows)}
+        page = sweep_page(names_of([engine])[0], requests.trace, means, objectives, seeds, table, shown_command(), files)
+        typer.echo(f"written: {write_curves(page, out)[0]}")
 
 
 def _factors(text: str) -> tuple[str, ...]:
@@ -82,22 +89,28 @@ def _factors(text: str) -> tuple[str, ...]:
 def print_rows(rows: Sequence[Row], seeds: int) -> None:
     from rich.table import Table
 
-    axes = list(rows[0].point.values)
-    shown = [name for name in _SHOWN if name in rows[0].figures]
-    table = Table(*axes, *shown, box=None, pad_edge=False)
+    header, cells = _table(rows)
+    table = Table(*header, box=None, pad_edge=False)
     for column in table.columns:
         column.justify = "right"
-    for row in rows:
-        table.add_row(*row.point.values.values(), *(_cell(row.figures, name) for name in shown))
+    for row in cells:
+        table.add_row(*row)
     console = wide_console()
     console.print(table)
     console.print("latencies in seconds" + (f", means over {seeds} seeds" if seeds > 1 else ""))
 
 
-def _cell(figures: Mapping[str, float], name: str) -> str:
-    value = figures[name]
-    if math.isnan(value):
-        return "-"
+def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the header, and a row of texts for each point; those of a column have as many decimals."""
+    shown = [name for name in _SHOWN if name in rows[0].figures]
+    columns = [_column(name, [row.figures[name] for row in rows]) for name in shown]
+    cells = zip(*columns, strict=True) if columns else [()] * len(rows)
+    return [*rows[0].point.values, *shown], [[*row.point.values.values(), *own] for row, own in zip(rows, cells, strict=True)]
+
+
+def _column(name: str, values: Sequence[float]) -> list[str]:
     if name == "slo_met":
-        return "yes" if value == 1 else "no" if value == 0 else f"{value:.0%} of seeds"
-    return f"{value:.4g}" if name != "completed" else f"{value:g}"
+        return ["yes" if value == 1 else "no" if value == 0 else f"{100 * value:.0f} % of seeds" for value in values]
+    if name == "completed" and all(value.is_integer() for value in values):
+        return [f"{value:,.0f}" for value in values]
+    return evenly(values)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from dovetail_lab.compare import Comparison, Line
 from dovetail_lab.fairness import service_difference, service_over_time, work_of
 from dovetail_lab.metrics import per_request
 from dovetail_lab.records import RunResult
-from dovetail_lab.report.style import INK, MUTED, PAPER, color_of, line_of, make, name_lines, styled
+from dovetail_lab.report.drawing import Drawing
+from dovetail_lab.report.style import MUTED, dot_of, line_of, make, name_lines, styled
 
 Floats = npt.NDArray[np.float64]
 Runs = Mapping[str, Sequence[RunResult]]
@@ -27,16 +25,6 @@ WINDOW_S = 60.0  # for service of clients, as in the VTC paper
 CENTRES = 120  # of such windows
 CLIENTS = 12  # shown by name
 SERVED = 6  # whose service is drawn
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """A figure. `caption` says what it shows, and how to read it."""
-
-    name: str
-    title: str
-    caption: str
-    figure: Figure
 
 
 def latencies(runs: Runs) -> Drawing | None:
@@ -68,7 +56,7 @@ def _ecdf(panel: Axes, runs: Runs, metric: str, title: str) -> bool:
         shares = np.linspace(0, 1, min(POINTS, len(values)))
         panel.plot(np.quantile(values, shares, method="inverted_cdf"), shares, drawstyle="steps-post", **line_of(index))
         p99 = float(np.quantile(values, 0.99))
-        panel.plot([p99], [0.99], "o", color=color_of(index), markersize=4)
+        panel.plot([p99], [0.99], **dot_of(index))
         lowest, highest = min(lowest, float(np.quantile(values, 0.005))), max(highest, float(values[-1]))
     if not highest:
         panel.text(0.5, 0.5, "nothing to show", ha="center", color=MUTED, transform=panel.transAxes)
@@ -147,7 +135,8 @@ def work(runs: Runs) -> Drawing | None:
     return Drawing(
         "work",
         "Preemption and prefix cache",
-        "Sums since the beginning, of the first seed's runs; the preempted find tokens in the cache too, when they resume.",
+        f"Sums since the beginning, of the runs with seed {next(iter(firsts.values())).seed}. Tokens found in the cache are those of prompts, and "
+        "those that the preempted find again when they resume.",
         figure,
     )
 
@@ -169,9 +158,9 @@ def clients(runs: Runs) -> Drawing | None:
         figure, (left, right) = make(1, 2, 1.3 + 0.19 * len(shown), width_ratios=(3, 4))
         for index, run in enumerate(firsts.values()):
             waits = _mean_ttft(run, shown)
-            left.plot(waits, np.arange(len(shown)) + _nudge(index, len(firsts)), "o", color=color_of(index), markersize=4)
+            left.plot(waits, np.arange(len(shown)) + _nudge(index, len(firsts)), **dot_of(index))
             right.plot(centres / unit_s, service_difference(service_over_time(work_of(run), centres, window_s)), **line_of(index))
-        left.set_yticks(range(len(shown)), [f"{_client(name)}  {100 * shares[name]:.0f} %" for name in shown])
+        left.set_yticks(range(len(shown)), [f"{_client(name)}, {100 * shares[name]:.0f} %" for name in shown])
         left.invert_yaxis()
         left.grid(visible=False, axis="y")
         left.set_title("mean TTFT by client", fontweight="normal")
@@ -184,7 +173,7 @@ def clients(runs: Runs) -> Drawing | None:
     caption = "Beside each client its share of the work (input + 2 x output tokens)."
     if len(shares) > len(shown):
         caption += f" The {len(shown)} with most work of {len(shares)}."
-    caption += f" Right: over windows of {window_s:.3g} s, of the first seed's runs; lower is fairer."
+    caption += f" Right: over windows of {window_s:.3g} s, of the runs with seed {next(iter(firsts.values())).seed}; lower is fairer."
     return Drawing("clients", "Clients", caption, figure)
 
 
@@ -196,7 +185,7 @@ def service(runs: Runs) -> Drawing | None:
         return None
     shown = list(shares)[:SERVED]
     end_s, unit, unit_s = _time_axis(firsts.values())
-    window_s = _window(end_s)
+    window_s, seed = _window(end_s), next(iter(firsts.values())).seed
     centres = np.linspace(window_s / 2, end_s - window_s / 2, CENTRES)
     columns = min(3, len(shown))
     rows = math.ceil(len(shown) / columns)
@@ -219,8 +208,8 @@ def service(runs: Runs) -> Drawing | None:
     return Drawing(
         "service",
         "Service of clients",
-        f"Input + 2 x output tokens a second, each request's spread from its first token to its last; means over {window_s:.3g} s, of the first "
-        f"seed's runs{'' if len(shown) == len(shares) else f'; the {len(shown)} clients with most work of {len(shares)}'}.",
+        f"Input + 2 x output tokens a second, each request's spread from its first token to its last; means over {window_s:.3g} s, of the runs with "
+        f"seed {seed}{'' if len(shown) == len(shares) else f'; the {len(shown)} clients with most work of {len(shares)}'}.",
         figure,
     )
 
@@ -257,45 +246,6 @@ def _client(name: str | None) -> str:
 def _nudge(index: int, count: int) -> float:
     """Return an offset so that dots of the same value don't hide each other."""
     return 0.0 if count == 1 else (index / (count - 1) - 0.5) * 0.4
-
-
-def forest(comparison: Comparison) -> Drawing:
-    """Draw the changes with their intervals."""
-    first = comparison.versus[0]
-    lines = [line for line in first.lines if not math.isnan(line.change.relative)]
-    columns = min(len(comparison.versus), 3)
-    rows = math.ceil(len(comparison.versus) / columns)
-    with styled():
-        figure, panels = make(rows, columns, (1.0 + 0.2 * max(len(lines), 2)) * rows, sharey=True)
-        for index, (panel, versus) in enumerate(zip(panels, comparison.versus, strict=False), start=1):
-            for row, line in enumerate(lines):
-                _whisker(panel, row, versus.line(line.metric, line.statistic), color_of(index))
-            panel.axvline(0, color=INK, linewidth=0.8)
-            panel.set_title(versus.other)
-            panel.set_xlabel(f"change against {versus.base}, %")
-            panel.grid(visible=False, axis="y")
-            panel.xaxis.set_major_locator(MaxNLocator(5))
-            low, high = panel.get_xlim()
-            panel.set_xlim(min(low, -1), max(high, 1))
-        for panel in panels[len(comparison.versus) :]:
-            panel.set_visible(False)
-        panels[0].set_yticks(range(len(lines)), [line.label for line in lines])
-        panels[0].set_ylim(len(lines) - 0.4, -0.6)
-    level = 100 * comparison.method.confidence
-    return Drawing(
-        "changes",
-        "Changes",
-        f"With {level:g} % intervals, where there is a line; hollow: no measurable difference, or no interval. Of latencies, left is better.",
-        figure,
-    )
-
-
-def _whisker(panel: Axes, row: int, line: Line, color: str) -> None:
-    change, sure = line.change, line.change.measurable
-    shade = color if sure else MUTED
-    if not math.isnan(change.low):
-        panel.plot([100 * change.low, 100 * change.high], [row, row], color=shade, linewidth=1.6, solid_capstyle="butt")
-    panel.plot([100 * change.relative], [row], "o", markersize=4.5, markeredgecolor=shade, markerfacecolor=shade if sure else PAPER)
 
 
 def _time_axis(runs: Iterable[RunResult]) -> tuple[float, str, float]:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-
 from dovetail.errors import ConfigError
 from dovetail_lab.compare import Comparison
+from dovetail_lab.comparison_table import change_rows
+from dovetail_lab.digits import evenly, per_cent
 from dovetail_lab.metrics import RunMetrics, measure
 from dovetail_lab.records import RunResult
 from dovetail_lab.report import figures, tables
-from dovetail_lab.report.figures import Drawing
-from dovetail_lab.report.style import lay_out, png, svg
-from dovetail_lab.statistics import Change
-from dovetail_lab.summary import TITLES, conditions, seconds, source_of_times
-from dovetail_lab.writing import make_folder, write_whole
+from dovetail_lab.report.drawing import Drawing
+from dovetail_lab.report.engine import Engine
+from dovetail_lab.report.forest import forest
+from dovetail_lab.report.html import write_page
+from dovetail_lab.summary import TITLES
 
-PAGE = "report.html"
 _COLUMNS = ("mean", "p50", "p90", "p99")
 
 
@@ -41,26 +38,33 @@ def write_report(report: Report, out: Path) -> list[Path]:
     """Write the report into the new folder `out` and return its files, the page first. Raises `ConfigError` if that fails, or without runs."""
     if not report.runs or not all(report.runs.values()):
         raise ConfigError("a report needs at least one run of each policy")
-    drawings = _drawings(report)
-    files: dict[str, str | bytes] = {
-        PAGE: _page(report, drawings),
-        **_tables(report),
-        **{f"{drawing.name}.png": png(drawing.figure) for drawing in drawings},
-    }
-    make_folder(out)
-    for name, content in files.items():
-        write_whole(out / name, content)
-    return [out / name for name in files]
+    drawings, found = _drawings(report), report.comparison
+    measured = {name: [measure(run) for run in runs] for name, runs in report.runs.items()}
+    return write_page(
+        "page.html.j2",
+        report.title,
+        report.command,
+        [Engine.of(name, runs) for name, runs in report.runs.items()],
+        drawings,
+        out,
+        _tables(report),
+        requests=_requests(report.runs),
+        several=any(len(runs) > 1 for runs in report.runs.values()),
+        comparison=found,
+        columns=_COLUMNS,
+        latencies=[(title, _latency_rows(metric, measured)) for metric, title in TITLES.items()],
+        counts=_counts(report.runs, measured),
+        changes=[] if found is None else [(versus, change_rows(versus.lines)) for versus in found.versus],
+        absent=_absent(drawings),
+        per_cent=per_cent,
+    )
 
 
 def _drawings(report: Report) -> list[Drawing]:
     runs = report.runs
-    changes = None if report.comparison is None else figures.forest(report.comparison)
+    changes = None if report.comparison is None else forest(report.comparison)
     made = (changes, figures.latencies(runs), figures.over_time(runs), figures.clients(runs), figures.service(runs), figures.work(runs))
-    drawings = [drawing for drawing in made if drawing is not None]
-    for drawing in drawings:
-        lay_out(drawing.figure)
-    return drawings
+    return [drawing for drawing in made if drawing is not None]
 
 
 def _tables(report: Report) -> dict[str, str]:
@@ -74,64 +78,60 @@ def _tables(report: Report) -> dict[str, str]:
     return made if report.comparison is None else {**made, "comparison.csv": tables.comparison(report.comparison)}
 
 
-def _page(report: Report, drawings: Sequence[Drawing]) -> str:
-    environment = Environment(
-        loader=PackageLoader("dovetail_lab.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    first = {name: runs[0] for name, runs in report.runs.items()}
-    return environment.get_template("page.html.j2").render(
-        report=report,
-        seeds=[run.seed for run in next(iter(report.runs.values()))],
-        policies=[_policy(name, runs) for name, runs in report.runs.items()],
-        latencies=TITLES,
-        columns=_COLUMNS,
-        drawings=[(drawing, Markup(svg(drawing.figure, drawing.name))) for drawing in drawings],
-        settings={name: json.dumps(run.settings, indent=2, sort_keys=True, ensure_ascii=False) for name, run in first.items()},
-        grammars=any(record.grammar for of_policy in report.runs.values() for run in of_policy for record in run),
-        notes=_notes(report.runs),
-        absent=_absent(report, drawings),
-        per_cent=_per_cent,
-        share=_share,
-        interval=_interval,
-        seconds=seconds,
-    )
+def _requests(runs: Mapping[str, Sequence[RunResult]]) -> str:
+    """Return how many requests there were, in words: once, if all policies had the same."""
+    says = {name: _requests_of(of_policy) for name, of_policy in runs.items()}
+    if len(set(says.values())) == 1:
+        return next(iter(says.values()))
+    return "; ".join(f"{name}: {one}" for name, one in says.items())
 
 
-def _notes(runs: Mapping[str, Sequence[RunResult]]) -> list[str]:
-    """Return each note once, with the names of the runs that have it, unless all do."""
-    names: dict[str, list[str]] = {}
-    for name, of_policy in runs.items():
-        for note in dict.fromkeys(note for run in of_policy for note in run.notes):
-            names.setdefault(note, []).append(name)
-    return [note if len(own) == len(runs) else f"{', '.join(own)}: {note}" for note, own in names.items()]
+def _requests_of(runs: Sequence[RunResult]) -> str:
+    seeds = ", ".join(str(run.seed) for run in runs)
+    if len(runs) == 1:
+        return f"{len(runs[0]):,} request{'' if len(runs[0]) == 1 else 's'}, seed {seeds}"
+    sizes = {len(run) for run in runs}
+    each = f", {sizes.pop():,} a seed" if len(sizes) == 1 else ""
+    return f"{sum(map(len, runs)):,} requests{each}, {len(runs)} seeds ({seeds})"
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """A policy's row in each table: means over its seeds of each run's figure."""
+def _latency_rows(metric: str, measured: Mapping[str, Sequence[RunMetrics]]) -> list[tuple[str, list[str]]]:
+    """Return a latency's row for each policy: means over its seeds of each run's figure."""
 
-    name: str
-    scheduler: str
-    conditions: str
-    times: str
-    measured: Sequence[RunMetrics]
+    def figure(metrics: RunMetrics, column: str) -> float:
+        summary = metrics.latencies[metric]
+        return summary.mean if column == "mean" else summary.percentiles[int(column[1:])]
 
-    def latency(self, metric: str, column: str) -> float:
-        summaries = [one.latencies[metric] for one in self.measured]
-        return _mean([one.mean if column == "mean" else one.percentiles[int(column[1:])] for one in summaries])
-
-    def figure(self, name: str) -> float:
-        return _mean([float(getattr(one, name)) for one in self.measured])
-
-    @property
-    def hits(self) -> float:
-        """The share of prompt tokens found in the cache."""
-        prompts = sum(one.prompt_tokens for one in self.measured)
-        return sum(one.cached_tokens for one in self.measured) / prompts if prompts else 0.0
+    texts = iter(evenly([_mean([figure(one, column) for one in of_policy]) for of_policy in measured.values() for column in _COLUMNS]))
+    return [(name, [next(texts) for _ in _COLUMNS]) for name in measured]
 
 
-def _policy(name: str, runs: Sequence[RunResult]) -> Policy:
-    return Policy(name, runs[0].settings["scheduler"], conditions(runs[0]), source_of_times(runs[0].step_times), [measure(run) for run in runs])
+def _counts(runs: Mapping[str, Sequence[RunResult]], measured: Mapping[str, Sequence[RunMetrics]]) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Return the titles of the columns, and a row for each policy: counts are sums over its seeds, rates and shares means."""
+
+    def total(figure: str) -> list[str]:
+        return [f"{sum(getattr(one, figure) for one in of_policy):,}" for of_policy in measured.values()]
+
+    def mean(figure: str) -> list[float]:
+        return [_mean([float(getattr(one, figure)) for one in of_policy]) for of_policy in measured.values()]
+
+    def hits(of_policy: Sequence[RunMetrics]) -> float:
+        prompts = sum(one.prompt_tokens for one in of_policy)
+        return sum(one.cached_tokens for one in of_policy) / prompts if prompts else 0.0
+
+    columns = {
+        **{title: total(title) for title in ("completed", "rejected", "failed")},
+        "requests/s": evenly(mean("request_rate")),
+        "output tokens/s": evenly(mean("output_rate")),
+        "device busy": [per_cent(share) for share in mean("device_share")],
+        "prompts cached": [per_cent(hits(of_policy)) for of_policy in measured.values()],
+        "preemptions": total("preemptions"),
+        "tokens recomputed": total("recomputed_tokens"),
+        "tokens from the cache": [f"{sum(int(run.timeline.cached_tokens.sum()) for run in of_policy):,}" for of_policy in runs.values()],
+    }
+    if any(one.grammars for of_policy in measured.values() for one in of_policy):
+        columns |= {"with a grammar": total("grammars"), "lost to masks": [per_cent(share) for share in mean("masks_share")]}
+    return list(columns), list(zip(measured, map(list, zip(*columns.values(), strict=True)), strict=True))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -140,7 +140,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(present) / len(present) if present else math.nan
 
 
-def _absent(report: Report, drawings: Sequence[Drawing]) -> list[str]:
+def _absent(drawings: Sequence[Drawing]) -> list[str]:
     """Return a sentence for each figure that would have been empty."""
     names = {drawing.name for drawing in drawings}
     absent = {
@@ -150,18 +150,6 @@ def _absent(report: Report, drawings: Sequence[Drawing]) -> list[str]:
         "work": "Nothing was preempted, nothing recomputed, and nothing found in the prefix cache.",
     }
     return [text for name, text in absent.items() if name not in names]
-
-
-def _per_cent(value: float) -> str:
-    return "–" if math.isnan(value) else f"{100 * value:+.1f} %"
-
-
-def _share(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.0%}"
-
-
-def _interval(change: Change) -> str:
-    return "–" if math.isnan(change.low) else f"[{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
@@ -192,7 +180,8 @@ def as_json(found: Comparison) -> dict[str, Any]:
                         "metric": line.metric,
                         "statistic": line.statistic,
                         **{name: number(getattr(line.change, name)) for name in ("a", "b", "relative", "low", "high")},
-                        "measurable": line.change.measurable,
+                        "measurable": line.measurable,
+                        "outcome": line.outcome,
                     }
                     for line in versus.lines
                 ],

@@ -15,7 +15,9 @@ from matplotlib.lines import Line2D
 
 # Okabe and Ito 2008, "Color universal design", without yellow, which is too light on paper; told apart by all common kinds of colour vision.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))  # each round of colours has its own
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.3, 2.2)), (0, (6, 2, 1.3, 2)))  # so that lines which coincide show through each other
+MARKERS = ("o", "s", "^", "D", "v", "P")
+STYLES = len(SERIES) * len(DASHES)  # of lines: all of them differ
 INK, MUTED, GRID, PAPER = "#1c2126", "#6b727b", "#dde1e6", "#fefefe"
 _VARIABLES = {
     INK: "var(--ink)",
@@ -75,8 +77,16 @@ def color_of(index: int) -> str:
 
 
 def line_of(index: int) -> dict[str, Any]:
-    """Return the line style of the index-th policy, the same in every figure."""
-    return {"color": color_of(index), "linestyle": DASHES[index // len(SERIES) % len(DASHES)]}
+    """Return the line style of the index-th policy, the same in every figure: `STYLES` policies differ. The first is a broad pale band below the
+    others, who have gaps: where curves coincide, each shows through the gaps of those above it."""
+    dash = (index + index // (2 * len(SERIES))) % len(DASHES)  # six colours and four dashes alone would repeat after twelve
+    broad: dict[str, Any] = {} if index else {"linewidth": 3.6, "alpha": 0.45, "solid_capstyle": "butt"}
+    return {"color": color_of(index), "linestyle": DASHES[dash], "linewidth": 1.5, "zorder": 2 + index / 100, **broad}
+
+
+def dot_of(index: int) -> dict[str, Any]:
+    """Return the style of the index-th policy's dots. The first's are larger, so that they can be seen below others."""
+    return {"color": color_of(index), "marker": MARKERS[index % len(MARKERS)], "linestyle": "none", "markersize": 4.0 if index else 6.5}
 
 
 def make(rows: int, columns: int, height_in: float, **options: Any) -> tuple[Figure, list[Axes]]:
@@ -86,13 +96,22 @@ def make(rows: int, columns: int, height_in: float, **options: Any) -> tuple[Fig
     return figure, list(panels.ravel())
 
 
-def name_lines(figure: Figure, names: Sequence[str]) -> None:
-    """Add a legend above a figure's panels, with each name in the colour of its line; none for a single policy."""
+def key_in(names: Sequence[str]) -> float:
+    """Return the height of `name_lines` in inches, for figures that may have many."""
+    return 0.17 * -(-len(names) // _key_columns(names)) if len(names) > 1 else 0.0
+
+
+def _key_columns(names: Sequence[str]) -> int:
+    return max(1, _KEY_CHARACTERS // (max(map(len, names)) + 5))
+
+
+def name_lines(figure: Figure, names: Sequence[str], *, dots: bool = False) -> None:
+    """Add a legend above a figure's panels, with each name in the colour of its line; none for a single policy. `dots`: with its dots, too."""
     if len(names) > 1:
-        lines = [Line2D([], [], **line_of(index)) for index in range(len(names))]
-        columns = max(1, _KEY_CHARACTERS // (max(map(len, names)) + 5))
+        lines = [Line2D([], [], **{**(dot_of(index) if dots else {}), **line_of(index)}) for index in range(len(names))]
+        columns = _key_columns(names)
         figure.legend(
-            lines, names, loc="outside upper left", ncols=columns, frameon=False, labelcolor="linecolor", handlelength=1.6, columnspacing=1.4
+            lines, names, loc="outside upper left", ncols=columns, frameon=False, labelcolor="linecolor", handlelength=2.6, columnspacing=1.4
         )
 
 

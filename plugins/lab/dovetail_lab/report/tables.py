@@ -106,14 +106,14 @@ def _stretches(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
 
 def comparison(found: Comparison) -> str:
     """Return a line for each change."""
-    header = ("policy", "against", "metric", "statistic", "before", "after", "change", "low", "high", "measurable")
+    header = ("policy", "against", "metric", "statistic", "before", "after", "change", "low", "high", "measurable", "outcome")
     return _csv(header, (_change(versus, line) for versus in found.versus for line in versus.lines))
 
 
 def _change(versus: Versus, line: Line) -> tuple[Cell, ...]:
     change = line.change
     figures = (change.a, change.b, change.relative, change.low, change.high)
-    return versus.other, versus.base, line.metric, line.statistic, *figures, "yes" if change.measurable else "no"
+    return versus.other, versus.base, line.metric, line.statistic, *figures, "yes" if line.measurable else "no", line.outcome
 
 
 def _csv(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:

@@ -128,6 +128,8 @@ def _request(draft: Draft, id: str, start: float) -> TraceRequest:
         draft.predicted_tokens,
         draft.spans,
         None if draft.measured is None else draft.measured.shifted(-start),
+        None if draft.ttft_deadline is None else round(draft.ttft_deadline - start, 6),
+        draft.tbt_s,
     )
 
 

@@ -54,6 +54,8 @@ class Draft(NamedTuple):
     predicted_tokens: int | None = None
     spans: tuple[Span, ...] = ()
     measured: Measured | None = None
+    ttft_deadline: float | None = None
+    tbt_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

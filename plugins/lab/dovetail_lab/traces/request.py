@@ -51,6 +51,8 @@ class TraceRequest:
     predicted_tokens: int | None = None  # a guess of output_tokens (`dovetail_lab.predictors`)
     spans: tuple[Span, ...] = ()  # what prompt and then output begin with; what they don't reach is text that no other request has
     measured: Measured | None = None
+    ttft_deadline: float | None = None  # for the first token
+    tbt_s: float | None = None  # most seconds between two tokens
     grammar: bool = False  # its answer must follow one. Which isn't said: only the time that it takes is simulated
 
     @property
@@ -67,6 +69,7 @@ class Trace:
     source: str  # a path, or a synthetic workload's spec
     requests: tuple[TraceRequest, ...]
     notes: tuple[str, ...] = ()
+    seeded: bool = False  # arrivals or lengths were drawn: another seed gives other traffic
 
     def __len__(self) -> int:
         return len(self.requests)

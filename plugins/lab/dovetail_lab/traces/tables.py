@@ -18,11 +18,14 @@ _MEANS = {  # a field of a column map -> that of a draft
     "client": "client",
     "priority": "priority",
     "deadline": "deadline",
+    "ttft_deadline": "ttft_deadline",
+    "tbt": "tbt_s",
     "max_tokens": "max_tokens",
     "predicted": "predicted_tokens",
 }
 FIELDS = tuple(_MEANS)
 _REQUIRED = ("prompt", "output")
+_TIMES = ("arrival", "deadline", "ttft_deadline", "tbt")
 _PRIORITIES = 2**31  # below it, and down to its negative
 
 
@@ -63,7 +66,7 @@ def parse_columns(text: str) -> dict[str, Column]:
         if field in columns:
             raise TraceError(f"column map: {field} is given twice")
         name, colon, unit = column.rpartition(":")
-        columns[field] = Column(name, unit) if colon and unit in UNITS and field in ("arrival", "deadline") else Column(column)
+        columns[field] = Column(name, unit) if colon and unit in UNITS and field in _TIMES else Column(column)
     for field in _REQUIRED:
         if field not in columns:
             raise TraceError(f"column map: {field}=column is missing; every request needs {' and '.join(_REQUIRED)}")
@@ -128,7 +131,7 @@ def _parser(source: Source, field: str, column: Column, least: int) -> Callable[
         return lambda line, cell: as_seconds(source, line, column.name, cell, column.unit)
     if field in _REQUIRED:
         return lambda line, cell: as_tokens(source, line, column.name, cell, least)
-    if field == "deadline":
+    if field in _TIMES:
         return lambda line, cell: as_seconds(source, line, column.name, cell, column.unit) if cell else None
     if field == "priority":
         return lambda line, cell: as_whole(source, line, column.name, cell, -_PRIORITIES, _PRIORITIES) if cell else 0

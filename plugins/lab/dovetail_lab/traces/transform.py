@@ -15,7 +15,7 @@ def _changed(trace: Trace, requests: Iterable[TraceRequest], note: str) -> Trace
 
 
 def scale_rate(trace: Trace, factor: float) -> Trace:
-    """`factor` times as many requests a second, in the same order with the same pattern of gaps; a deadline keeps its distance from arrival.
+    """`factor` times as many requests a second, in the same order with the same pattern of gaps; deadlines keep their distance from arrival.
 
     What was measured belongs to the old arrivals and goes. Raises `TraceError` unless factor > 0.
     """
@@ -26,9 +26,8 @@ def scale_rate(trace: Trace, factor: float) -> Trace:
 
 
 def arriving_at(request: TraceRequest, time: float) -> TraceRequest:
-    """Return the request with another arrival time, its deadline as far away as before, and without measured times."""
-    deadline = None if request.deadline is None else time + (request.deadline - request.arrival_time)
-    return replace(request, arrival_time=time, deadline=deadline, measured=None)
+    """Return the request with another arrival time, its deadlines as far away as before, and without measured times."""
+    return replace(_shifted(request, time - request.arrival_time), arrival_time=time, measured=None)
 
 
 def slice_trace(trace: Trace, text: str) -> Trace:
@@ -56,9 +55,9 @@ def slice_trace(trace: Trace, text: str) -> Trace:
 
 
 def _shifted(request: TraceRequest, by: float) -> TraceRequest:
-    deadline = None if request.deadline is None else request.deadline + by
+    last, first = (None if instant is None else instant + by for instant in (request.deadline, request.ttft_deadline))
     measured = None if request.measured is None else request.measured.shifted(by)
-    return replace(request, arrival_time=request.arrival_time + by, deadline=deadline, measured=measured)
+    return replace(request, arrival_time=request.arrival_time + by, deadline=last, ttft_deadline=first, measured=measured)
 
 
 def set_max_tokens(trace: Trace, value: str) -> Trace:

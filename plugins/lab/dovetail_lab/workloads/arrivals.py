@@ -33,10 +33,11 @@ class Arrivals(Value):
         Rounded to microseconds, so that the last bit of a machine's logarithm doesn't show. Raises `TraceError` for more than `MOST_ARRIVALS`.
         """
         chunk = 4096 if count is None else count
+        far_too_many = count is None and duration_s is not None and self.times_at(np.array([2.0 * MOST_ARRIVALS]))[0] < duration_s
         gaps = self.gaps(rng, chunk)
         times = self.times_at(np.cumsum(gaps))
         while count is None and duration_s is not None and times[-1] < duration_s:
-            if len(gaps) > MOST_ARRIVALS:
+            if far_too_many or len(gaps) > MOST_ARRIVALS:
                 raise TraceError(f"more than {MOST_ARRIVALS:,} would arrive in {duration_s:g} s: surely a mistake")
             gaps = np.concatenate([gaps, self.gaps(rng, len(gaps))])
             times = self.times_at(np.cumsum(gaps))

@@ -27,6 +27,8 @@ class _Chat(NamedTuple):
     outputs: list[int]
     pauses: list[float]  # before each turn but the first
     deadline_s: float | None
+    ttft_deadline_s: float | None
+    tbt_s: float | None
 
 
 def generate(spec: WorkloadSpec, seed: int = 0, *, name: str = "synthetic", source: str = "") -> Trace:
@@ -41,7 +43,7 @@ def generate(spec: WorkloadSpec, seed: int = 0, *, name: str = "synthetic", sour
     if not requests:
         raise TraceError(f"{source or name}: expected at least one request, nobody arrives in that time")
     requests.sort(key=lambda request: request.arrival_time)
-    return Trace(name, source, tuple(requests), (f"synthetic, seed {seed}",))
+    return Trace(name, source, tuple(requests), (f"synthetic, seed {seed}",), seeded=True)
 
 
 def with_arrivals(trace: Trace, arrivals: Arrivals, seed: int = 0) -> Trace:
@@ -49,7 +51,7 @@ def with_arrivals(trace: Trace, arrivals: Arrivals, seed: int = 0) -> Trace:
     times and goes."""
     times = arrivals.times(_rng(seed, "", "arrivals"), len(trace), None).tolist()
     requests = tuple(arriving_at(request, time) for request, time in zip(trace, times, strict=True))
-    return replace(trace, requests=requests, notes=(*trace.notes, f"arrivals drawn anew: {arrivals!r}, seed {seed}"))
+    return replace(trace, requests=requests, notes=(*trace.notes, f"arrivals drawn anew: {arrivals!r}, seed {seed}"), seeded=True)
 
 
 def _rng(seed: int, stream: str, purpose: str) -> np.random.Generator:
@@ -69,7 +71,8 @@ def _chats(stream: Stream, name: str, seed: int) -> list[_Chat]:
     prompts, outputs = _lengths(stream, name, seed, sum(turns))
     pauses = draw("think", stream.think, sum(turns))
     clients = _clients(stream.clients, name, _rng(seed, name, "clients"), len(times))
-    deadlines = draw("deadline", stream.deadline, len(times)) if stream.deadline is not None else [None] * len(times)
+    objectives = (("deadline", stream.deadline), ("ttft_deadline", stream.ttft_deadline), ("tbt", stream.tbt))
+    due = [[None] * len(times) if drawn is None else draw(name, drawn, len(times)) for name, drawn in objectives]
     return [
         _Chat(
             f"{name}-{index}" if name else str(index),
@@ -78,9 +81,9 @@ def _chats(stream: Stream, name: str, seed: int) -> list[_Chat]:
             prompts[end - count : end],
             outputs[end - count : end],
             pauses[end - count + 1 : end],
-            deadline,
+            *of_chat,
         )
-        for index, (time, client, count, end, deadline) in enumerate(zip(times, clients, turns, ends, deadlines, strict=True))
+        for index, (time, client, count, end, *of_chat) in enumerate(zip(times, clients, turns, ends, *due, strict=True))
     ]
 
 
@@ -127,6 +130,8 @@ def _turns(chat: _Chat, stream: Stream, stream_name: str, seed: int) -> list[Tra
                 client=chat.client,
                 priority=stream.priority,
                 deadline=None if chat.deadline_s is None else round(time + chat.deadline_s, 6),
+                ttft_deadline=None if chat.ttft_deadline_s is None else round(time + chat.ttft_deadline_s, 6),
+                tbt_s=chat.tbt_s,
                 grammar=has_grammar(request_id, stream.grammar_share, stream_name, seed),
                 spans=tuple(spans),
             )

@@ -69,6 +69,8 @@ class Stream(Value):
     clients: Annotated[Clients, BeforeValidator(_clients)] | None = Field(default=None, description="A number, or zipf(count, skew).")
     priority: int = Field(default=0, description="Smaller is more important.")
     deadline: Lengths | None = Field(default=None, description="Seconds after arrival by which the last token is due.")
+    ttft_deadline: Lengths | None = Field(default=None, description="Seconds after arrival by which the first token is due.")
+    tbt: Lengths | None = Field(default=None, description="Most seconds between two tokens.")
     grammar_share: float = Field(default=0.0, ge=0, le=1, description="The share of requests whose answers must follow a grammar.")
 
     @model_validator(mode="after")

@@ -1,0 +1,31 @@
+"""Data sheets of GPUs: what a roofline model takes a device to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from dovetail_lab.step_time import Described
+
+
+class DataSheet(Described):
+    """What a data sheet says of one device."""
+
+    memory_bytes: float = Field(gt=0, allow_inf_nan=False, description="Bytes of its memory.")
+    bytes_per_s: float = Field(gt=0, allow_inf_nan=False, description="Bandwidth of its memory.")
+    flops: float = Field(gt=0, allow_inf_nan=False, description="Operations a second in 16 bits on matrix units, dense, sums in 32 bits.")
+    link_bytes_per_s: float = Field(32e9, gt=0, allow_inf_nan=False, description="Bandwidth to the other devices, in one direction: NVLink, or PCIe.")
+
+
+DATA_SHEETS: Mapping[str, DataSheet] = {  # by NVIDIA, dense rates; of the A10G, which AWS alone has, by AWS
+    "a10g": DataSheet(memory_bytes=24e9, bytes_per_s=600e9, flops=70e12, link_bytes_per_s=32e9),
+    "a100-40gb": DataSheet(memory_bytes=40e9, bytes_per_s=1555e9, flops=312e12, link_bytes_per_s=300e9),
+    "a100-80gb": DataSheet(memory_bytes=80e9, bytes_per_s=2039e9, flops=312e12, link_bytes_per_s=300e9),
+    "l4": DataSheet(memory_bytes=24e9, bytes_per_s=300e9, flops=121e12, link_bytes_per_s=32e9),
+    "l40s": DataSheet(memory_bytes=48e9, bytes_per_s=864e9, flops=362e12, link_bytes_per_s=32e9),
+    "h100-80gb": DataSheet(memory_bytes=80e9, bytes_per_s=3350e9, flops=989e12, link_bytes_per_s=450e9),
+    "h200": DataSheet(memory_bytes=141e9, bytes_per_s=4800e9, flops=989e12, link_bytes_per_s=450e9),
+    "b200": DataSheet(memory_bytes=180e9, bytes_per_s=8000e9, flops=2250e12, link_bytes_per_s=900e9),
+    "rtx-pro-6000": DataSheet(memory_bytes=96e9, bytes_per_s=1597e9, flops=500e12, link_bytes_per_s=64e9),
+}

@@ -1,0 +1,271 @@
+"""Data-parallel replicas: `replay_replicas` runs one trace through several equal engines, and a dealer says which engine each request goes to.
+
+Each replica is a whole simulated engine with a virtual clock and a thread of its own. No clock passes an instant at which all replicas must be looked
+at before all have come to it; then one thread acts while the others wait (`_Meeting`). So the result doesn't depend on threads.
+
+Replicas may keep in step, as those do that share the experts of a mixture: all devices begin a step together, and it takes as long as the longest.
+
+    replica 0   | prefill ................ | decode | decode |
+    replica 1   | decode | waiting ....... | decode | prefill ....
+                         a request that comes here begins ^ with the next step of all
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Condition
+from typing import TYPE_CHECKING, Any
+
+from dovetail import EngineConfig, LLMEngine
+from dovetail.api.clock import VirtualClock
+from dovetail.errors import DovetailError, UnsupportedError
+from dovetail_lab.feeding import Feeder
+from dovetail_lab.recording import Recorder
+from dovetail_lab.records import RequestRecord
+from dovetail_lab.simulate import UNREAD_MODEL
+from dovetail_lab.simulated import SimulatedExecutor
+from dovetail_lab.traces.request import Trace, TraceRequest
+
+if TYPE_CHECKING:
+    from dovetail.registry.registry import Registry
+
+Loads = Sequence[tuple[int, int]]  # (waiting, running) requests of each replica
+OVER: tuple[float, TraceRequest | None] = (math.inf, None)
+
+
+class Dealer(ABC):
+    """A way of dealing requests to replicas."""
+
+    @abstractmethod
+    def looks_at(self, arrival_s: float) -> float:
+        """Return when, at or before a request's arrival, the loads were last told to the dealer."""
+
+    @abstractmethod
+    def told(self, loads: Loads) -> None:
+        """Take note of the replicas' loads."""
+
+    @abstractmethod
+    def deal(self) -> int:
+        """Return the replica that the next request goes to."""
+
+
+class LeastLoaded(Dealer):
+    """vLLM's way (`DPLBAsyncMPClient`, since 0.9): the replica with the smallest 4 x waiting + running, the first of equal ones. Replicas tell their
+    loads every 100 ms; in between the dealer counts each request that it deals as waiting."""
+
+    TOLD_EVERY_S = 0.1
+    WAITING_COUNTS = 4
+
+    def __init__(self) -> None:
+        self._loads: list[list[int]] = []
+
+    def looks_at(self, arrival_s: float) -> float:
+        return min(math.floor(arrival_s / self.TOLD_EVERY_S) * self.TOLD_EVERY_S, arrival_s)
+
+    def told(self, loads: Loads) -> None:
+        self._loads = [[waiting, running] for waiting, running in loads]
+
+    def deal(self) -> int:
+        scores = [self.WAITING_COUNTS * waiting + running for waiting, running in self._loads]
+        chosen = scores.index(min(scores))
+        self._loads[chosen][0] += 1
+        return chosen
+
+
+def replay_replicas(
+    config: str | Path | Mapping[str, Any] | EngineConfig,
+    trace: Trace,
+    replicas: int,
+    dealer: Dealer,
+    *,
+    in_step: bool = False,
+    seed: int = 0,
+    registry: Registry | None = None,
+) -> tuple[RequestRecord, ...]:
+    """Run every request of `trace`, at its time, through the one of `replicas` engines that `dealer` chooses. Each engine is as `config` describes,
+    with the executor `simulated`; `in_step`: their devices begin each step together. Return the records of all requests, in the order of the trace.
+
+    Raises `UnsupportedError` for another executor, what `LLMEngine` raises, and what ended an engine.
+    """
+    loaded = EngineConfig.load(config, model=UNREAD_MODEL, tokenizer=None, seed=seed)
+    with ExitStack() as stack:
+        clocks = [_MeetingClock() for _ in range(replicas)]
+        engines = [stack.enter_context(LLMEngine.from_config(loaded, registry=registry, clock=clock)) for clock in clocks]
+        members = [_Replica(engine, clock, trace) for engine, clock in zip(engines, clocks, strict=True)]
+        meeting = _Meeting(members, trace, dealer)
+        for member in members:
+            member.join(meeting, in_step)
+        with ThreadPoolExecutor(replicas) as threads:
+            running = [threads.submit(member.run, meeting) for member in members]
+        errors = [error for future in running if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, BrokenMeetingError)):  # of those who only missed another, last
+            raise error
+        records = ChainMap(*(dict(member.ended) for member in members))
+    return tuple(records[request.id] for request in trace)
+
+
+class _Replica:
+    """One engine, and what it was dealt."""
+
+    def __init__(self, engine: LLMEngine, clock: _MeetingClock, trace: Trace) -> None:
+        if not isinstance(engine.core.executor, SimulatedExecutor):
+            raise UnsupportedError(f"replicas are simulated: expected executor simulated, got {type(engine.core.executor).__name__}")
+        self.core, self._clock, self._executor = engine.core, clock, engine.core.executor
+        self.core.pacing.plans_late = self._executor.options.plans_late
+        self._recorder = Recorder(engine.core, trace, 0.0)
+        nothing = replace(trace, requests=())  # what it is dealt, it is given one by one
+        self._feeder = Feeder(engine, self._executor, nothing, 0.0, self._recorder.refused)
+
+    def join(self, meeting: _Meeting, in_step: bool) -> None:
+        self._clock.meeting = meeting
+        if in_step:
+            self._executor.together = meeting.run_together
+
+    @property
+    def load(self) -> tuple[int, int]:
+        return len(self.core.books.waiting), len(self.core.books.running)
+
+    @property
+    def ended(self) -> Mapping[str, RequestRecord]:
+        return self._recorder.ended
+
+    def take(self, request: TraceRequest) -> None:
+        self._feeder.take(request, request.arrival_time)
+
+    def run(self, meeting: _Meeting) -> None:
+        """Run until all that was dealt has ended, and nothing more will be."""
+        try:
+            while self.core.has_unfinished() or meeting.next_s < math.inf:
+                if not self.core.has_unfinished():
+                    self._clock.wait_until(meeting.next_s)
+                    continue
+                delivery = self.core.step()
+                if self.core.dead is not None:
+                    raise self.core.dead
+                self._recorder.take(delivery)
+                self.core.pacing.virtual_plan_s = self._executor.plan_s
+                for request in delivery.finished:
+                    self._executor.forget(request.id)
+        except BaseException:
+            meeting.break_off()
+            raise
+        meeting.leave()
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A replica's step that is to run together with those of others. Seconds."""
+
+    ready_s: float
+    seconds: float
+    started_s: float | None = None  # None: it doesn't run yet
+
+
+class _Meeting:
+    """The instants at which all replicas are looked at: their loads are told, a request comes and is dealt, or a step begins that all run together.
+
+    A replica that comes to one waits. Once all do, the last to come does what is due first: nothing can happen any more that comes before it.
+    """
+
+    def __init__(self, members: Sequence[_Replica], trace: Trace, dealer: Dealer) -> None:
+        self._members, self._dealer = members, dealer
+        self._agenda = self._instants(trace)
+        self.next_s, self._arriving = next(self._agenda, OVER)
+        self._changed = Condition()
+        self._present, self._held = len(members), 0  # replicas that still run; instants of the agenda that are past
+        self._blocked = 0  # replicas that wait here
+        self._steps: list[_Waiting] = []  # of some of these
+        self._ended_s = -math.inf  # when the last step that all ran ended
+        self._broken = False
+
+    def attend(self) -> None:
+        """Wait until all replicas are at `next_s`, and what is due then is done."""
+        with self._changed:
+            held = self._held
+            self._block(lambda: self._held > held)
+
+    def run_together(self, ready_s: float, seconds: float) -> tuple[float, float]:
+        """Wait until a step begins that all replicas run together, at `ready_s` or later. Return when it does, and how long it takes."""
+        own = _Waiting(ready_s, seconds)
+        with self._changed:
+            self._steps.append(own)
+            self._block(lambda: own.started_s is not None)
+        assert own.started_s is not None
+        return own.started_s, own.seconds
+
+    def leave(self) -> None:
+        """Let the others not wait for one that has come to its end."""
+        with self._changed:
+            self._present -= 1
+            if self._present and self._blocked == self._present:
+                self._act()
+
+    def break_off(self) -> None:
+        """Let the others end, since one has failed."""
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+    def _block(self, done: Callable[[], bool]) -> None:
+        self._blocked += 1
+        if self._blocked == self._present:
+            self._act()
+        self._changed.wait_for(lambda: done() or self._broken)
+        if self._broken and not done():
+            raise BrokenMeetingError("another replica has failed")
+
+    def _act(self) -> None:
+        """Do what is due first, and release those who waited for it."""
+        start = max(min((step.ready_s for step in self._steps), default=math.inf), self._ended_s)
+        if start < self.next_s:
+            ready = [step for step in self._steps if step.ready_s <= start]
+            longest = max(step.seconds for step in ready)
+            for step in ready:
+                step.started_s, step.seconds = start, longest
+            self._steps = [step for step in self._steps if step.started_s is None]
+            self._ended_s = start + longest
+            self._blocked -= len(ready)
+        else:
+            if self._arriving is None:
+                self._dealer.told([member.load for member in self._members])
+            else:
+                self._members[self._dealer.deal()].take(self._arriving)
+            self.next_s, self._arriving = next(self._agenda, OVER)
+            self._held += 1
+            self._blocked = len(self._steps)
+            if self._blocked == self._present:  # nobody waited for this instant but those who wait for a step
+                self._act()
+        self._changed.notify_all()
+
+    def _instants(self, trace: Trace) -> Iterator[tuple[float, TraceRequest | None]]:
+        """Yield when to meet, in order, and the request that arrives then; None: loads are told."""
+        told_s = -math.inf
+        for request in trace:
+            looked_s = self._dealer.looks_at(request.arrival_time)
+            if looked_s > told_s:
+                told_s = looked_s
+                yield looked_s, None
+            yield request.arrival_time, request
+
+
+class BrokenMeetingError(DovetailError):
+    """Another replica has failed."""
+
+
+class _MeetingClock(VirtualClock):
+    """A replica's clock, which stops at each meeting on its way."""
+
+    meeting: _Meeting | None = None
+
+    def wait_until(self, instant: float) -> None:
+        while self.meeting is not None and self.meeting.next_s <= instant:
+            super().wait_until(self.meeting.next_s)
+            self.meeting.attend()
+        super().wait_until(instant)

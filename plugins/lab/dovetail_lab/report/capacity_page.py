@@ -1,0 +1,65 @@
+"""The page of a search for capacity: what each objective comes to at every rate that was tried, by engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dovetail_lab.capacity import Capacity
+from dovetail_lab.report.curves import Panel, Point, draw
+from dovetail_lab.report.curves_page import Curves, Table
+from dovetail_lab.report.drawing import Drawing
+from dovetail_lab.report.engine import Engine
+from dovetail_lab.slo import Objective
+from dovetail_lab.summary import title_of
+
+
+def capacity_page(
+    found: Mapping[str, Capacity],
+    objectives: Sequence[Objective],
+    own_rate: float,
+    engines: Sequence[Engine],
+    *,
+    trace: str,
+    answers: Sequence[str],
+    cautions: Sequence[str],
+    table: Table,
+    command: str,
+    files: Mapping[str, str],
+) -> Curves:
+    """Make the page. `own_rate`: requests a second of the trace as it is."""
+    wanted = ", ".join(map(str, objectives))
+    return Curves(
+        title=f"{', '.join(found)} on {trace}: rates that meet {wanted}",
+        command=command,
+        introduction=f"The trace's own rate is {own_rate:.4g} requests/s. Latencies count from arrival; who was never served misses every objective.",
+        answers=answers,
+        cautions=cautions,
+        engines=engines,
+        drawings=_drawings(found, objectives, own_rate),
+        table=table,
+        files=files,
+    )
+
+
+def _drawings(found: Mapping[str, Capacity], objectives: Sequence[Objective], own_rate: float) -> list[Drawing]:
+    def curves(place: int, figure: str) -> dict[str, list[Point]]:
+        """`figure`: "value" or "share" of the objective at that place."""
+        return {
+            name: [Point(trial.scale * own_rate, getattr(trial.judged[place], figure), trial.judged[place].met) for trial in of_engine.trials]
+            for name, of_engine in found.items()
+        }
+
+    values, within = [], []
+    for place, objective in enumerate(objectives):
+        title = title_of(objective.metric, objective.name.partition("_")[2])
+        values.append(Panel(f"{title}, s", curves(place, "value"), objective.limit_s))
+        if objective.q is not None:
+            within.append(Panel(f"{title_of(objective.metric)} within {objective.limit_s:g} s", curves(place, "share"), objective.q, share=True))
+    answers = {name: of_engine.scale * own_rate for name, of_engine in found.items() if of_engine.scale is not None}
+    how = "Hollow: the objective is missed. Upright lines: the highest rate found at which all hold."
+    asked, x_label = "The share of all requests sent; a dotted line is the share that is asked for.", "requests/s that arrive"
+    made = (
+        draw("rates", "Latency by rate", f"Of all requests sent. A dotted line is the limit. {how}", x_label, values, answers),
+        draw("objectives", "Objectives by rate", f"{asked} {how}", x_label, within, answers),
+    )
+    return [drawing for drawing in made if drawing is not None]

@@ -1,0 +1,31 @@
+"""`Engine`: what a report says of an engine beside its figures. It needs no package for drawing, so processes that run engines can make it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail_lab.records import RunResult
+from dovetail_lab.summary import conditions, source_of_times
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a page says of an engine beside its figures."""
+
+    name: str
+    settings: Mapping[str, Any]
+    conditions: str
+    times: str  # of steps, and how far off they are
+    notes: tuple[str, ...]
+
+    @property
+    def scheduler(self) -> str:
+        return str(self.settings["scheduler"])
+
+    @classmethod
+    def of(cls, name: str, runs: Sequence[RunResult]) -> Engine:
+        """From its runs, of which there is one at least: settings are the first one's, notes those of all."""
+        notes = tuple(dict.fromkeys(note for run in runs for note in run.notes))
+        return cls(name, runs[0].settings, conditions(runs[0]), source_of_times(runs[0].step_times), notes)

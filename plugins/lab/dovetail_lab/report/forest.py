@@ -1,0 +1,78 @@
+"""The figure of a comparison: each change with its interval."""
+
+from __future__ import annotations
+
+import math
+
+from matplotlib.axes import Axes
+
+from dovetail_lab.compare import Comparison, Line, Versus
+from dovetail_lab.report.drawing import Drawing
+from dovetail_lab.report.style import INK, MUTED, PAPER, color_of, make, styled
+
+_LEAST = 0.05  # an axis reaches at least so far to either side
+_STEPS = (1, 2, 2.5, 5)  # of ticks, times a power of ten
+_TICKS = (-99, -95, -90, -80, -67, -50, -33, 0, 50, 100, 200, 400, 900, 1_900, 4_900, 9_900)  # per cent, where changes are large
+_LARGE = 0.7  # |log(1 + change)| from which on the axis is logarithmic: half, or double
+
+
+def forest(comparison: Comparison) -> Drawing:
+    """Draw the changes with their intervals. Positions are logarithms of ratios, so that half is as far to the left as double to the right."""
+    lines = [line for line in comparison.versus[0].lines if not math.isnan(line.change.relative)]
+    columns = min(len(comparison.versus), 3)
+    rows = math.ceil(len(comparison.versus) / columns)
+    with styled():
+        figure, panels = make(rows, columns, (1.0 + 0.2 * max(len(lines), 2)) * rows, sharey=True)
+        for index, (panel, versus) in enumerate(zip(panels, comparison.versus, strict=False), start=1):
+            for row, line in enumerate(lines):
+                _whisker(panel, row, versus.line(line.metric, line.statistic), color_of(index))
+            panel.axvline(0, color=INK, linewidth=0.8)
+            panel.set_title(versus.other)
+            panel.set_xlabel(f"change against {versus.base}, %")
+            panel.grid(visible=False, axis="y")
+            _axis(panel, versus)
+        for panel in panels[len(comparison.versus) :]:
+            panel.set_visible(False)
+        panels[0].set_yticks(range(len(lines)), [line.label for line in lines])
+        panels[0].set_ylim(len(lines) - 0.4, -0.6)
+    level = 100 * comparison.method.confidence
+    return Drawing(
+        "changes",
+        "Changes",
+        f"With {level:g} % intervals, where there is a line; hollow: no measurable difference, runs too short to tell, or no interval. Of latencies, "
+        "left is better. Half is as far from the middle as double.",
+        figure,
+    )
+
+
+def _whisker(panel: Axes, row: int, line: Line, color: str) -> None:
+    change, sure = line.change, line.measurable
+    if math.isnan(change.relative):
+        return
+    shade = color if sure else MUTED
+    if not math.isnan(change.low):
+        panel.plot([math.log1p(change.low), math.log1p(change.high)], [row, row], color=shade, linewidth=1.6, solid_capstyle="butt")
+    panel.plot([math.log1p(change.relative)], [row], "o", markersize=4.5, markeredgecolor=shade, markerfacecolor=shade if sure else PAPER)
+
+
+def _axis(panel: Axes, versus: Versus) -> None:
+    """Set the limits and about five ticks, in per cent."""
+    changes = [change for line in versus.lines for change in (line.change.low, line.change.relative, line.change.high) if math.isfinite(change)]
+    low, high = (math.log1p(end(changes, default=0.0)) for end in (min, max))
+    low, high = min(low, -_LEAST), max(high, _LEAST)
+    margin = 0.06 * (high - low)
+    panel.set_xlim(low - margin, high + margin)
+    if max(-low, high) > _LARGE:
+        ticks: list[float] = [tick for tick in _TICKS if low - margin <= math.log1p(tick / 100) <= high + margin]
+        ticks = [tick for place, tick in enumerate(ticks) if len(ticks) <= 6 or (place - ticks.index(0)) % 2 == 0]
+    else:
+        ticks = _even_ticks(100 * math.expm1(low - margin), 100 * math.expm1(high + margin))
+    panel.set_xticks([math.log1p(tick / 100) for tick in ticks], [f"{tick:+g}" if tick else "0" for tick in ticks])
+
+
+def _even_ticks(low: float, high: float) -> list[float]:
+    """Return multiples of a round number from `low` to `high`, six at most."""
+    rough = (high - low) / 6
+    power = 10 ** math.floor(math.log10(rough))
+    step = next((one * power for one in _STEPS if one * power >= rough), 10 * power)
+    return [place * step for place in range(math.ceil(low / step), math.floor(high / step) + 1)]

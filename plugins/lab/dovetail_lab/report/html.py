@@ -1,0 +1,68 @@
+"""Rendering a report's page from its template, and writing it with the files beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from dovetail_lab.report.drawing import Drawing
+from dovetail_lab.report.engine import Engine
+from dovetail_lab.report.settings import differences, in_full
+from dovetail_lab.report.style import lay_out, png, svg
+from dovetail_lab.writing import make_folder, write_whole
+
+PAGE = "report.html"
+
+
+def write_page(
+    template: str, title: str, command: str, engines: Sequence[Engine], drawings: Sequence[Drawing], out: Path, tables: Mapping[str, str], **more: Any
+) -> list[Path]:
+    """Write a page, its figures as PNG and its `tables` (by file name) into the new folder `out`, and return the files, the page first.
+
+    Each figure is laid out once, for all formats. Raises `ConfigError` if a file can't be written.
+    """
+    for drawing in drawings:
+        lay_out(drawing.figure)
+    environment = Environment(
+        loader=PackageLoader("dovetail_lab.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"breakable": _breakable, "unbroken": _unbroken}
+    settings = {engine.name: engine.settings for engine in engines}
+    page = environment.get_template(template).render(
+        title=title,
+        command=command,
+        engines=engines,
+        drawings=[(drawing, Markup(svg(drawing.figure, drawing.name))) for drawing in drawings],
+        settings={name: in_full(one) for name, one in settings.items()},
+        differing=differences(settings),
+        notes=_notes(engines),
+        **more,
+    )
+    files: dict[str, str | bytes] = {PAGE: page, **tables, **{f"{drawing.name}.png": png(drawing.figure) for drawing in drawings}}
+    make_folder(out)
+    for name, content in files.items():
+        write_whole(out / name, content)
+    return [out / name for name in files]
+
+
+def _breakable(text: str) -> Markup:
+    """Let a column's title break after underscores, so that a table of many columns fits the page."""
+    return Markup(escape(text).replace("_", Markup("_<wbr>")))
+
+
+def _unbroken(text: str) -> str:
+    """Keep a number and its per cent sign on one line."""
+    return text.replace(" %", "\N{NO-BREAK SPACE}%")
+
+
+def _notes(engines: Sequence[Engine]) -> list[str]:
+    """Return each note once, with the names of the engines that have it, unless all do."""
+    names: dict[str, list[str]] = {}
+    for engine in engines:
+        for note in engine.notes:
+            names.setdefault(note, []).append(engine.name)
+    return [note if len(own) == len(engines) else f"{', '.join(own)}: {note}" for note, own in names.items()]

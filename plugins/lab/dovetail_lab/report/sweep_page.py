@@ -1,0 +1,91 @@
+"""The page of a sweep: a curve for each combination of settings, over the rate of arrivals or over a setting that is a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from dovetail_lab.report.curves import Panel, Point, draw
+from dovetail_lab.report.curves_page import Curves, Table
+from dovetail_lab.report.drawing import Drawing
+from dovetail_lab.slo import Objective
+from dovetail_lab.summary import title_of
+from dovetail_lab.sweep import ARRIVALS, RATE, Row
+
+_SHOWN = ("ttft_p99", "tpot_p99", "itl_p99", "e2e_mean")
+_NO_FIGURE = "There is no figure: no axis is a number with two values or more. --rates shows how latencies grow with the rate of arrivals."
+
+
+def sweep_page(
+    name: str, trace: str, rows: Sequence[Row], objectives: Sequence[Objective], seeds: int, table: Table, command: str, files: Mapping[str, str]
+) -> Curves:
+    """Make the page. `rows`: one for each point of the grid, means over `seeds`; `name`: the engine's."""
+    axis = _axis(rows)
+    drawings = [] if axis is None else _drawings(name, rows, axis, objectives, seeds)
+    over = f", means over {seeds} seeds" if seeds > 1 else ""
+    combinations = "1 combination" if len(rows) == 1 else f"{len(rows):,} combinations"
+    return Curves(
+        title=f"{name} on {trace}",
+        command=command,
+        introduction=f"{combinations} of {', '.join(rows[0].point.values)}{over}. Latencies count from arrival. Settings are those of the first.",
+        answers=(),
+        cautions=(),
+        engines=[rows[0].engine],
+        drawings=drawings,
+        table=table,
+        absent="" if drawings else _NO_FIGURE,
+        files=files,
+    )
+
+
+def _axis(rows: Sequence[Row]) -> str | None:
+    """Return the horizontal axis: the rate, or else the first key whose values are numbers, of which there must be two."""
+    for key in sorted(rows[0].point.values, key=lambda key: key != RATE):
+        values = {row.point.values[key] for row in rows}
+        if len(values) > 1 and all(map(_number, values)):
+            return key
+    return None
+
+
+def _number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _drawings(name: str, rows: Sequence[Row], axis: str, objectives: Sequence[Objective], seeds: int) -> list[Drawing]:
+    def curves(figure: str, objective: Objective | None = None) -> dict[str, list[Point]]:
+        made: dict[str, list[Point]] = {}
+        for row in rows:
+            x = row.figures[ARRIVALS] if axis == RATE else float(row.point.values[axis])
+            missed = objective is not None and row.figures[f"slo_{objective.name}"] > objective.limit_s
+            made.setdefault(_name(name, row, axis), []).append(Point(x, row.figures[figure], None if objective is None else not missed))
+        return {name: sorted(points, key=lambda point: point.x) for name, points in made.items()}
+
+    x_label = "requests/s that arrive" if axis == RATE else axis
+    over = f" Means over {seeds} seeds." if seeds > 1 else ""
+    judged = [Panel(_title(one.name), curves(f"slo_{one.name}", one), one.limit_s) for one in objectives]
+    plain = [Panel(_title(shown), curves(shown)) for shown in _SHOWN if shown not in {one.name for one in objectives}]
+    throughput = Panel("output tokens/s", curves("output_rate"))
+    within = [
+        Panel(f"{title_of(one.metric)} within {one.limit_s:g} s", curves(f"slo_{one.name}_within", one), one.q, share=True)
+        for one in objectives
+        if one.q is not None
+    ]
+    kept = " A panel with a dotted limit is of all requests sent, as the objective is; hollow: missed." if objectives else ""
+    made = (
+        draw("rates", "Latency and throughput", f"Of completed requests.{kept}{over}", x_label, [*judged, *plain, throughput]),
+        draw("objectives", "Objectives", f"The share of all requests sent; dotted: the share asked for; hollow: missed.{over}", x_label, within),
+    )
+    return [drawing for drawing in made if drawing is not None]
+
+
+def _name(name: str, row: Row, axis: str) -> str:
+    """Return a curve's name: its settings, without the axis; the engine's name if there are no others."""
+    return ", ".join(f"{key}={value}" for key, value in row.point.values.items() if key != axis) or name
+
+
+def _title(figure: str) -> str:
+    metric, _, statistic = figure.partition("_")
+    return f"{title_of(metric, statistic)}, s"

@@ -1,0 +1,116 @@
+"""Data-parallel replicas: each is the engine that it would be alone, and a request goes where the dealer says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dovetail.errors import DovetailError
+from dovetail_lab.replicas import Dealer, LeastLoaded, Loads, replay_replicas
+from dovetail_lab.simulate import replay
+from dovetail_lab.traces import TraceRequest
+from dovetail_schedulers.fcfs import FCFS
+from tests.lab.runs import engine, request, trace
+from tests.lab.test_simulated import seconds
+from tests.support import examples
+
+arrivals = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=25)
+
+
+def requests(drawn: list[tuple[int, int, int]]) -> list[TraceRequest]:
+    return [request(index, at / 20, prompt=prompt, output=output) for index, (at, prompt, output) in enumerate(sorted(drawn))]
+
+
+class RoundRobin(Dealer):
+    """Deals in turn, and keeps what it was told."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas, self.dealt = replicas, 0
+        self.loads: list[tuple[tuple[int, int], ...]] = []
+
+    def looks_at(self, arrival_s: float) -> float:
+        return arrival_s
+
+    def told(self, loads: Loads) -> None:
+        self.loads.append(tuple(loads))
+
+    def deal(self) -> int:
+        self.dealt += 1
+        return (self.dealt - 1) % self.replicas
+
+
+@examples(quick=3, full=200)
+@given(drawn=arrivals, overlap=st.booleans())
+def test_a_replica_is_the_engine_that_it_would_be_alone(drawn: list[tuple[int, int, int]], overlap: bool) -> None:
+    sent, config = requests(drawn), engine(overlap=overlap, executor={"plans_late": False})
+    together = replay_replicas(config, trace(*sent), 2, RoundRobin(2))
+    for turn in range(2):
+        if not (own := sent[turn::2]):
+            continue
+        for alone, beside in zip(replay(config, trace(*own)), together[turn::2], strict=True):
+            np.testing.assert_array_equal(alone.token_times_s, beside.token_times_s)
+
+
+@examples(quick=3, full=200)
+@given(drawn=arrivals, overlap=st.booleans())
+def test_equal_replicas_in_step_are_each_the_engine_alone(drawn: list[tuple[int, int, int]], overlap: bool) -> None:
+    sent, config = requests(drawn), engine(overlap=overlap, executor={"plans_late": False})
+    twins = [replace(one, id=f"{one.id}{twin}") for one in sent for twin in "ab"]
+    together = replay_replicas(config, trace(*twins), 2, RoundRobin(2), in_step=True)
+    for index, alone in enumerate(replay(config, trace(*sent))):
+        for beside in together[2 * index : 2 * index + 2]:
+            np.testing.assert_allclose(alone.token_times_s, beside.token_times_s, rtol=1e-12)
+
+
+def test_replicas_in_step_begin_together_and_take_as_long_as_the_longest() -> None:
+    answer, prompt = replay_replicas(
+        engine(), trace(request(0, 0.0, prompt=10, output=4), request(1, 0.001, prompt=60, output=2)), 2, RoundRobin(2), in_step=True
+    )
+    first, both, third, last = seconds((10, 0)), seconds((60, 0)), max(seconds((1, 11)), seconds((1, 60))), seconds((1, 12))
+    np.testing.assert_allclose(answer.token_times_s, np.cumsum([first, both, third, last]))
+    np.testing.assert_allclose(prompt.token_times_s, np.cumsum([first + both, third]))
+
+
+def test_the_dealer_is_told_how_many_wait_and_run_at_that_time() -> None:
+    dealer = RoundRobin(2)
+    sent = [request(index, 0.1 * index, prompt=10, output=200) for index in range(5)]
+    replay_replicas(engine(max_num_seqs=1), trace(*sent), 2, dealer)
+    assert dealer.loads == [((0, 0), (0, 0)), ((0, 1), (0, 0)), ((0, 1), (0, 1)), ((1, 1), (0, 1)), ((1, 1), (1, 1))]
+
+
+def test_the_least_loaded_gets_a_request_and_waiting_counts_four_times() -> None:
+    dealer = LeastLoaded()
+    dealer.told([(0, 5), (1, 0), (0, 5)])
+    assert [dealer.deal() for _ in range(4)] == [1, 0, 2, 1], "who was dealt one counts as having one more that waits"
+    assert dealer.looks_at(0.37) == pytest.approx(0.3)
+
+
+def test_two_replicas_share_a_load_that_one_would_queue() -> None:
+    sent = [request(index, 0.1 * index, prompt=20, output=30) for index in range(20)]
+
+    def mean_s(replicas: int) -> float:
+        return float(np.mean([record.finished_s - record.arrival_s for record in replay_replicas(engine(), trace(*sent), replicas, LeastLoaded())]))
+
+    assert mean_s(2) < mean_s(1) / 2
+
+
+def test_what_ends_one_replica_is_raised_and_the_others_do_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: FCFS, step: Any) -> None:
+        if step.waiting and step.waiting[0].id == "3":
+            raise RuntimeError("made up")
+        plain(self, step)
+
+    plain = FCFS.schedule
+    monkeypatch.setattr(FCFS, "schedule", fail)
+    with pytest.raises(DovetailError, match="made up"):
+        replay_replicas(engine(), trace(*(request(index, index / 10) for index in range(6))), 3, RoundRobin(3))
+
+
+def test_only_simulated_engines_are_replicated() -> None:
+    with pytest.raises(DovetailError, match="fake"):
+        replay_replicas({"executor": {"name": "fake"}}, trace(request(0)), 2, LeastLoaded())
