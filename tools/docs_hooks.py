@@ -109,6 +109,17 @@ def server_settings() -> str:
     return _table(ServerSettings, ServerSettings.model_json_schema()["properties"], "option")
 
 
+def job_keys() -> str:
+    """The keys of a job file of `dovetail batch`."""
+    from dovetail_batch.job import Input, Job, Output
+
+    types = {"engine": "text, mapping or a list of these", "input": "path or mapping, see below", "output": "path or mapping, see below"}
+    tables = [_table(Job, Job.model_json_schema()["properties"], "key", types=types, anchor="job.")]
+    for name, model, kinds in (("input", Input, {"columns": "mapping"}), ("output", Output, {})):
+        tables.append(_table(model, model.model_json_schema()["properties"], "key", prefix=f"{name}.", anchor="job.", types=kinds))
+    return "\n\n".join(tables)
+
+
 def request_fields() -> str:
     """The fields of the server's endpoints that change nothing, and those of which not every value is supported."""
     from dovetail_server.protocol.openapi import NO_EFFECT, ONLY, OPERATIONS
@@ -271,6 +282,7 @@ PIECES: dict[str, Callable[[], str]] = {
     "plugins keys": plugins_keys,
     "limits keys": limits_keys,
     "server settings": server_settings,
+    "job keys": job_keys,
     "request fields": request_fields,
     "built-in components": built_in_components,
     "api versions": api_versions,

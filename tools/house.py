@@ -36,6 +36,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # a box of the drawing -> the modules 
         "dovetail.checks",
         "dovetail.frozen",
         "dovetail.json_files",
+        "dovetail.whole_files",
         "dovetail.where",
         "dovetail.roadmap",
         "dovetail.errors",

@@ -14,6 +14,7 @@ from dovetail.checks import shown
 from dovetail.errors import ConfigError
 from dovetail.limits import Limits
 from dovetail.registry.auto import attention_candidates, chosen_grammar
+from dovetail.registry.plugin import NAMESPACE
 from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
@@ -46,9 +47,19 @@ class ComponentChoice:
     options: Mapping[str, Any] = field(default_factory=dict)
     where: Where | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def label(self) -> str:
+        """The name as people know it: that of a built-in without "dovetail:"."""
+        return self.name.removeprefix(f"{NAMESPACE}:")
+
     def plain(self) -> str | dict[str, Any]:
         """Return the choice as plain values for YAML."""
         return {"name": self.name, **self.options} if self.options else self.name
+
+
+def _built_in(name: str) -> ComponentChoice:
+    """Return a default. Its name is in full, so that it stays what it is when somebody installs a component of the same short name."""
+    return ComponentChoice(f"{NAMESPACE}:{name}")
 
 
 def _as_choice(value: Any) -> Any:
@@ -107,6 +118,10 @@ class EngineConfig(BaseModel):
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """Source of the weights. auto: safetensors. dummy: random weights, for benchmarks."""
 
+    quantization: Annotated[str, Field(min_length=1)] | None = None
+    """How the weights of linear layers are stored. null: as the checkpoint's quantization_config says. fp8: a plain checkpoint is quantized while it
+    loads. Any other must be what the checkpoint says."""
+
     max_model_len: Annotated[int, Field(gt=0, le=MAX_COUNT)] | None = None
     """Most tokens of a sequence, prompt and output together. null: the model's own length."""
 
@@ -116,6 +131,10 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: Annotated[int, Field(gt=0, le=MAX_COUNT)] = 8192
     """Most tokens that one step computes."""
 
+    pace: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 2.0
+    """How many times as long as its decodes alone prompts may make a step, by estimate, while answers are streamed, whatever the scheduler (but for
+    those that claim to stall). null: prompts may fill the token budget."""
+
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that the engine may use, on each GPU: weights and buffers, with all the rest for K and V."""
 
@@ -123,6 +142,13 @@ class EngineConfig(BaseModel):
         None
     )
     """Memory for K and V, like 4GiB, instead of a share of the GPU's; with several ranks each one's. null: what `gpu_memory_utilization` leaves."""
+
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3"] = "auto"
+    """Type of K and V in the cache. auto: that of the activations. fp8 (fp8_e4m3 is the same): half the memory of 16 bits, so twice the tokens."""
+
+    kv_cache_scales: Literal["auto", "calibrate"] = "auto"
+    """What K and V of each layer are divided by before they become fp8. auto: the checkpoint's k_scale and v_scale, else 1. calibrate: fitted to the
+    prompts of the first step."""
 
     block_size: Annotated[Literal["auto"] | int, BeforeValidator(_as_block_size)] = "auto"
     """Tokens in a block of K and V. auto: the smallest size from 16 on that the attention backend supports."""
@@ -142,23 +168,23 @@ class EngineConfig(BaseModel):
     limits: Limits = Limits()
     """Bounds on what one request may ask for."""
 
-    scheduler: Choice = ComponentChoice("fcfs")
+    scheduler: Choice = _built_in("fcfs")
     """The policy, which decides which requests run in each step."""
 
-    kv_cache: Choice = ComponentChoice("prefix")
+    kv_cache: Choice = _built_in("prefix")
     """The KV-cache manager, which gives blocks of K and V to requests and shares them."""
 
     attention: Choice = ComponentChoice("auto")
     """The attention backend. auto: the first built-in backend that can serve the model: triton on a GPU, else torch."""
 
-    sampler: Choice = ComponentChoice("default")
+    sampler: Choice = _built_in("default")
     """The sampler, which draws tokens from the logits."""
 
     grammar: Choice = ComponentChoice("auto")
     """The grammar backend, which holds answers to a schema, a regular expression or a grammar. It is made when a request first asks for that. auto:
     llguidance, or xgrammar if only that is installed."""
 
-    executor: Choice = ComponentChoice("local")
+    executor: Choice = _built_in("local")
     """The executor, which computes the steps."""
 
     observers: Annotated[tuple[Choice, ...], BeforeValidator(_as_choices)] = ()
@@ -226,6 +252,22 @@ class EngineConfig(BaseModel):
         """Return the grammar backend that requests may ask for, if there is one: see `dovetail.registry.auto`."""
         return chosen_grammar(registry, self.grammar.name, self.grammar.options, self.grammar.where)
 
+    def in_full(self, registry: Registry) -> dict[str, Any]:
+        """Return every key as plain values for YAML: components by qualified name, with all their options, defaults included. `auto` stays where
+        the engine has more than one to choose from, or none. Raises what finding a component and validating its options does."""
+
+        def resolved(kind: Kind, choice: ComponentChoice) -> Any:
+            return registry.resolve(kind, choice.name, choice.options, choice.where).in_full()
+
+        attention, grammar = self.attention_candidates(registry), self.chosen_grammar(registry)
+        return {
+            **self.model_dump(mode="json"),
+            **{key: resolved(kind, getattr(self, key)) for key, kind in COMPONENT_KEYS.items() if key not in ("attention", "grammar", "observers")},
+            "attention": attention[0].in_full() if len(attention) == 1 else "auto",
+            "grammar": "auto" if grammar is None else grammar.in_full(),
+            "observers": [resolved("observer", choice) for choice in self.observers],
+        }
+
     def executor_config(self, model_dir: Path) -> ExecutorConfig:
         """Return the settings that concern an executor, for a model whose directory was found."""
         from dovetail.api.executor import ExecutorConfig  # here, since it imports numpy, which `dovetail config` doesn't need
@@ -243,6 +285,9 @@ class EngineConfig(BaseModel):
             cuda_graphs=self.cuda_graphs,
             overlap=self.overlap,
             seed=self.seed,
+            kv_cache_dtype="float8_e4m3fn" if self.kv_cache_dtype.startswith("fp8") else self.kv_cache_dtype,
+            kv_cache_scales=self.kv_cache_scales,
+            quantization=self.quantization,
         )
 
 

@@ -5,6 +5,8 @@ The texts tell the reader what was wrong, where, and what would be right.
 
 from __future__ import annotations
 
+import traceback
+
 DISTRIBUTION = "dovetail-llm"  # Dovetail's name for pip; the package index has another `dovetail`
 
 
@@ -61,3 +63,24 @@ def describe(error: BaseException) -> str:
     except BaseException as another:
         text = f"(its text can't be had: {type(another).__name__})"
     return f"{name}: {text}" if text else name
+
+
+def raised_at(error: BaseException, package: str) -> str:
+    """Return "FILE:LINE" of the innermost call in a package at which an error, or the first of its causes, was raised; empty if there is none.
+
+    `package` is the name of a top-level package, like "dovetail_fair".
+    """
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and cause not in chain:
+        chain.append(cause)
+    for one in reversed(chain):
+        for frame, line in reversed(list(traceback.walk_tb(one.__traceback__))):
+            if str(frame.f_globals.get("__name__")).partition(".")[0] == package:
+                return f"{frame.f_code.co_filename}:{line}"
+    return ""
+
+
+def describe_raised(error: BaseException, package: str) -> str:
+    """Return the type and text of an error, and where in a package it was raised if that is known."""
+    place = raised_at(error, package)
+    return f"{describe(error)} ({place})" if place else describe(error)

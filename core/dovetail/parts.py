@@ -130,8 +130,9 @@ def all_of(problems: Sequence[DovetailError]) -> DovetailError:
 
 @contextmanager
 def _noting(problems: list[DovetailError]) -> Iterator[None]:
-    """Suppress a `DovetailError` and append it to `problems`."""
+    """Suppress a `DovetailError` and append it to `problems`, unless one says the same: a module that can't be imported may be wanted twice."""
     try:
         yield
     except DovetailError as error:
-        problems.append(error)
+        if str(error) not in map(str, problems):
+            problems.append(error)

@@ -21,11 +21,13 @@ FinishReason = Literal["stop", "length", "abort", "rejected", "error"]
 
 
 def token_array(token_ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return `token_ids` as a read-only int64 array; an array is returned as it is. Raises `OverflowError` if an id needs more than 64 bits."""
+    """Return `token_ids` as a read-only int64 array, of an array a view. Raises `OverflowError` if an id needs more than 64 bits."""
     import numpy as np  # here, since a command line that only shows its help doesn't need it
 
     if isinstance(token_ids, np.ndarray):
-        return token_ids
+        view = token_ids.view()
+        view.flags.writeable = False
+        return view
     try:
         packed = struct.pack(f"{len(token_ids)}q", *token_ids)  # five times as fast as numpy alone
     except struct.error:
@@ -55,6 +57,8 @@ class Request:
         "priority",
         "prompt_array",
         "prompt_tokens",
+        "tbt_s",
+        "ttft_deadline",
     )
 
     def __init__(
@@ -72,9 +76,11 @@ class Request:
         parent: str | None = None,
         cache_keys: tuple[str, ...] = (),
         extra: Mapping[str, Any] | None = None,
+        ttft_deadline: float | None = None,
+        tbt_s: float | None = None,
     ) -> None:
-        """Make a request. `prompt_token_ids`: an int64 array is kept as it is, and must not change afterwards; any other sequence is copied into one.
-        Raises `OverflowError` if an id needs more than 64 bits."""
+        """Make a request. `prompt_token_ids`: of an int64 array a read-only view is kept, and it must not change afterwards; any other sequence is
+        copied. Raises `OverflowError` if an id needs more than 64 bits."""
         self.id = id
         self.prompt_array = token_array(prompt_token_ids)
         self._prompt_token_ids: tuple[int, ...] | None = None
@@ -85,6 +91,8 @@ class Request:
         self.client = client
         self.priority = priority  # smaller is more important
         self.deadline = deadline  # absolute, for the last token
+        self.ttft_deadline = ttft_deadline  # absolute, for the first token
+        self.tbt_s = tbt_s  # the most seconds between two of its tokens that its user asks for
         self.predicted_tokens = predicted_tokens  # a predicted length of the output, in tokens, if given
         self.parent = parent  # for a sample of n > 1, the id of the user's request
         self.cache_keys = cache_keys  # salt, adapters: requests share K and V only if theirs are equal

@@ -11,7 +11,6 @@ _NAMES = {  # heading of the roadmap -> commands, keys and parameters that belon
     "LoRA adapters": "lora enable_lora lora_modules lora_request lora_path max_loras max_lora_rank adapter",
     "Speculative decoding": "speculative_config speculative_model num_speculative_tokens draft_model spec_decode",
     "Embeddings and scores": "embed embeddings score classify rerank task runner pooler_config",
-    "FP8 weights and K and V": "quantization quant fp8 load_in_4bit load_in_8bit kv_cache_dtype",
     "Mixture of experts": "enable_expert_parallel expert_parallel_size moe",
     "Several machines": "pipeline_parallel_size data_parallel_size pp dp distributed_executor_backend num_nodes",
 }

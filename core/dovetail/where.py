@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 KeyPath = tuple[str | int, ...]
 
 LISTED = 10  # problems that one error lists; the rest are counted
+MOVED = {"max_stretch": "it is the engine's key `pace` now, which holds for every scheduler: `pace: 2.0` beside `scheduler`, or `pace: null`"}
 MAX_KEY = 200  # most characters of a key in an error
 
 
@@ -97,6 +98,8 @@ def _message(path: KeyPath, details: Sequence[ErrorDetails], model: type[BaseMod
 
 def unknown_key(wrong: str, valid: Sequence[str], noun: str) -> str:
     """Return the message for an unknown key."""
+    if now := MOVED.get(wrong):
+        return f"unknown {noun}: {now}"
     if planned := not_yet(wrong):
         return f"unknown {noun}: {planned}"
     if not valid:

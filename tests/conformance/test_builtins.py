@@ -5,6 +5,7 @@ The suites are classes that pytest collects, as a plugin's author would write th
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from dovetail.registry.registry import Registry
 from dovetail.registry.requirements import missing_requirements
 from dovetail.registry.resolved import ResolvedComponent
+from dovetail.testing import hygiene
+from dovetail.testing.processes import run_python
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites import repeatable, scheduler, suite_for
 from tests.support import FULL
@@ -26,7 +29,6 @@ NEEDS_GPUS = {"tensor"}  # or none: then its ranks are on the CPU
 NEEDS_TIME = {"tensor"}  # each check starts processes: in the full profile alone
 NEEDS_MORE = {"flash_attn"}  # a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the real one
 OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # tried beside the defaults in the full profile
-    "fcfs": ({"max_stretch": None},),
     "priority": ({"aging_s": 5.0},),
     "mlfq": ({"levels": 3, "quantum": 4, "growth": 2, "starve_s": 3.0},),
     "vtc": ({"weights": {"a": 2.0}},),
@@ -63,6 +65,24 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if not FULL:
         monkeypatch.setattr(scheduler, "for_all", for_some)
+
+
+_started: set[tuple[Any, ...]] = set()  # what processes were started for
+
+
+@pytest.fixture(autouse=True)
+def fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plugin declares is looked at once for all of its components; and the quick profile starts one component of each package in a new
+    process."""
+
+    def once(code: str, stdin: bytes, what: str, *args: str) -> None:
+        module = pickle.loads(stdin)[0] if stdin else ""  # "package.module" of the component to start
+        about = (code, stdin if FULL else module.partition(".")[0], *args)
+        if about not in _started:
+            run_python(code, stdin, what, *args)
+            _started.add(about)
+
+    monkeypatch.setattr(hygiene, "run_python", once)
 
 
 @pytest.fixture(autouse=True)

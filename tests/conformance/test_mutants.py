@@ -18,8 +18,9 @@ CAUGHT_ELSEWHERE = {"hygiene.declaration"}  # in test_runner.py: its mutant has 
 def test_mutant_is_caught_by_its_check(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repeatable, "SHRINK_S", 0.0)  # any failing example will do
     check = checks_of(mutant.suite)[mutant.caught_by]
-    with pytest.raises(mutant.error):
+    with pytest.raises(mutant.error) as raised:
         getattr(mutant.suite(), check.attribute)()
+    assert "positional argument" not in str(raised.value), "the mutant itself calls something wrongly"
 
 
 def test_every_check_has_a_mutant() -> None:

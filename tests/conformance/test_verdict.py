@@ -21,12 +21,12 @@ from tests.conformance import tiny
 """
 
 CLASSES = {  # name -> decorator, what the class changes, its verdict
-    "TestGood": ("", "", "CONFORMANT scheduler api=0.2, 8/8, 1 capabilities absent, 0 waived"),
-    "TestUnordered": ("", "component = tiny.Unordered", "CONFORMANT scheduler api=0.2, 7/7, 2 capabilities absent, 0 waived"),
-    "TestOwnTests": ("", "def test_mine(self): self.helper()\n    def helper(self): ...", "CONFORMANT scheduler api=0.2, 8/8, …"),
-    "TestWaived": ("", f"component = tiny.Broken\n    waivers = {{'tiny.second': {WAIVER}}}", "CONFORMANT scheduler api=0.2, 7/8, …, 1 waived"),
-    "TestBroken": ("", "component = tiny.Broken", "NOT CONFORMANT scheduler api=0.2, 7/8, …: tiny.second"),
-    "TestHangs": ("", "component = tiny.Hanging\n    time_limit_s = 5", "NOT CONFORMANT scheduler api=0.2, 7/8, …: tiny.second"),
+    "TestGood": ("", "", "CONFORMANT scheduler api=0.3, 8/8, 1 capabilities absent, 0 waived"),
+    "TestUnordered": ("", "component = tiny.Unordered", "CONFORMANT scheduler api=0.3, 7/7, 2 capabilities absent, 0 waived"),
+    "TestOwnTests": ("", "def test_mine(self): self.helper()\n    def helper(self): ...", "CONFORMANT scheduler api=0.3, 8/8, …"),
+    "TestWaived": ("", f"component = tiny.Broken\n    waivers = {{'tiny.second': {WAIVER}}}", "CONFORMANT scheduler api=0.3, 7/8, …, 1 waived"),
+    "TestBroken": ("", "component = tiny.Broken", "NOT CONFORMANT scheduler api=0.3, 7/8, …: tiny.second"),
+    "TestHangs": ("", "component = tiny.Hanging\n    time_limit_s = 1", "NOT CONFORMANT scheduler api=0.3, 7/8, …: tiny.second"),
     "TestOverrides": ("", "def test_first(self): ...", "NOT CONFORMANT …, 7/8, …: tiny.first"),
     "TestDeletes": ("", "test_first = None", "NOT CONFORMANT …, 7/8, …: tiny.first"),
     "TestAliases": ("", "test_again = tiny.TinySuite.test_first", "NOT CONFORMANT …, 7/8, …: tiny.first"),
@@ -136,7 +136,8 @@ def test_deselecting_a_check_fails_the_session(tmp_path: Path, args: list[str]) 
 
 
 def test_where_a_check_hung_is_told(printed: str) -> None:
-    assert re.search(r"it hung, and was ended after 5 s\n.* in wait \(threading\.py:\d+\)(\n.*)* in wait \(tiny\.py:\d+\)", printed), printed
+    said = r"it hung, and was ended after 1 s; the suite's time_limit_s gives it longer"
+    assert re.search(said + r"\n.* in wait \(threading\.py:\d+\)(\n.*)* in wait \(tiny\.py:\d+\)", printed), printed
 
 
 def test_only_collecting_judges_nobody(tmp_path: Path) -> None:

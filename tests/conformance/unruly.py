@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
-import time
 from contextlib import suppress
 
 from dovetail.api.observer import EngineStopped, Observer
@@ -17,11 +17,6 @@ class Unruly(Observer):
             self.misbehave()
 
     def misbehave(self) -> None: ...
-
-
-class Hangs(Unruly):
-    def misbehave(self) -> None:
-        time.sleep(1000)
 
 
 class Exits(Unruly):
@@ -90,3 +85,13 @@ class DiesAtOnce(Observer):
 class Interrupts(Observer):
     def __init__(self, *args: object) -> None:
         raise KeyboardInterrupt
+
+
+class Crashes(Unruly):
+    def misbehave(self) -> None:
+        ctypes.string_at(0)
+
+
+class HangsInC(Unruly):
+    def misbehave(self) -> None:
+        ctypes.PyDLL(None).sleep(1000)  # and keeps the GIL meanwhile

@@ -51,6 +51,20 @@ def test_noise_and_slow_steps_hardly_matter() -> None:
         assert fit.estimate_s(*point) == pytest.approx(true_s(*point), rel=0.1)
 
 
+def test_the_error_is_unknown_at_first_and_then_that_of_the_device() -> None:
+    def error(spread: float) -> float:
+        fit, at, dice = StepTimeFit(), points(1), random.Random(1)
+        for index in range(400):
+            assert (fit.error() == math.inf) == (index <= 4)
+            point = next(at)
+            fit.update(true_s(*point) * (1 + dice.gauss(0, spread)), *point)
+        return fit.error()
+
+    assert error(0.0) < 0.005
+    assert error(0.05) == pytest.approx(0.05, rel=0.2)
+    assert error(0.2) == pytest.approx(0.2, rel=0.2)
+
+
 def test_a_device_that_changes_is_followed() -> None:
     fit, at = StepTimeFit(), points(2)
     for index in range(2_000):
@@ -114,3 +128,4 @@ def check_sane(fit: StepTimeFit) -> None:
         assert math.isfinite(estimate)
         assert estimate >= 0.0
     assert fit.estimate_s(100, 10, 1000) <= fit.estimate_s(200, 20, 2000), "more work never takes less time"
+    assert fit.error() >= 0.0

@@ -45,6 +45,14 @@ def test_samples_are_shown_once_a_sibling_has_planned_their_prompt() -> None:
     assert shown[:3] == [["s#0"], ["s#0"], ["s#0", "s#1", "s#2"]]
 
 
+def test_those_held_back_can_be_seen_until_they_are_shown() -> None:
+    seen: list[list[str]] = []
+    world = World(always(lambda step: (seen.append([request.id for request in step.held_back]), fcfs(step))), Shape(max_tokens=6))
+    world.add(Spec("s", PROMPT, n=3, max_tokens=4))
+    world.drain()
+    assert seen[:3] == [["s#1", "s#2"], ["s#1", "s#2"], []]
+
+
 def test_who_is_held_back_is_refused_not_now_and_may_be_rejected() -> None:
     class Knows(FCFS):
         def schedule(self, step: Step) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
-from dovetail.api.scheduler import Grant, Refusal, Scheduler, Step
+from dovetail.api.observer import StepFinished
+from dovetail.api.scheduler import Fit, Grant, Refusal, Scheduler, Step
 from dovetail.errors import EngineDeadError, PolicyError
 from dovetail.request import Request
 from tests.engine.policies import always, fcfs, named, scripted
@@ -112,6 +114,91 @@ def test_cost_says_what_a_grant_takes() -> None:
     shared = {"a": A, "b": (*A, 9), "c": A[:5]}  # b and c share blocks that a computes in this very step
     world = run(plan, shape=Shape(max_tokens=64), prompts=shared)
     assert world.core.stats.cached_tokens == 12
+
+
+def test_tokens_are_shared_in_whole_blocks_but_for_the_last_and_between_requests_of_one_salt() -> None:
+    prompts = {"a": (1,) * 9 + (2,) * 6, "b": (1,) * 9 + (3,) * 6, "same": (1,) * 9 + (2,) * 6, "short": (1,) * 8, "other": (4,) * 15}
+    shared: dict[str, int] = {}
+
+    def look(step: Step) -> None:
+        request = named(step)
+        shared.update({id: step.shared_tokens(request["a"], request[id]) for id in prompts})
+        assert shared == {id: step.shared_tokens(request[id], request["a"]) for id in prompts}
+        fcfs(step)
+
+    run(look, prompts=prompts)
+    assert shared == {"a": 12, "b": 8, "same": 12, "short": 4, "other": 0}
+    run(look, prompts=prompts, shape=Shape(reuse=False))
+    assert set(shared.values()) == {0}
+    world = World(scripted(look))
+    for id, prompt in prompts.items():
+        world.add(Spec(id, prompt, cache_keys=(f"salt:{id in ('a', 'b')}",)))
+    world.drain()
+    assert shared == {"a": 12, "b": 8, "same": 0, "short": 0, "other": 0}
+
+
+def test_what_is_shared_is_what_the_cache_finds_once_the_other_is_computed() -> None:
+    prompts = {"a": (1,) * 9 + (2,) * 6, "b": (1,) * 9 + (3,) * 6}
+
+    def grant(step: Step) -> None:
+        a, b = step.waiting
+        shared = step.shared_tokens(a, b)
+        assert step.grant(a)
+        assert step.cost(b).cached == shared == 8
+
+    run(grant, prompts=prompts)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_step_in_flight_is_expected_to_end_when_it_does(overlap: bool) -> None:
+    expected: dict[int, tuple[float, float]] = {}  # step being planned -> now, and when those before it should have ended
+    world = World(always(lambda step: (expected.update({step.index: (step.now, step.in_flight_until)}), fcfs(step))), Shape(overlap=overlap))
+    world.add(Spec("a", A, max_tokens=60))
+    for i in range(20):
+        world.add(Spec(f"b{i}", B, max_tokens=1, delay=0.02 * i))
+    world.drain()
+    ended = {event.index: event.ended for event in world.observer.events if isinstance(event, StepFinished)}
+    known = [index for index in ended if index > 20 and index - 1 in ended]
+    assert len(known) > 20
+    for index in known:
+        now, until = expected[index]
+        assert until == pytest.approx(max(now, ended[index - 1]), abs=0.001)
+        assert (until > now) == overlap
+
+
+def test_how_sure_an_estimate_is_can_be_seen() -> None:
+    seen: list[Fit] = []
+    world = World(always(lambda step: (seen.append(step.fit), fcfs(step))), Shape(overlap=False))
+    for i in range(20):
+        world.add(Spec(f"r{i}", A[: 1 + i % 8], max_tokens=1 + i % 5, delay=0.02 * i))
+    world.drain()
+    assert seen[0] == Fit(0, math.inf)
+    assert [fit.steps for fit in seen] == sorted(fit.steps for fit in seen)
+    assert seen[-1].error < 0.1, "the fake device is linear"
+
+
+def test_who_is_rejected_in_the_plan_that_follows_its_arrival_never_waits() -> None:
+    """So a policy needs no other way to turn requests away when they arrive."""
+    arrived: list[tuple[str, float]] = []
+
+    class Turns(always(fcfs)):  # type: ignore[misc]
+        def on_arrival(self, request: Request) -> None:
+            self.newest = request
+
+        def schedule(self, step: Step) -> None:
+            if self.newest is not None and self.newest.id != "a":
+                arrived.append((self.newest.id, step.now - self.newest.arrival_time))
+                step.reject(self.newest, "full")
+            self.newest = None
+            fcfs(step)
+
+    world = World(Turns)
+    world.add(Spec("a", A, max_tokens=20))
+    for i in range(3):
+        world.add(Spec(f"b{i}", B, delay=0.033 * i + 0.001))
+    world.drain()
+    assert [id for id, _ in arrived] == ["b0", "b1", "b2"]
+    assert all(world.finished[id].reason == "rejected" and 0.0 <= waited <= 0.02 for id, waited in arrived), "a step's time at most"
 
 
 def test_reserve_takes_the_blocks_of_the_whole_prefill() -> None:
@@ -474,6 +561,9 @@ def test_the_finished_must_be_forgotten(method: str) -> None:
         lambda step: step.tokens_left,
         lambda step: step.seqs_left,
         lambda step: step.estimate_s(),
+        lambda step: step.held_back,
+        lambda step: step.in_flight_until,
+        lambda step: step.fit,
         lambda step: step.grant_each([]),
         lambda step: step.wake_at(1e9),
     ],

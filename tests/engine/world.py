@@ -45,6 +45,7 @@ class Shape:
     max_seqs: int = 8
     max_model_len: int = 128
     vocab_size: int = 97
+    pace: float | None = None
     reuse: bool = True
     hash: HashName = "xxh3"  # of the prefix cache
     seed: int = 0
@@ -212,7 +213,7 @@ class World:
         self.policy = watched(policy)(options or NoOptions(), context)
         self.observer = RecordingObserver()
         hub = ObserverHub([("recorder", self.observer), *observers] if shape.events else list(observers))
-        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, policy.__name__)
+        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, policy.__name__, shape.pace)
         self.core = EngineCore(self.policy, self.kv, self.executor, capacity, self.clock, settings, hub)
         self.requests: dict[str, LiveRequest] = {}
         self.seeds: dict[str, int] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dovetail.api import ComponentSpec
-from dovetail.api.component import Kind
+from dovetail.api.component import API_VERSIONS, Kind
 from dovetail.errors import DISTRIBUTION, ConfigError, MissingExtraError, PluginError
 from dovetail.registry.auto import attention_candidates, chosen_grammar
 from dovetail.registry.plugin import LoadedPlugin, PluginOrigin
@@ -14,7 +14,7 @@ from dovetail.registry.resolved import ResolvedComponent
 
 
 def backend(name: str, *requires: str, kind: Kind = "attention") -> ComponentSpec:
-    return ComponentSpec(kind=kind, name=name, target="a:B", requires=requires)
+    return ComponentSpec(kind=kind, api=API_VERSIONS[kind], name=name, target="a:B", requires=requires)
 
 
 def registry(*specs: ComponentSpec, distribution: str = DISTRIBUTION) -> Registry:

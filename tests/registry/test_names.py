@@ -88,12 +88,12 @@ def test_name_of_another_kind_is_told(site: Site) -> None:
         Registry.discover().resolve("schedular", "fair")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("api", "upgrade"), [("0.1", "dovetail-fair"), ("0.3", DISTRIBUTION), ("1.0", DISTRIBUTION)])
+@pytest.mark.parametrize(("api", "upgrade"), [("0.1", "dovetail-fair"), ("0.4", DISTRIBUTION), ("1.0", DISTRIBUTION)])
 def test_other_api_is_refused_when_used_with_what_to_upgrade(site: Site, api: str, upgrade: str) -> None:
     site.install_scheduler(api=api)
     registry = Registry.discover()
     assert any(c.api_problem() for c in registry.components("scheduler"))
-    with pytest.raises(PluginError, match=f"api {api}, this Dovetail has 0.2: upgrade {upgrade}$"):
+    with pytest.raises(PluginError, match=f"api {api}, this Dovetail has 0.3: upgrade {upgrade}$"):
         registry.resolve("scheduler", "fair")
 
 

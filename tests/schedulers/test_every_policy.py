@@ -24,9 +24,9 @@ BLOCK = 4
 every_policy = pytest.mark.parametrize("policy", POLICIES, ids=repr)
 
 
-def test_fourteen_policies_are_declared() -> None:
+def test_sixteen_policies_are_declared() -> None:
     specs = dovetail_components()
-    names = "fcfs priority vtc mlfq lpm edf prefill_first sarathi sjf srpt lcf lightllm rpm andes"
+    names = "fcfs priority vtc mlfq lpm edf prefill_first sarathi sjf srpt lcf lightllm rpm andes slo prefix_batch"
     assert [spec.name for spec in specs] == names.split()
     assert all(spec.kind == "scheduler" and spec.summary for spec in specs)
 

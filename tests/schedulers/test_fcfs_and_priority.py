@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from dovetail.api.scheduler import Claims, Refusal, SchedulerContext
 from dovetail.testing import make_request, plan
-from dovetail_schedulers.fcfs import FCFS, FCFSOptions
+from dovetail_schedulers.fcfs import FCFS
 from dovetail_schedulers.priority import Priority, PriorityOptions
 
 
 def test_fcfs_admits_in_order_of_arrival_and_lets_nobody_pass() -> None:
     waiting = [make_request("second", 40, arrival_time=0.2), make_request("first", 8, arrival_time=0.1), make_request("third", 4, arrival_time=0.3)]
-    done = plan(FCFS, options=FCFSOptions(), waiting=waiting, free_blocks=6)
+    done = plan(FCFS, waiting=waiting, free_blocks=6)
     assert done.granted == {"first": 8}
     assert done.refused == {"second": Refusal.MEMORY}
 
 
 def test_fcfs_makes_the_youngest_give_way() -> None:
     running = [make_request(f"r{i}", 8, generated=1, arrival_time=i) for i in range(3)]  # each needs a block more
-    done = plan(FCFS, options=FCFSOptions(), running=running, free_blocks=0)
+    done = plan(FCFS, running=running, free_blocks=0)
     assert done.preempted == ("r2",)
     assert done.granted == {"r0": 1, "r1": 1}
 
 
 def test_fcfs_never_evicts_an_older_one() -> None:
     running = [make_request("old", 7, generated=1), make_request("young", 8, generated=1, arrival_time=0.5)]
-    done = plan(FCFS, options=FCFSOptions(), running=running, free_blocks=0)
+    done = plan(FCFS, running=running, free_blocks=0)
     assert done.preempted == ()
     assert done.granted == {"old": 1}
 

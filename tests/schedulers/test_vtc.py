@@ -55,6 +55,30 @@ def test_one_of_each_client_is_admitted_in_turn_and_no_client_is_a_client_too() 
     assert list(done.granted) == ["a1", "b1", "n1", "a2"]
 
 
+def test_samples_of_one_prompt_are_charged_for_it_once() -> None:
+    """So a client that asks for four answers to one prompt pays for a prompt and four answers."""
+    world = World(VTC, Shape(max_seqs=8, max_tokens=64), VTCOptions())
+    world.add(Spec("four", tuple(range(PROMPT)), n=4, max_tokens=ANSWER, client="four"))
+    world.drain()
+    forks = 3  # of one token each
+    assert world.policy.counters.served["four"] == PROMPT + forks + 4 * 2 * ANSWER  # type: ignore[attr-defined]
+
+
+def test_a_client_whose_samples_are_held_back_counts_as_waiting() -> None:
+    """Otherwise its next request would be lifted to the counters of others, as if it had been away."""
+    world = World(VTC, Shape(max_seqs=2, max_tokens=4), VTCOptions())
+    world.add(Spec("samples", tuple(range(40, 80)), n=3, max_tokens=2, client="held back"))
+    world.add(Spec("waits", tuple(range(8)), max_tokens=2, client="served more"))
+    world.step()
+    world.step()
+    served = world.policy.counters.served  # type: ignore[attr-defined]
+    served["served more"] = 1_000.0
+    world.add(Spec("next", (1, 2), max_tokens=2, client="held back"))
+    world.step()
+    assert served["held back"] < 100
+    world.drain()
+
+
 def test_a_client_that_was_away_gets_no_credit_for_it() -> None:
     policy = plan(VTC, options=VTCOptions(), waiting=[make_request(f"a{i}", 8, client="a") for i in range(4)], max_tokens=24).policy
     waiting = [make_request(id, 8, client=id[0]) for id in ("a4", "b1", "b2", "b3")]  # b comes when a has had three prompts

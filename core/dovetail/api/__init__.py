@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dovetail.api.attention import AttentionBackend
-    from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, hookimpl
+    from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, QuantizationSpec, hookimpl
     from dovetail.api.executor import Executor
     from dovetail.api.grammar import GrammarBackend
     from dovetail.api.kv_cache import KVCacheManager
@@ -29,6 +29,7 @@ _HOMES = {
     "KVCacheManager": "kv_cache",
     "ModelArch": "model",
     "Observer": "observer",
+    "QuantizationSpec": "component",
     "Sampler": "sampler",
     "Scheduler": "scheduler",
     "hookimpl": "component",
@@ -44,6 +45,7 @@ __all__ = [
     "KVCacheManager",
     "ModelArch",
     "Observer",
+    "QuantizationSpec",
     "Sampler",
     "Scheduler",
     "hookimpl",

@@ -2,6 +2,9 @@
 
 The runner calls `plan` once a step; each layer of a model, bound to the backend when the model is built, then calls `write` and `attend`. One
 ragged batch may mix prefills, chunks of prefills and decodes: row i has query tokens [query_starts[i], query_starts[i + 1]).
+
+The cache may have a smaller dtype than q, k and v. A layer then divides K and V by its `kv_scales`, rounds them to the nearest number of that dtype
+(of two that are as near, the even one), and takes what lies beyond the largest for the largest; attention is over what is stored, times the scales.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class AttentionCapabilities:
     window: bool = True  # sliding window
     cuda_graph: Literal["none", "decode", "mixed"] = "none"
     shared_prefix: bool = False
+    cache_dtypes: tuple[str, ...] = ()  # of K and V in the cache, other than that of q, k and v: "float8_e4m3fn"
 
     def supports_block_size(self, block_size: int) -> bool:
         if self.block_sizes is not None and block_size not in self.block_sizes:
@@ -65,13 +69,26 @@ class AttentionContext:
     """Constants that a backend receives when it is made."""
 
     device: str  # "cpu", "cuda:0"
-    dtype: str  # of q, k, v and the cache: "float32", …
+    dtype: str  # of q, k, v, and of the cache if `cache_dtype` is None: "float32", …
     block_size: int  # tokens
+    cache_dtype: str | None = None  # of K and V in the cache, if not `dtype`: "float8_e4m3fn"
+
+
+@dataclass(frozen=True, slots=True)
+class KVScales:
+    """What a layer's K and V are divided by before they are stored in a cache of a smaller dtype: positive numbers on the device, [] float32 each.
+
+    Kernels read them whenever they run. They change only while the cache holds nothing that a request needs.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The inputs of attention for one step. Tensors are on the device; the numpy arrays are the host's copies of the same numbers.
+    """The inputs of attention for one step. Tensors are on the device; the numpy arrays are the host's copies of the same numbers. A backend only
+    reads them; they stay as they are until the next `plan`.
 
     Rows from `num_rows` on, and tokens from `num_tokens` on, are padding: the backend may compute them, but they must not change any block.
     The slot of a padding token is -1.
@@ -94,22 +111,28 @@ class FusedCache:
     """A layer's cache, exposed to a kernel that computes K and V and writes them itself.
 
     Token i's K goes to `k[slots[i] // block_size, slots[i] % block_size]`, its V likewise; at slot -1 nothing is written. The kernel may run later
-    and repeatedly (in a CUDA graph): the tensors must keep their addresses, and `slots` must hold the slots of the step planned last.
+    and repeatedly (in a CUDA graph): the tensors must keep their addresses, and `slots` must hold the slots of the step planned last. With `scales`
+    the kernel divides, rounds and saturates as `write` does.
     """
 
     k: torch.Tensor  # [num_blocks, block_size, kv_heads, head_size], a view with any strides, the last one 1
     v: torch.Tensor  # like k
     slots: torch.Tensor  # [tokens or more] int64
+    scales: KVScales | None = None  # of a cache of a smaller dtype
 
 
 class AttentionLayer(ABC):
-    """One layer of a backend: its cache, with methods to write to it and attend over it, for the batch of the backend's last `plan`."""
+    """One layer of a backend: its cache, with methods to write to it and attend over it, for the batch of the backend's last `plan`.
+
+    q, k and v are the model's, and only read: they may be views of one tensor, with strides of their own.
+    """
 
     spec: LayerSpec
+    kv_scales: KVScales | None = None  # set by the executor right after `make_layer`, if the cache has a smaller dtype
 
     @abstractmethod
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k and v [tokens, kv_heads, head_size] at the batch's slots."""
+        """Store k and v [tokens, kv_heads, head_size] at the batch's slots, scaled and rounded if the cache has a smaller dtype."""
 
     def cache_for_fused_write(self) -> FusedCache | None:
         """Return the cache if the kernel that computes K and V may store them itself instead of calling `write`; by default None: it may not."""
@@ -118,7 +141,8 @@ class AttentionLayer(ABC):
     @abstractmethod
     def attend(self, q: torch.Tensor) -> torch.Tensor:
         """Compute causal attention of q [tokens, heads, head_size] over each row's cached K and V, including those of this step (they are
-        written first, for the whole batch). Returns [tokens, heads, head_size]."""
+        written first, for the whole batch). Returns [tokens, heads, head_size], of padding tokens anything. The result is the model's until
+        any layer's next `attend`, which may use its memory again."""
 
 
 class AttentionBackend(ABC):
@@ -139,6 +163,9 @@ class AttentionBackend(ABC):
             reasons.append(f"device {device} is not among {', '.join(caps.devices)}")
         if context.dtype not in caps.dtypes:
             reasons.append(f"dtype {context.dtype} is not among {', '.join(caps.dtypes)}")
+        if context.cache_dtype is not None and context.cache_dtype not in caps.cache_dtypes:
+            served = ", ".join(caps.cache_dtypes)
+            reasons.append(f"it can't keep K and V in {context.cache_dtype}" + (f", only in {served}" if served else ""))
         for size in sorted({layer.head_size for layer in layers}):
             if caps.head_sizes is not None and size not in caps.head_sizes:
                 reasons.append(f"head size {size} is not among {', '.join(map(str, caps.head_sizes))}")
@@ -163,7 +190,8 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
-        """Make all buffers, for steps of at most `max_rows` rows and `max_tokens` tokens, and sequences of at most `max_len` tokens."""
+        """Make all buffers, for steps of at most `max_rows` rows and `max_tokens` tokens, and sequences of at most `max_len` tokens, which needn't
+        be a multiple of the block size."""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:

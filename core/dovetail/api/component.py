@@ -1,4 +1,5 @@
-"""The declarations by which a plugin says what it offers: `ComponentSpec`, `CommandSpec`, `BundledModel`, the `hookimpl` marker and the eight kinds.
+"""The declarations by which a plugin says what it offers: `ComponentSpec`, `CommandSpec`, `BundledModel`, `QuantizationSpec`, the `hookimpl` marker
+and the eight kinds.
 
 A plugin is a module named by an entry point in the group `dovetail.plugins`; see `dovetail.registry.hookspecs` for its hooks. Everything
 here is strings and small values, so that declaring a component imports nothing heavy.
@@ -21,9 +22,9 @@ Kind = Literal["scheduler", "kv_cache", "attention", "model", "sampler", "gramma
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 API_VERSIONS: dict[Kind, str] = {  # the version of each kind's interface that this Dovetail offers
-    "scheduler": "0.2",
+    "scheduler": "0.3",
     "kv_cache": "0.1",
-    "attention": "0.1",
+    "attention": "0.2",
     "model": "0.2",
     "sampler": "0.1",
     "grammar": "0.1",
@@ -118,3 +119,23 @@ class BundledModel:
             raise PluginError(f'BundledModel {self.name!r}: package is {self.package!r}, expected "package.module"')
         if not isinstance(self.path, str) or self.path.startswith("/") or ".." in self.path.split("/"):
             raise PluginError(f"BundledModel {self.name!r}: path is {self.path!r}, expected a path inside the package")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationSpec:
+    """A way in which checkpoints store the weights of linear layers. `target` is imported when a checkpoint says so, and made from its
+    `quantization_config`. Raises `PluginError` if a field is malformed.
+    """
+
+    name: str  # the `quant_method` that it reads
+    target: str  # "package.module:Class", a subclass of `dovetail.nn.format.Quantization`, made as Class(quantization_config)
+    summary: str = ""  # one line for `dovetail plugins info`
+    quantizes: bool = False  # it can quantize a plain checkpoint while that is loaded: then it is made as Class(None)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise PluginError(f"QuantizationSpec: name is {self.name!r}, expected lower case letters and digits, joined by '-' or '_'")
+        if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
+            raise PluginError(f'QuantizationSpec {self.name!r}: target is {self.target!r}, expected "package.module:Class"')
+        if not isinstance(self.summary, str) or "\n" in self.summary:
+            raise PluginError(f"QuantizationSpec {self.name!r}: summary is {self.summary!r}, expected one line of text")

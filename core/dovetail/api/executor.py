@@ -49,6 +49,20 @@ class ComponentRef:
         return self.load()(options, context)
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizationRef:
+    """A way of storing weights that was found and can be imported. Workers get it. Picklable."""
+
+    name: str  # qualified: "distribution:name"
+    method: str  # the `quant_method` of checkpoints
+    path: str  # "package.module:Class"
+    quantizes: bool  # it can quantize a plain checkpoint while that is loaded
+
+    def load(self) -> Any:
+        """Import and return the class, a `dovetail.nn.format.Quantization`. Errors of the import pass through."""
+        return _import(self.path)
+
+
 def _import(path: str) -> Any:
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
@@ -70,6 +84,9 @@ class ExecutorConfig:
     cuda_graphs: bool
     overlap: bool
     seed: int
+    kv_cache_dtype: str = "auto"  # "auto" (that of the activations), or a name: "float8_e4m3fn"
+    kv_cache_scales: str = "auto"  # "auto" (the checkpoint's, else 1) | "calibrate"
+    quantization: str | None = None  # None: as the checkpoint says; else a `QuantizationRef.method`
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +100,19 @@ class ExecutorContext:
     attention: tuple[ComponentRef, ...] = ()
     sampler: ComponentRef | None = None
     progress: Callable[[str, int, int], None] | None = None  # (what, done, total): loading, capturing
+    quantizations: tuple[QuantizationRef, ...] = ()  # all that are installed
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorCapabilities:
     """The features that an executor declares. `virtual_clock`: its `collect` moves a `VirtualClock`. `logprobs`: it can return them. `masks`: it has
-    `sample`; without it, requests with a grammar are refused."""
+    `sample`; without it, requests with a grammar are refused. `samples`: it samples by each row's own parameters; one that only pretends to compute
+    says that it doesn't."""
 
     virtual_clock: bool = False
     logprobs: bool = True
     masks: bool = False
+    samples: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +130,10 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request takes a row. It may have run before (it was preempted, or lost its row to another): `token_ids` holds all its tokens."""
+    """A request takes a row. It may have run before (it was preempted, or lost its row to another): `token_ids` holds all its tokens.
+
+    Its tokens are sampled by `sampling`, in full; an executor without the capability `samples` may pass over it.
+    """
 
     row: int
     request_id: str
@@ -125,7 +148,7 @@ class NewRow:
 class Batch:
     """One step. It is carried out in this order: the rows in `removed` are given up, those in `added` begin, `new_blocks` are appended to the block
     tables, `copies` run, then each of `rows` computes its next `num_tokens` tokens. A row whose `yields_token` is True then yields one token, which
-    becomes its next known token."""
+    becomes its next known token. A batch is only read, and its arrays stay as they are until its results are collected, no longer."""
 
     step: int
     removed: Int32  # [any] rows
@@ -160,7 +183,8 @@ class HostLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The results of a batch. Times are seconds on the engine's clock."""
+    """The results of a batch, which are the core's: they don't change when later steps run. Times are seconds on the engine's clock: when the device
+    began and ended the step."""
 
     step: int
     token_ids: NDArray[np.int64]  # [b] the sampled token of each row of the batch; -1: none
@@ -209,7 +233,8 @@ class Executor(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise `DovetailError` if it can't go on (a dead worker, a lost device)."""
+        """Raise `DovetailError` if it can't go on (a dead worker, a lost device, a step that failed half done), at each call from then on; `submit`
+        raises then too."""
 
     @abstractmethod
     def stop(self) -> None:

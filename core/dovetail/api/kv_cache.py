@@ -93,6 +93,8 @@ class BlockCounts:
 
 class KVCacheManager(ABC):
     """Owner of the pool's blocks. One thread at a time calls it. Misuse (an unknown request, fewer tokens than before) raises `DovetailError`.
+    Requests are only read; a manager may keep them and numbers by their ids until `free`, after which an id may come again. What it returns is
+    the caller's: it doesn't change afterwards.
 
     The request's tokens are `prompt_token_ids` followed by `output_token_ids`. "Holds blocks" below means: allocated or forked, not yet freed.
     """

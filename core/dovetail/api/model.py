@@ -19,8 +19,24 @@ if TYPE_CHECKING:
     import torch
 
 
+class RankShares(Protocol):
+    """Memory of GPUs that read each other's, through which a sum over the ranks is added to a residual stream in one kernel."""
+
+    def place(self, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return memory [rows, size] for this rank's share of the next sum. It must be filled, and `add` called, before it is asked for again. None,
+        on all ranks, if there is no room for such a sum."""
+
+    def add(self, x: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> torch.Tensor | None:
+        """x [rows, size] += the sum over the ranks of what they wrote to the place given last. `norm`: (weight [size], eps) of an RMS norm; then
+        x's norm is returned, like x, and otherwise None."""
+
+
 class ParallelGroup(Protocol):
     """The ranks that share a model's weights (tensor parallelism). A group of one does nothing."""
+
+    @property
+    def shares(self) -> RankShares | None:
+        """None: sums that are added to a residual stream go through `all_reduce` like others."""
 
     @property
     def rank(self) -> int: ...
@@ -56,6 +72,7 @@ class BuildContext:
     device: torch.device
     make_attention: Callable[[LayerSpec], AttentionLayer]
     max_len: int | None = None  # tokens of the longest sequence that will run; None: the model's own
+    weights_later: bool = False  # linear layers of `dovetail.nn` get memory after `build`, in the format of the checkpoint
 
 
 class CausalLM(Protocol):
@@ -64,12 +81,16 @@ class CausalLM(Protocol):
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Return the hidden states [tokens, hidden_size], after the last norm, for token_ids and positions [tokens] int64 of a ragged batch.
 
-        `wanted` [n] int64, n at least 1: indices of the tokens whose states are read; then only these are returned, in this order, [n, hidden_size].
-        None: all. A simple model computes all states and ends with `return hidden if wanted is None else hidden[wanted]`. One that leaves the others
-        out after the last attention spares nearly all of a prompt's last feed-forward. The K and V of all tokens must be written in every layer."""
+        `wanted` [n] int64, n at least 1: distinct indices of the tokens whose states are read; then only these are returned, in this order, [n,
+        hidden_size]. None: all. A simple model computes all states and ends with `return hidden if wanted is None else hidden[wanted]`. One that
+        leaves the others out after the last attention spares nearly all of a prompt's last feed-forward. The K and V of all tokens must be written in
+        every layer.
+
+        What it is given is only read; the result is the caller's. Positions may be any below the model's length, in any order of sequences."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [n, vocab_size], the same on every rank, for hidden [n, hidden_size] of the rows that sample."""
+        """Return logits [n, vocab_size], the same on every rank, for hidden [n, hidden_size] of the rows that sample. The sampler may overwrite
+        them; hidden is only read."""
 
     def weights(self) -> Iterable[WeightRule]:
         """Return the rules that say which parameter each tensor of a checkpoint goes to."""

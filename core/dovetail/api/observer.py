@@ -1,6 +1,7 @@
 """The observer: it is told what the engine does, and can change nothing. One that raises is named in the log once, and dropped after a few more.
 
-Events are frozen values; without observers the engine makes none. Times are seconds on the engine's clock.
+Events are frozen values; without observers the engine makes none. Times are seconds on the engine's clock. Requests are read-only, and so is what
+they lead to. An id may come again once its request has ended.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class StepFinished:
     recomputed_tokens: int  # how many of prefill_tokens had been computed before and lost by preemption
     blocks: BlockCounts
     core_s: float  # wall time that the core itself spent on it: planning, batch, results
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[Decision, ...] = ()  # empty unless an observer wanted them when the step was planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,8 @@ class ObserverCapabilities:
 
 
 class Observer(ABC):
-    """An observer overrides the methods for the events that it wants. They are called from the engine's thread and should return quickly."""
+    """An observer overrides the methods for the events that it wants. They are called from the engine's thread and should return quickly. It may keep
+    a request, and numbers by its id, until `on_finished`, or until the next `on_step` if `RequestFinished.more_steps` is true."""
 
     capabilities = ObserverCapabilities()
     options: BaseModel

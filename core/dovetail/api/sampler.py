@@ -110,8 +110,8 @@ class Sampler(ABC):
     @abstractmethod
     def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
         """Sample one token for each of `rows` [n] int64 (distinct; `host_rows` holds the same numbers) from logits [n, vocab_size] of any float
-        dtype, which it may overwrite. `context.history` has the rows' tokens, not yet those sampled here. The output position is
-        num_tokens - prompt_lens."""
+        dtype, which it may overwrite; nothing else that it is given. The result is the executor's until the sampler is called again.
+        `context.history` has the rows' tokens, not yet those sampled here. The output position is num_tokens - prompt_lens."""
 
     def capturable(self, host_rows: np.ndarray) -> bool:
         """Return True if `sample_captured` gives each of these rows [n] all that `sample` would: its token and nothing more. By default False."""

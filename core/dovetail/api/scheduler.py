@@ -21,6 +21,7 @@ class Refusal(Enum):
     """The reason why a grant was refused."""
 
     BUDGET = "fewer than min_tokens left in this step's token budget"
+    PACE = "more prompt tokens would let streamed answers wait too long for their next token"
     SEATS = "max_num_seqs requests run in this step already"
     MEMORY = "not enough KV blocks, even by evicting everyone offered"
     NOT_NOW = "granted, evicted or rejected in this step already, or tokens in flight must come back first"
@@ -46,6 +47,14 @@ class Cost:
     cached: int
 
 
+class Fit(NamedTuple):
+    """The grounds of `Step.estimate_s`. `steps`: number of finished steps that it has seen. `error`: by how much it is off for them, as a share of
+    the time that each took (root mean square; newer steps count more); infinity until there are more of them than terms to fit."""
+
+    steps: int
+    error: float
+
+
 class Ran(NamedTuple):
     """The tokens of one request in a finished step. `computed`: tokens whose K and V were computed. `generated`: tokens given to the client; 0 for a
     chunk that doesn't end a prefill. Results that are thrown away don't count."""
@@ -68,12 +77,14 @@ class StepDone:
 @dataclass(frozen=True, slots=True)
 class Claims:
     """The capabilities of the kind: what a policy promises. The conformance suite checks `order`. The others are exemptions, which its verdict
-    prints: the policy may leave room unused, pass a request over while others arrive, or reject requests."""
+    prints: the policy may leave room unused, pass a request over while others arrive, reject requests, or let streamed answers wait for prompts.
+    The engine's `pace`, which bounds that wait, isn't applied to a policy that claims `stalls`."""
 
     order: Literal["arrival", "priority", "deadline"] | None = None
     idles: bool = False
     starves: bool = False
     rejects: bool = False
+    stalls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +103,7 @@ class Step(Protocol):
 
     `waiting` (no blocks), `running` (blocks) and `decoding` (running, prefill done or in flight) are ordered by (arrival_time, order added),
     preempted requests too. Each access gives a tuple that later calls don't change. A request whose last allowed token is in flight is in
-    none of them; nor is a sample of n > 1 while a sibling computes their prompt.
+    none of them; nor is a sample of n > 1 while a sibling computes their prompt, which is in `held_back`.
     """
 
     @property
@@ -127,6 +138,22 @@ class Step(Protocol):
     def decoding(self) -> tuple[Request, ...]:
         """Running requests whose prefill is done or in flight."""
 
+    @property
+    def held_back(self) -> tuple[Request, ...]:
+        """Samples of n > 1 that have arrived and wait for a sibling to compute their prompt, by arrival. They can be rejected, but not granted."""
+
+    @property
+    def in_flight_until(self) -> float:
+        """The time by which the steps in flight will have ended, by the core's estimate; never before `now`, and `now` if there are none."""
+
+    @property
+    def fit(self) -> Fit:
+        """What `estimate_s` rests on, and how far off it is."""
+
+    def shared_tokens(self, one: Request, other: Request) -> int:
+        """Return how many prompt tokens one of the two could take over from the other: the whole blocks with which both prompts begin, without the
+        last token of the shorter one, which is always computed. 0 if their `cache_keys` differ or the manager shares nothing. O(prompt)."""
+
     def cost(self, request: Request) -> Cost:
         """Return what granting the request would cost. Changes nothing; O(cached blocks). Any grant may change the answer for other requests."""
 
@@ -150,6 +177,8 @@ class Step(Protocol):
     ) -> Grant:
         """Let n = min(cost.tokens, max_tokens, tokens_left) of its tokens run, with blocks for all n; or refuse, with nothing changed.
 
+        While answers are streamed, the engine's `pace` bounds the prompt tokens of a step too, for all policies but those that claim `stalls`. Fewer
+        of n run then, with blocks for all n nevertheless: never fewer than `min_tokens`, which the first prompt of a step gets in any case.
         `reserve` takes the blocks of its whole prefill now. A grant is refused if n < min(min_tokens, cost.tokens), or if no seat or too little
         memory is left. If only memory is short, requests of `evict` are preempted, in that order, until it fits; none, if all of them wouldn't
         free enough. `evict` is read up to `request` itself: those after it keep their blocks. Requests without blocks are skipped, and
@@ -181,9 +210,9 @@ class Scheduler(ABC):
     The order of calls doesn't depend on the device's speed: arrivals and results of N-1, then schedule(N+1) with N in flight (overlap off:
     results of N, then schedule(N+1)).
 
-    A policy may keep numbers by request id or client, Requests until `on_finished`, and `random.Random(context.seed)`. It may not read another
-    clock, block, or write to a Request. An error that it raises ends the engine; the message names the policy.
-    """
+    A policy may keep Requests, and numbers by their ids, until `on_finished`, after which an id may come again; numbers by client as long as it
+    likes; and `random.Random(context.seed)`. It may not read another clock, block, or write to a Request. An error that it raises ends the engine;
+    the message names the policy."""
 
     claims = Claims()
     options: BaseModel  # a subclass narrows it: `options: MyOptions`

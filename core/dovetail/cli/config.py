@@ -14,7 +14,6 @@ from dovetail.errors import ConfigError
 if TYPE_CHECKING:
     from dovetail.errors import DovetailError
     from dovetail.parts import Parts
-    from dovetail.registry.resolved import ResolvedComponent
 
 app = typer.Typer(no_args_is_help=True, help="What a config means, and whether it is right.", rich_markup_mode=None)
 
@@ -30,31 +29,23 @@ def show(source: Source = DEFAULT_MODEL, settings: Settings = []) -> None:  # no
 
     config, registry, parts = read_parts(source, EngineConfig.read_settings(settings), origin="--set")
     notes = {"model": str(locate_model(config.model, registry))}
-    values = config.model_dump(mode="json")
     for key in COMPONENT_KEYS:
-        values[key], notes[key] = _describe(key, parts)
-    for key, value in values.items():
+        notes[key] = _offered_by(key, parts)
+    for key, value in config.in_full(registry).items():
         note = f"  # {notes[key]}" if notes.get(key) else ""
         typer.echo(_yaml_line(key, value) + note)
 
 
-def _describe(key: str, parts: Parts) -> tuple[Any, str]:
-    """Return a component key's value in full, and the plugin that offers it."""
+def _offered_by(key: str, parts: Parts) -> str:
+    """Return which plugin offers a component key's value."""
     if key == "observers":
-        return [_in_full(part) for part in parts.observers], ", ".join(f"{part.distribution} {part.version}" for part in parts.observers)
+        return ", ".join(f"{part.distribution} {part.version}" for part in parts.observers)
     part = getattr(parts, key)
     if key == "attention":
         if len(part) != 1:
-            return "auto", "the first without a reason against it: " + (", ".join(f"{p.qualified_name} {p.version}" for p in part) or "none")
+            return "the first without a reason against it: " + (", ".join(f"{p.qualified_name} {p.version}" for p in part) or "none")
         part = part[0]
-    if part is None:
-        return "auto", "none is there"
-    return _in_full(part), f"{part.distribution} {part.version}"
-
-
-def _in_full(part: ResolvedComponent) -> Any:
-    options = part.validate_options().model_dump(mode="json")
-    return {"name": part.qualified_name, **options} if options else part.qualified_name
+    return "none is there" if part is None else f"{part.distribution} {part.version}"
 
 
 def _yaml_line(key: str, value: Any) -> str:

@@ -30,7 +30,7 @@ def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     failed: Annotated[bool, typer.Option("--failed", help="Only plugins that failed, with traceback and output.")] = False,
 ) -> None:
-    """List components and commands of all plugins, and the plugins that failed or were denied."""
+    """List components, commands and quantizations of all plugins, and the plugins that failed or were denied."""
     from dovetail.registry.registry import Registry
 
     registry = Registry.discover(enforce_require=False)
@@ -46,6 +46,7 @@ def list_plugins(
     rows = [("KIND", "NAME", "FROM", "SUMMARY")]
     rows += [(c.spec.kind, _name(c, registry), f"{c.plugin_id} {c.version}", _summary(c)) for c in registry.components()]
     rows += [("command", command.spec.name, str(command.origin), command.spec.summary) for command in registry.commands()]
+    rows += [("quantization", known.spec.name, str(known.origin), known.spec.summary) for known in registry.quantizations()]
     rows += [("bundled model", model.name, str(plugin.origin), "") for plugin in registry.plugins for model in plugin.models]
     print_table(rows, headed=True)
     for title, missing in (("failed", registry.failures), ("denied", registry.denied)):
@@ -67,7 +68,8 @@ def info(
     from dovetail.registry.requirements import missing_requirements
     from dovetail.where import Where
 
-    component = Registry.discover(enforce_require=False).resolve(kind, name, where=Where(("plugins info",)))  # type: ignore[arg-type]
+    registry = Registry.discover(enforce_require=False)
+    component = registry.resolve(kind, name, where=Where(("plugins info",)))  # type: ignore[arg-type]
     spec = component.spec
     missing = {str(lack.requirement): str(lack) for lack in missing_requirements(spec.requires)}
     typer.echo(f"{spec.kind} {component.qualified_name} {component.version}")
@@ -76,6 +78,7 @@ def info(
     facts = [("plugin", component.plugin_id), ("api", spec.api), ("target", spec.target)]
     facts += [("requires", ", ".join(missing.get(text, text) for text in spec.requires))] if spec.requires else []
     facts += [("architectures", ", ".join(spec.architectures))] if spec.architectures else []
+    facts += [("quantizations", ", ".join(known.spec.name for known in registry.quantizations()))] if spec.kind == "model" else []
     facts += _capabilities(component)
     print_table(facts, indent="  ")
     typer.echo("options:")
@@ -153,8 +156,16 @@ def _as_json(registry: Registry, failed: bool) -> dict[str, Any]:
     ]
     commands = [{**_origin(c.origin), "name": c.spec.name, "summary": c.spec.summary} for c in registry.commands()]
     models = [{**_origin(plugin.origin), "name": model.name} for plugin in registry.plugins for model in plugin.models]
+    quantizations = [{**_origin(q.origin), "name": q.spec.name, "summary": q.spec.summary} for q in registry.quantizations()]
     denied = [{**_origin(d.origin), "reason": d.reason} for d in registry.denied]
-    return {"components": components, "commands": commands, "models": models, "failures": failures, "denied": denied}
+    return {
+        "components": components,
+        "commands": commands,
+        "models": models,
+        "quantizations": quantizations,
+        "failures": failures,
+        "denied": denied,
+    }
 
 
 def _origin(origin: Any) -> dict[str, str]:

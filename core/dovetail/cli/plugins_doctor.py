@@ -9,6 +9,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from packaging.utils import canonicalize_name
+
+from dovetail.cli.settings import TimeLimit
+from dovetail.errors import DISTRIBUTION
+from dovetail.registry.doctor.own_time import TIME_LIMIT_S
 
 if TYPE_CHECKING:
     from dovetail.registry.doctor.findings import Diagnosis, Finding
@@ -18,17 +23,21 @@ def doctor(
     ctx: typer.Context,
     distribution: Annotated[str | None, typer.Argument(metavar="[DISTRIBUTION]", help="Look at this one only.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    time_limit: Annotated[float, typer.Option("--time-limit", min=0.1, max=86_400, help="Seconds for each plugin, in a process of its own.")] = 60.0,
+    time_limit_s: TimeLimit = TIME_LIMIT_S,
 ) -> None:
-    """Find problems of installed plugins, and say what to do about them. The exit code is 1 if there are errors."""
+    """Find problems of installed plugins, each in a process of its own, and say what to do about them. The exit code is 1 if there are errors."""
     from dovetail.registry.doctor.examine import examine
+    from dovetail.registry.doctor.machine import look_at_machine
 
     core_commands = getattr(ctx.find_root().command, "commands", {})
-    diagnosis = examine(distribution, time_limit_s=time_limit, core_commands=core_commands)
+    diagnosis = examine(distribution, time_limit_s=time_limit_s, core_commands=core_commands)
+    machine = look_at_machine(time_limit_s) if distribution is None or canonicalize_name(distribution) == DISTRIBUTION else None
     if as_json:
-        typer.echo(json.dumps(_as_json(diagnosis), indent=2))
+        typer.echo(json.dumps({**_as_json(diagnosis), "machine": machine}, indent=2))
     else:
         typer.echo("\n".join(_lines(diagnosis)).encode(errors="backslashreplace").decode())  # a plugin's output may not be valid text
+        if machine is not None:
+            typer.echo(f"this machine: {machine}")
     raise typer.Exit(1 if diagnosis.count("error") else 0)
 
 

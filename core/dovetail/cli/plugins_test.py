@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from dovetail.checks import shown
-from dovetail.cli.settings import ComponentName, KindName
+from dovetail.cli.settings import ComponentName, KindName, TimeLimit
 from dovetail.errors import ConfigError, MissingExtraError
+from dovetail.registry.doctor.own_time import TIME_LIMIT_S
 
 EXTRA = ("pytest", "hypothesis")
 
@@ -21,9 +22,9 @@ def run_suite(
     name: ComponentName,
     options: Annotated[list[str], typer.Option("--options", metavar="KEY=VALUE|YAML", help="Options to make it with. May be repeated.")] = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
-    time_limit_s: Annotated[float, typer.Option("--time-limit", metavar="S", min=0.1, max=86_400, help="Seconds that a check may take.")] = 60.0,
+    time_limit_s: TimeLimit = TIME_LIMIT_S,
 ) -> None:
-    """Run the conformance suite of a kind over an installed component. The exit code is 0 if it is CONFORMANT, else 1."""
+    """Run the checks of a kind's conformance suite over an installed component. The exit code is 0 if it is CONFORMANT, else 1."""
     _check_installed()
     from dovetail.testing.runner import run
 

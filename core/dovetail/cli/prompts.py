@@ -73,7 +73,7 @@ def as_chat(prompt: Prompt) -> Prompt:
 
 
 def _read_line(line: str, default_id: str, defaults: Mapping[str, Any]) -> Prompt:
-    given = _parse(line)
+    given = parse_json(line, "" if line.lstrip().startswith(("{", "[")) else f"; {PLAIN_TEXT}")
     if isinstance(given, str):
         return Prompt(default_id, make_params(defaults), given)
     if not isinstance(given, dict):
@@ -91,8 +91,8 @@ def _read_line(line: str, default_id: str, defaults: Mapping[str, Any]) -> Promp
     return Prompt(str(identity), params, *_prompt_and_messages(forms[0], given[forms[0]]))
 
 
-def _parse(line: str) -> Any:
-    """Return the JSON value of a line. Raises `RequestError`, also for a repeated key."""
+def parse_json(line: str, hint: str = "") -> Any:
+    """Return the JSON value of a line. Raises `RequestError`, also for a repeated key; `hint` ends what it says of a line that isn't JSON."""
     try:
         return json.loads(line, object_pairs_hook=_object)
     except RequestError:
@@ -100,7 +100,6 @@ def _parse(line: str) -> Any:
     except RecursionError:
         raise RequestError("not valid JSON: lists and objects are nested too deeply") from None
     except ValueError as error:
-        hint = "" if line.lstrip().startswith(("{", "[")) else f"; {PLAIN_TEXT}"
         raise RequestError(f"not valid JSON: {error if isinstance(error, json.JSONDecodeError) else 'a number of too many digits'}{hint}") from None
 
 

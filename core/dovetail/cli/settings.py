@@ -23,6 +23,12 @@ Settings = Annotated[
     ),
 ]
 KindName = Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}.", autocompletion=completion.kinds)]
+TimeLimit = Annotated[
+    float,
+    typer.Option(
+        "--time-limit", metavar="S", min=0.1, max=86_400, help="Seconds for each one; what it waits for a CPU that others have isn't counted."
+    ),
+]
 ComponentName = Annotated[str, typer.Argument(metavar="NAME", help='A name, or "distribution:name".', autocompletion=completion.components)]
 
 

@@ -61,6 +61,7 @@ class CoreSettings:
     max_num_batched_tokens: int
     overlap: bool
     scheduler_name: str
+    pace: float | None = None  # times as long as its decodes alone; None: prompts may fill the budget of a step
 
 
 class EngineCore:
@@ -76,7 +77,7 @@ class EngineCore:
         settings: CoreSettings,
         observers: ObserverHub | None = None,
     ) -> None:
-        self.scheduler, self.kv, self.executor, self.clock, self.settings = scheduler, kv, executor, clock, settings
+        self.kv, self.executor, self.clock, self.settings = kv, executor, clock, settings
         self.observers = observers or ObserverHub([])
         self.books = Books(kv, capacity.layout.block_size, capacity.layout.window, settings.max_num_seqs, settings.scheduler_name)
         self.max_in_flight = capacity.max_in_flight if settings.overlap else 1
@@ -93,7 +94,7 @@ class EngineCore:
         self._flights: list[Flight] = []
         self._index = 0
         self._finished: dict[LiveRequest, Finish] = {}  # ended otherwise than by results: rejected, failed
-        self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
+        self._take_scheduler(scheduler)
         self._may_share = capacity.shared_prefix
         self._vocab_size = capacity.vocab_size
         self._sharing: tuple[list[LiveRequest], int] = [], 0  # the requests of the last step, and the number of blocks that all begin with
@@ -141,10 +142,14 @@ class EngineCore:
         if self.has_unfinished() or (executor is not None and self._flights):
             raise DovetailError("parts can be swapped only while no request is unfinished and, for the executor, no step is in flight")
         if scheduler is not None:
-            self.scheduler = scheduler
-            self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
+            self._take_scheduler(scheduler)
         if executor is not None:
             self.executor = executor
+
+    def _take_scheduler(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.pace = None if scheduler.claims.stalls else self.settings.pace  # the pace that its steps keep
+        self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
 
     def step(self) -> Delivery:
         """Plan and submit a step, if there is one; collect the oldest, if the device has enough work. An error of the policy, the executor or
@@ -260,6 +265,8 @@ class EngineCore:
             now,
             self.settings.max_num_batched_tokens,
             self.settings.max_num_seqs,
+            pace=self.pace,
+            flights_end=self._flights_end if self._flights else None,
             log=self.observers.wants_decisions,
         )
         self._index += 1
@@ -279,6 +286,9 @@ class EngineCore:
             self._sample_late()
             self.pacing.planned(time.perf_counter() - begun)
         return step
+
+    def _flights_end(self) -> float:
+        return self.pacing.flights_end(self._flights, self.books.fit)
 
     def _admit_arrivals(self, now: float) -> None:
         while self._next_arrival() <= now:

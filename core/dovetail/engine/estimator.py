@@ -30,6 +30,7 @@ class StepTimeFit:
         self._products = [[0.0] * len(_PAIRS) for _ in _KINDS]  # sums of x[i] x[j] / seconds^2, over `_PAIRS`
         self._targets = [[0.0] * _TERMS for _ in _KINDS]  # sums of x[i] / seconds
         self._counts = [0.0] * len(_KINDS)  # number of steps in these sums, decayed
+        self._squares = [0.0] * len(_KINDS)  # sums of (seconds * unit)^2, so that the misfit follows from sums too
         self._mean_s = 0.0
         self._weights = [0.0] * _TERMS
         self._stale_from = 0  # solve for the weights again once this many steps were seen
@@ -47,9 +48,11 @@ class StepTimeFit:
         for kind in _KINDS:
             if kind == seen or self._counts[kind] > KEPT:
                 self._counts[kind] *= FORGETTING
+                self._squares[kind] *= FORGETTING
                 self._products[kind] = [FORGETTING * p for p in self._products[kind]]
                 self._targets[kind] = [FORGETTING * t for t in self._targets[kind]]
         self._counts[seen] += 1.0
+        self._squares[seen] += relative * relative
         self._products[seen] = [p + x[i] * x[j] for p, (i, j) in zip(self._products[seen], _PAIRS, strict=True)]
         self._targets[seen] = [t + value * relative for t, value in zip(self._targets[seen], x, strict=True)]
 
@@ -57,11 +60,26 @@ class StepTimeFit:
         """Return the seconds that such a step takes, at least `MIN_SECONDS`; 0.0 before the first step was seen."""
         if not self.steps:
             return 0.0
+        self._refresh()
+        terms = self._terms(prefill_tokens, decodes, context_tokens)
+        return max(MIN_SECONDS, sum(w * v for w, v in zip(self._weights, terms, strict=True)))
+
+    def error(self) -> float:
+        """Return the standard error of the fit, relative to the seconds of each step; infinity until there are more steps than terms."""
+        freedom = sum(self._counts) - _TERMS
+        if freedom <= 0.0:
+            return math.inf
+        self._refresh()
+        w, products = self._weights, list(map(sum, zip(*self._products, strict=True)))
+        explained = sum((1 if i == j else 2) * w[i] * w[j] * p for (i, j), p in zip(_PAIRS, products, strict=True))
+        crossed = sum(weight * sum(of_kinds) for weight, of_kinds in zip(w, zip(*self._targets, strict=True), strict=True))
+        return math.sqrt(max(0.0, sum(self._squares) - 2.0 * crossed + explained) / freedom)
+
+    def _refresh(self) -> None:
+        """Solve for the weights, unless few steps have come since."""
         if self.steps >= self._stale_from:
             self._weights = self._solve()
             self._stale_from = self.steps + min(SOLVE_EVERY, 1 + self.steps // SOLVE_EVERY)
-        terms = self._terms(prefill_tokens, decodes, context_tokens)
-        return max(MIN_SECONDS, sum(w * v for w, v in zip(self._weights, terms, strict=True)))
 
     def _terms(self, prefill_tokens: int, decodes: int, context_tokens: int) -> tuple[float, float, float, float]:
         _, a, b, c = self.SCALE

@@ -90,6 +90,8 @@ class LiveRequest(Request):
         parent: str | None = None,
         cache_keys: tuple[str, ...] = (),
         extra: Mapping[str, Any] | None = None,
+        ttft_deadline: float | None = None,
+        tbt_s: float | None = None,
     ) -> None:
         """Make a request that hasn't arrived. `sampling` are its parameters for the executor, `stop_ids` the tokens that end it, as any of the
         `watchers` may. A `constraint` is asked for the mask of each token; it watches, too, and the request waits for it. The rest is as for
@@ -107,6 +109,8 @@ class LiveRequest(Request):
             parent=parent,
             cache_keys=cache_keys,
             extra=extra,
+            ttft_deadline=ttft_deadline,
+            tbt_s=tbt_s,
         )
         self.sampling = sampling if sampling is not None else RowSampling(seed=0)
         self.stop_ids: frozenset[int] = frozenset(stop_ids)

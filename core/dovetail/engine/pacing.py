@@ -4,7 +4,7 @@ simulations may change."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dovetail.api.clock import Clock, VirtualClock
 from dovetail.api.executor import Result
@@ -36,6 +36,13 @@ class Pacing:
         """Take note of how long the device took for a step."""
         self.last_ended = result.ended
         self._last_durations = (self._last_durations[1], result.ended - result.started)
+
+    def flights_end(self, flights: Sequence[Flight], fit: StepTimeFit) -> float:
+        """Return when `flights`, the steps on the device in order, will have ended by the estimate of `fit`."""
+        end = self.last_ended
+        for flight in flights:
+            end = max(end, flight.planned) + fit.estimate_s(flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
+        return end
 
     def wait_until_due(self, flight: Flight, arrival: float, fit: StepTimeFit) -> None:
         """Wait until the next step should be planned. `flight` is the newest step on the device, `arrival` the time of the next known arrival, or

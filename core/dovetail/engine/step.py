@@ -1,46 +1,51 @@
 """`PlannedStep`: a step being planned. It is the policy's `Step`, and keeps the books so that no policy can overspend or lose a block.
 
-A policy's call either does all that it says, or changes nothing and tells why. Whatever can go wrong in planning (memory, budget, seats, requests
-of an earlier step) is refused; misuse raises `PolicyError` naming the policy, the request and the rule.
+What a policy may read of it is `ShownStep`. A policy's call either does all that it says, or changes nothing and tells why. Whatever can go wrong in
+planning (memory, budget, seats, requests of an earlier step) is refused; misuse raises `PolicyError` naming the policy, the request and the rule.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from dovetail.api.observer import Decision
-from dovetail.api.scheduler import Cost, Grant, Refusal
+from dovetail.api.scheduler import Grant, Refusal
 from dovetail.engine.books import Books
 from dovetail.engine.live_request import LiveRequest, Status
-from dovetail.engine.siblings import fork_source
+from dovetail.engine.shown_step import ShownStep
+from dovetail.engine.stretch import prompt_tokens_within
 from dovetail.errors import DovetailError, PolicyError
 from dovetail.request import Request
 
-_ELSEWHERE = "in an engine that isn't its own"
 _GRANT_OF_ONE = Grant(1)
 _REFUSED = {refusal: Grant(0, refusal) for refusal in Refusal}
 
 
-class PlannedStep:
+class PlannedStep(ShownStep):
     """The `Step` of `dovetail.api.scheduler`, over the core's `Books`. The core reads its grants when `schedule` has returned.
 
     A grant counts at once: a request's `num_computed` and `in_flight` include it, and preempting in the same step takes it back.
     """
 
-    def __init__(self, books: Books, index: int, now: float, max_tokens: int, max_seqs: int, *, log: bool = False) -> None:
-        self.index = index
-        self.now = now
-        self._books = books
-        self._kv = books.kv
-        self._known = books.known
-        self._tokens_left = max_tokens
-        self._seqs_left = max_seqs
-        self._open = True
+    def __init__(
+        self,
+        books: Books,
+        index: int,
+        now: float,
+        max_tokens: int,
+        max_seqs: int,
+        *,
+        pace: float | None = None,
+        flights_end: Callable[[], float] | None = None,
+        log: bool = False,
+    ) -> None:
+        super().__init__(books, index, now, max_tokens, max_seqs, flights_end)
+        self._pace = pace
+        self._most_prompt_tokens: int | None = None  # in this step, by the pace; None: nobody has asked for a prompt
         self.granted: dict[LiveRequest, int] = {}  # request -> tokens, in the order of grants
         self.appended: list[tuple[LiveRequest, tuple[int, ...]]] = []  # blocks given to requests that ran before
-        self.admitted: dict[LiveRequest, int] = {}  # request -> tokens found in the cache
         self.preempted: list[LiveRequest] = []
         self.rejected: dict[LiveRequest, str] = {}
         self.wake_time = math.inf
@@ -50,56 +55,6 @@ class PlannedStep:
         self.prefilled: dict[LiveRequest, int] = {}  # request that prefills in this step -> tokens computed before
         self.recomputed: dict[LiveRequest, int] = {}  # request -> how many of this step's tokens were computed once, before a preemption
         self.freed = False  # the core released blocks after this planning, so that planning again may grant more
-
-    # For a policy to read
-
-    @property
-    def tokens_left(self) -> int:
-        self._check_open()
-        return self._tokens_left
-
-    @property
-    def seqs_left(self) -> int:
-        self._check_open()
-        return self._seqs_left
-
-    @property
-    def free_blocks(self) -> int:
-        self._check_open()
-        return self._kv.available_blocks
-
-    @property
-    def waiting(self) -> tuple[LiveRequest, ...]:
-        self._check_open()
-        return self._books.waiting.as_tuple()
-
-    @property
-    def running(self) -> tuple[LiveRequest, ...]:
-        self._check_open()
-        return self._books.running.as_tuple()
-
-    @property
-    def decoding(self) -> tuple[LiveRequest, ...]:
-        return tuple([r for r in self.running if r.num_computed >= r.prefill_end])  # a list first: twice as fast
-
-    def cost(self, request: Request) -> Cost:
-        request = self._check_known(request)
-        if request.status in (Status.RUNNING, Status.DRAINING):
-            end = request.num_tokens + request.in_flight
-            blocks = self._kv.blocks_needed(request, end) if end > request.capacity else 0
-            return Cost(end - request.num_computed, blocks, 0)
-        if self._fork_source(request) is not None:
-            return Cost(1, 1, request.prompt_tokens - 1)
-        cached, known = self._kv.lookup(request), request.num_tokens
-        return Cost(known - cached, self._kv.blocks_needed(request, known), cached)
-
-    def blocks_of(self, request: Request) -> int:
-        request = self._check_known(request)
-        return self._kv.held_only_by([request]) if request.status is Status.RUNNING else 0
-
-    def estimate_s(self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0) -> float:
-        self._check_open()
-        return self._books.fit.estimate_s(prefill_tokens, decodes, context_tokens)
 
     # For a policy to do
 
@@ -191,10 +146,6 @@ class PlannedStep:
 
     # For the core to call
 
-    def close(self) -> None:
-        """Close the step for its policy, as `schedule` has returned."""
-        self._open = False
-
     @property
     def acted(self) -> bool:
         """True if the policy changed anything."""
@@ -208,14 +159,18 @@ class PlannedStep:
             return Refusal.NOT_NOW
         source = self._fork_source(request) if request.status is Status.WAITING else None
         start, end = self._span(request, source)
-        tokens = min(end - start, self._tokens_left)
+        tokens, least = min(end - start, self._tokens_left), max(1, min(min_tokens, end - start))
         if max_tokens is not None:
             tokens = min(tokens, max_tokens)
-        if tokens < max(1, min(min_tokens, end - start)):
+        if tokens < least:
             return Refusal.BUDGET
         if self._seqs_left < 1:
             return Refusal.SEATS
-        room_for = end if reserve else start + tokens
+        room_for = end if reserve else start + tokens  # the pace slows computing, and spares no memory
+        if self._pace is not None and start < request.prefill_end:
+            tokens = min(tokens, max(self._prompt_tokens_left(self._pace), least if not self.prefill_tokens else 0))
+            if tokens < least:
+                return Refusal.PACE
         if not self._take_blocks(request, source, room_for):
             if not self._make_room(request, source, room_for, evict):
                 return Refusal.MEMORY
@@ -225,6 +180,12 @@ class PlannedStep:
             self._admit(request)
         self._book(request, min(tokens, end - request.num_computed))
         return None
+
+    def _prompt_tokens_left(self, pace: float) -> int:
+        """Return how many more prompt tokens the pace allows in this step. The bound is set once, at the first prompt."""
+        if self._most_prompt_tokens is None:
+            self._most_prompt_tokens = prompt_tokens_within(pace, self.decoding, self._books.fit, self._tokens_left)
+        return self._most_prompt_tokens - self.prefill_tokens
 
     def _not_now(self, request: LiveRequest) -> bool:
         """Return True if its token in flight, or an earlier decision on it in this step, forbids a grant."""
@@ -395,32 +356,9 @@ class PlannedStep:
 
     # Checks
 
-    def _fork_source(self, request: LiveRequest) -> LiveRequest | None:
-        if not request.siblings or not self._kv.capabilities.fork:
-            return None
-        return fork_source(request, self.admitted)
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise PolicyError(f"scheduler {self._books.policy_name}: used a Step after schedule() had returned; it holds for one call only")
-
-    def _check_known(self, request: Request) -> LiveRequest:
-        """Return the request, if this engine has it in its books. Raises `PolicyError` otherwise."""
-        self._check_open()
-        if not isinstance(request, Request):
-            raise PolicyError(f"scheduler {self._books.policy_name}: expected a Request, got {request!r}")
-        if request in self._known:
-            return request
-        status = request.status if isinstance(request, LiveRequest) else Status.NEW
-        when = {Status.FINISHED: "after it had finished; forget it in on_finished", Status.NEW: "before it arrived in this engine"}
-        raise self._misuse(request, f"used {when.get(status) or _ELSEWHERE}")
-
     def _check_count(self, name: str, value: int, least: int, request: LiveRequest) -> None:
         if type(value) is not int or value < least:
             raise self._misuse(request, f"granted with {name}={value!r}; it must be an integer >= {least}")
-
-    def _misuse(self, request: Request, rule: str) -> PolicyError:
-        return PolicyError(f"scheduler {self._books.policy_name}: request {request.id!r} was {rule}")
 
     def _log(self, request: LiveRequest, act: str, tokens: int = 0, why: str = "") -> None:
         if self.decisions is not None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dovetail.api.clock import Clock, VirtualClock, WallClock
@@ -111,8 +112,8 @@ class Assembly:
             max_model_len=self.capacity.max_model_len,
             vocab_size=self.capacity.vocab_size,
             defaults=self.defaults,
-            executor=self.config.executor.name,
-            sampler=self.config.sampler.name,
+            executor=self.config.executor.label,
+            sampler=self.config.sampler.label,
             has_logprobs=self.has_logprobs,
             extra_args=self.extra_args,
             has_masks=self.has_masks,
@@ -150,7 +151,7 @@ def assemble(
     tokenizer_dir = model_dir if config.tokenizer is None else _find_tokenizer(config.tokenizer, registry)
     defaults = GenerationDefaults.read(model_dir, sampling=config.generation_config == "auto")
     clock = clock or (VirtualClock() if parts.executor.load().capabilities.virtual_clock else WallClock())
-    executor = _make_executor(config, parts, model_dir, clock, progress)
+    executor = _make_executor(config, parts, registry, model_dir, clock, progress)
     frozen = gc.get_freeze_count()
     try:
         capacity = _start(executor, parts.executor.qualified_name)
@@ -209,7 +210,9 @@ def _is_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(word in str(error).lower() for word in ("memory", "alloc"))
 
 
-def _make_executor(config: EngineConfig, parts: Parts, model_dir: Path, clock: Clock, progress: Callable[[str, int, int], None] | None) -> Executor:
+def _make_executor(
+    config: EngineConfig, parts: Parts, registry: Registry, model_dir: Path, clock: Clock, progress: Callable[[str, int, int], None] | None
+) -> Executor:
     if not parts.executor.load().capabilities.virtual_clock:  # a simulation computes nothing, and needs no packages for it
         for part in (*parts.attention, parts.sampler):
             part.check_requires()
@@ -220,6 +223,7 @@ def _make_executor(config: EngineConfig, parts: Parts, model_dir: Path, clock: C
         attention=tuple(backend.ref() for backend in parts.attention),
         sampler=parts.sampler.ref(),
         progress=progress,
+        quantizations=tuple(known.ref() for known in registry.quantizations()),
     )
     executor: Executor = parts.executor.make(context)
     return executor
@@ -234,7 +238,7 @@ def _make_core(executor: Executor, capacity: Capacity, config: EngineConfig, par
     observers = ObserverHub([(observer.qualified_name, observer.make(observer_context)) for observer in parts.observers])
     if observers:
         observers.start(_started(parts, capacity, clock))
-    settings = CoreSettings(config.max_num_seqs, config.max_num_batched_tokens, config.overlap, parts.scheduler.qualified_name)
+    settings = CoreSettings(config.max_num_seqs, config.max_num_batched_tokens, config.overlap, parts.scheduler.qualified_name, config.pace)
     return EngineCore(scheduler, kv, executor, capacity, clock, settings, observers)
 
 
@@ -257,5 +261,5 @@ def _started(parts: Parts, capacity: Capacity, clock: Clock) -> EngineStarted:
         num_blocks=capacity.num_blocks,
         block_size=capacity.layout.block_size,
         max_in_flight=capacity.max_in_flight,
-        details=capacity.details,
+        details=MappingProxyType(dict(capacity.details)),
     )

@@ -81,13 +81,21 @@ def model_config(config: EngineConfig, capacity: Capacity) -> ModelConfig:
     )
 
 
+def ranks_in_words(capacity: Capacity) -> str:
+    """Return what a start-up message says of an executor with several ranks, " on 2 ranks (cuda:0, cuda:1; sums by nccl)"; empty for one."""
+    details = capacity.details
+    if int(details.get("ranks", 1)) == 1:
+        return ""
+    return f" on {details['ranks']} ranks ({details.get('device')}; sums by {details.get('all_reduce')})"
+
+
 def parallel_config(capacity: Capacity) -> ParallelConfig:
     ranks = int(capacity.details.get("ranks", 1))
     return ParallelConfig(tensor_parallel_size=ranks, world_size=ranks)
 
 
 def scheduler_config(config: EngineConfig, capacity: Capacity) -> SchedulerConfig:
-    return SchedulerConfig(config.scheduler.name, config.max_num_seqs, config.max_num_batched_tokens, capacity.max_model_len)
+    return SchedulerConfig(config.scheduler.label, config.max_num_seqs, config.max_num_batched_tokens, capacity.max_model_len)
 
 
 def cache_config(config: EngineConfig, capacity: Capacity, *, enable_prefix_caching: bool) -> CacheConfig:

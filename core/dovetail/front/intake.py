@@ -63,6 +63,8 @@ class RequestFields:
     deadline: float | None = None
     cache_salt: str | None = None
     predicted_tokens: int | None = None
+    ttft_deadline: float | None = None
+    tbt_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class Intake:
             _seconds(fields.deadline),
             _plain(fields.cache_salt),
             _plain(fields.predicted_tokens),
+            _seconds(fields.ttft_deadline),
+            _seconds(fields.tbt_s),
         )
         self._check_fields(request_id, fields)
         text, token_ids, prompt_array = self._read_prompt(prompt, params)
@@ -159,12 +163,15 @@ class Intake:
             if not isinstance(value, str):
                 raise RequestError(f"{name} must be a string or None, got {shown(value)}")
             bounds.at_most(f"{name}: its characters", len(value), self.facts.limits, "max_name_chars")
-        for name, instant in (("arrival_time", fields.arrival_time), ("deadline", fields.deadline)):
+        instants = (("arrival_time", fields.arrival_time), ("deadline", fields.deadline), ("ttft_deadline", fields.ttft_deadline))
+        for name, instant in instants:
             if instant is not None and ((seconds := as_number(instant)) is None or abs(seconds) > MAX_TIME_S):
                 raise RequestError(
                     f"{name} must be a finite number of seconds or None, got {shown(instant)}: on the engine's clock (engine.now()), from "
                     f"-{MAX_TIME_S:g} to {MAX_TIME_S:g}"
                 )
+        if fields.tbt_s is not None and ((seconds := as_number(fields.tbt_s)) is None or not 0 < seconds <= MAX_TIME_S):
+            raise RequestError(f"tbt_s must be a number of seconds above 0, up to {MAX_TIME_S:g}, or None, got {shown(fields.tbt_s)}")
         priority, predicted = fields.priority, fields.predicted_tokens
         if not is_integer(priority) or not INT64[0] <= priority <= INT64[1]:
             raise RequestError(f"priority must be an integer from {INT64[0]} to {INT64[1]}, got {shown(priority)}")
@@ -252,6 +259,8 @@ def make_samples(
             parent=None if params.n == 1 else request.request_id,
             cache_keys=() if fields.cache_salt is None else (f"salt:{fields.cache_salt}",),
             extra=extra,
+            ttft_deadline=fields.ttft_deadline,
+            tbt_s=fields.tbt_s,
         )
         for index, (watcher, constraint) in enumerate(zip(watchers, constraints or repeat(None, len(watchers)), strict=True))
     ]

@@ -37,7 +37,7 @@ logger = logging.getLogger("dovetail")
 
 Taker = Callable[[RequestOutput | None], None]  # is given the outputs of a request, and None if it was aborted
 
-_SHOWN = ("device", "ranks", "dtype", "attention")  # of what the executor chose, in a repr
+_SHOWN = ("device", "ranks", "dtype", "quantization", "attention")  # of what the executor chose, in a repr
 
 
 class LLMEngine:
@@ -98,7 +98,7 @@ class LLMEngine:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self.core.dead is None else f"dead: {self.core.dead}"
         parts = [f"{key}={getattr(self.config, key)!r}" for key in ("model", "max_num_seqs")]
-        parts += [f"{key}={getattr(self.config, key).name!r}" for key in ("scheduler", "kv_cache", "executor")]
+        parts += [f"{key}={getattr(self.config, key).label!r}" for key in ("scheduler", "kv_cache", "executor")]
         parts += [
             f"max_model_len={self.capacity.max_model_len}",
             *(f"{key}={self.capacity.details[key]!r}" for key in _SHOWN if key in self.capacity.details),
@@ -130,12 +130,15 @@ class LLMEngine:
         cache_salt: str | None = None,
         extra: Mapping[str, Any] | None = None,
         predicted_tokens: int | None = None,
+        ttft_deadline: float | None = None,
+        tbt_s: float | None = None,
         **others: Any,
     ) -> None:
         """Take a request. Raises, having changed nothing, `RequestError` if something is wrong with it, `ModelLoadError` if it needs a
         tokenizer that the model doesn't have, `EngineDeadError` if the engine has failed or was closed.
 
-        `arrival_time` and `deadline` are seconds on the engine's clock (`engine.now()`), from -1e9 to 1e9: until its time no policy sees the
+        `arrival_time`, `deadline` (for the last token) and `ttft_deadline` (for the first) are seconds on the engine's clock (`engine.now()`), from
+        -1e9 to 1e9; `tbt_s` is the most seconds between two tokens. Policies decide what they make of them. Until its arrival no policy sees the
         request. One that is earlier than that of a request which policies have seen is lifted to it for them, since they see requests in order of
         time: nobody comes before those who are waiting by dating back. `client` is whom policies charge. `cache_salt`: share cached K and V only
         with requests of the same salt. `extra`: per distribution, what its components want to know of the request. `predicted_tokens`: a guess of
@@ -151,7 +154,7 @@ class LLMEngine:
         self._check_open()
         if not self._taking_list:
             self._check_waiting()
-        fields = RequestFields(arrival_time, priority, client, deadline, cache_salt, predicted_tokens)
+        fields = RequestFields(arrival_time, priority, client, deadline, cache_salt, predicted_tokens, ttft_deadline, tbt_s)
         checked = self._intake.check(request_id, prompt, params, fields, extra)
         request_id, params = checked.request_id, checked.params
         if request_id in self._groups:

@@ -163,7 +163,7 @@ def _ranks(name: str) -> Argument:
     def becomes(value: Any) -> Mapping[str, Any] | None:
         if type(value) is not int or value < 1:
             return None
-        return {} if value == 1 else {"executor.name": "tensor", "executor.size": value}
+        return {} if value == 1 else {"executor.name": "dovetail:tensor", "executor.size": value}
 
     says = "`1` is the executor `local`, as by default; more is the executor `tensor` with this `size`"
     return Argument(name, "executor.size", becomes, says, "executor.size must be a whole number, 1 or more", (1, 2), (0, "many"))
@@ -203,7 +203,7 @@ def _planned(section: str) -> str:
 
 
 _MACHINES, _LORA, _DRAFTS = _planned("Several machines"), _planned("LoRA adapters"), _planned("Speculative decoding")
-_POOLING, _FP8 = _planned("Embeddings and scores"), _planned("FP8 weights and K and V")
+_POOLING = _planned("Embeddings and scores")
 _EXPERTS = _planned("Mixture of experts")
 _SERVER = "that is the server's business: an option of `dovetail serve`"
 _ONE_DEVICE = "one device computes"
@@ -245,14 +245,15 @@ _ROWS = (
     _same_key("max_num_batched_tokens", {None: None}, 2048, "`None` leaves it to the engine"),
     _same_key("max_model_len", {-1: None}, 512, "`-1` is the model's own length, as `None`"),
     _same_key("block_size", {None: None}, 16, "`None` is `auto`"),
-    _anyway("kv_cache_dtype", "auto", why="K and V have the dtype of the activations", otherwise=_FP8, refused="fp8"),
+    _same_key("kv_cache_dtype", {None: None}, "fp8", "`fp8` is e4m3", ("fp8_e5m2",), "K and V are kept in e4m3: fp8"),
+    _renamed("calculate_kv_scales", "kv_cache_scales", {True: "calibrate", False: None}, "kv_cache_scales is auto or calibrate", "yes"),
     # The prefix cache
     _renamed("enable_prefix_caching", "kv_cache.reuse", {None: None, True: True, False: False}, "kv_cache.reuse is true or false", "lru"),
     _renamed("prefix_caching_hash_algo", "kv_cache.hash", {"sha256": "sha256", "xxhash": "xxh3"}, "kv_cache.hash is xxh3 or sha256", "builtin"),
     # Steps
     _renamed("enforce_eager", "cuda_graphs", {True: False, False: True}, "cuda_graphs is true or false", "yes"),
     _renamed("async_scheduling", "overlap", {None: None, True: True, False: False}, "overlap is true or false", "yes"),
-    _renamed("scheduling_policy", "scheduler", {"fcfs": "fcfs", "priority": "priority"}, "scheduler names a policy", "random"),
+    _renamed("scheduling_policy", "scheduler", {name: f"dovetail:{name}" for name in ("fcfs", "priority")}, "scheduler names a policy", "random"),
     _anyway(
         "scheduler_cls", None, why="`scheduler` chooses one", otherwise="write a scheduler plugin, and name it: scheduler", refused="my.Scheduler"
     ),
@@ -287,7 +288,6 @@ _ROWS = (
     _same_key("seed", {None: None}, 7, "`None` is 0"),
     _same_key("generation_config", {"vllm": "none"}, "auto", "`vllm` is `none`"),
     _anyway("trust_remote_code", False, why="a checkpoint's code never runs", otherwise="a checkpoint's code never runs: leave it out", refused=True),
-    _anyway("quantization", None, why="weights are loaded as they are", otherwise=_FP8, refused="fp8"),
     _anyway("tokenizer_mode", "auto", "hf", why="the tokenizer is transformers'", otherwise="only auto is there", refused="mistral"),
     _never_matters("skip_tokenizer_init", True, "the tokenizer is loaded when a text needs it: give token ids and detokenize=False to do without"),
     _anyway("revision", None, why="the newest is taken", otherwise=_DOWNLOAD, refused="v1"),

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import pluggy
 
-from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec
+from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, QuantizationSpec
 
 hookspec = pluggy.HookspecMarker("dovetail")
 
@@ -67,6 +67,22 @@ def dovetail_models() -> Iterable[BundledModel]:
         @hookimpl
         def dovetail_models():
             yield BundledModel(name="tiny", package="dovetail_fair", path="models/tiny")
+        ```
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def dovetail_quantizations() -> Iterable[QuantizationSpec]:
+    """Return the ways of storing weights that this plugin knows. A checkpoint's `quant_method` names the one that it needs.
+
+    Example:
+        ```python
+        from dovetail.api import QuantizationSpec, hookimpl
+
+        @hookimpl
+        def dovetail_quantizations():
+            yield QuantizationSpec(name="tiny-bits", target="dovetail_fair.bits:TinyBits", summary="Weights of three bits")
         ```
     """
     raise NotImplementedError

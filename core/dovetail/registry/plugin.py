@@ -8,8 +8,8 @@ from typing import Literal
 
 from packaging.utils import canonicalize_name
 
-from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec
-from dovetail.errors import DISTRIBUTION, describe
+from dovetail.api.component import BundledModel, CommandSpec, ComponentSpec, QuantizationSpec
+from dovetail.errors import DISTRIBUTION, describe_raised
 
 NAMESPACE = "dovetail"  # of the built-ins, as in `dovetail:fcfs`; their distribution is called `DISTRIBUTION`
 
@@ -52,6 +52,11 @@ class FoundPlugin:
     origin: PluginOrigin
     entry_point: EntryPoint
 
+    @property
+    def package(self) -> str:
+        """The top-level package of its module."""
+        return self.entry_point.value.partition(":")[0].partition(".")[0].strip()
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedPlugin:
@@ -61,23 +66,25 @@ class LoadedPlugin:
     components: tuple[ComponentSpec, ...] = ()
     commands: tuple[CommandSpec, ...] = ()
     models: tuple[BundledModel, ...] = ()
+    quantizations: tuple[QuantizationSpec, ...] = ()
     output: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PluginFailure:
     """A plugin that can't be used, and why. `phase`: "find" (reading its metadata), "import", "hooks" (checking their names), "declare" (calling
-    them)."""
+    them). `package`: the top-level package of its module, if that is known."""
 
     origin: PluginOrigin
     phase: Phase
     error: BaseException
     output: str = ""
+    package: str = ""
 
     @property
     def reason(self) -> str:
-        """The error in one line."""
-        return " ".join(describe(self.error).split())
+        """The error in one line, with the plugin's file and line that raised it."""
+        return " ".join(describe_raised(self.error, self.package).split())
 
     def __str__(self) -> str:
         return f"{self.origin} failed ({self.phase}): {self.reason}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from packaging.requirements import Requirement
@@ -11,10 +11,11 @@ from packaging.utils import canonicalize_name
 
 from dovetail.api.component import KINDS, Kind
 from dovetail.errors import DISTRIBUTION, ConfigError, PluginError
+from dovetail.registry.doctor.metadata import hidden_plugins
 from dovetail.registry.finder import find_plugins
 from dovetail.registry.loader import load_plugin
 from dovetail.registry.plugin import DeniedPlugin, LoadedPlugin, PluginFailure
-from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent
+from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent, ResolvedQuantization
 from dovetail.registry.selection import PluginSelection
 from dovetail.where import Where, did_you_mean
 
@@ -79,6 +80,11 @@ class Registry:
         commands = [ResolvedCommand(spec, plugin.origin) for plugin in self.plugins for spec in plugin.commands]
         return tuple(sorted(commands, key=lambda c: (c.spec.name, c.origin)))
 
+    def quantizations(self) -> tuple[ResolvedQuantization, ...]:
+        """Return the ways of storing weights that plugins know, sorted by name and distribution."""
+        known = [ResolvedQuantization(spec, plugin.origin) for plugin in self.plugins for spec in plugin.quantizations]
+        return tuple(sorted(known, key=lambda q: (q.spec.name, q.origin)))
+
     def resolve(self, kind: Kind, name: str, options: Mapping[str, Any] | None = None, where: Where | None = None) -> ResolvedComponent:
         """Return the component of that name, "fcfs" or "distribution:fcfs", bound to the options from a config.
 
@@ -111,7 +117,7 @@ class Registry:
         if elsewhere:
             lines.append(f"  there is a component of that name, of kind {' and '.join(elsewhere)}")
         lines.append(f"  installed: {', '.join(f'{c.spec.name} ({c.distribution} {c.version})' for c in installed) or f'no {kind} at all'}")
-        suspects = self._suspects(name)
+        suspects = list(self._suspects(name))
         if suspects:
             lines.append("  it may have been offered by a plugin that isn't there:")
             lines += [f"    {suspect}" for suspect in suspects]
@@ -119,10 +125,16 @@ class Registry:
             lines.append(f"  not even the built-ins are there: is the distribution {DISTRIBUTION!r} installed in this environment?")
         return "\n".join(lines)
 
-    def _suspects(self, name: str) -> list[PluginFailure | DeniedPlugin]:
-        """Return the failed and denied plugins that may offer a name; for a qualified name, those of its distribution."""
+    def _suspects(self, name: str) -> Iterator[str]:
+        """Yield the failed, denied and wrongly installed plugins that may offer a name; for a qualified name, those of its distribution."""
         distribution, colon, _ = name.rpartition(":")
-        return [plugin for plugin in self._missing if not colon or plugin.origin.is_called(distribution)]
+        for plugin in self._missing:
+            if not colon or plugin.origin.is_called(distribution):
+                yield str(plugin)
+        for finding in hidden_plugins():
+            if not colon or finding.origin.is_called(distribution):
+                called = finding.origin.distribution
+                yield f"{called} {finding.origin.version}: {finding.what}; `dovetail plugins doctor {called}` says what to do"
 
 
 def _matches(component: ResolvedComponent, name: str) -> bool:
@@ -138,6 +150,7 @@ def _without_repetitions(plugins: list[LoadedPlugin]) -> tuple[tuple[LoadedPlugi
         offers = [f"{spec.kind} {spec.name!r}" for spec in plugin.components]
         offers += [f"command {spec.name!r}" for spec in plugin.commands]
         offers += [f"bundled model {model.name!r}" for model in plugin.models]
+        offers += [f"quantization {spec.name!r}" for spec in plugin.quantizations]
         keys = {(plugin.origin.distribution, offer): offer for offer in offers}
         clash = next((key for key in keys if key in owners), None)
         if clash is None:

@@ -1,24 +1,25 @@
-"""The components and commands that names refer to, imported only when used: `ResolvedComponent`, `ResolvedCommand`."""
+"""The components and commands that names refer to, imported only when used: `ResolvedComponent`, `ResolvedCommand`, `ResolvedQuantization`."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
 from dovetail import api
-from dovetail.api.component import API_VERSIONS, CommandSpec, ComponentSpec, Kind, NoOptions
-from dovetail.errors import DISTRIBUTION, DovetailError, MissingExtraError, PluginError, describe
+from dovetail.api.component import API_VERSIONS, CommandSpec, ComponentSpec, Kind, NoOptions, QuantizationSpec
+from dovetail.errors import DISTRIBUTION, DovetailError, MissingExtraError, PluginError, describe_raised
 from dovetail.registry.plugin import PluginOrigin
 from dovetail.registry.requirements import missing_requirements, pip_line
-from dovetail.where import Where, explain
+from dovetail.where import Where, did_you_mean, explain
 
 if TYPE_CHECKING:
-    from dovetail.api.executor import ComponentRef
+    from dovetail.api.executor import ComponentRef, QuantizationRef
 
 BASE_CLASSES: dict[Kind, str] = {  # names in dovetail.api
     "scheduler": "Scheduler",
@@ -78,7 +79,8 @@ class ResolvedComponent:
             raise MissingExtraError(self.where.says(f"{self} needs {lacks}; install with: {pip_line(missing, self.distribution)}"))
 
     def load(self) -> type[Any]:
-        """Import and return its class. Raises `MissingExtraError`, or `PluginError` if the import fails or isn't a concrete class of its kind."""
+        """Import and return its class. Raises `MissingExtraError`, or `PluginError` if the import fails or isn't a concrete class of its kind, or if
+        the class is annotated with an options model that the spec doesn't name."""
         self.check_requires()
         loaded = self._import(self.spec.target)
         base = getattr(api, BASE_CLASSES[self.spec.kind])
@@ -86,6 +88,9 @@ class ResolvedComponent:
             raise self._wrong(f"{self.spec.target} is {loaded!r}, expected a subclass of dovetail.api.{base.__name__}")
         if inspect.isabstract(loaded):
             raise self._wrong(f"{self.spec.target} doesn't implement {', '.join(sorted(getattr(loaded, '__abstractmethods__', ())))}")
+        if self.spec.options is None and (model := options_of(loaded)) is not NoOptions:
+            named = f'options="{model.__module__}:{model.__qualname__}"'
+            raise self._wrong(f"{self.spec.target} is annotated with options: {model.__name__}, but its ComponentSpec names none: give it {named}")
         return loaded
 
     def options_model(self) -> type[BaseModel]:
@@ -107,7 +112,15 @@ class ResolvedComponent:
         try:
             return model.model_validate(dict(given))
         except ValidationError as error:
+            if self.spec.options is None:
+                with suppress(MissingExtraError):
+                    self.load()  # which may name the reason why it knows no options
             raise explain(error, model, given, self.where if where is None else where, "option") from None
+
+    def in_full(self) -> str | dict[str, Any]:
+        """Return its qualified name and all its options, defaults included, as plain values for YAML. Raises as `validate_options`."""
+        options = self.validate_options().model_dump(mode="json")
+        return {"name": self.qualified_name, **options} if options else self.qualified_name
 
     def ref(self, options: Mapping[str, Any] | BaseModel | None = None) -> ComponentRef:
         """Return the reference that worker processes get. The options are checked; nothing else of the component is imported."""
@@ -126,7 +139,7 @@ class ResolvedComponent:
         except DovetailError:
             raise
         except Exception as error:
-            raise self._wrong(f"making it failed: {describe(error)}") from error
+            raise self._wrong(f"making it failed: {describe_raised(error, _package(self.spec.target))}") from error
 
     def request_extra(self) -> type[BaseModel] | None:
         """Return the model of a request's `extra` for this distribution, or None. Raises `PluginError` if it can't be imported."""
@@ -161,15 +174,54 @@ class ResolvedCommand:
         return _import(self.spec.target, lambda what: PluginError(f"command {self.spec.name!r} of plugin {self.origin}: {what}"))
 
 
+def options_of(cls: type[Any]) -> type[BaseModel]:
+    """Return the options model that a class is annotated with, as `options: Mine` or `__init__(self, options: Mine, …)`; `NoOptions` if there is
+    none narrower than `BaseModel`, or if the annotations can't be evaluated."""
+    for annotated in (cls, cls.__init__):
+        with suppress(Exception):  # a name that only a type checker imports
+            model = get_type_hints(annotated).get("options", BaseModel)
+            if isinstance(model, type) and issubclass(model, BaseModel) and model is not BaseModel:
+                return model
+    return NoOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedQuantization:
+    """One way of storing weights, of one plugin."""
+
+    spec: QuantizationSpec
+    origin: PluginOrigin
+
+    @property
+    def qualified_name(self) -> str:
+        """The full name, "distribution:name"; for a built-in "dovetail:name"."""
+        return f"{self.origin.namespace}:{self.spec.name}"
+
+    def ref(self) -> QuantizationRef:
+        """Return the reference that worker processes get. Nothing is imported."""
+        from dovetail.api.executor import QuantizationRef  # here, since it imports numpy, which `dovetail --help` doesn't need
+
+        return QuantizationRef(self.qualified_name, self.spec.name, self.spec.target, self.spec.quantizes)
+
+
 def _import(target: str, wrong: Any) -> Any:
     """Import and return the object "package.module:name"; `wrong` makes the error from a text."""
     module, _, name = target.partition(":")
     try:
-        return getattr(import_module(module), name)
+        imported = import_module(module)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too
-        raise wrong(f"importing {target} failed: {describe(error)}") from error
+        raise wrong(f"importing {module} failed: {describe_raised(error, _package(target))}") from error
+    try:
+        return getattr(imported, name)
+    except Exception as error:  # a module's own __getattr__ can raise anything
+        raise wrong(f"{target}: {describe_raised(error, _package(target))}{did_you_mean(name, vars(imported))}") from error
+
+
+def _package(target: str) -> str:
+    """Return the top-level package of "package.module:name"."""
+    return target.partition(":")[0].partition(".")[0]
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
 
-from dovetail.api.component import Kind, NoOptions
+from dovetail.api.component import Kind
 from dovetail.errors import DovetailError
+from dovetail.registry.doctor.own_time import TIME_LIMIT_S
+from dovetail.registry.resolved import options_of
 from dovetail.testing.checks import Waiver
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ class Binding:
     component: ClassVar[str | type[Any] | None] = None  # a name, "mine" or "distribution:mine", or a class; None: a base of other suites
     options: ClassVar[Mapping[str, Any]] = {}
     waivers: ClassVar[Mapping[str, Waiver]] = {}  # id of a check -> its waiver
-    time_limit_s: ClassVar[float | None] = 300.0  # for each check
+    time_limit_s: ClassVar[float | None] = TIME_LIMIT_S  # for each check, as `OwnTime` counts; None: no limit
 
     @cached_property
     def resolved(self) -> ResolvedComponent:
@@ -51,11 +53,8 @@ class Binding:
 
     @cached_property
     def options_model(self) -> type[BaseModel]:
-        """Return the options model. For a bare class it is the type of its attribute `options`, if that is narrower than its base's."""
-        if not isinstance(self.component, type):
-            return self.resolved.options_model()
-        declared = get_type_hints(self.component).get("options", BaseModel)
-        return declared if isinstance(declared, type) and declared is not BaseModel and issubclass(declared, BaseModel) else NoOptions
+        """Return the options model. For a bare class it is what its options are annotated with."""
+        return options_of(self.component) if isinstance(self.component, type) else self.resolved.options_model()
 
     def make_options(self) -> BaseModel:
         """Return `options` as the component's own model. Raises `ConfigError`, or pydantic's `ValidationError` for a bare class."""

@@ -115,5 +115,6 @@ def require(condition: object, what: str) -> None:
         fail(what)
 
 
-def fail(what: str) -> NoReturn:
-    raise CheckFailed(what)
+def fail(what: str, cause: BaseException | None = None) -> NoReturn:
+    """Raise `CheckFailed`. `cause`: an error of the component that kept the check from coming to its statement."""
+    raise CheckFailed(what) from cause

@@ -2,7 +2,8 @@
 
 Lines of the ledger, JSON: {"event": "expected", "expected"} first; for each check {"event": "started", "id"} and {"event": "outcome", "id",
 "outcome"}; last {"event": "ended"}. Instead {"event": "misused", "error", "message"} if there is no such component, or it has no such options,
-or {"event": "broken", "message"} if it can't be loaded. If the time limit is exceeded, the process ends, with a traceback in the trace file.
+or {"event": "broken", "message"} if it can't be loaded. A fatal signal, by which the runner also ends a check that hangs, leaves a traceback in the
+trace file.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ class Job:
     is_class: bool
     options: Mapping[str, Any]
     waivers: Mapping[str, Mapping[str, str]]
-    time_limit_s: float
     folder: str  # folder of the files below
     path: list[str]  # sys.path
     done: list[str] = field(default_factory=list)
@@ -75,14 +75,13 @@ def main(job_path: str) -> None:
     sys.path[:] = job.path
     limit_files()
     with job.trace.open("w") as trace, job.ledger.open("a", buffering=1) as file:
-        ledger = Ledger(job, file, trace)
-        ledger.limit()
+        faulthandler.enable(trace)  # it needs nothing of Python, so that a loop in C is seen too
+        ledger = Ledger(job, file)
         if not ledger.load(job_path):
             return
         config = Path(job.folder, "pytest.ini")
         config.write_text("[pytest]\n")
         code = pytest.main([*PYTEST, str(config), str(job.module)], plugins=[ledger])
-        faulthandler.cancel_dump_traceback_later()
         if code not in REGULAR:  # interrupted, perhaps by the component
             sys.exit(f"pytest was ended: {code!r}")
         ledger.tell("ended")
@@ -109,20 +108,16 @@ def _load(target: str) -> Any:
 
 
 class Ledger:
-    """The pytest plugin that writes the ledger, leaves out checks that are done, and enforces the time limit."""
+    """The pytest plugin that writes the ledger, and leaves out checks that are done."""
 
-    def __init__(self, job: Job, file: IO[str], trace: IO[str]) -> None:
-        self.job, self.file, self.trace = job, file, trace
+    def __init__(self, job: Job, file: IO[str]) -> None:
+        self.job, self.file = job, file
         self.process = os.getpid()
 
     def tell(self, event: str, **values: Any) -> None:
         if os.getpid() != self.process:
             os._exit(1)  # a component has forked this process, and the copy came back
         self.file.write(json.dumps({"event": event, **values}) + "\n")
-
-    def limit(self) -> None:
-        """End the process unless this is called again in time. It needs nothing of Python, so that a loop in C is ended too."""
-        faulthandler.dump_traceback_later(self.job.time_limit_s, exit=True, file=self.trace)
 
     def load(self, job_path: str) -> bool:
         """Load the component, so that a failure to load is reported once, and not by every check."""
@@ -148,7 +143,6 @@ class Ledger:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Generator[None, Any, Any]:
         id = item.function.check.id
-        self.limit()
         self.tell("started", id=id)
         result = yield
         outcome = item.config.pluginmanager.get_plugin("dovetail-suites").outcomes[item.parent.nodeid][id]
@@ -161,7 +155,7 @@ class Ledger:
         try:
             return (yield)
         except (KeyboardInterrupt, pytest.exit.Exception) as error:
-            fail(f"the check broke off: {describe(error)}{frames.of_error(error)}")
+            fail(f"the check broke off: {describe(error)}", error)
 
 
 def _misuse(suite: Any, job: Job) -> DovetailError | None:

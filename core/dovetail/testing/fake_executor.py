@@ -75,7 +75,7 @@ class FakeExecutor(Executor):
     """An executor that computes at `submit` and returns results at `collect`, where it moves a virtual clock. Raises `DovetailError` on any breach of
     the contract."""
 
-    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False, masks=True)
+    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=False, masks=True, samples=False)
     options: FakeExecutorOptions
 
     def __init__(self, options: FakeExecutorOptions, context: ExecutorContext) -> None:
@@ -84,6 +84,7 @@ class FakeExecutor(Executor):
         self._memory: dict[tuple[int, int], int] = {}  # (block, offset) -> prefix id of the token written there
         self._pending: list[tuple[int, list[int], float, float]] = []  # step, tokens, seconds that it takes, when it was submitted
         self._unsampled: tuple[int, list[_Row], list[bool]] | None = None  # of a late step: its number, its rows, and which yield a token
+        self._broken: str | None = None  # the rule that was broken: its books may be half changed
         self._last_step = -1
         self._last_ended = 0.0
         self.batches = 0
@@ -95,6 +96,7 @@ class FakeExecutor(Executor):
         )
 
     def submit(self, batch: Batch) -> int:
+        self.check()
         self._require(self._unsampled is None, "a late step must be sampled before the next is submitted")
         self._require(len(self._pending) < self.options.max_in_flight, "more steps in flight than max_in_flight")
         self._require(batch.step > self._last_step, "steps must be submitted in order")
@@ -145,7 +147,9 @@ class FakeExecutor(Executor):
             self.context.clock.wait_until(self._last_ended)
         return Result(step, np.array(tokens, np.int64), started, self._last_ended)
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        if self._broken is not None:
+            raise DovetailError(f"fake executor: {self._broken}; it can't go on after that")
 
     def stop(self) -> None:
         self._pending.clear()
@@ -189,4 +193,5 @@ class FakeExecutor(Executor):
 
     def _require(self, condition: bool, rule: str) -> None:
         if not condition:
+            self._broken = rule
             raise DovetailError(f"fake executor: {rule}")

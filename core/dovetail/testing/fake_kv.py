@@ -12,7 +12,8 @@ from dovetail.request import Request
 
 
 class FakeKVCache(KVCacheManager):
-    """A manager whose `lookup` returns `hits[request.id]`, or 0, so that a test can pretend to have cached tokens."""
+    """A manager whose `lookup` returns `hits[request.id]`, or 0, so that a test can pretend to have cached tokens. It declares that it reuses blocks
+    if there are `hits`."""
 
     capabilities = KVCapabilities(reuse=False, fork=False, trim=False)
 
@@ -22,6 +23,8 @@ class FakeKVCache(KVCacheManager):
         self._tables: dict[str, list[int]] = {}
         self._tokens: dict[str, int] = {}  # request id -> tokens asked for
         self._hits = hits or {}
+        if hits is not None:
+            self.capabilities = KVCapabilities(reuse=True, fork=False, trim=False)
 
     def lookup(self, request: Request) -> int:
         return self._hits.get(request.id, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 
@@ -23,8 +24,10 @@ def of_frame(frame: FrameType | None) -> str:
 
 
 def of_dump(dump: str) -> str:
-    """Return the calls of the main thread, which `faulthandler` writes last, the innermost first."""
-    return _told(re.findall(r'File "(.+?)", line (\d+) in (.+)', dump.strip().split("\n\n")[-1]))
+    """Return the calls, from the suite on, of the thread in which a fatal signal arrived, as `faulthandler` has written them: the innermost first."""
+    thread = next((part for part in dump.split("\n\n") if part.startswith("Current thread")), "")
+    calls = re.findall(r'File "(.+?)", line (\d+) in (.+)', thread)
+    return _told(takewhile(lambda call: not Path(call[0]).is_relative_to(_OURS), calls))
 
 
 def _since_the_suite(calls: traceback.StackSummary) -> str:

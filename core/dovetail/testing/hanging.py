@@ -1,14 +1,17 @@
-"""Ending a check that hangs, which pytest alone can't. This file imports nothing else of Dovetail."""
+"""Ending a check that hangs, which pytest alone can't."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-AGAIN_S = 1.0  # a component may catch the first interrupt
+from dovetail.registry.doctor.own_time import OwnTime
+
+ASKED_S = 1.0  # how often the time is looked at; a component may catch the first interrupt
 
 
 class Hung(BaseException):
@@ -20,17 +23,20 @@ class Hung(BaseException):
 
 @contextmanager
 def ended_after(seconds: float | None) -> Iterator[None]:
-    """Raise `Hung` in the body, in Python code or a wait, once it has run for `seconds`. None: no limit. Nor is there one outside the main
-    thread, where no signal arrives, or on systems without such signals."""
+    """Raise `Hung` in the body, in Python code or a wait, once it has had `seconds`, as `OwnTime` counts them. None: no limit. Nor is there one
+    outside the main thread, where no signal arrives, or on systems without such signals."""
     if seconds is None or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
 
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Hung(frame)
+    own = OwnTime(os.getpid())
 
-    handler = signal.signal(signal.SIGALRM, end)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
+    def look(number: int, frame: FrameType | None) -> None:
+        if own.elapsed_s() >= seconds:
+            raise Hung(frame)
+
+    handler = signal.signal(signal.SIGALRM, look)
+    timer = signal.setitimer(signal.ITIMER_REAL, min(seconds, ASKED_S), ASKED_S)
     try:
         yield
     finally:

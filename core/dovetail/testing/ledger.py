@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,13 +28,16 @@ Status = Literal["passed", "failed", "absent", "untried", "skipped"]
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The outcome of one check. `absent`: it doesn't apply, as `capability` isn't declared. `untried`: this machine can't test the capability.
-    `skipped`: it was kept from counting."""
+    `skipped`: it was kept from counting. `fault`: why it failed, like an error of the component with file and line, in words that are the same
+    wherever that is the reason. `judged`: False if for that reason it didn't come to its statement."""
 
     status: Status
     message: str = ""
     capability: str | None = None
     output: str = ""  # text that the component printed meanwhile
     notes: tuple[str, ...] = ()
+    fault: str = ""
+    judged: bool = True
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Outcome:
@@ -67,12 +70,14 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A reason why a component doesn't conform. `id`: the check, or the attribute that was tampered with."""
+    """A reason why a component doesn't conform. `id`: the check, or the attribute that was tampered with. `also`: further checks that failed for
+    the same reason."""
 
     id: str
     message: str
     help: str = ""
     output: str = ""
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +112,12 @@ class Verdict:
     def report(self) -> Iterator[str]:
         """Yield the report's lines, for people; the verdict is the last."""
         for (message, help, output), same in groupby(self.findings, key=lambda finding: (finding.message, finding.help, finding.output)):
-            yield f"{', '.join(finding.id for finding in same)}: {self.component}: {message}"
+            findings = list(same)
+            yield f"{', '.join(finding.id for finding in findings)}: {self.component}: {message}"
             if help:
                 yield f"  {help}"
+            if also := [id for finding in findings for id in finding.also]:
+                yield f"  For the same reason failed: {', '.join(also)}"
             if output:
                 yield from ("  its output:", *(f"    {line}" for line in output.splitlines()))
         yield from (f"  {note}" for note in self.notes)
@@ -137,6 +145,7 @@ def expected_of(suite: type[Suite]) -> Expected:
 def judge(expected: Expected, outcomes: Mapping[str, Outcome]) -> Verdict:
     """Return the verdict; `outcomes` are by the checks' ids."""
     findings = [Finding(id, message) for id, message in expected.tampering.items()]
+    told: dict[str, int] = {}  # fault -> place of its finding
     passed, wanted, waived = 0, 0, []
     unwanted: dict[Status, set[str]] = {"absent": set(), "untried": set()}
     for id, help in expected.checks.items():
@@ -153,8 +162,15 @@ def judge(expected: Expected, outcomes: Mapping[str, Outcome]) -> Verdict:
             passed += id not in expected.tampering
         elif outcome.status == "failed" and id in expected.waivers:
             waived.append(id)
-        elif id not in expected.tampering:
-            findings.append(Finding(id, outcome.message, help if outcome.status == "failed" else "", outcome.output))
+        elif id in expected.tampering:
+            continue
+        elif outcome.fault in told:
+            first = findings[told[outcome.fault]]
+            findings[told[outcome.fault]] = replace(first, also=(*first.also, id))
+        else:
+            if outcome.fault:
+                told[outcome.fault] = len(findings)
+            findings.append(Finding(id, outcome.message, help if outcome.status == "failed" and outcome.judged else "", outcome.output))
     notes = dict.fromkeys(note for outcome in outcomes.values() for note in outcome.notes)
     api = API_VERSIONS[expected.kind]
     return Verdict(

@@ -56,12 +56,16 @@ def make_request(
     deadline: float | None = None,
     predicted_tokens: int | None = None,
     extra: Mapping[str, Any] | None = None,
+    ttft_deadline: float | None = None,
+    tbt_s: float | None = None,
+    prompt: Sequence[int] | None = None,
 ) -> Request:
     """Make a request for one `plan`. `generated`: number of its output tokens. `computed`: number of computed tokens, if it is to be among `running`;
-    by default all but the last generated one, so that it decodes. With fewer than `prompt_tokens` it is within its prefill."""
+    by default all but the last generated one, so that it decodes. With fewer than `prompt_tokens` it is within its prefill. `prompt`: the
+    token ids, in place of made-up ones."""
     request = _Planned(
         id,
-        [(i * 7 + len(id)) % 50 for i in range(prompt_tokens)],
+        prompt if prompt is not None else [(i * 7 + len(id)) % 50 for i in range(prompt_tokens)],
         SamplingParams(max_tokens=max_tokens),
         max_tokens=max_tokens,
         arrival_time=arrival_time,
@@ -70,6 +74,8 @@ def make_request(
         deadline=deadline,
         predicted_tokens=predicted_tokens,
         extra=extra,
+        ttft_deadline=ttft_deadline,
+        tbt_s=tbt_s,
     )
     request.output_token_ids.extend([1] * generated)
     request.to_compute = computed
@@ -101,13 +107,14 @@ def plan(
     Afterwards the policy is told of the requests that it preempted and rejected, as by the engine.
 
     `policy`: a class, made with `options`, or one made before, to plan further with what it keeps. `cached`: tokens found in the prefix cache,
-    whole blocks, by request id. Raises what the policy raises, `PolicyError` on misuse, and `DovetailError` if the requests make no sense.
+    whole blocks, by request id; None: there is no prefix cache. Raises what the policy raises, `PolicyError` on misuse, and `DovetailError` if the
+    requests make no sense.
     """
     going, coming = _planned(running), _planned(waiting)
     _check_requests([*going, *coming], dict(cached or {}), block_size)
     held = sum(-(-_computed_of(r) // block_size) for r in going)
     layout = KVLayout((KVGroup((0,), None, 1),), block_size, "none")
-    kv = FakeKVCache(NoOptions(), KVContext(layout, held + free_blocks), dict(cached or {}))
+    kv = FakeKVCache(NoOptions(), KVContext(layout, held + free_blocks), cached if cached is None else dict(cached))
     if isinstance(policy, type):
         policy = policy(options or NoOptions(), SchedulerContext(max_tokens, max_seqs, held + free_blocks, block_size, seed))
     books = Books(kv, block_size, None, max(max_seqs, len(running)), type(policy).__name__)

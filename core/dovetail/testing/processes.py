@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from tempfile import TemporaryFile
 
-from dovetail.testing.checks import fail, require
+from dovetail.registry.doctor.own_time import TIME_LIMIT_S, wait
+from dovetail.testing.checks import require
 
-LIMIT_S = 60
 SHOWN = 2_000  # characters of its output
 
 
@@ -16,8 +17,16 @@ def run_python(code: str, stdin: bytes, what: str, *args: str, **environ: str) -
     """Run code with the present `sys.path` and wait. Raises `CheckFailed`, with `what` and the end of its output, unless it succeeds in time."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     command, env = [sys.executable, "-c", code, *args], os.environ | {"PYTHONPATH": path} | environ
-    try:
-        done = subprocess.run(command, input=stdin, env=env, capture_output=True, timeout=LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        fail(f"{what}: not done after {LIMIT_S} s")
-    require(done.returncode == 0, f"{what}: {done.stderr.decode(errors='replace').strip()[-SHOWN:] or f'exit code {done.returncode}'}")
+    with TemporaryFile() as given, TemporaryFile() as told:
+        given.write(stdin)
+        given.seek(0)
+        process = subprocess.Popen(command, stdin=given, stdout=subprocess.DEVNULL, stderr=told, env=env)
+        try:
+            in_time = wait(process, TIME_LIMIT_S)
+        finally:
+            process.kill()
+            process.wait()
+        told.seek(0)
+        words = told.read().decode(errors="replace").strip()[-SHOWN:]
+    require(in_time, f"{what}: not done after {TIME_LIMIT_S:g} s")
+    require(process.returncode == 0, f"{what}: {words or f'exit code {process.returncode}'}")

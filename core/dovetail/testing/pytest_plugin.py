@@ -68,7 +68,7 @@ class SuiteWatch:
             with ended_after(limit_s):
                 return (yield)
         except Hung as error:
-            fail(f"it hung, and was ended after {limit_s:g} s{frames.of_frame(error.frame)}")
+            fail(f"it hung, and was ended after {limit_s:g} s; the suite's time_limit_s gives it longer{frames.of_frame(error.frame)}")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
@@ -78,7 +78,7 @@ class SuiteWatch:
         uneventful = call.when != "call" and report.passed
         if check is None or uneventful or node not in self.expected or item.name != check.attribute:
             return report
-        outcome = _outcome(check, report, call, tuple(getattr(item.instance, "notes", ())))
+        outcome = _outcome(check, report, call, item.instance)
         report.dovetail = {"node": node, "id": check.id, "outcome": asdict(outcome)}
         if outcome.status in ("absent", "untried"):
             report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {outcome.message}")
@@ -127,12 +127,12 @@ class SuiteWatch:
                 terminalreporter.write_line(line, green=verdict.conformant, red=not verdict.conformant)
 
 
-def _outcome(check: Check, report: Any, call: Any, notes: tuple[str, ...]) -> Outcome:
+def _outcome(check: Check, report: Any, call: Any, suite: Any) -> Outcome:
     """Return the outcome of a check from its report. Only a check that is tied to a capability can be absent or untried."""
     from dovetail.testing.checks import Absent, Untried
     from dovetail.testing.ledger import Outcome
 
-    error = call.excinfo.value if call.excinfo is not None else None
+    error, notes = call.excinfo.value if call.excinfo is not None else None, tuple(getattr(suite, "notes", ()))
     if isinstance(error, Absent | Untried) and error.capability == check.capability:
         return Outcome("absent" if isinstance(error, Absent) else "untried", str(error), capability=error.capability)
     if hasattr(report, "wasxfail"):
@@ -140,18 +140,29 @@ def _outcome(check: Check, report: Any, call: Any, notes: tuple[str, ...]) -> Ou
     if report.skipped:
         return Outcome("skipped", f"it was skipped: {report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr}")
     output = "".join(text for title, text in report.sections if title.startswith("Captured"))[-_OUTPUT_LIMIT:]
-    if report.failed:
-        return Outcome("failed", _message(error), output=output, notes=notes)
-    return Outcome("passed", notes=notes)
+    if report.failed and error is not None:
+        return _failed(error, getattr(suite, "target", "").partition(".")[0].partition(":")[0], output, notes)
+    return Outcome("failed", "failed", output=output, notes=notes) if report.failed else Outcome("passed", notes=notes)
 
 
-def _message(error: BaseException | None) -> str:
-    """Return the check's message, with the example that showed it; for any other error, the message that it aborted the check, and where."""
-    from dovetail.errors import describe
+def _failed(error: BaseException, package: str, output: str, notes: tuple[str, ...]) -> Outcome:
+    """Return the outcome of a check that an error ended: the check's own, perhaps because of what the component raised, or any other, which kept it
+    from judging. The message has the component's file and line if it raised, and the example that showed it. `package`: the component's top level."""
+    from dovetail.errors import describe, raised_at
     from dovetail.testing import frames
     from dovetail.testing.checks import CheckFailed
+    from dovetail.testing.ledger import Outcome
 
-    if error is None:
-        return "failed"
-    text = str(error) if isinstance(error, CheckFailed) else f"the check broke off: {describe(error)}{frames.of_error(error)}"
-    return "\n".join([text, *getattr(error, "__notes__", ())])
+    own = isinstance(error, CheckFailed)
+    raised = error.__cause__ or error.__context__ if own else error
+    place = raised_at(raised, package) if raised is not None else ""
+    text = str(error) if own else f"the check broke off: {describe(error)}"
+    text += (f" ({place})" if place else "") + ("" if own else frames.of_error(error))
+    return Outcome(
+        "failed",
+        "\n".join([text, *getattr(error, "__notes__", ())]),
+        output=output,
+        notes=notes,
+        fault=f"{describe(raised)} at {place}" if raised is not None and place else "",
+        judged=not place or (own and error.__cause__ is None),
+    )

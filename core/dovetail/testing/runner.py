@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from dovetail.api.component import API_VERSIONS, KINDS, Kind
 from dovetail.errors import ConfigError, DovetailError, PluginError
+from dovetail.registry.doctor.own_time import SAMPLED_S, TIME_LIMIT_S, OwnTime
 from dovetail.registry.doctor.process import ending, event, last_words
 from dovetail.testing import frames
 from dovetail.testing.checks import Waiver
@@ -25,9 +26,8 @@ from dovetail.testing.child import COMMAND, Job
 from dovetail.testing.ledger import Expected, Finding, Outcome, Verdict, judge
 from dovetail.where import did_you_mean
 
-TIME_LIMIT_S = 60.0
 MAX_DEATHS = 3  # ends of the process; after them the remaining checks are given up
-GRACE_S = 10.0  # a process has this long to end itself after its time limit
+GRACE_S = 10.0  # a process has this long to write where it hangs
 POLL_S = 0.02
 LOADING = "loading"  # in place of a check's id
 OUTPUT_LINES = 5  # last lines of its output that are shown
@@ -43,7 +43,8 @@ def run(
 ) -> Verdict:
     """Run all checks of a kind over one component, and judge. Nothing that the component prints is shown, and nothing of it runs in this process.
 
-    `component`: its name, or a class at the top level of a module. `options` must be JSON. `time_limit_s`: for each check, and for loading.
+    `component`: its name, or a class at the top level of a module. `options` must be JSON. `time_limit_s`: for each check, and for loading;
+    time that a process waits for a CPU which others have isn't counted.
     Raises `PluginError` if no component has that name, and `ConfigError` if it doesn't take the options, or they aren't JSON; the verdict reports
     anything else.
     """
@@ -56,8 +57,8 @@ def run(
     plain_waivers = {id: asdict(waiver) for id, waiver in (waivers or {}).items()}
     path = [os.path.abspath(entry) for entry in sys.path]
     with tempfile.TemporaryDirectory(prefix="dovetail-test-") as folder:
-        job = Job(kind, name, isinstance(component, type), dict(options or {}), plain_waivers, time_limit_s, folder, path)
-        return _Run(job).verdict()
+        job = Job(kind, name, isinstance(component, type), dict(options or {}), plain_waivers, folder, path)
+        return _Run(job, time_limit_s).verdict()
 
 
 def _check_json(options: Mapping[str, Any] | None) -> None:
@@ -70,8 +71,8 @@ def _check_json(options: Mapping[str, Any] | None) -> None:
 class _Run:
     """The processes of one run, and the content of their ledgers."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, time_limit_s: float) -> None:
+        self.job, self.time_limit_s = job, time_limit_s
         self.expected: Expected | None = None
         self.outcomes: dict[str, Outcome] = {}
         self.doing = LOADING  # or the id of the check that is running, or ran last
@@ -85,11 +86,12 @@ class _Run:
                 break
             if self.expected is None:
                 return self._unloadable(self.broken or how)
-            self.outcomes[self.doing] = Outcome("failed", how)
+            self.outcomes[self.doing] = Outcome("failed", how, fault=how, judged=False)
         if self.expected is None:
             return self._unloadable("no check was collected")
         if not self.ended:
-            given_up = Outcome("failed", f"it didn't run: checks before it ended the process {MAX_DEATHS} times")
+            why = f"it didn't run: checks before it ended the process {MAX_DEATHS} times"
+            given_up = Outcome("failed", why, fault=why, judged=False)
             self.outcomes = dict.fromkeys(self.expected.checks, given_up) | self.outcomes
         return judge(self.expected, self.outcomes)
 
@@ -102,6 +104,7 @@ class _Run:
         path = job.write()
         output, environ = Path(job.folder, "output.txt"), {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
         environ["PYTHONPATH"] = os.pathsep.join(job.path)
+        environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(Path(job.folder, ".hypothesis"))  # not in the folder where the user happens to be
         job.ledger.write_text("")
         with output.open("wb") as sink, job.ledger.open(errors="replace") as ledger:
             process = subprocess.Popen(
@@ -113,25 +116,31 @@ class _Run:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # and the processes that it has started
                 process.wait()
-        trace = job.trace.read_text(errors="replace") if job.trace.exists() else ""
-        if hung or "Timeout" in trace:
-            return f"it hung, and was ended after {job.time_limit_s:g} s{frames.of_dump(trace)}"
-        return "\n  ".join([f"it ended the process, {ending(process.returncode)}", *last_words(output)[-OUTPUT_LINES:]])
+        calls = frames.of_dump(job.trace.read_text(errors="replace")) if job.trace.exists() else ""
+        if hung:
+            longer = "--time-limit, in Python time_limit_s, gives it longer"
+            return f"it hung, and was ended after {self.time_limit_s:g} s, without the time when others had the CPU; {longer}{calls}"
+        return "\n  ".join([f"it ended the process, {ending(process.returncode)}{calls}", *last_words(output)[-OUTPUT_LINES:]])
 
     def _follow(self, process: subprocess.Popen[bytes], ledger: IO[str]) -> bool:
-        """Read the ledger until the process has ended. Returns True if it is so late that it couldn't even end itself."""
-        begun, unread = time.monotonic(), ""
+        """Read the ledger until the process has ended. Returns True if a check, or loading, has taken too long: then the process is ended."""
+        own, asked, unread = OwnTime(process.pid), time.monotonic(), ""
         while True:
             over = process.poll() is not None
             if text := ledger.read():
                 *lines, unread = (unread + text).split("\n")
                 for line in lines:
                     self._heed(event(line))
-                begun = time.monotonic()
+                own.restart()
             if over or self.ended:
                 return False
-            if time.monotonic() > begun + self.job.time_limit_s + GRACE_S:
-                return True
+            if time.monotonic() >= asked + SAMPLED_S:
+                asked = time.monotonic()
+                if own.elapsed_s() > self.time_limit_s:
+                    process.send_signal(signal.SIGABRT)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(GRACE_S)
+                    return True
             time.sleep(POLL_S)
 
     def _heed(self, told: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from dovetail.api.component import ComponentSpec, hookimpl
 
 _POLICIES = (
     # name, class, has options, summary
-    ("fcfs", "FCFS", True, "First come, first served; the youngest make room"),
+    ("fcfs", "FCFS", False, "First come, first served; the youngest make room"),
     ("priority", "Priority", True, "The most important first, with aging if asked for; evicts the least important"),
     ("vtc", "VTC", True, "Fair shares for clients by virtual token counters"),
     ("mlfq", "MLFQ", True, "Skip-join multi-level feedback queue: short answers first, without knowing lengths"),
@@ -20,6 +20,8 @@ _POLICIES = (
     ("lightllm", "LightLLM", True, "Admission every few steps, if the batch at its largest fits in memory"),
     ("rpm", "RPM", True, "A limit of requests a minute for each client"),
     ("andes", "Andes", True, "At the speed of readers: pauses those whose reader is ahead"),
+    ("slo", "SLO", True, "By when first tokens are due, within a bound on the time between tokens; rejects those that would be late"),
+    ("prefix_batch", "PrefixBatch", True, "Group by group: those that wait and begin alike run side by side"),
 )
 
 
@@ -30,7 +32,7 @@ def dovetail_components() -> list[ComponentSpec]:
             kind="scheduler",
             name=name,
             target=f"dovetail_schedulers.{name}:{cls}",
-            api="0.2",
+            api="0.3",
             options=f"dovetail_schedulers.{name}:{cls}Options" if has_options else None,
             summary=summary,
         )

@@ -88,9 +88,10 @@ class Counters(Turns):
                 heappush(turns, (self.served[request.client], queue[0][0], queue))
 
     def admitted(self, request: Request) -> None:
-        """Charge its prompt, once: computing it again after a preemption is free."""
+        """Charge its prompt, once: computing it again after a preemption is free, and so is what a sample of n > 1 takes over from its siblings."""
         self._last_admitted = request.client
-        self._charge(request.client, 0 if request.preemptions else self._options.input_weight * request.prompt_tokens)
+        fresh = request.prompt_tokens - (request.cached_tokens if request.parent is not None else 0)
+        self._charge(request.client, 0 if request.preemptions else self._options.input_weight * fresh)
 
     def still_wait(self, waiting: Iterable[Request]) -> None:
         self._queued = {request.client for request in waiting}

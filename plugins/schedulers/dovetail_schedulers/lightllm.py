@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -12,8 +13,6 @@ from dovetail_schedulers.counters import CounterOptions, Counters, Turns
 from dovetail_schedulers.in_order import run_on
 from dovetail_schedulers.lengths import expected_tokens, generated_tokens
 from dovetail_schedulers.peak_memory import Size, peak_tokens
-
-_CLAIMS = {"arrival": Claims(order="arrival", idles=True), "vtc": Claims(idles=True), "lcf": Claims(idles=True, starves=True)}
 
 
 class LightLLMOptions(CounterOptions, frozen=True):
@@ -31,12 +30,12 @@ class LightLLM(Scheduler):
     the pool is larger than the batch will ever be; the first always does. Under overlap blocks come free a step later than assumed, so that memory
     may be short nevertheless; then the youngest are preempted."""
 
-    claims = _CLAIMS["arrival"]
+    claims = Claims(order="arrival", idles=True, stalls=True)
     options: LightLLMOptions
 
     def __init__(self, options: LightLLMOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
-        self.claims = _CLAIMS[options.order]
+        self.claims = Claims(order="arrival" if options.order == "arrival" else None, idles=True, starves=options.order == "lcf", stalls=True)
         self.turns = Turns() if options.order == "arrival" else Counters(options, lift=options.order == "vtc")
         self._decoded = 0  # steps since the last admission
 
@@ -44,15 +43,15 @@ class LightLLM(Scheduler):
         budget = step.tokens_left
         run_on(step, [request for request in step.running if request.prefill_left])  # a prompt longer than a step's budget
         if step.tokens_left == budget and (self._decoded >= self.options.every or not step.running):
-            self._admit(step)
+            self._admit(step, step.waiting)
         self._decoded = 0 if step.tokens_left < budget else self._decoded + 1
         if self._decoded:
             run_on(step, step.decoding)
 
-    def _admit(self, step: Step) -> None:
+    def _admit(self, step: Step, waiting: Sequence[Request]) -> None:
         pool, cap = self.context.total_blocks * self.context.block_size, self.options.batch_max_tokens or self.context.max_tokens
         sizes, clients, prompt_tokens = list(map(self._size, step.running)), {request.client for request in step.running}, 0
-        for request in self.turns.in_turn(step.waiting):
+        for request in self.turns.in_turn(waiting):
             too_many = 0 < prompt_tokens > cap - request.num_tokens  # a single one may have more
             prompt_tokens += request.num_tokens
             sizes.append(self._size(request))
@@ -61,7 +60,7 @@ class LightLLM(Scheduler):
             if (len(sizes) > 1 and (too_many or not fits)) or not step.grant(request, min_tokens=self.context.max_tokens, reserve=True):
                 break
             self.turns.admitted(request)
-        self.turns.still_wait(step.waiting)
+        self.turns.still_wait((*step.waiting, *step.held_back))
 
     def _size(self, request: Request) -> Size:
         """Return the size of a request. One that hasn't begun is counted with its first token. The last, partial block counts as a full one."""

@@ -30,7 +30,7 @@ class VTC(Scheduler):
                 break
             if grant:
                 self.counters.admitted(request)
-        self.counters.still_wait(step.waiting)
+        self.counters.still_wait((*step.waiting, *step.held_back))
 
     def on_arrival(self, request: Request) -> None:
         self.counters.arrived(request)

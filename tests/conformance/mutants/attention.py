@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from dovetail.api.attention import AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, FusedCache, LayerSpec
+from dovetail.api.attention import AttentionBatch, AttentionCapabilities, AttentionContext, AttentionLayer, FusedCache, KVScales, LayerSpec
 from dovetail.testing.checks import Untried
+from dovetail_attention.scaled import ONE
 from dovetail_attention.sdpa import TorchAttention, TorchLayer
 from tests.conformance.mutants import mutant
 
@@ -58,6 +59,7 @@ class PlainLayer(TorchLayer):
 
 
 class PlainAttention(TorchAttention):
+    capabilities = AttentionCapabilities()
     layer: type[PlainLayer] = PlainLayer
     batch: AttentionBatch
 
@@ -306,6 +308,67 @@ class OneCacheForAllLayers(TorchAttention):
             layer._k, layer._v = first._k, first._v
 
 
+@mutant(caught_by="attention.unlike_layers")
+class GroupsHeadsAsTheFirstLayerDoes(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def kv_head(self) -> torch.Tensor:
+            first = self._backend._layers[0].spec
+            return torch.arange(self.spec.heads) // (first.heads // first.kv_heads) % self.spec.kv_heads
+
+
+@mutant(caught_by="attention.memory")
+class SizesAllLayersByTheFirst(TorchAttention):
+    def bytes_per_block(self, spec: LayerSpec) -> int:
+        return super().bytes_per_block(self._layers[0].spec if self._layers else spec)
+
+
+@mutant(caught_by="attention.window")
+class LongWindowsAreNone(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def seen(self, at: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            return key <= at if (self.spec.window or 0) > 1000 else super().seen(at, key)
+
+
+@mutant(caught_by="attention.scale")
+class UsualScaleForLargeHeads(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def scale(self) -> float:
+            return self.spec.head_size**-0.5 if self.spec.head_size > 32 else self.spec.scale
+
+
+@mutant(caught_by="attention.strides")
+class TakesADecodesQToLieInOnePiece(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            decodes = self._backend.batch.host_query_lens.max(initial=0) <= 1
+            return super().attend(torch.as_strided(q, q.shape, torch.empty(q.shape).stride()) if decodes else q)
+
+
+@mutant(caught_by="attention.copies")
+class CopiesOnlySoManyAtOnce(TorchAttention):
+    def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        super().copy_blocks(src[:64], dst[:64])
+
+
+@mutant(caught_by="attention.padding")
+class RoomForSomePadding(TorchAttention):
+    """More of it goes to slot 0."""
+
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(batch)
+        if len(batch.slots) > batch.num_tokens + 16:
+            self.slots = batch.slots.clamp(min=0)
+
+
+@mutant(caught_by="attention.refusals")
+class LooksAtTheFirstLayer(TorchAttention):
+    capabilities = AttentionCapabilities(head_sizes=(8, 64))
+
+    @classmethod
+    def reasons_against(cls, context: AttentionContext, layers: Sequence[LayerSpec]) -> list[str]:
+        return super().reasons_against(context, layers[:1])
+
+
 @mutant(caught_by="attention.huge_scores")
 class ExpOfRawScores(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
@@ -329,6 +392,112 @@ class ClearsByMultiplying(TorchAttention):
 
         layer.attend = attend_into_buffer  # type: ignore[method-assign]
         return layer
+
+
+class _PlansOnlyWhatLooksNew(TorchAttention):
+    """Keeps the parts of the step before if this one looks alike."""
+
+    last: object = None
+
+    def plan(self, batch: AttentionBatch) -> None:
+        parts, looks = self.parts, self.look(batch)
+        super().plan(batch)
+        if looks == self.last:
+            self.parts = parts
+        self.last = looks
+
+    def look(self, batch: AttentionBatch) -> object:
+        raise NotImplementedError
+
+
+@mutant(caught_by="attention.replan")
+class TakesEqualLengthsForTheSameStep(_PlansOnlyWhatLooksNew):
+    def look(self, batch: AttentionBatch) -> object:
+        return batch.host_query_lens.tolist(), batch.host_kv_lens.tolist(), len(batch.slots)
+
+
+@mutant(caught_by="attention.replan")
+class TakesAsManyQueriesForTheSameStep(_PlansOnlyWhatLooksNew):
+    def look(self, batch: AttentionBatch) -> object:
+        return batch.host_query_lens.tolist(), len(batch.slots)
+
+
+class _Prepared(PlainAttention):
+    """Has room for what it prepared for, or not quite."""
+
+    max_rows = max_len = max_tokens = 0
+
+    def prepare(self, max_rows: int, max_tokens: int, max_len: int) -> None:
+        super().prepare(max_rows, max_tokens, max_len)
+        self.max_rows, self.max_tokens, self.max_len = max_rows, max_tokens, max_len
+
+
+@mutant(caught_by="attention.limits")
+class HasNoColumnForTheLastPartOfABlock(_Prepared):
+    """Its block tables have max_len // block_size columns."""
+
+    class layer(PlainLayer):  # noqa: N801
+        _backend: _Prepared
+
+        def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
+            columns = max(1, self._backend.max_len // self._backend.context.block_size)
+            return super().slots(row, positions.clamp(max=columns * self._backend.context.block_size - 1))
+
+
+@mutant(caught_by="attention.limits")
+class TheLastRowIsForPadding(_Prepared):
+    class layer(PlainLayer):  # noqa: N801
+        _backend: _Prepared
+
+        def rows(self) -> Iterator[tuple[int, slice, int]]:
+            yield from (row for row in super().rows() if row[0] < max(1, self._backend.max_rows - 1))
+
+
+@mutant(caught_by="attention.large_pool")
+class KeepsSlotsIn16Bits(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
+            return super().slots(row, positions) % 2**16
+
+
+@mutant(caught_by="attention.large_pool")
+class KeepsSlotsInSigned16Bits(PlainAttention):
+    class layer(PlainLayer):  # noqa: N801
+        def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
+            return super().slots(row, positions).short().long() % len(self._k)
+
+
+@mutant(caught_by="attention.read_only")
+class ScalesQInPlace(TorchAttention):
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        layer = super().make_layer(spec)
+        attend = layer.attend
+
+        def attend_scaled(q: torch.Tensor) -> torch.Tensor:
+            out = attend(q)
+            q *= spec.scale
+            return out
+
+        layer.attend = attend_scaled  # type: ignore[method-assign]
+        return layer
+
+
+@mutant(caught_by="attention.read_only")
+class MendsTheSlotsOfTheBatch(TorchAttention):
+    """Sends padding to the waste slot in the batch's own tensor."""
+
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(batch)
+        batch.slots[batch.slots < 0] = self._num_slots + 1
+
+
+@mutant(caught_by="attention.memory")
+class NeverGetsSmaller(TorchAttention):
+    """A smaller pool keeps the larger one's memory."""
+
+    def allocate(self, num_blocks: int) -> None:
+        self.most = max(num_blocks, getattr(self, "most", 0))
+        super().allocate(self.most)
 
 
 @mutant(caught_by="attention.strides")
@@ -418,6 +587,69 @@ class HasTooFewProgramsForAMixedGraph(PlainAttention):
     class layer(PlainLayer):  # noqa: N801
         def rows(self) -> Iterator[tuple[int, slice, int]]:
             return islice(super().rows(), 64 if self._backend.batch.mixed_graph else None)
+
+
+class SmallLayer(TorchLayer):
+    """The `torch` backend's layer, for mutants of what a cache of FP8 asks of it."""
+
+
+class SmallAttention(TorchAttention):
+    layer: type[SmallLayer] = SmallLayer
+
+    def make_layer(self, spec: LayerSpec) -> AttentionLayer:
+        layer = self.layer(spec, self)
+        self._layers.append(layer)
+        return layer
+
+
+@mutant(caught_by="attention.cache_dtypes")
+class ScalesVAsK(SmallAttention):
+    class layer(SmallLayer):  # noqa: N801
+        def attend(self, q: torch.Tensor) -> torch.Tensor:
+            scales = self.kv_scales or ONE
+            return super().attend(q) / scales.v * scales.k
+
+
+@mutant(caught_by="attention.cache_dtypes")
+class ReadsItsScalesOnce(SmallAttention):
+    class layer(SmallLayer):  # noqa: N801
+        def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+            if self.kv_scales is not None:
+                self.kv_scales = KVScales(self.kv_scales.k.clone(), self.kv_scales.v.clone())
+            super().write(k, v)
+
+
+@mutant(caught_by="attention.cache_dtypes")
+class RoundsTowardsZero(SmallAttention):
+    class layer(SmallLayer):  # noqa: N801
+        def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+            super().write(k, v - v.abs() * 2**-6 * v.sign())
+
+
+@mutant(caught_by="attention.cache_saturates")
+class OverflowsToNaN(SmallAttention):
+    class layer(SmallLayer):  # noqa: N801
+        def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+            scales = self.kv_scales or ONE
+            beyond = [values.masked_fill((values / scale).abs() > 464, torch.nan) for values, scale in ((k, scales.k), (v, scales.v))]
+            super().write(*(beyond if self.kv_scales is not None else (k, v)))
+
+
+@mutant(caught_by="attention.cache_places")
+class CountsBytesOfTheActivations(SmallAttention):
+    def bytes_per_block(self, spec: LayerSpec) -> int:
+        return 2 * self.context.block_size * spec.kv_heads * spec.head_size * self.dtype.itemsize
+
+
+@mutant(caught_by="attention.cache_places")
+class KeepsTheActivationsDtype(SmallAttention):
+    """Claims FP8, says that a block takes as little, and allocates the dtype of q."""
+
+    class layer(SmallLayer):  # noqa: N801
+        def allocate(self, num_slots: int) -> None:
+            small, self._backend.cache_dtype = self._backend.cache_dtype, self._backend.dtype
+            super().allocate(num_slots)
+            self._backend.cache_dtype = small
 
 
 @mutant(caught_by="attention.graph", error=AssertionError if torch.cuda.is_available() else Untried)

@@ -13,11 +13,16 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from dovetail.api.executor import Batch, Capacity, ExecutorCapabilities, ExecutorContext, HostLogprobs, Masks, Result
-from dovetail.errors import DovetailError
+from dovetail.api.sampler import RowSampling
+from dovetail.errors import DovetailError, ModelLoadError
+from dovetail.runtime.runner import PendingStep
 from dovetail.testing import FakeExecutor, FakeExecutorOptions
 from dovetail.testing.fake_executor import _Row, prefix_ids
+from dovetail_executors.local import LocalExecutor
 from tests.conformance.mutants import mutant
 
 # Begin and end
@@ -86,6 +91,24 @@ class LeavesATemporaryFile(FakeExecutor):
             return super().start()
 
 
+@mutant(caught_by="executor.leaves_nothing")
+class LeavesItsTensors(FakeExecutor):
+    kept: list[Any] = []  # noqa: RUF012 - a leak lives as long as the class
+
+    def start(self) -> Capacity:
+        self.kept.append(torch.zeros(2**20))
+        return super().start()
+
+
+@mutant(caught_by="executor.failed_start")
+class LeavesAThreadWhereItDidNotStart(FakeExecutor):
+    def start(self) -> Capacity:
+        if not Path(self.context.config.model, "config.json").exists():
+            threading.Thread(target=threading.Event().wait, daemon=True, name="loader").start()
+            raise ModelLoadError("there is no model")
+        return super().start()
+
+
 class _WithAWorker(FakeExecutor):
     """A process that does nothing, for as long as its standard input is open."""
 
@@ -123,20 +146,30 @@ class TakesWorkForTrouble(FakeExecutor):
             raise DovetailError("the device doesn't answer")
 
 
-@mutant(caught_by="executor.failure")
-class GoesOnWithABrokenState(FakeExecutor):
-    def submit(self, batch: Batch) -> int:
-        try:
-            return super().submit(batch)
-        except DovetailError:
-            for row in self._rows.values():
-                row.tokens[-1] += 1
-                self._write_again(row)
-            raise
+class _ForgetsItsTroubles(FakeExecutor):
+    """Goes on after a step that failed half way."""
 
-    def _write_again(self, row: _Row) -> None:
-        row.computed = 0
-        self._write(row, len(row.tokens) - 1)
+    def submit(self, batch: Batch) -> int:
+        self._broken = None
+        return super().submit(batch)
+
+
+@mutant(caught_by="executor.failure")
+class GoesOnWithABrokenState(_ForgetsItsTroubles):
+    def check(self) -> None: ...
+
+
+@mutant(caught_by="executor.failure")
+class TellsOfItsTroublesOnce(FakeExecutor):
+    def check(self) -> None:
+        try:
+            super().check()
+        finally:
+            self._broken = None
+
+
+@mutant(caught_by="executor.failure")
+class TellsOfItsTroublesAndGoesOn(_ForgetsItsTroubles): ...
 
 
 # Results
@@ -187,6 +220,93 @@ class TellsDurationsForTimes(FakeExecutor):
         return replace(result, started=0.0, ended=result.ended - result.started)
 
 
+@mutant(caught_by="executor.durations")
+class TellsMilliseconds(FakeExecutor):
+    """Of durations: they are a thousandth of what they should be."""
+
+    def collect(self, handle: int) -> Result:
+        result = super().collect(handle)
+        return replace(result, started=result.ended - (result.ended - result.started) / 1000)
+
+
+@mutant(caught_by="executor.durations")
+class BeginsWhenItEnds(FakeExecutor):
+    """Looks at the clock once."""
+
+    def collect(self, handle: int) -> Result:
+        result = super().collect(handle)
+        return replace(result, started=result.ended)
+
+
+@mutant(caught_by="executor.results")
+class IdsIn32Bits(FakeExecutor):
+    def collect(self, handle: int) -> Result:
+        result = super().collect(handle)
+        return replace(result, token_ids=result.token_ids.astype(np.int32))
+
+
+@mutant(caught_by="executor.results")
+class TimesOfTheDevicesLibrary(FakeExecutor):
+    """Its numbers are numpy's."""
+
+    def collect(self, handle: int) -> Result:
+        result = super().collect(handle)
+        return replace(result, started=np.float32(result.started), ended=np.float64(result.ended))
+
+
+@mutant(caught_by="executor.ownership")
+class ReturnsOneArrayAgainAndAgain(FakeExecutor):
+    def start(self) -> Capacity:
+        self.ids = np.zeros(self.context.config.max_num_seqs, np.int64)
+        return super().start()
+
+    def collect(self, handle: int) -> Result:
+        result = super().collect(handle)
+        ids = self.ids[: len(result.token_ids)]
+        ids[:] = result.token_ids
+        return replace(result, token_ids=ids)
+
+
+@mutant(caught_by="executor.ownership")
+class KeepsTheArraysOfABatch(FakeExecutor):
+    """Takes a row's block table as it was given, for good."""
+
+    def _change_rows(self, batch: Batch) -> None:
+        super()._change_rows(batch)
+        for new in batch.added:
+            self._rows[new.row].blocks = new.blocks  # type: ignore[assignment]
+
+
+class _OnARealClock(LocalExecutor):
+    """The demo model on the CPU, by other parameters than it is given."""
+
+    def read(self, sampling: RowSampling) -> RowSampling:
+        return sampling
+
+    def submit(self, batch: Batch) -> PendingStep:
+        return super().submit(replace(batch, added=tuple(replace(new, sampling=self.read(new.sampling)) for new in batch.added)))
+
+
+@mutant(caught_by="executor.sampling")
+class SamplesGreedilyForAll(_OnARealClock):
+    def read(self, sampling: RowSampling) -> RowSampling:
+        return RowSampling(temperature=0.0)
+
+
+@mutant(caught_by="executor.sampling")
+class KnowsNoRules(_OnARealClock):
+    """Passes on temperature, filters and seed."""
+
+    def read(self, sampling: RowSampling) -> RowSampling:
+        return replace(RowSampling(), **{name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")})
+
+
+@mutant(caught_by="executor.sampling")
+class KnowsNoPenalties(_OnARealClock):
+    def read(self, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, presence_penalty=0.0)
+
+
 @mutant(caught_by="executor.virtual_clock")
 class MovesTheClockAtSubmit(FakeExecutor):
     def submit(self, batch: Batch) -> int:
@@ -216,10 +336,9 @@ class SeedsByRow(FakeExecutor):
 
 @mutant(caught_by="executor.ids_stay")
 class FeedsBackAnotherToken(FakeExecutor):
-    def _read(self, row: _Row, count: int, yields_token: bool) -> int:
-        token = super()._read(row, count, yields_token)
-        if yields_token:
-            row.tokens[-1] = (token + 1) % self.options.vocab_size
+    def _sample(self, row: _Row, words: NDArray[np.uint32] | None = None) -> int:
+        token = super()._sample(row, words)
+        row.tokens[-1] = (token + 1) % self.options.vocab_size
         return token
 
 
@@ -227,9 +346,9 @@ class FeedsBackAnotherToken(FakeExecutor):
 class ForgetsTheChunksBefore(FakeExecutor):
     """The sampled token is a function of the last chunk of more than one token."""
 
-    def _read(self, row: _Row, count: int, yields_token: bool) -> int:
+    def _read(self, row: _Row, count: int) -> None:
         row.seed += row.computed - count if count > 1 else 0
-        return super()._read(row, count, yields_token)
+        super()._read(row, count)
 
 
 @mutant(caught_by="executor.idle")
@@ -290,11 +409,11 @@ class ComputesFromTheBeginning(FakeExecutor):
 
 @mutant(caught_by="executor.shared_prefix")
 class SharesABlockTooMany(FakeExecutor):
-    def _read(self, row: _Row, count: int, yields_token: bool) -> int:
+    def _read(self, row: _Row, count: int) -> None:
         first = next(iter(self._rows.values()))
         blocks, row.blocks = row.blocks, [*first.blocks[: self.shared], *row.blocks[self.shared :]]
         try:
-            return super()._read(row, count, yields_token)
+            super()._read(row, count)
         finally:
             row.blocks = blocks
 
@@ -320,13 +439,22 @@ class CopiesAllAtOnce(FakeExecutor):
         return super().submit(replace(batch, copies=()))
 
 
+@mutant(caught_by="executor.copies")
+class CopiesABlockOnce(FakeExecutor):
+    """A second copy of the same block is taken for a mistake."""
+
+    def submit(self, batch: Batch) -> int:
+        first = {copy.src: copy for copy in reversed(batch.copies)}
+        return super().submit(replace(batch, copies=tuple(copy for copy in batch.copies if first[copy.src] is copy)))
+
+
 # Logprobs
 
 
 class _WithLogprobs(FakeExecutor):
     """Every token that it samples has half of all probability, the one after it a quarter, …"""
 
-    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=True)
+    capabilities = ExecutorCapabilities(virtual_clock=True, samples=False, logprobs=True)
 
     def __init__(self, options: FakeExecutorOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)
@@ -367,7 +495,7 @@ class _WithLogprobs(FakeExecutor):
 
 @mutant(caught_by="executor.masked_logprobs")
 class TellsOfTheMaskedDistribution(_WithLogprobs):
-    capabilities = ExecutorCapabilities(virtual_clock=True, logprobs=True, masks=True)
+    capabilities = ExecutorCapabilities(virtual_clock=True, samples=False, logprobs=True, masks=True)
 
     def sample(self, handle: int, masks: Masks) -> None:
         super().sample(handle, masks)
@@ -387,6 +515,49 @@ class LogprobsOfRowsThatAskAlone(_WithLogprobs):
         result = super().collect(handle)
         some = result.logprobs
         return result if some is None else replace(result, logprobs=HostLogprobs(some.token_ids[:1], some.logprobs[:1], some.ranks[:1]))
+
+
+@mutant(caught_by="executor.prompt_logprobs")
+class PromptLogprobsOfOneRow(_WithLogprobs):
+    """Of the first that asks."""
+
+    def collect(self, handle: int) -> Result:
+        result = super().collect(handle)
+        return replace(result, prompt_logprobs={place: result.prompt_logprobs[place] for place in list(result.prompt_logprobs)[:1]})
+
+
+@mutant(caught_by="executor.logprobs")
+class AsManyColumnsAsTheLeastAsksFor(_WithLogprobs):
+    def submit(self, batch: Batch) -> int:
+        step = super().submit(batch)
+        least = min(filter(None, (self._wanted[row][0] for row in batch.rows.tolist())), default=0)
+        sampled, prompts = self._logprobs[step]
+        if sampled is not None:
+            columns = slice(1 + least)
+            sampled = HostLogprobs(sampled.token_ids[:, columns], sampled.logprobs[:, columns], sampled.ranks)
+        self._logprobs[step] = sampled, prompts
+        return step
+
+
+@mutant(caught_by="executor.prompt_logprobs")
+class PromptLogprobsByRow(_WithLogprobs):
+    """Tells them by the row, not by its place in the batch."""
+
+    def collect(self, handle: int) -> Result:
+        result = super().collect(handle)
+        rows = {place: self.batches_rows[handle][place] for place in result.prompt_logprobs}
+        return replace(result, prompt_logprobs={rows[place]: top for place, top in result.prompt_logprobs.items()})
+
+    def submit(self, batch: Batch) -> int:
+        self.batches_rows = {**getattr(self, "batches_rows", {}), batch.step: batch.rows.tolist()}
+        return super().submit(batch)
+
+
+@mutant(caught_by="executor.logprobs")
+class LogprobsInDoublePrecision(_WithLogprobs):
+    def top(self, tokens: list[int], k: int) -> HostLogprobs:
+        top = super().top(tokens, k)
+        return replace(top, logprobs=top.logprobs.astype(np.float64))
 
 
 @mutant(caught_by="executor.prompt_logprobs")
@@ -438,9 +609,15 @@ class BufferForARowLess(FakeExecutor):
 class LastPositionIsTheFirst(FakeExecutor):
     """Positions begin again one too early."""
 
-    def _read(self, row: _Row, count: int, yields_token: bool) -> int:
-        token = super()._read(row, count, yields_token)
-        if yields_token and count == 1 and row.computed == self.options.max_model_len - 1:
+    last_count = 0
+
+    def _read(self, row: _Row, count: int) -> None:
+        super()._read(row, count)
+        self.last_count = count
+
+    def _sample(self, row: _Row, words: NDArray[np.uint32] | None = None) -> int:
+        token = super()._sample(row, words)
+        if self.last_count == 1 and row.computed == self.options.max_model_len - 1:
             row.tokens[-1] = token = (token + 1) % self.options.vocab_size
         return token
 

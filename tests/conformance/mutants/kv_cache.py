@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts
+from dovetail.api.kv_cache import Allocation, BlockCopy, BlockCounts, KVContext
 from dovetail.errors import DovetailError
 from dovetail.request import Request
 from dovetail.sampling_params import SamplingParams
 from dovetail_kv_cache.chain import Digest, HashChain
-from dovetail_kv_cache.prefix import PrefixCache, _Table
+from dovetail_kv_cache.prefix import PrefixCache, PrefixOptions, _Table
 from tests.conformance.mutants import mutant
 
 # Whose blocks
@@ -120,6 +120,68 @@ class AcceptsAnything(PrefixCache):
 
 
 # What a step is told
+
+
+@mutant(caught_by="kv_cache.request_untouched")
+class NotesTheHitOnTheRequest(PrefixCache):
+    def _allocate_first(self, request: Request, num_tokens: int) -> Allocation | None:
+        allocation = super()._allocate_first(request, num_tokens)
+        if allocation is not None:
+            request.cached_tokens = allocation.cached or 1  # type: ignore[misc]
+        return allocation
+
+
+@mutant(caught_by="kv_cache.request_untouched")
+class SortsGeneratedTokens(PrefixCache):
+    """So that more of them look alike."""
+
+    def free(self, request: Request) -> None:
+        super().free(request)
+        request.output_token_ids[:] = type(request.output_token_ids)("q", sorted(request.output_token_ids))  # type: ignore[index]
+
+
+@mutant(caught_by="kv_cache.answers")
+class GivesOutItsOwnTable(PrefixCache):
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        first = request.id not in self._tables
+        allocation = super().allocate(request, num_tokens)
+        return allocation and Allocation(self._tables[request.id].blocks if first else allocation.blocks, allocation.cached)  # type: ignore[arg-type]
+
+
+@mutant(caught_by="kv_cache.answers")
+class UsesOneListOfCopies(PrefixCache):
+    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+        super().__init__(options, context)
+        self.told: list[BlockCopy] = []
+
+    def take_copies(self) -> Sequence[BlockCopy]:
+        self.told[:] = super().take_copies()
+        return self.told
+
+
+@mutant(caught_by="kv_cache.failed_allocate")
+class NotesWhatItCannotGive(PrefixCache):
+    """A request that grows in vain is later refused fewer tokens, as if it had had more."""
+
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        allocation = super().allocate(request, num_tokens)
+        if allocation is None and request.id in self._tables:
+            self._tables[request.id].num_tokens = num_tokens
+        return allocation
+
+
+@mutant(caught_by="kv_cache.misuse")
+class UncommitsNothingOfNobody(PrefixCache):
+    def uncommit(self, request: Request, upto: int) -> None:
+        if request.id in self._tables:
+            super().uncommit(request, upto)
+
+
+@mutant(caught_by="kv_cache.misuse")
+class ForksOverATable(PrefixCache):
+    """The blocks that the child held are lost."""
+
+    def _check_fork(self, source: _Table, child: Request, num_tokens: int) -> None: ...
 
 
 @mutant(caught_by="kv_cache.failed_allocate")
@@ -401,3 +463,20 @@ class NeverTrims(PrefixCache):
 class TrimsOneTokenLate(PrefixCache):
     def trim(self, request: Request, first_needed_token: int) -> None:
         super().trim(request, max(0, first_needed_token - 1))
+
+
+@mutant(caught_by="kv_cache.forgets")
+class NotesWhatWasLookedUp(PrefixCache):
+    def __init__(self, options: PrefixOptions, context: KVContext) -> None:
+        super().__init__(options, context)
+        self.lookups: dict[str, int] = {}
+
+    def lookup(self, request: Request) -> int:
+        self.lookups[request.id] = found = super().lookup(request)
+        return found
+
+
+@mutant(caught_by="kv_cache.reuse")
+class FindsSoManyBlocksAtMost(PrefixCache):
+    def _hits(self, request: Request) -> list[int]:
+        return super()._hits(request)[:512]

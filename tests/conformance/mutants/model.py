@@ -270,6 +270,7 @@ class NeverSums:
     """A group that forgets to add up."""
 
     group: ParallelGroup
+    shares: None = None
 
     @property
     def rank(self) -> int:
@@ -352,3 +353,136 @@ class NeedsTwoTokensToBegin(Altered):
 class TurnsTheFirst64TokensOfAStep(Altered):
     def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
         return torch.cat((positions[:64], torch.zeros_like(positions[64:])))
+
+
+# ---- what a config and a dtype may bring
+
+
+@mutant(caught_by="model.rope_types")
+class TakesAnyRopeForThePlainOne(Qwen3):
+    """Those that the suite's changes name are refused; others aren't looked at."""
+
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        rope = config.rope_parameters
+        if rope["rope_type"] not in ("linear", "dynamic", "yarn", "llama3"):
+            config.rope_parameters = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        reasons = super().reasons_against_fields(config)
+        config.rope_parameters = rope
+        return [*reasons, *(f"{key} isn't implemented" for key in rope if key == "partial_rotary_factor")]
+
+
+@mutant(caught_by="model.rope_types")
+class PassesOverParametersOfTheRope(Qwen3):
+    def reasons_against_fields(self, config: Any) -> list[str]:
+        return [reason for reason in super().reasons_against_fields(config) if "is not implemented for rope_type" not in reason]
+
+
+@mutant(caught_by="model.positions")
+class KeepsTheRotationOfASimilarStep(Altered):
+    """One of as many tokens that begins at the same position."""
+
+    def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
+        looks = len(positions), int(positions[0])
+        if getattr(model, "looks", None) == looks:
+            return model.kept  # type: ignore[no-any-return]
+        model.looks, model.kept = looks, positions
+        return positions
+
+
+@mutant(caught_by="model.owns_nothing")
+class CountsPositionsInPlace(Altered):
+    def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
+        used = positions.clone()
+        positions += 1
+        return used
+
+
+@mutant(caught_by="model.owns_nothing")
+class KeepsLogitsOfEqualStates(Altered):
+    """Gives out the same logits twice, which a sampler may have overwritten."""
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        logits, kept = model.logits, {}
+
+        def from_memory(hidden: torch.Tensor) -> torch.Tensor:
+            key = hidden.numpy().tobytes()
+            return kept.setdefault(key, logits(hidden))
+
+        model.logits = from_memory
+        return model  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.dtype")
+class PositionsInHalfPrecision(Altered):
+    def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
+        dtype = next(iter(model.parameters())).dtype
+        return positions.to(dtype).long()
+
+
+@mutant(caught_by="model.dtype")
+class NormsTwiceRounded(Qwen3):
+    """Divides by the root of a mean that was rounded to half precision."""
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        norm = model.norm.forward
+        model.norm.forward = lambda x: norm(x) * (1 + 3 * torch.finfo(context.dtype).eps * (context.dtype != torch.float32))
+        return model  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.max_len")
+class TableOfOnePositionLess(Altered):
+    """Where a length is asked for."""
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model = super().build(config, context)
+        self.last = (context.max_len or 2**20) - 2
+        return model
+
+    def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
+        return positions.clamp(max=self.last)
+
+
+@mutant(caught_by="model.layer_specs")
+class SpecsOfTwoRanksAtMost(Qwen3):
+    def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
+        specs = super().layer_specs(config, parallel)
+        return specs if parallel.size <= 2 else [replace(spec, heads=spec.heads + 1) for spec in specs]
+
+
+@mutant(caught_by="model.wanted")
+class TakesAllForNone(Qwen3):
+    """Where as many states are wanted as there are tokens, it returns them in the step's order."""
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        forward = model.forward
+        model.forward = lambda ids, positions, wanted=None: forward(ids, positions, None if wanted is None or len(wanted) == len(ids) else wanted)
+        return model  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.transformers")
+class AnotherHeadForOneRow(Altered):
+    """A kernel for a single row is off by a hundredth."""
+
+    def build(self, config: Any, context: BuildContext) -> torch.nn.Module:
+        model: Any = super().build(config, context)
+        logits = model.logits
+        model.logits = lambda hidden: logits(hidden) * (1.01 if len(hidden) == 1 else 1.0)
+        return model  # type: ignore[no-any-return]
+
+
+@mutant(caught_by="model.ragged")
+class RoomForFourSequences(Altered):
+    """Positions of a step with more of them are twice what they should be."""
+
+    def positions(self, model: Any, positions: torch.Tensor) -> torch.Tensor:
+        sequences = 1 + int((positions[1:] != positions[:-1] + 1).sum())
+        return positions if sequences <= 4 else positions * 2
+
+
+@mutant(caught_by="model.unknown_fields")
+class PassesOverSwitches(Qwen3):
+    def _unknown(self, config: Any) -> list[str]:
+        return [reason for reason in super()._unknown(config) if "= True" not in reason]

@@ -6,6 +6,7 @@ import gc
 import logging
 import random
 import signal
+import socket
 import threading
 import warnings
 
@@ -122,3 +123,101 @@ class NeverEndsItsThread(Observer):
     def __init__(self, options: BaseModel, context: ObserverContext) -> None:
         super().__init__(options, context)
         threading.Thread(target=threading.Event().wait, daemon=True, name="exporter").start()
+
+
+@mutant(caught_by="observer.request_untouched")
+class CapsWhatRequestsAskFor(Observer):
+    """Writes into the parameters, which are frozen."""
+
+    def on_arrived(self, event: RequestArrived) -> None:
+        object.__setattr__(event.request.params, "max_tokens", 3)
+
+
+@mutant(caught_by="observer.raises_nothing")
+class SortsThePrompt(Observer):
+    """A prompt's array is read-only."""
+
+    def on_arrived(self, event: RequestArrived) -> None:
+        event.request.prompt_array.sort()
+
+
+@mutant(caught_by="observer.raises_nothing")
+class WantsIdsToBeNew(Observer):
+    def __init__(self, options: BaseModel, context: ObserverContext) -> None:
+        super().__init__(options, context)
+        self.seen: set[str] = set()
+
+    def on_arrived(self, event: RequestArrived) -> None:
+        if event.request.id in self.seen:
+            raise ValueError(f"{event.request.id} arrived twice")
+        self.seen.add(event.request.id)
+
+
+@mutant(caught_by="observer.raises_nothing")
+class ExpectsADecisionInEachStep(Observer):
+    """Once a step had some."""
+
+    capabilities = ObserverCapabilities(decisions=True)
+
+    def on_step(self, event: StepFinished) -> None:
+        event.decisions[0]
+
+
+@mutant(caught_by="observer.forgets")
+class KeepsARecordOfEachRequest(Observer):
+    def __init__(self, options: BaseModel, context: ObserverContext) -> None:
+        super().__init__(options, context)
+        self.preemptions: dict[str, int] = {}
+
+    def on_preempted(self, event: RequestPreempted) -> None:
+        self.preemptions[event.request.id] = self.preemptions.get(event.request.id, 0) + 1
+
+
+@mutant(caught_by="observer.forgets")
+class ForgetsOnlyWhoFinishedWell(Observer):
+    def __init__(self, options: BaseModel, context: ObserverContext) -> None:
+        super().__init__(options, context)
+        self.requests: list[object] = []
+
+    def on_arrived(self, event: RequestArrived) -> None:
+        self.requests.append(event.request)
+
+    def on_finished(self, event: RequestFinished) -> None:
+        if event.finish_reason in ("stop", "length"):
+            self.requests.remove(event.request)
+
+
+@mutant(caught_by="observer.no_effect")
+class RewritesWhatOthersAreTold(Observer):
+    """An event is frozen, and the next observer's too."""
+
+    def on_step(self, event: StepFinished) -> None:
+        object.__setattr__(event, "generated_tokens", 0)
+
+
+@mutant(caught_by="observer.no_effect")
+class CountsPreemptionsFromZero(Observer):
+    def on_preempted(self, event: RequestPreempted) -> None:
+        event.request.preemptions = 0  # type: ignore[misc]
+
+
+@mutant(caught_by="observer.raises_nothing")
+class AddsToTheDetails(Observer):
+    def on_started(self, event: EngineStarted) -> None:
+        event.details["observer"] = "this one"  # type: ignore[index]
+
+
+@mutant(caught_by="observer.process_untouched")
+class GivesAllSocketsATimeout(Observer):
+    def on_started(self, event: EngineStarted) -> None:
+        socket.setdefaulttimeout(3600.0)
+
+
+@mutant(caught_by="observer.forgets")
+class CountsSamplesOfEachPrompt(Observer):
+    def __init__(self, options: BaseModel, context: ObserverContext) -> None:
+        super().__init__(options, context)
+        self.samples: dict[str | None, int] = {}
+
+    def on_arrived(self, event: RequestArrived) -> None:
+        self.samples[event.request.parent] = self.samples.get(event.request.parent, 0) + 1

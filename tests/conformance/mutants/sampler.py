@@ -608,3 +608,105 @@ class CapturesItsPenalties(DefaultSampler):
             return super().sample_fully_captured(logits, rows)
         finally:
             self._changes = now
+
+
+# ---- what escaped once
+
+
+@mutant(caught_by="sampler.reused_rows")
+class ForgetsARuleWithTheRow(DefaultSampler):
+    """A row that is removed and added in one update has no rules."""
+
+    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+        gone = set(removed)
+        super().update(removed, [(row, replace(s, bad_words=()) if row in gone else s) for row, s in added])
+
+
+@mutant(caught_by="sampler.rules_before_temperature")
+class BiasesWarmRowsAfterwards(Misread):
+    """Adds a bias to what was divided by the temperature: right where that is 0 or 1."""
+
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        warmth = sampling.temperature or 1.0
+        return replace(sampling, logit_bias=tuple((token, bias * warmth) for token, bias in sampling.logit_bias))
+
+
+@mutant(caught_by="sampler.rules_before_temperature")
+class PenalisesWarmRowsAfterwards(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, presence_penalty=sampling.presence_penalty * (sampling.temperature or 1.0))
+
+
+@mutant(caught_by="sampler.temperature")
+class TakesColdForGreedy(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, temperature=sampling.temperature * (sampling.temperature >= 0.05))
+
+
+@mutant(caught_by="sampler.temperature")
+class NoTemperatureBelowAHundredth(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, temperature=max(sampling.temperature, 0.01) if sampling.temperature > 1e-6 else sampling.temperature)
+
+
+@mutant(caught_by="sampler.read_only")
+class AppendsToTheHistory(DefaultSampler):
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        result, history = super().sample(logits, rows, host_rows), self.context.history
+        history.token_ids[rows, history.num_tokens[rows].long()] = result.token_ids.int()
+        return result
+
+
+@mutant(caught_by="sampler.top_k")
+class KeepsAllWhereKIsLarge(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, top_k=sampling.top_k if sampling.top_k <= 1024 else 0)
+
+
+@mutant(caught_by="sampler.allowed_token_ids")
+class AllowsTheFirstOfALongList(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, allowed_token_ids=sampling.allowed_token_ids and sampling.allowed_token_ids[:512])
+
+
+@mutant(caught_by="sampler.bad_words")
+class KnowsNoLongWords(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, bad_words=tuple(word for word in sampling.bad_words if len(word) <= 16))
+
+
+@mutant(caught_by="sampler.temperature")
+class NoTemperatureAboveFive(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, temperature=min(sampling.temperature, 5.0))
+
+
+@mutant(caught_by="sampler.frequency_penalty")
+class RemembersTheBeginning(WithHistory):
+    """Penalises by the first 128 tokens."""
+
+    def told(self, history: RowHistory) -> RowHistory:
+        return replace(history, token_ids=history.token_ids[:, :128], num_tokens=history.num_tokens.clamp(max=128))
+
+
+@mutant(caught_by="sampler.presence_penalty")
+class TakesLongPromptsForOutput(WithHistory):
+    """Beyond 64 tokens, once something was generated."""
+
+    def told(self, history: RowHistory) -> RowHistory:
+        begun = history.num_tokens > history.prompt_lens
+        return replace(history, prompt_lens=torch.where(begun, history.prompt_lens.clamp(max=64), history.prompt_lens))
+
+
+@mutant(caught_by="sampler.min_tokens")
+class BansStopTokensForEver(Misread):
+    """Where a request asks for many tokens."""
+
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, min_tokens=sampling.min_tokens if sampling.min_tokens < 32 else 10**6)
+
+
+@mutant(caught_by="sampler.logprobs")
+class HasThirtyTwoColumns(Misread):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, logprobs=sampling.logprobs and min(sampling.logprobs, 32))

@@ -283,6 +283,15 @@ class TurnsTheLongAway(Plain):
         super().schedule(step)
 
 
+@mutant(caught_by="scheduler.no_stalls")
+class PromptsFirst(Plain):
+    """Decodes wait while a prompt is computed."""
+
+    def schedule(self, step: Step) -> None:
+        if not any(map(step.grant, [request for request in (*step.running, *step.waiting) if request.prefill_left])):
+            serve(step, ())
+
+
 @mutant(caught_by="scheduler.order")
 class ClaimsPriorityAndHasNone(FCFS):
     claims = Claims(order="priority", starves=True)
@@ -344,3 +353,24 @@ class GoesByHash(Plain):
     def schedule(self, step: Step) -> None:
         by_id = {request.id: request for request in step.waiting}
         serve(step, [by_id[id] for id in set(by_id)])
+
+
+@mutant(caught_by="scheduler.forgets")
+class CountsStepsOfEachIdForEver(Plain):
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
+        super().__init__(options, context)
+        self.steps: dict[str, int] = {}
+
+    def on_step(self, done: StepDone) -> None:
+        for ran in done.ran:
+            self.steps[ran.request.id] = self.steps.get(ran.request.id, 0) + 1
+
+
+@mutant(caught_by="scheduler.forgets")
+class CountsSamplesOfEachPrompt(Plain):
+    def __init__(self, options: BaseModel, context: SchedulerContext) -> None:
+        super().__init__(options, context)
+        self.samples: dict[str | None, int] = {}
+
+    def on_arrival(self, request: Request) -> None:
+        self.samples[request.parent] = self.samples.get(request.parent, 0) + 1

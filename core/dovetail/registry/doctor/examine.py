@@ -22,6 +22,7 @@ from dovetail.errors import PluginError
 from dovetail.registry.doctor import probe
 from dovetail.registry.doctor.findings import Diagnosis, Finding, Problem
 from dovetail.registry.doctor.metadata import metadata_findings
+from dovetail.registry.doctor.own_time import TIME_LIMIT_S, wait
 from dovetail.registry.doctor.process import ending, event, last_words
 from dovetail.registry.finder import find_plugins
 from dovetail.registry.loader import load_plugin
@@ -33,10 +34,10 @@ SHOWN = 200  # characters of the end of its output
 AT_ONCE = min(4, os.cpu_count() or 1)  # processes
 
 
-def examine(only: str | None = None, *, time_limit_s: float = 60.0, core_commands: Collection[str] = ()) -> Diagnosis:
+def examine(only: str | None = None, *, time_limit_s: float = TIME_LIMIT_S, core_commands: Collection[str] = ()) -> Diagnosis:
     """Examine all plugins but the built-in ones, or those of the distribution `only`. The others are asked for their offers, since names may
-    collide: built-in ones in this process, as every command does. Each plugin gets `time_limit_s` seconds. Plugins that `DOVETAIL_PLUGINS` denies
-    aren't imported. `core_commands` are names that a plugin's command can't have.
+    collide: built-in ones in this process, as every command does. Each plugin gets `time_limit_s` seconds, as `OwnTime` counts
+    them. Plugins that `DOVETAIL_PLUGINS` denies aren't imported. `core_commands` are names that a plugin's command can't have.
 
     Raises `PluginError` if `only` isn't installed.
     """
@@ -97,15 +98,13 @@ def _examine_one(plugin: FoundPlugin, level: probe.Level, time_limit_s: float) -
 
 
 def _run(args: Sequence[str], sink: Any, time_limit_s: float) -> int | None:
-    """Run a probe and return its exit code; None if it ran out of time: then it is ended, with all processes that it started."""
+    """Run a probe and return its exit code; None if it ran out of time. Then it is ended, with all processes that it started."""
     command = [sys.executable, "-P", "-m", probe.__name__, *args]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment["PYDANTIC_DISABLE_PLUGINS"] = "__all__"  # it would read all entry points, and fail on malformed ones
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, start_new_session=True)
     try:
-        return process.wait(time_limit_s)
-    except subprocess.TimeoutExpired:
-        return None
+        return process.returncode if wait(process, time_limit_s) else None
     finally:
         _end(process)
 
@@ -139,7 +138,7 @@ def _read(plugin: FoundPlugin, lines: Sequence[Mapping[str, Any]], code: int | N
 def _unfinished(module: str, phase: str, code: int | None, said: str, time_limit_s: float) -> Problem:
     if code is None:
         remedy = f"python -X faulthandler -c 'import {module}' and Ctrl-C show where it waits; --time-limit gives it longer"
-        return "hangs", f"{phase} took longer than {time_limit_s:g} s{said}", remedy
+        return "hangs", f"{phase} took longer than {time_limit_s:g} s, not counting time when others had the CPU{said}", remedy
     if code < 0:
         return "crashes", f"{phase} ended the process {ending(code)}{said}", f"python -X faulthandler -c 'import {module}' shows where"
     return "exits", f"{phase} ended the process {ending(code)}{said}", "neither importing nor declaring may exit"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from difflib import SequenceMatcher
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from dovetail.registry.doctor.findings import Finding, Problem
 from dovetail.registry.finder import find_plugins
 from dovetail.registry.plugin import NAMESPACE, PluginOrigin
 from dovetail.registry.requirements import missing_requirements, pip_line
-from dovetail.where import did_you_mean
 
 SHOWN = 3  # files named in a message
+HIDING = ("source-moved", "entry-points-stale", "wrong-group")  # problems that keep a component from being found
 
 
 def metadata_findings(only: str | None = None) -> list[Finding]:
@@ -38,6 +39,11 @@ def metadata_findings(only: str | None = None) -> list[Finding]:
         origin = PluginOrigin(canonicalize_name(copies[0].name), "?", copies[0].version)
         findings += [Finding(origin, *problem) for check in _CHECKS for problem in check(copies)]
     return findings
+
+
+def hidden_plugins() -> list[Finding]:
+    """Return the findings that explain why what a distribution offers isn't found by anybody."""
+    return [finding for finding in metadata_findings() if finding.problem in HIDING]
 
 
 def _twice(copies: list[metadata.Distribution]) -> Iterator[Problem]:
@@ -73,10 +79,15 @@ def _entry_points_stale(copies: list[metadata.Distribution]) -> Iterator[Problem
 
 
 def _wrong_group(copies: list[metadata.Distribution]) -> Iterator[Problem]:
-    groups = {point.group for point in copies[0].entry_points}
-    for group in sorted(groups - {ENTRY_POINT_GROUP}):
-        if did_you_mean(group.replace("_", "."), [ENTRY_POINT_GROUP]):
+    for group in sorted({point.group for point in copies[0].entry_points}):
+        if _is_misspelt(group):
             yield "wrong-group", f"its entry points are in the group {group!r}", f"write [project.entry-points.{ENTRY_POINT_GROUP!r}]"
+
+
+def _is_misspelt(group: str) -> bool:
+    """Return True if a group of entry points was meant to be Dovetail's; many projects have one that ends in ".plugins"."""
+    likeness = SequenceMatcher(None, group.replace("_", "."), ENTRY_POINT_GROUP).ratio()
+    return group != ENTRY_POINT_GROUP and likeness >= (0.6 if group.startswith("dovetail") else 0.85)
 
 
 def _dependency_missing(copies: list[metadata.Distribution]) -> Iterator[Problem]:
@@ -112,19 +123,17 @@ _STRANGER: Problem = (
 
 
 def _installed(only: str | None) -> dict[str, list[metadata.Distribution]]:
-    """Return the distributions whose metadata mentions Dovetail's plugins, by normalized name, each with all copies in the order of `sys.path`."""
+    """Return the distributions that have plugins or were meant to, by normalized name, each with all copies in the order of `sys.path`."""
     found: dict[str, dict[str, metadata.Distribution]] = {}
     for distribution in metadata.distributions():
         try:
             name = canonicalize_name(distribution.metadata["Name"])
-            text = distribution.read_text("entry_points.txt") or ""
-            list(distribution.entry_points)
+            groups = {point.group for point in distribution.entry_points}
         except Exception:  # `find_plugins` has reported it, if it has plugins
             continue
-        if name == only or (only is None and (name == NAMESPACE or "dovetail" in text)):
+        if name == only or (only is None and (name == NAMESPACE or any(map(_concerns_us, groups)))):
             found.setdefault(name, {}).setdefault(_home(distribution), distribution)
-    relevant = {name: _without_leftovers_of_builds(list(copies.values())) for name, copies in found.items()}
-    return {name: copies for name, copies in relevant.items() if only is not None or name == NAMESPACE or _have_plugins(copies)}
+    return {name: _without_leftovers_of_builds(list(copies.values())) for name, copies in found.items()}
 
 
 def _without_leftovers_of_builds(copies: list[metadata.Distribution]) -> list[metadata.Distribution]:
@@ -138,9 +147,9 @@ def _without_leftovers_of_builds(copies: list[metadata.Distribution]) -> list[me
     return [copy for copy in copies if not is_leftover(Path(_home(copy)))]
 
 
-def _have_plugins(copies: Iterable[metadata.Distribution]) -> bool:
-    """Return True if the distribution has plugins, or was meant to."""
-    return any(point.group.startswith("dovetail") for copy in copies for point in copy.entry_points)
+def _concerns_us(group: str) -> bool:
+    """Return True if a distribution with entry points in this group has plugins, or was meant to."""
+    return group.startswith("dovetail") or _is_misspelt(group)
 
 
 def _home(distribution: metadata.Distribution) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from dovetail.api.component import KINDS
-from dovetail.errors import DovetailError, describe
+from dovetail.errors import DovetailError
 from dovetail.registry import hookspecs
 from dovetail.registry.doctor.findings import Problem
 from dovetail.registry.doctor.process import limit_files
@@ -80,7 +80,7 @@ def _while_declaring(found: FoundPlugin, result: LoadedPlugin | PluginFailure, a
 def _of_failure(found: FoundPlugin, failure: PluginFailure) -> Problem:
     error, point = failure.error, found.entry_point
     if failure.phase == "import":
-        return _of_failed_import(found, error)
+        return _of_failed_import(found, error, failure.reason)
     if failure.phase == "hooks":
         if type(error).__name__ == "PluginValidationError":
             return "hook-unknown", f"{failure.reason}", f"hooks are {', '.join(HOOKS)}{_nearest_hook(str(error))}"
@@ -94,9 +94,8 @@ def _of_failure(found: FoundPlugin, failure: PluginFailure) -> Problem:
     )
 
 
-def _of_failed_import(found: FoundPlugin, error: BaseException) -> Problem:
+def _of_failed_import(found: FoundPlugin, error: BaseException, text: str) -> Problem:
     point = found.entry_point
-    text = describe(error)
     if isinstance(error, ModuleNotFoundError) and error.name and (point.module == error.name or point.module.startswith(f"{error.name}.")):
         return "points-nowhere", f"its entry point names the module {point.module}, which isn't installed", _remedy_for_nowhere(found)
     if isinstance(error, AttributeError) and point.attr and point.module in sys.modules:
@@ -169,11 +168,14 @@ def _of_component(component: ResolvedComponent) -> Iterator[Problem]:
 
 
 def _attempts(named: str, steps: Iterable[Any]) -> Iterator[Problem]:
+    told = set()  # a module that can't be imported may be wanted by several steps
     for step in steps:
         try:
             step()
         except DovetailError as error:
-            yield "target-fails", f"{named}: {error}", "correct what the spec names, or the module that it names"
+            if str(error) not in told:
+                yield "target-fails", f"{named}: {error}", "correct what the spec names, or the module that it names"
+            told.add(str(error))
 
 
 def _has_model(package: str, path: str) -> bool:

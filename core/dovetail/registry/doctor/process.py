@@ -13,13 +13,14 @@ LAST_BYTES = 4_000
 
 
 def limit_files() -> None:
-    """Keep this process, and those that it starts, from writing more than `LARGEST_FILE` to one file: endless output ends in an OSError, before
-    the disk is full."""
+    """Keep this process, and those that it starts, from writing more than `LARGEST_FILE` to one file, where endless output ends in an OSError before
+    the disk is full, and from leaving a core dump in the user's folder."""
     with suppress(ImportError):  # not on a Unix
         import resource
 
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def event(line: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, AttentionLayer, LayerSpec
+from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionContext, AttentionLayer, KVScales, LayerSpec
 from dovetail.testing.checks import require
 from dovetail.testing.suites import attention_oracle as oracle
 
@@ -38,6 +38,11 @@ class Case:
     device: str = "cpu"
     scale: float | None = None  # None: 1 / sqrt(head_size)
     mixed_graph: bool = False  # all steps are planned so
+    cache_dtype: str | None = None  # of K and V in the cache, if another
+    kv_scales: tuple[float, float] = (1.0, 1.0)  # of K and V, in such a cache
+    shapes: tuple[tuple[int, int, int], ...] = ()  # of each layer, where they differ: heads, kv_heads, head_size
+    exact: bool = False  # the backend prepares for no more than this step
+    poisoned: bool = True  # every slot is NaN before
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -45,8 +50,8 @@ class Case:
 
     @property
     def specs(self) -> list[LayerSpec]:
-        scale = self.scale or 1 / math.sqrt(self.head_size)
-        return [LayerSpec(i, self.heads, self.kv_heads, self.head_size, scale, window) for i, window in enumerate(self.windows)]
+        shapes = self.shapes or ((self.heads, self.kv_heads, self.head_size),) * len(self.windows)
+        return [LayerSpec(i, *shape, self.scale or 1 / math.sqrt(shape[2]), self.windows[i]) for i, shape in enumerate(shapes)]
 
     @property
     def num_blocks(self) -> int:
@@ -93,46 +98,61 @@ class Bench:
 
     def __init__(self, make: MakeBackend, case: Case, *, relabel: int = 0) -> None:
         self.case = case
-        self.backend = make(AttentionContext(case.device, case.dtype, case.block_size))
+        self.backend = make(AttentionContext(case.device, case.dtype, case.block_size, case.cache_dtype))
         self.layers: list[AttentionLayer] = [self.backend.make_layer(spec) for spec in case.specs]
+        self.scales = [KVScales(*(torch.tensor(scale, device=case.device) for scale in case.kv_scales)) for _ in self.layers]
+        for layer, scales in zip(self.layers, self.scales, strict=True):
+            layer.kv_scales = scales if case.cache_dtype is not None else None
         self.backend.allocate(case.num_blocks)
         num_slots = case.num_blocks * case.block_size
-        self.backend.prepare(max_rows=2 * len(case.lens) + 8, max_tokens=max(num_slots, sum(case.lens)) + case.padding, max_len=num_slots)
+        self.max_rows, self.max_tokens, self.max_len = 2 * len(case.lens) + 72, max(num_slots, sum(case.lens)) + case.padding, num_slots
+        if case.exact:
+            self.max_rows, self.max_tokens, self.max_len = len(case.lens), sum(case.queries), max(case.lens)
+        self.backend.prepare(self.max_rows, self.max_tokens, self.max_len)
         self.table = self._table(np.random.default_rng(relabel).permutation(case.num_blocks))
         generator = torch.Generator().manual_seed(case.seed)
 
-        def normal(lens: tuple[int, ...], heads: int) -> Tensors:
-            return [[self._random(n, heads, generator) for n in lens] for _ in case.windows]
+        def normal(lens: tuple[int, ...], heads: Callable[[LayerSpec], int]) -> Tensors:
+            return [[torch.randn((n, heads(spec), spec.head_size), generator=generator).to(case.torch_dtype) for n in lens] for spec in case.specs]
 
-        self.k, self.v = normal(case.lens, case.kv_heads), normal(case.lens, case.kv_heads)
-        self.q = normal(case.queries, case.heads)
-        self.poison()
-
-    def _random(self, tokens: int, heads: int, generator: torch.Generator) -> torch.Tensor:
-        return torch.randn((tokens, heads, self.case.head_size), generator=generator).to(self.case.torch_dtype)
+        self.k, self.v = (normal(case.lens, lambda spec: spec.kv_heads) for _ in range(2))
+        self.q = normal(case.queries, lambda spec: spec.heads)
+        if case.poisoned:
+            self.poison()
 
     def _table(self, labels: NDArray[np.int64]) -> NDArray[np.int32]:
         """Each row's blocks; past them, nonsense."""
         sizes = [-(-length // self.case.block_size) for length in self.case.lens]
-        table = np.full((len(sizes), max(sizes) + 2), NO_BLOCK, dtype=np.int32)
+        table = np.full((len(sizes), max(sizes) + 2 * (not self.case.exact)), NO_BLOCK, dtype=np.int32)
         for row, (size, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
             table[row, :size] = labels[end - size : end]
         return table
 
     def poison(self) -> None:
         """NaN in every slot of the pool."""
-        nan = torch.full((self.case.num_blocks * self.case.block_size, self.case.kv_heads, self.case.head_size), torch.nan)
+        nan = torch.full((self.case.num_blocks * self.case.block_size,), torch.nan)
         self.write_pool(nan, nan)
 
     def write_pool(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """K and V of every slot of the pool, in every layer: [slots, kv_heads, head_size] each."""
-        count = np.array([len(k)])
-        self.plan_rows(np.arange(self.case.num_blocks, dtype=np.int32)[None], count, count)
-        for layer in self.layers:
-            layer.write(*(values.to(dtype=self.case.torch_dtype, device=self.case.device) for values in (k, v)))
+        """Fill K and V of every slot of the pool, in every layer, with one number each: [slots]."""
+        size, blocks = self.case.block_size, np.arange(self.case.num_blocks, dtype=np.int32)
+        at_once = max(1, min(self.max_tokens, self.max_len) // size)
+        for first in range(0, len(blocks), at_once):
+            some, part = blocks[first : first + at_once], slice(first * size, (first + at_once) * size)
+            count = np.array([len(some) * size])
+            self.plan_rows(some[None], count, count)
+            for layer in self.layers:
+                shape = (-1, layer.spec.kv_heads, layer.spec.head_size)
+                filled = (values[part, None, None].expand(shape) for values in (k, v))
+                layer.write(*(values.to(dtype=self.case.torch_dtype, device=self.case.device).contiguous() for values in filled))
 
     def plan_rows(self, table: NDArray[np.int32], queries: NDArray[np.int64], lens: NDArray[np.int64], padding: int = 0, shared: int = 0) -> None:
-        """Plan a step of rows with these block tables, that compute their last `queries` of `lens` tokens."""
+        self.backend.plan(self.batch(table, queries, lens, padding, shared))
+
+    def batch(
+        self, table: NDArray[np.int32], queries: NDArray[np.int64], lens: NDArray[np.int64], padding: int = 0, shared: int = 0
+    ) -> AttentionBatch:
+        """Return a step of rows with these block tables, that compute their last `queries` of `lens` tokens."""
         size = self.case.block_size
         positions = [np.arange(n - q, n) for q, n in zip(queries, lens, strict=True)]
         slots = [table[row, p // size].astype(np.int64) * size + p % size for row, p in enumerate(positions)]
@@ -141,19 +161,17 @@ class Bench:
         def tensor(array: NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
             return torch.as_tensor(np.ascontiguousarray(array), dtype=dtype).to(self.case.device)
 
-        self.backend.plan(
-            AttentionBatch(
-                num_rows=len(queries),
-                num_tokens=int(starts[-1]),
-                query_starts=tensor(np.concatenate([starts, np.full(padding_rows, starts[-1])]), torch.int32),
-                kv_lens=tensor(np.concatenate([lens, np.zeros(padding_rows, dtype=np.int64)]), torch.int32),
-                block_table=tensor(np.concatenate([table, np.full((padding_rows, table.shape[1]), -7, dtype=np.int32)]), torch.int32),
-                slots=tensor(np.concatenate([*slots, np.full(padding, -1)]), torch.int64),
-                host_query_lens=queries.astype(np.int32),
-                host_kv_lens=lens.astype(np.int32),
-                shared_prefix_blocks=shared,
-                mixed_graph=self.case.mixed_graph,
-            )
+        return AttentionBatch(
+            num_rows=len(queries),
+            num_tokens=int(starts[-1]),
+            query_starts=tensor(np.concatenate([starts, np.full(padding_rows, starts[-1])]), torch.int32),
+            kv_lens=tensor(np.concatenate([lens, np.zeros(padding_rows, dtype=np.int64)]), torch.int32),
+            block_table=tensor(np.concatenate([table, np.full((padding_rows, table.shape[1]), -7, dtype=np.int32)]), torch.int32),
+            slots=tensor(np.concatenate([*slots, np.full(padding, -1)]), torch.int64),
+            host_query_lens=queries.astype(np.int32),
+            host_kv_lens=lens.astype(np.int32),
+            shared_prefix_blocks=shared,
+            mixed_graph=self.case.mixed_graph,
         )
 
     def plan(self, starts: Sequence[int], ends: Sequence[int], padding: int = 0, shared: int = 0) -> None:
@@ -161,6 +179,12 @@ class Bench:
         rows = [row for row, (start, end) in enumerate(zip(starts, ends, strict=True)) if end > start]
         counts = np.array([ends[row] - starts[row] for row in rows], np.int64)
         self.plan_rows(self.table[rows], counts, np.array([ends[row] for row in rows], np.int64), padding, shared)
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Let the case's rows, with their blocks, stand in another order; they must be of equal lengths."""
+        self.table = self.table[list(order)]
+        for layers in (self.k, self.v, self.q):
+            layers[:] = [[rows[index] for index in order] for rows in layers]
 
     def write(self, starts: Sequence[int], ends: Sequence[int], padding: int = 0, shared: int = 0) -> None:
         """Plan such a step and write its K and V; padding tokens carry NaN."""
@@ -179,8 +203,8 @@ class Bench:
     def attend(self, padding: int = 0) -> list[torch.Tensor]:
         """Return each layer's output for the case's queries, in float64 on the CPU and without padding."""
         results = [layer.attend(self.tensor(q, padding)) for layer, q in zip(self.layers, self.q, strict=True)]
-        for result in results:
-            expected = (sum(self.case.queries) + padding, self.case.heads, self.case.head_size)
+        for spec, result in zip(self.case.specs, results, strict=True):
+            expected = (sum(self.case.queries) + padding, spec.heads, spec.head_size)
             require(result.shape == expected, f"attend() returned the shape {list(result.shape)}, expected {list(expected)}")
             require(result.dtype == self.case.torch_dtype, f"attend() returned {result.dtype}, expected the dtype of q, {self.case.torch_dtype}")
         return [result[: sum(self.case.queries)].double().cpu() for result in results]
@@ -210,4 +234,9 @@ class Bench:
         return oracle.allowed_error(exact, oracle.plain(q, k, v, spec.scale, spec.window, dtype), dtype)
 
     def _rows(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        return list(zip(self.q[layer], self.k[layer], self.v[layer], strict=True))
+        """q, K and V of each row; K and V as the cache keeps them."""
+        k, v = self.k[layer], self.v[layer]
+        if (name := self.case.cache_dtype) is not None:
+            dtype: torch.dtype = getattr(torch, name)
+            k, v = ([oracle.kept(row, scale, dtype) for row in rows] for rows, scale in zip((k, v), self.case.kv_scales, strict=True))
+        return list(zip(self.q[layer], k, v, strict=True))

@@ -21,6 +21,13 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, windo
     return _attend(q.float(), k.float(), v.float(), scale, window, dtype).double()
 
 
+def kept(values: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return K or V, float64, as a cache of a smaller dtype keeps it: divided by `scale`, cut off at the largest number, rounded, times `scale`."""
+    info = torch.finfo(dtype)
+    scaled = values.float() / torch.tensor(scale)
+    return scaled.clamp(info.min, info.max).to(dtype).double() * float(torch.tensor(scale))
+
+
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, dtype: torch.dtype) -> torch.Tensor:
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return x.to(dtype).to(q.dtype)

@@ -139,6 +139,7 @@ class Bench:
         sent = self.sent.popleft()
         result: Result = self._call("collect", sent.handle)
         require(result.step == sent.batch.step, f"collect returned step {result.step} where {sent.batch.step} was the oldest uncollected")
+        require(not result.failed, f"nothing failed in step {result.step}, and Result.failed is {result.failed}")
         ids = result.token_ids
         shaped = isinstance(ids, np.ndarray) and ids.shape == sent.batch.rows.shape and np.issubdtype(ids.dtype, np.integer)
         require(shaped, f"token_ids of a step of {len(sent.batch.rows)} rows are {ids!r}; expected [{len(sent.batch.rows)}] integers")
@@ -199,7 +200,7 @@ class Bench:
         try:
             return getattr(self.executor, method)(*arguments)
         except Exception as error:
-            fail(f"{method} raised {type(error).__name__} for a lawful step: {error}")
+            fail(f"{method} raised {type(error).__name__} for a lawful step: {error}", error)
 
 
 def _new_row(seat: Seat) -> NewRow:

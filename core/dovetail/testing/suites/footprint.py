@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -40,6 +42,16 @@ class Footprint:
             if not (threads or processes) or time.monotonic() > deadline:
                 return sorted(threads) + processes + [f"open file {name}" for name in _more(now.files, self.files)]
             time.sleep(POLL_S)
+
+
+def tensor_bytes() -> int:
+    """Return the bytes of all tensors that somebody can reach; 0 where torch was never imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return 0
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and thing.layout is torch.strided]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}.values())
 
 
 def child_processes() -> list[int]:

@@ -16,9 +16,11 @@ from dovetail.errors import DovetailError
 from dovetail.request import Request
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
+from dovetail.testing.suites.holding import reachable
 from dovetail.testing.suites.kv_model import Broken, KVWorld, Shape, generate, make_request
 from dovetail.testing.suites.kv_scripts import BLOCK_SIZES, draw_script, draw_shape, shortest
 
+FAR = 1_000  # blocks of a long prefix
 TOKEN_BITS = 31  # of a token id that count
 SCRIPTS = 250  # drawn a manager; of about 30 acts each
 KEYS: tuple[tuple[str, ...], ...] = ((), ("a",), ("b",), ("a", "b"), ("b", "a"), ("ab",), ("a", ""), ("a", "", "b"))
@@ -78,20 +80,71 @@ class KVCacheSuite(Suite):
         share, a table that was trimmed)."""
         self._explore("integrity")
 
+    @check("kv_cache.request_untouched", since="0.1")
+    def test_requests_are_only_read(self) -> None:
+        """The manager wrote to a request, or changed its tokens. What it wants to know of a request goes in a table of its own,
+        by id, until `free`."""
+        self._explore("request_untouched")
+
+    @check("kv_cache.forgets", since="0.1")
+    def test_requests_that_ended_are_forgotten(self) -> None:
+        """The manager holds on to requests that were freed, or to their ids, so a server's memory grows for ever. Drop in `free` all that you noted
+        of a request, in `lookup` too, also where it holds no blocks."""
+        kv, requests = self._manager(4), [make_request(f"request {index}", range(index, index + 9)) for index in range(4)]
+        for request in requests[:-1]:
+            kv.lookup(request)
+            _compute(kv, request)
+        kv.lookup(requests[-1])
+        for request in requests:
+            kv.free(request)
+        ids = {request.id for request in requests}
+        kept = [path for path, value in reachable(kv) if isinstance(value, Request) or value in ids]
+        require(not kept, f"after all requests were freed, {', '.join(kept)} still holds some of them, or their ids")
+
+    @check("kv_cache.answers", since="0.1")
+    def test_answers_are_the_callers(self) -> None:
+        """`Allocation.blocks` wasn't a tuple of ints, or what `take_copies` had returned changed afterwards. Give out values, not the list that you
+        go on writing to."""
+        self._explore("answers")
+
     @check("kv_cache.misuse", since="0.1")
     def test_misuse_is_refused(self) -> None:
-        """`commit` for a request that holds no blocks, and `allocate` for fewer tokens than before, must raise `DovetailError`: a mistake in the
-        core should be told where it happens, and not some steps later."""
+        """`commit`, `uncommit` and `fork` of a request that holds no blocks, `fork` into one that holds some, and `allocate` for fewer tokens than
+        before, must raise `DovetailError`: a mistake in the core should be told where it happens, and not some steps later."""
         kv, request = self._manager(4), make_request("r", range(9))
-        _refused(lambda: kv.commit(request, 4), "commit for a request that holds no blocks")
+        for name, call in self._calls_with(kv, request).items():
+            _refused(call, f"{name} for a request that holds no blocks")
         _compute(kv, request)
         _refused(lambda: kv.allocate(request, 5), "allocate for 5 tokens after 9")
+        if self.capabilities.fork:
+            other = make_request("other", range(9))
+            _compute(kv, other)
+            _refused(lambda: kv.fork(request, other, 8), "fork into a request that holds blocks")
+
+    def _calls_with(self, kv: KVCacheManager, request: Request) -> dict[str, Callable[[], object]]:
+        """Return the calls that only a request with blocks may be named in."""
+        calls: dict[str, Callable[[], object]] = {"commit": lambda: kv.commit(request, 4), "uncommit": lambda: kv.uncommit(request, 0)}
+        if self.capabilities.fork:
+            calls["fork"] = lambda: kv.fork(request, make_request("child", range(9)), 8)
+        return calls
 
     # What a step is told
 
     @check("kv_cache.failed_allocate", since="0.1")
     def test_an_allocation_that_fails_changes_nothing(self) -> None:
-        """`allocate` answered None and had changed the counts, or what is found. See whether the blocks suffice before taking the first."""
+        """`allocate` answered None and had changed the counts, or what is found, or then refused fewer tokens, which would fit. See whether the
+        blocks suffice before taking the first, and before noting how many tokens were asked for."""
+        for block_size in BLOCK_SIZES:
+            kv, first, second = self._manager(block_size), make_request("first", range(block_size)), make_request("second", [-1] * 3 * block_size)
+            _compute(kv, first)
+            generate(first, range(20 * block_size))
+            for request in (second, first):  # one that holds no blocks, and one that does
+                told = f"{request}, after 17 blocks of {block_size} were asked for, which there aren't,"
+                require(kv.allocate(request, 17 * block_size) is None, f"{told} got them")
+                try:
+                    _compute(kv, request, 2 * block_size)
+                except DovetailError as error:
+                    fail(f"{told} was refused two blocks: {error}")
         self._explore("failed_allocate")
 
     @check("kv_cache.blocks_needed", since="0.1")
@@ -153,6 +206,9 @@ class KVCacheSuite(Suite):
                     other = make_request("other", [*tokens[:same], *[-1] * (len(tokens) - same), 7])
                     self._finds(kv, other, same // block_size * block_size, f"whose first {same} tokens were computed")
                 self._finds(kv, make_request("again", tokens), 2 * block_size, "all of whose tokens were computed")
+        kv = self.make(Shape(1, 2 * FAR).context)
+        _compute(kv, make_request("first", range(FAR)))
+        self._finds(kv, make_request("other", [*range(FAR), 0]), FAR, f"whose first {FAR} tokens were computed")
         kv = self._manager(4)
         _compute(kv, make_request("first", range(4)))
         for bit in range(TOKEN_BITS):

@@ -10,11 +10,12 @@ any list is a lawful plan.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dovetail.api.kv_cache import KVCacheManager, KVContext, KVGroup, KVLayout
+from dovetail.api.kv_cache import BlockCopy, KVCacheManager, KVContext, KVGroup, KVLayout
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import describe
 from dovetail.sampling_params import SamplingParams
@@ -36,6 +37,7 @@ class Ended(Exception):
     """A claim of `FATAL` was broken that isn't watched, so that the script can't go on."""
 
 
+READ_ONLY = ("id", "prompt_tokens", "max_tokens", "cache_keys", "num_computed", "blocks", "cached_tokens", "priority", "client")  # of a request
 FATAL = ("lawful", "table", "hit_length")
 
 
@@ -77,6 +79,9 @@ class Row:
     trimmed: int = 0  # blocks
     disowned: bool = False  # by a reset: it builds on what was forgotten
 
+    def __post_init__(self) -> None:
+        self.given = copy.copy(self.request)  # as it was before the manager saw it, but for its tokens
+
     @property
     def settled(self) -> int:
         """Number of tokens written by steps submitted before."""
@@ -102,6 +107,7 @@ class KVWorld:
         self.nothing_lost = True  # False once a block may have been evicted, or a prefix interrupted: then less may be found
         self.live: list[Row] = []
         self.hogs = 0
+        self.copies: list[tuple[Sequence[BlockCopy], tuple[BlockCopy, ...]]] = []  # what `take_copies` returned, and what that was then
         self.ids: list[str] = [f"r{number}" for number in range(7, -1, -1)]  # unused ids: one comes back once its request has ended
 
     def run(self, script: Sequence[Act]) -> None:
@@ -206,6 +212,7 @@ class KVWorld:
             self._release(row)
             self.live.remove(row)
             self._tell("free", row.request)  # the engine frees at every end, blocks or none
+            self._check_request(row)
             self.ids.append(row.request.id)
 
     def trim(self, who: int) -> None:
@@ -231,11 +238,13 @@ class KVWorld:
 
     def submit(self, sampled: int, deliver: bool) -> None:
         """Run copies, then the writes of every planned request. Those that reached their last token get one more, known now or later."""
-        for copy in self._tell("take_copies"):
+        copies = self._tell("take_copies")
+        self.copies.append((copies, tuple(copies)))
+        for src, dst in ((copied.src, copied.dst) for copied in copies):
             for offset in range(self.block_size):
-                self.memory.pop((copy.dst, offset), None)
-                if (copy.src, offset) in self.memory:
-                    self.memory[copy.dst, offset] = self.memory[copy.src, offset]
+                self.memory.pop((dst, offset), None)
+                if (src, offset) in self.memory:
+                    self.memory[dst, offset] = self.memory[src, offset]
         for row in self.live:
             if row.planned_from is not None:
                 for position in range(row.planned_from, row.computed):
@@ -335,6 +344,7 @@ class KVWorld:
 
     def _append(self, row: Row, blocks: Sequence[int], *, shared: int, tokens: int) -> None:
         """Append blocks to its table: the first `shared` are others' too, the rest new."""
+        self._hold("answers", type(blocks) is tuple and all(type(block) is int for block in blocks), f"the blocks of an allocation are {blocks!r}")
         new, held, own = list(blocks[shared:]), self._held(), blocks if row.table else blocks[row.trimmed :]
         told = f"{row.request} was given blocks {list(blocks)} of {self.num_blocks}, of which {new} are new, while {sorted(held)} are held"
         sound = len(set(own)) == len(own) and not set(new) & held and all(block in range(self.num_blocks) for block in own)
@@ -398,6 +408,14 @@ class KVWorld:
         if told > common or (told < common and not any(row.trimmed for row in group)):
             self._broken("common_prefix", f"common_prefix({requests}) is {told}; their tables are {[row.table for row in group]}")
 
+    def _check_request(self, row: Row) -> None:
+        """Check that a request is as the model made it, and its tokens those that it generated."""
+        request = row.request
+        written = [name for name in READ_ONLY if getattr(request, name) != getattr(row.given, name)]
+        known = [*request.prompt_array.tolist(), *request.output_token_ids]
+        self._hold("request_untouched", not written, f"{request} was given another {', '.join(written)}")
+        self._hold("request_untouched", known == row.tokens[: len(known)], f"{request} has the tokens {known}, and had {row.tokens}")
+
     def _check_memory(self) -> None:
         for row in self.live:
             for position in range(row.trimmed * self.block_size, row.computed if row.table else 0):
@@ -411,6 +429,8 @@ class KVWorld:
         """Let all requests end; then let one take the whole pool."""
         while self.live:
             self.finish(0)
+        for copies, then in self.copies:
+            self._hold("answers", tuple(copies) == then, f"take_copies returned {list(then)}, which is now {list(copies)}")
         counts, room = self._ask("counts"), self.num_blocks * self.block_size
         self._hold("no_leak", counts.held == 0, f"every request has ended, and {counts}")
         allocation = self._tell("allocate", make_request("last", [99] * room), room)

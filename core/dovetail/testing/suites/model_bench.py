@@ -35,6 +35,7 @@ class Sequences:
 
     step: list[tuple[str, int]] = field(default_factory=list)  # sequence, tokens
     layers: list[KeptAttention] = field(default_factory=list)
+    latest: torch.Tensor | None = None  # result of the last `attend`, which the next one may overwrite
 
     def make_attention(self, spec: LayerSpec) -> KeptAttention:
         self.layers.append(KeptAttention(spec, self))
@@ -64,7 +65,10 @@ class KeptAttention(AttentionLayer):
         rows = torch.split(q, [tokens for _, tokens in self._sequences.step])
         kept = [self.kept[name] for name, _ in self._sequences.step]
         values = [plain(row, k, v, self.spec.scale, self.spec.window, q.dtype) for row, (k, v) in zip(rows, kept, strict=True)]
-        return torch.cat(values).to(q.dtype)
+        if self._sequences.latest is not None:
+            self._sequences.latest.fill_(torch.nan)
+        self._sequences.latest = torch.cat(values).to(q.dtype)
+        return self._sequences.latest
 
 
 class Bench:
@@ -79,10 +83,11 @@ class Bench:
         parallel: ParallelGroup = SINGLE,
         dtype: torch.dtype = torch.float32,
         before: float | None = None,
+        max_len: int | None = None,
     ) -> None:
         """`tensors`: a checkpoint's, None: none are loaded. `before`: what all memory of the parameters holds before."""
         self.sequences = Sequences()
-        self.model: Any = arch.build(config, BuildContext(parallel, dtype, CPU, self.sequences.make_attention))
+        self.model: Any = arch.build(config, BuildContext(parallel, dtype, CPU, self.sequences.make_attention, max_len))
         if before is not None:
             for parameter in self.model.parameters():
                 parameter.data.fill_(before)
@@ -119,6 +124,8 @@ class Bench:
 
 class ThreadGroup:
     """One of `size` ranks that are threads of one process."""
+
+    shares = None
 
     def __init__(self, rank: int, shares: list[Any], barrier: Barrier) -> None:
         self.rank, self.size = rank, len(shares)
@@ -164,6 +171,10 @@ class Reference:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2, generator=generator)
+
+    def load(self, tensors: Tensors) -> None:
+        """Give it such tensors again, in float32."""
+        self.model.float().load_state_dict(tensors, strict=False)
 
     def tensors(self) -> Tensors:
         """The tensors of a checkpoint: tied weights once, under the first of their names."""

@@ -61,8 +61,15 @@ UNHEARD_OF: dict[str, Any] = {  # fields of other models, which transformers wou
     "attn_logit_softcapping": 50.0,
     "residual_multiplier": 0.5,
     "nobody_knows_this_scale": 2.0,
+    "nobody_knows_this_switch": True,
+    "nobody_knows_this_norm": "sandwich",
     "quantization_config": {"quant_method": "awq", "bits": 4},
 }
+UNHEARD_OF_ROPES: tuple[dict[str, Any], ...] = (  # fields of `rope_parameters`
+    {"rope_type": "nobody_knows_this_rope", "factor": 2.0},
+    {"rope_type": "proportional", "factor": 2.0},
+    {"nobody_knows_this_factor": 2.0},
+)
 
 
 class Change(NamedTuple):

@@ -6,32 +6,46 @@ the same run without the observer. Needs no torch.
 
 from __future__ import annotations
 
+import builtins
+import dataclasses
 import gc
+import locale
 import logging
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from dovetail.api.component import NoOptions
-from dovetail.api.observer import EngineStarted, Observer, ObserverCapabilities, ObserverContext
+from dovetail.api.observer import EngineStarted, Observer, ObserverCapabilities, ObserverContext, StepFinished
 from dovetail.api.scheduler import Claims, Scheduler, SchedulerContext, Step
+from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.observers import ObserverHub
 from dovetail.errors import describe
-from dovetail.testing.checks import check, require
+from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.footprint import Footprint, temporary_folder
+from dovetail.testing.suites.holding import reachable
 from dovetail.testing.suites.scheduler_world import Abort, Act, Arrive, Run, Shape, World
 
 SHAPE = Shape(num_blocks=16)
+STILL = replace(SHAPE, seconds_per_step=1e-30, seconds_per_token=0.0)  # too short for the clock to move
+UNEVEN = ("core_s", "decisions", "error")  # of events: they differ from run to run, or by who wants them
+STATE = (
+    *("num_computed", "preemptions", "cached_tokens", "recomputed_tokens", "prefill_left", "output_left"),
+    *("first_scheduled_time", "first_token_time", "last_token_time"),
+)
 METHODS = ("on_started", "on_arrived", "on_admitted", "on_preempted", "on_finished", "on_step", "on_stopped")
 BUSY: tuple[Act, ...] = (
     Arrive((1, 2, 3, 4, 5, 6, 7), max_tokens=10),
@@ -46,6 +60,16 @@ BUSY: tuple[Act, ...] = (
     Run(2),
     Arrive((7,) * 20, max_tokens=12, deadline=3.0),
 )
+AGAIN: tuple[Act, ...] = (
+    Run(200),
+    Arrive((1, 2, 3), max_tokens=3, id="r0"),
+    Arrive((4,), client="unwanted", id="r1"),
+    Run(1),
+    Abort(-1),
+    *[Arrive((9, 9))] * 6,
+    Run(1),
+    Abort(-1),
+)
 
 
 class ObserverSuite(Suite):
@@ -57,8 +81,9 @@ class ObserverSuite(Suite):
     @check("observer.process_untouched", since="0.1")
     def test_what_belongs_to_the_whole_process_is_left_alone(self) -> None:
         """The observer changed what others in this process rely on: the seeds of `random` or numpy, the environment, the working directory, the
-        import path, standard output, signal handlers, exception hooks, warnings, garbage collection, or the root of all loggers. An observer is a
-        guest in a server; it may do with a logger of its own as it likes."""
+        import path, standard output, signal handlers, exception hooks, warnings, garbage collection, the umask, the locale, tracing, sockets'
+        timeout, numpy's errors, built-in functions, or the root of all loggers. An observer is a guest in a server; it may do with a logger of its
+        own as it likes."""
         before = _process()
         self._play(BUSY)
         for name, value in _process().items():
@@ -66,20 +91,24 @@ class ObserverSuite(Suite):
 
     @check("observer.no_effect", since="0.1")
     def test_an_observer_changes_nothing(self) -> None:
-        """With the observer, a request ended otherwise, or another step was planned, than without it. Events are for looking at: copy what you
-        want to change, and leave the requests, the block counts and the clock alone."""
+        """With the observer, a request ended otherwise, or another step was planned, or another observer was told something else, than without it.
+        Events are for looking at: copy what you want to change, and leave the requests, the block counts and the clock alone."""
         for decisions in (False, True):
-            with_it, expected = _story(self._play(BUSY, decisions=decisions).world), _story(_play(None, BUSY))
+            with_it, expected = _story(self._play(BUSY, decisions=decisions).world), _story(_play(None, BUSY, decisions=decisions))
             for what, found in with_it.items():
                 require(found == expected.get(what), f"{what} with the observer: {found}; without: {expected.get(what)}")
 
     @check("observer.raises_nothing", since="0.1")
     def test_no_event_makes_it_raise(self) -> None:
         """A method raised. The engine goes on, but drops an observer that does so a few times. Any event may come at any time: a request may end
-        without ever having been admitted, a step may bring no token and no decisions, times may be those of a simulation and stand still."""
+        without ever having been admitted, an id may come again once its request has ended, a step may bring no token and, wanted or not, no
+        decisions, times may be those of a simulation and stand still."""
         for decisions in (False, True):
             spy = self._play(BUSY, decisions=decisions)
             spy.require_quiet("a busy run")
+        self._play(BUSY, shape=STILL).require_quiet("a run in which time stands still")
+        self._play((*BUSY, *AGAIN)).require_quiet("a run in which ids come again")
+        self._play(BUSY, decisions=True, sometimes=True).require_quiet("a run whose steps have decisions only sometimes")
         self.note(f"its own time a step: {1e6 * spy.own_s / max(1, spy.steps):.0f} µs (not judged)")
 
     @check("observer.empty_run", since="0.1")
@@ -97,11 +126,22 @@ class ObserverSuite(Suite):
 
     @check("observer.request_untouched", since="0.1")
     def test_requests_are_only_read(self) -> None:
-        """The observer wrote to a request that an event showed it. Keep what you note of a request in a dict of your own, by its id."""
+        """The observer wrote to a request that an event showed it, or into its `params`. Keep what you note of a request in a dict of your own, by
+        its id."""
         world = self._play(BUSY).world
         for request in world.requests:
             changed = {name: getattr(request, name) for name, value in world.given[request].items() if getattr(request, name) != value}
             require(not changed, f"{request} has now {changed}")
+
+    @check("observer.forgets", since="0.1")
+    def test_requests_that_ended_are_forgotten(self) -> None:
+        """The observer holds on to requests that have ended, or to their ids, so a server's memory grows for ever. Drop what you keep of a request in
+        `on_finished`, aborted and rejected ones too, or with the next step if `more_steps` says that one is to come."""
+        spy = self._play(BUSY)
+        ids = {name for request in spy.world.requests for name in (request.id, request.parent) if name}
+        for path, value in reachable(spy.observer):
+            require(not isinstance(value, LiveRequest), f"{path} holds {value!r} after its end")
+            require(not (isinstance(value, str) and value in ids), f"{path} holds the id {value!r} after its request's end")
 
     @check("observer.leaves_nothing", since="0.1")
     def test_nothing_is_left_behind(self) -> None:
@@ -115,10 +155,12 @@ class ObserverSuite(Suite):
         left = before.left_behind() + left
         require(not left, f"after on_stopped there is still: {', '.join(left)}")
 
-    def _play(self, acts: tuple[Act, ...], *, decisions: bool = False, policy: type[Scheduler] | None = None) -> Spy:
-        """`decisions`: another observer wants them, so that every step's event has them."""
-        spy = Spy(self.make(ObserverContext(SHAPE.max_seqs, SHAPE.num_blocks)))
-        spy.world = _play(spy, acts, decisions=decisions, policy=policy or _Harsh)
+    def _play(
+        self, acts: tuple[Act, ...], *, shape: Shape = SHAPE, decisions: bool = False, sometimes: bool = False, policy: type[Scheduler] | None = None
+    ) -> Spy:
+        """`decisions`: another observer wants them, so that every step's event has them; with `sometimes` one step's in two."""
+        spy = Spy(self.make(ObserverContext(SHAPE.max_seqs, SHAPE.num_blocks)), sometimes=sometimes)
+        spy.world = _play(spy, acts, shape=shape, decisions=decisions, policy=policy or _Harsh)
         return spy
 
 
@@ -127,25 +169,31 @@ class Spy(Observer):
 
     world: World
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, *, sometimes: bool = False) -> None:
+        """`sometimes`: every other step's event has no decisions."""
         super().__init__(NoOptions(), observer.context)
+        self.sometimes = sometimes
         self.observer, self.capabilities = observer, observer.capabilities
-        self.raised: list[str] = []
+        self.raised: list[tuple[str, BaseException]] = []
         self.own_s, self.steps = 0.0, 0
         for method in METHODS:
             setattr(self, method, self._passing_on(method))
 
     def require_quiet(self, when: str) -> None:
-        require(not self.raised, f"in {when}, {'; '.join(self.raised[:3])}")
+        if self.raised:
+            fail(f"in {when}, {'; '.join(text for text, _ in self.raised[:3])}", self.raised[0][1])
 
     def _passing_on(self, method: str) -> Callable[[Any], None]:
         def tell(event: Any) -> None:
+            if self.sometimes and isinstance(event, StepFinished) and event.index % 2:
+                event = replace(event, decisions=())
             begun = time.perf_counter()
             try:
                 getattr(self.observer, method)(event)
             except BaseException as error:
-                self.raised.append(f"{method} raised {describe(error)}")
-                raise RuntimeError(self.raised[-1]) from error
+                text = f"{method} raised {describe(error)}"
+                self.raised.append((text, error))
+                raise RuntimeError(text) from error
             finally:
                 self.own_s += time.perf_counter() - begun
                 self.steps += method == "on_step"
@@ -153,8 +201,19 @@ class Spy(Observer):
         return tell
 
 
-class _WantsDecisions(Observer):
-    capabilities = ObserverCapabilities(decisions=True)
+class _Other(Observer):
+    """Another observer, which comes after the one that is tested: it notes what it is told."""
+
+    def __init__(self, decisions: bool) -> None:
+        super().__init__(NoOptions(), ObserverContext(1, 1))
+        self.capabilities = ObserverCapabilities(decisions=decisions)
+        self.told: list[str] = []
+        for method in METHODS:
+            setattr(self, method, self._note)
+
+    def _note(self, event: Any) -> None:
+        fields = {field.name: getattr(event, field.name) for field in dataclasses.fields(event) if field.name not in UNEVEN}
+        self.told.append(f"{type(event).__name__}({fields})")
 
 
 class _Harsh(Scheduler):
@@ -177,18 +236,20 @@ class _Fails(_Harsh):
         super().schedule(step)
 
 
-def _play(spy: Spy | None, acts: tuple[Act, ...], *, decisions: bool = False, policy: type[Scheduler] = _Harsh) -> World:
+def _play(spy: Spy | None, acts: tuple[Act, ...], *, shape: Shape = SHAPE, decisions: bool = False, policy: type[Scheduler] = _Harsh) -> World:
     """Run an engine from start to stop."""
 
     def make(context: SchedulerContext) -> Scheduler:
         return policy(NoOptions(), context)
 
-    world = World(make, SHAPE)
-    others = [("other", _WantsDecisions(NoOptions(), ObserverContext(1, 1)))] if decisions else []
-    hub = world.core.observers = ObserverHub([*([("observer", spy)] if spy is not None else []), *others])
-    hub.start(EngineStarted(0.0, "harsh", "fake", "fake", SHAPE.num_blocks, SHAPE.block_size, SHAPE.max_in_flight, {"device": "none"}))
+    world = World(make, shape)
+    other = _Other(decisions)
+    hub = world.core.observers = ObserverHub([*([("observer", spy)] if spy is not None else []), ("other", other)])
+    details = MappingProxyType({"device": "none"})
+    hub.start(EngineStarted(0.0, "harsh", "fake", "fake", SHAPE.num_blocks, SHAPE.block_size, SHAPE.max_in_flight, details))
     world.play(acts)
     world.core.stop()
+    world.told = other.told
     return world
 
 
@@ -197,7 +258,15 @@ def _story(world: World) -> dict[str, object]:
     steps = {f"step {planned.index}": planned for planned in world.watch.planned}
     tokens = {f"tokens of {request.id}": list(request.output_token_ids) for request in world.requests}
     ends = {f"end of {request.id}": world.finished.get(request) for request in world.requests}
-    return {**steps, **tokens, **ends, "number of steps": len(steps), "time at the end": world.clock.now()}
+    states = {f"state of {request.id}": [getattr(request, name) for name in STATE] for request in world.requests}
+    told = {f"event {index} of another observer": event for index, event in enumerate(world.told)}
+    return {**steps, **tokens, **ends, **states, **told, "number of steps": len(steps), "time at the end": world.clock.now()}
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _process() -> dict[str, object]:
@@ -213,5 +282,12 @@ def _process() -> dict[str, object]:
         "a signal handler": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "the garbage collector": (gc.isenabled(), gc.get_threshold()),
         "warnings.filters": list(warnings.filters),
+        "the umask": _umask(),
+        "a function of tracing or profiling": (sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile()),
+        "the interval of switches between threads": sys.getswitchinterval(),
+        "the timeout of sockets": socket.getdefaulttimeout(),
+        "numpy's handling of errors": np.geterr(),
+        "the locale": locale.setlocale(locale.LC_ALL),
+        "a built-in function": dict(vars(builtins)),
         "the root logger": (logging.root.level, list(logging.root.handlers), logging.root.manager.disable),
     }

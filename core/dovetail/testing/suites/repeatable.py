@@ -46,7 +46,7 @@ def for_all(among: SearchStrategy[T], examples: int, holds: Callable[[T], None],
     except CheckFailed as error:
         example, failure = _shrunk(failing[-1], error, holds, smaller)
         failure.__notes__ = [f"for example in {example}"]
-        raise failure from None
+        raise failure from failure.__cause__
 
 
 def _shrunk(example: T, failure: CheckFailed, holds: Callable[[T], None], smaller: Callable[[T], Iterable[T]]) -> tuple[T, CheckFailed]:

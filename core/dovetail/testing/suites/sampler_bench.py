@@ -85,14 +85,16 @@ class Bench:
         return self.logits[where].clone(), torch.tensor(wanted, device=self.logits.device)
 
 
-def draws(make: MakeSampler, logits: Sequence[float], sampling: RowSampling, count: int, *, seeds: int = 500, device: str) -> NDArray[np.int64]:
-    """Count each token in `count` draws of one distribution: `seeds` seeds, each at count / seeds output positions. What was generated
-    before is taken to have been token 0, as the prompt."""
+def draws(
+    make: MakeSampler, logits: Sequence[float], sampling: RowSampling, count: int, *, seeds: int = 500, output: tuple[int, ...] = (), device: str
+) -> NDArray[np.int64]:
+    """Count each token in `count` draws of one distribution: `seeds` seeds, each at count / seeds output positions, after the prompt 0 and `output`.
+    What was generated from there on is taken to have been token 0."""
     positions = max(1, count // seeds)
-    rows = [Row(logits, replace(sampling, seed=seed), (0,), (0,) * positions) for seed in range(seeds)]
+    rows = [Row(logits, replace(sampling, seed=seed), (0,), (*output, *(0,) * positions)) for seed in range(seeds)]
     bench = Bench(make, rows, device=device)
     counts = np.zeros(len(logits), dtype=np.int64)
     for position in range(positions):
-        bench.history.num_tokens.fill_(1 + position)
+        bench.history.num_tokens.fill_(1 + len(output) + position)
         counts += np.bincount(bench.sample().token_ids.cpu().numpy(), minlength=len(logits))
     return counts

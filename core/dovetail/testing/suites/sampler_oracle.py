@@ -26,7 +26,8 @@ def changed_logits(logits: Sequence[float], sampling: RowSampling, prompt: Seque
     for token, bias in sampling.logit_bias:
         values[token] += bias
     if sampling.allowed_token_ids is not None:
-        values = [x if token in sampling.allowed_token_ids else NEVER for token, x in enumerate(values)]
+        allowed = set(sampling.allowed_token_ids)
+        values = [x if token in allowed else NEVER for token, x in enumerate(values)]
     banned = set(sampling.stop_token_ids) if len(output) < sampling.min_tokens else set()
     history = [*prompt, *output]
     for word in sampling.bad_words:

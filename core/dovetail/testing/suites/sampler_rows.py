@@ -13,8 +13,8 @@ from dovetail.testing.suites.sampler_bench import Row
 
 VOCAB = 1024  # of mixed rows: enough for a sampler to take its ways for large vocabularies
 SMALL = 12  # of rows with rules, so that these meet
-MANY = 400  # of rows with rules that name half of it
-LONG = 60  # tokens of some histories
+MANY = 3_000  # of rows with rules that name half of it
+LONG = 600  # tokens of some histories
 
 SORTS = (  # of rows that may share a batch
     RowSampling(temperature=0.0),
@@ -51,7 +51,9 @@ def random_rows(fields: Callable[[np.random.Generator], dict[str, Any]], count: 
     rows = []
     for index in range(count):
         sampling = RowSampling(temperature=0.0, **fields(rng))
-        prompt, output = (tuple(int(t) for t in rng.integers(0, SMALL, rng.integers(low, 8) if index % 8 else LONG)) for low in (1, 0))
+        long = index % 8 in (0, 1), index % 8 in (0, 2)
+        lengths = [LONG if is_long else rng.integers(low, 8) for is_long, low in zip(long, (1, 0), strict=True)]
+        prompt, output = (tuple(int(t) for t in rng.integers(0, SMALL, length)) for length in lengths)
         logits = rng.integers(-32, 33, SMALL) / 8 + rng.choice([-5.0, 0.0])  # also of all negative ones
         rows.append(Row(logits.tolist(), sampling, prompt, output))
     return rows

@@ -6,12 +6,9 @@ run the same again. Each runs the real engine core (`scheduler_world`) through s
 
 from __future__ import annotations
 
-import gc
 import math
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from hypothesis.strategies import SearchStrategy
@@ -23,13 +20,19 @@ from dovetail.errors import PolicyError, SchedulerStalled
 from dovetail.request import Request
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
+from dovetail.testing.suites.holding import reachable
 from dovetail.testing.suites.repeatable import for_all
-from dovetail.testing.suites.scheduler_loads import BEFORE_VICTIM, CROWDED, VICTIMS, crowded, flooded, pressed
+from dovetail.testing.suites.scheduler_loads import BEFORE_VICTIM, CROWDED, VICTIMS, crowded, flooded, pressed, streamed
 from dovetail.testing.suites.scheduler_replay import plans, plans_elsewhere
 from dovetail.testing.suites.scheduler_scenarios import scenarios, smaller
 from dovetail.testing.suites.scheduler_world import Scenario, Shape, Shown, World
 
-EXEMPTIONS = {"no_starvation": "starves", "no_idling": "idles", "no_rejection": "rejects"}  # capability -> the claim that takes it away
+EXEMPTIONS = {
+    "no_starvation": "starves",
+    "no_idling": "idles",
+    "no_rejection": "rejects",
+    "no_stalls": "stalls",
+}  # capability -> the claim that takes it away
 PASSED_OVER = 100  # later arrivals that may end before one request does
 ORDERS: dict[str, Callable[[Request], tuple[float, float]]] = {  # the claim -> what it sorts by
     "arrival": lambda request: (0, request.arrival_time),
@@ -115,12 +118,17 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.forgets", since="0.1")
     def test_forgets(self) -> None:
-        """The policy holds on to requests that have ended, so a server's memory grows for ever. Drop a request in `on_finished`, from every
-        list and dict, aborted and rejected ones too; don't keep a step."""
+        """The policy holds on to requests that have ended, or to numbers by their ids, so a server's memory grows for ever, and a request whose id
+        comes again finds another's. Drop a request in `on_finished`, from every list and dict, aborted and rejected ones too; don't keep a step."""
 
         def forgotten(world: World) -> None:
-            for path, request in _requests_in(world.policy):
-                require(request.status is not Status.FINISHED, f"{path} holds {request!r} after its end")
+            ended = {name for request in world.requests if request.status is Status.FINISHED for name in (request.id, request.parent)}
+            ended -= {name for request in world.unfinished for name in (request.id, request.parent)}
+            for path, value in reachable(world.policy) if world.dead is None else ():  # a dead engine tells its policy nothing more
+                if isinstance(value, LiveRequest):
+                    require(value.status is not Status.FINISHED, f"{path} holds {value!r} after its end")
+                elif isinstance(value, str):
+                    require(value not in ended, f"{path} holds the id {value!r} after its request's end")
 
         self._in_all(scenarios(aborts=True), 25, forgotten)
 
@@ -168,6 +176,16 @@ class SchedulerSuite(Suite):
             require(not rejected, f"rejected in step {rejected[0].index if rejected else 0}: {rejected[0].rejected if rejected else ()}")
 
         self._in_all(scenarios(), 15, none_rejected)
+
+    @check("scheduler.no_stalls", since="0.3", capability="no_stalls")
+    def test_no_stalls(self) -> None:
+        """Streamed answers stood still while a prompt was computed, though there were seats and memory for all, or a prompt that the engine's pace
+        cuts into chunks never came to its end. Grant every decode in a step that computes prompts, decodes first; or claim `stalls`."""
+        for overlap in (True, False):
+            scenario = streamed(overlap)
+            world = self._world(scenario.shape, look=_see_stall).play(scenario.acts)
+            _require_alive(world)
+            require(not world.unfinished, f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}")
 
     @check("scheduler.order", since="0.1", capability="order")
     def test_order(self) -> None:
@@ -236,7 +254,7 @@ class SchedulerSuite(Suite):
 def _require_alive(world: World) -> None:
     """Require that the engine is alive. A stall is left to the check `scheduler.finishes`; all else must hold until then."""
     if world.dead is not None and not isinstance(world.dead, SchedulerStalled):
-        fail(f"the engine ended: {world.dead}")
+        fail(f"the engine ended: {world.dead}", world.dead)
 
 
 def _try_to_grant_more(shown: Shown) -> None:
@@ -252,6 +270,13 @@ def _try_to_grant_more(shown: Shown) -> None:
             fail(f"step {step.index} left {left} unused, and {request!r} could have run; it granted {len(step.granted) - 1}")
 
 
+def _see_stall(shown: Shown) -> None:
+    """No request that decodes is left out of a step that computes a prompt."""
+    step = shown.step
+    still = [request for request in step.decoding if request not in step.granted] if step.prefill_tokens else []
+    require(not still, f"step {step.index} computed {step.prefill_tokens} tokens of prompts, and none of {still}")
+
+
 def _see_order(key: Callable[[Request], tuple[float, float]], shown: Shown) -> None:
     """Nobody is admitted past one who waits and could be, and nobody runs at the cost of one before him."""
     step = shown.step
@@ -262,22 +287,3 @@ def _see_order(key: Callable[[Request], tuple[float, float]], shown: Shown) -> N
     for victim in step.preempted:
         for request in step.granted:
             require(key(request) <= key(victim), f"step {step.index} preempted {victim!r} and ran {request!r}")
-
-
-def _requests_in(policy: object) -> Iterator[tuple[str, LiveRequest]]:
-    """Yield all requests that a policy holds, directly or indirectly, each with the attribute of the policy that leads to it."""
-    code = (type, ModuleType, BuiltinFunctionType)
-    held = [(f"self.{name}", value) for name, value in vars(policy).items()]
-    held += [(f"{cls.__name__}.{name}", value) for cls in type(policy).__mro__ for name, value in vars(cls).items()]
-    seen, queue = {id(policy)}, deque(held)
-    while queue:
-        path, value = queue.popleft()
-        if id(value) in seen or isinstance(value, code):
-            continue
-        seen.add(id(value))
-        if isinstance(value, LiveRequest):
-            yield path, value
-        elif isinstance(value, FunctionType):  # not the module that it is in
-            queue.extend((path, part) for part in (value.__closure__, value.__defaults__, value.__dict__))
-        else:
-            queue.extend((path, part) for part in gc.get_referents(value))

@@ -40,6 +40,14 @@ VICTIMS = {  # whom a policy may be tempted to pass over for ever, while the flo
 FLOOD_S = 400  # seconds for which a request arrives each, twice as many as can be served
 
 
+def streamed(overlap: bool) -> Scenario:
+    """Three answers that are streamed while prompts come which are longer than the pace lets a step be; there are seats and memory for all."""
+    shape = Shape(num_blocks=800, block_size=16, max_tokens=1024, max_seqs=16, max_model_len=2048, overlap=overlap, pace=2.0, seconds_per_step=0.1)
+    answers = [Arrive((7, 8, index), max_tokens=40, client="a", deadline=1e5, predicted_tokens=40) for index in range(3)]
+    prompts = [Arrive((9, index) * 600, max_tokens=2, delay=1.0 + index, client="b", deadline=1e4, predicted_tokens=2) for index in range(3)]
+    return Scenario(shape, (*answers, *prompts))
+
+
 BEFORE_VICTIM = 5  # requests
 CROWDED = 12  # requests of a crowd that are watched
 CROWD = Arrive((7, 7, 7, 7), max_tokens=8, client="crowd", deadline=1e5, predicted_tokens=8)

@@ -6,12 +6,14 @@ looks for the rules that the core itself can't see broken.
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from dovetail.api.clock import VirtualClock
@@ -37,7 +39,10 @@ from dovetail.testing.fake_kv import FakeKVCache
 
 STEPS_A_TOKEN = 20  # a run is given up after this many steps for each token that it has to compute, were nothing computed twice
 
-GIVEN = ("id", "prompt_token_ids", "prompt_tokens", "max_tokens", "arrival_time", "client", "priority", "deadline", "predicted_tokens", "parent")
+GIVEN = (  # of a request: what nobody may change but the engine
+    *("id", "prompt_token_ids", "prompt_tokens", "params", "max_tokens", "arrival_time", "client", "priority", "deadline", "predicted_tokens"),
+    *("parent", "ttft_deadline", "tbt_s", "cache_keys", "extra", "sampling", "stop_ids"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,7 @@ class Shape:
     overlap: bool = True
     max_in_flight: int = 2
     reuse: bool = False
+    pace: float | None = None
     seed: int = 0
     seconds_per_step: float = 0.01
     seconds_per_token: float = 0.001
@@ -59,7 +65,8 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    """A user's request; times are seconds from now. `n` samples of one prompt. `stops_after`: it ends by itself, which no policy can know."""
+    """A user's request; times are seconds from now. `n` samples of one prompt. `stops_after`: it ends by itself, which no policy can know. `id`: one
+    that was used before, by a request that has ended."""
 
     prompt: tuple[int, ...]
     max_tokens: int = 8
@@ -68,8 +75,11 @@ class Arrive:
     priority: int = 0
     deadline: float | None = None
     predicted_tokens: int | None = None
+    ttft_deadline: float | None = None
+    tbt_s: float | None = None
     n: int = 1
     stops_after: int | None = None
+    id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +130,7 @@ class Watch(Scheduler):
     def __init__(self, policy: Scheduler, context: SchedulerContext, look: Callable[[Shown], None] | None) -> None:
         super().__init__(NoOptions(), context)
         self.policy, self._look = policy, look
+        self.claims = policy.claims
         self.planned: list[Planned] = []
         self.most_tokens = self.most_seqs = 0  # in any step
         self.own_s = 0.0  # in the policy
@@ -193,10 +204,11 @@ class World:
         context = SchedulerContext(shape.max_tokens, shape.max_seqs, capacity.num_blocks, shape.block_size, shape.seed)
         self.watch = Watch(make(context), context, look)
         hub = ObserverHub([("decisions", _WantsDecisions(NoOptions(), ObserverContext(1, 1)))] if decisions else [])
-        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, type(self.watch.policy).__name__)
+        settings = CoreSettings(shape.max_seqs, shape.max_tokens, shape.overlap, type(self.watch.policy).__name__, shape.pace)
         self.core = EngineCore(self.watch, self.kv, executor, capacity, self.clock, settings, hub)
         self.requests: list[LiveRequest] = []
         self.given: dict[LiveRequest, dict[str, Any]] = {}  # what no policy may change of them
+        self.told: list[str] = []  # to an observer that notes it
         self.finished: dict[LiveRequest, Finish] = {}  # in the order of ending; the aborted aren't here
         self.steps = 0
         self._most_steps = 100
@@ -252,14 +264,14 @@ class World:
                 raise DovetailError(f"blocks were lost or made: {counts} of {self.kv.context.num_blocks}")
 
     def _add(self, arrive: Arrive) -> None:
-        now, name = self.clock.now(), f"r{len(self.requests)}"
+        now, name = self.clock.now(), arrive.id or f"r{len(self.requests)}"
         samples = [self._request(arrive, name if arrive.n == 1 else f"{name}.{index}", now, index) for index in range(arrive.n)]
         if arrive.n > 1:
             make_siblings(samples)
         for request in samples:
             self.requests.append(request)
             self._most_steps += STEPS_A_TOKEN * (request.prompt_tokens + request.max_tokens)
-            self.given[request] = {name: getattr(request, name) for name in GIVEN}
+            self.given[request] = {name: _copied(getattr(request, name)) for name in GIVEN}
             if self.dead is None:
                 self.core.add(request)
 
@@ -274,10 +286,16 @@ class World:
             priority=arrive.priority,
             deadline=None if arrive.deadline is None else now + arrive.delay + arrive.deadline,
             predicted_tokens=arrive.predicted_tokens,
+            ttft_deadline=None if arrive.ttft_deadline is None else now + arrive.delay + arrive.ttft_deadline,
+            tbt_s=arrive.tbt_s,
             parent=id.partition(".")[0] if arrive.n > 1 else None,
             sampling=RowSampling(seed=index),
             watchers=() if arrive.stops_after is None else (_Stop(arrive.stops_after),),
         )
+
+
+def _copied(value: Any) -> Any:
+    return dict(value) if isinstance(value, MappingProxyType) else copy.deepcopy(value)
 
 
 @contextmanager

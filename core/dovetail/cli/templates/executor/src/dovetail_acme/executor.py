@@ -30,7 +30,7 @@ class Row:
 class AcmeExecutor(Executor):
     """An executor that computes at `submit` and keeps the results until `collect`."""
 
-    capabilities = ExecutorCapabilities(logprobs=False)
+    capabilities = ExecutorCapabilities(logprobs=False, samples=False)
     options: AcmeOptions
 
     def __init__(self, options: AcmeOptions, context: ExecutorContext) -> None:

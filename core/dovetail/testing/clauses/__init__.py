@@ -1,0 +1,121 @@
+"""Which check holds which clause of a contract: a module for each kind says so, sentence by sentence of `dovetail.api.<kind>`.
+
+    CLAUSES = {
+        "AttentionLayer.write": held("values", "write_first"),         # every sentence of this docstring
+        "AttentionBackend.plan": {                                    # sentences that contain these words
+            "once a step": TOLD,
+            "must not allocate": held("graph", but="without a GPU it isn't tried"),
+        },
+    }
+
+A place is a class, a method or a field (for its comment); "module" is the file's own docstring. A class's mark is that of its fields too, unless they
+have one. `"*"` stands for all else: of a place, or of the file. The page docs/plugins/clauses.md is made of this by `tools/clauses.py`, and a test
+wants every sentence marked."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Literal
+
+from dovetail.api.component import Kind
+
+Subject = Kind | Literal["component"]  # a file of `dovetail.api`; the last is for all kinds
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What becomes of a sentence. `checks`: names of checks of the kind (or "hygiene.…") that hold it. `why`: the reason why it, or a part of it,
+    isn't checked. Neither: it asks nothing of the component, but tells what the core does or what a word means."""
+
+    checks: tuple[str, ...] = ()
+    why: str = ""
+
+
+Marks = Mapping[str, Mark | Mapping[str, Mark]]
+
+TOLD = Mark()
+
+
+def held(*checks: str, but: str = "") -> Mark:
+    """Mark a clause that these checks hold. `but`: what of it they don't see."""
+    return Mark(checks, but)
+
+
+def unchecked(why: str) -> Mark:
+    """Mark a clause that no check holds."""
+    return Mark(why=why)
+
+
+@dataclass(frozen=True, slots=True)
+class Clause:
+    """A sentence of a contract. `checks` are full ids."""
+
+    place: str
+    text: str
+    checks: tuple[str, ...]
+    why: str
+
+
+def clauses_of(kind: Subject) -> list[Clause]:
+    """Return every sentence of a contract with its mark, in the order of the source. Raises `ValueError` for a sentence without one, and for
+    marks that fit none."""
+    module = import_module(f"dovetail.api.{kind}")
+    marks: Marks = import_module(f"{__name__}.{kind}").CLAUSES
+    unused = {(place, words) for place, mark in marks.items() for words in (("*",) if isinstance(mark, Mark) else mark)}
+    found = []
+    for place, text in sentences(inspect.getsource(module)):
+        at, words, mark = _mark_of(marks, place, text)
+        unused.discard((at, words))
+        checks = tuple(check if "." in check else f"{kind}.{check}" for check in mark.checks)
+        found.append(Clause(place, text, checks, mark.why))
+    if unused:
+        raise ValueError(f"clauses of {kind}: nothing says {sorted(unused)}")
+    return found
+
+
+def _mark_of(marks: Marks, place: str, text: str) -> tuple[str, str, Mark]:
+    for at in (place, place.partition(".")[0], "*"):
+        mark = marks.get(at)
+        if isinstance(mark, Mark):
+            return at, "*", mark
+        if mark is not None:
+            for words, one in mark.items():
+                if words in text or words == "*":
+                    return at, words, one
+    raise ValueError(f"{place} says {text!r}, and nothing says which check holds it")
+
+
+def sentences(source: str) -> Iterator[tuple[str, str]]:
+    """Yield (place, sentence) of the docstrings of a file's classes and methods, and of the comments beside fields."""
+    tree, lines = ast.parse(source), source.splitlines()
+    yield from _split("module", ast.get_docstring(tree))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            yield from _split(node.name, ast.get_docstring(node))
+            for part in node.body:
+                if isinstance(part, ast.FunctionDef):
+                    yield from _split(f"{node.name}.{part.name}", ast.get_docstring(part))
+                elif isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+                    yield from _split(f"{node.name}.{part.target.id}", _comment(lines, part))
+
+
+def _comment(lines: list[str], field: ast.AnnAssign) -> str:
+    """Return the comment beside a field, or on lines of their own right above it."""
+    above: list[str] = []
+    for line in reversed(lines[: field.lineno - 1]):
+        if not line.strip().startswith("# "):
+            break
+        above.insert(0, line.strip()[2:])
+    _, _, beside = lines[(field.end_lineno or field.lineno) - 1].partition("  # ")
+    return " ".join([*above, beside])
+
+
+def _split(place: str, text: str | None) -> Iterator[tuple[str, str]]:
+    for paragraph in (text or "").split("\n\n"):
+        if not paragraph.startswith("    "):  # a drawing is no sentence
+            yield from ((place, sentence) for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z`\"])", " ".join(paragraph.split())) if sentence)

@@ -1,0 +1,69 @@
+"""Which check holds which clause of `dovetail.api.attention`."""
+
+from __future__ import annotations
+
+from dovetail.testing.clauses import TOLD, Marks, held
+
+CLAUSES: Marks = {
+    "module": {"ragged batch": held("values"), "then divides K and V": held("cache_dtypes", "cache_saturates"), "*": TOLD},
+    "AttentionCapabilities": {
+        "`cuda_graph`: ": held("graph", but="without a GPU it isn't tried"),
+        '"decode": ': held("graph", but="without a GPU it isn't tried"),
+        '"mixed": ': held("graph", "mixed_graph", but="without a GPU no graph is captured"),
+        "separate graphs": TOLD,
+        "The features": held("hygiene.capabilities", "dtypes", "head_sizes", "block_sizes"),
+        "sliding window": held("window", "refusals"),
+        "The engine refuses": held("refusals"),
+        "*": TOLD,
+    },
+    "AttentionCapabilities.cache_dtypes": held("cache_dtypes", "cache_saturates", "cache_places"),
+    "LayerSpec": {
+        "multiplies the scores": held("scale"),
+        "itself included": held("window"),
+        "*": held("gqa", "head_sizes", "unlike_layers"),
+    },
+    "AttentionContext": held("dtypes", "block_sizes"),
+    "AttentionContext.cache_dtype": held("cache_dtypes", "cache_places"),
+    "KVScales": {
+        "are divided by": held("cache_dtypes", "cache_saturates"),
+        "whenever they run": held("cache_dtypes", but="scales that change between two replays of a captured graph aren't tried"),
+        "change only while": TOLD,
+    },
+    "AttentionBatch": {
+        "only reads them": held("read_only"),
+        "must not change any block": held("padding"),
+        "slot of a padding token": held("padding"),
+        "past a row's blocks": held("block_table", "values"),
+        "block id * block_size": held("block_table", "large_pool", but="pools so large that a tensor has 2^31 numbers aren't tried"),
+        "that all rows have in common": held("shared_prefix"),
+        "only with cuda_graph": held("mixed_graph"),
+        "*": TOLD,
+    },
+    "FusedCache": {
+        "Token i's K": held("fused_write", but="that nothing is written at slot -1 is the kernel's doing"),
+        "keep their addresses": held("fused_write", "graph", but="that k and v stay where they are is seen on a GPU alone"),
+        "With `scales`": held("cache_places"),
+        "*": held("fused_write"),
+    },
+    "FusedCache.scales": held("cache_places"),
+    "AttentionLayer": held("read_only", "strides", "layers"),
+    "AttentionLayer.kv_scales": held("cache_dtypes"),
+    "AttentionLayer.write": held("values", "block_table", "write_first", "cache_dtypes", "cache_saturates"),
+    "AttentionLayer.cache_for_fused_write": held("fused_write"),
+    "AttentionLayer.attend": {
+        "causal attention": held("values", "causal", "write_first", "huge_scores", "dtypes", "again"),
+        "of padding tokens anything": held("values"),
+        "until any layer's next": TOLD,
+    },
+    "AttentionBackend": TOLD,
+    "AttentionBackend.reasons_against": held("refusals", "head_sizes", "block_sizes"),
+    "AttentionBackend.make_layer": held("layers"),
+    "AttentionBackend.bytes_per_block": held("memory", "cache_places"),
+    "AttentionBackend.allocate": held("memory", "cache_places"),
+    "AttentionBackend.prepare": held("limits"),
+    "AttentionBackend.plan": {
+        "Fill the buffers": held("replan", "again"),
+        "On a GPU": held("graph", but="an allocation or a wait that changes no value isn't seen, and without a GPU nothing of it"),
+    },
+    "AttentionBackend.copy_blocks": held("copies", "cache_places"),
+}

@@ -1,0 +1,20 @@
+"""Which check holds which clause of `dovetail.api.component`, for components of all kinds.
+
+The registry refuses what is malformed in a declaration.
+"""
+
+from __future__ import annotations
+
+from dovetail.testing.clauses import TOLD, Marks, held
+
+CLAUSES: Marks = {
+    "*": TOLD,
+    "module": {"imports nothing heavy": held("hygiene.declaration"), "*": TOLD},
+    "NoOptions": held("hygiene.options"),
+    "ComponentSpec": {
+        "imported only when": held("hygiene.declaration", "hygiene.spawn"),
+        "made as Class(options, context)": held("hygiene.signatures", "hygiene.spawn"),
+        "a pydantic model; None": held("hygiene.options", "hygiene.options_pickle"),
+        "*": TOLD,
+    },
+}

@@ -1,0 +1,63 @@
+"""Which check holds which clause of `dovetail.api.executor`."""
+
+from __future__ import annotations
+
+from dovetail.testing.clauses import TOLD, Marks, held, unchecked
+
+CLAUSES: Marks = {
+    "module": {"token ids stay": held("ids_stay"), "order of submission": held("order"), "*": TOLD},
+    "ComponentRef": TOLD,
+    "QuantizationRef": TOLD,
+    "ExecutorConfig": held("limits", "capacity", but="of the settings, only lengths and sizes are looked at"),
+    "ExecutorConfig.kv_cache_dtype": unchecked("the suite's executors keep K and V in the dtype of the activations"),
+    "ExecutorConfig.kv_cache_scales": unchecked("no cache of the suite's executors has scales"),
+    "ExecutorConfig.quantization": unchecked("the suite's checkpoint is plain"),
+    "ExecutorContext": TOLD,
+    "ExecutorCapabilities": {
+        "`virtual_clock`": held("virtual_clock"),
+        "`logprobs`": held("logprobs", "prompt_logprobs"),
+        "`masks`": held("late", "masks"),
+        "`samples`": held("sampling"),
+        "*": held("hygiene.capabilities"),
+    },
+    "Capacity": {"may be submitted": held("order", "capacity"), "it can use": held("shared_prefix"), "*": held("capacity", "limits")},
+    "NewRow": {
+        "Its tokens are sampled by": held("sampling"),
+        "It may have run before": held("ids_stay"),
+        "in its blocks already": held("cached"),
+        "*": held("row_reuse"),
+    },
+    "Batch": {
+        "carried out in this order": held("row_reuse", "new_blocks", "copies", "cached"),
+        "next known token": held("ids_stay", "results"),
+        "only read": held("batch_untouched", "ownership"),
+        "leading blocks": held("shared_prefix"),
+        "`submit` runs the model": held("late", "late_overlap"),
+        "the row that gets": held("new_blocks"),
+        "distinct rows": held("neighbours", "idle"),
+        "*": held("chunks", "limits"),
+    },
+    "Masks": held("masks"),
+    "HostLogprobs": held("logprobs", "prompt_logprobs"),
+    "Result": {
+        "which are the core's": held("ownership"),
+        "began and ended": held("times", "durations", but="a duration is wrong only if it is less than a hundredth of what passed"),
+        "-1: none": held("results"),
+        "one row for each row": held("logprobs"),
+        "index in the batch -> logprobs": held("prompt_logprobs"),
+        "why this row alone failed": held("results", but="that a row which fails is named can't be staged: only that none is named when none failed"),
+    },
+    "Executor": TOLD,
+    "Executor.start": held("failed_start", "capacity"),
+    "Executor.submit": {"as soon as possible": unchecked("no suite judges times"), "uncollected": held("order")},
+    "Executor.mask_words": held("masks"),
+    "Executor.sample": {
+        "draw one that their mask": held("masks"),
+        "Log-probabilities": held("masked_logprobs"),
+        "Raises `UnsupportedError`": unchecked("the default does, and the core asks nobody who hasn't declared `masks`"),
+        "*": held("late", "late_overlap", "masks"),
+    },
+    "Executor.collect": held("order", "results"),
+    "Executor.check": held("healthy", "dead_worker", "failure", but="a device that is lost can't be staged"),
+    "Executor.stop": held("stop", "leaves_nothing", "failed_start"),
+}

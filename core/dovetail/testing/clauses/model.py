@@ -1,0 +1,45 @@
+"""Which check holds which clause of `dovetail.api.model`."""
+
+from __future__ import annotations
+
+from dovetail.testing.clauses import TOLD, Marks, held, unchecked
+
+CLAUSES: Marks = {
+    "module": {"no global context": held("side_by_side"), "*": TOLD},
+    "RankShares": TOLD,
+    "RankShares.place": {
+        "must be filled": unchecked("the suite's ranks are threads whose group has no `shares`"),
+        "*": TOLD,
+    },
+    "ParallelGroup": TOLD,
+    "ModelCapabilities": held("hygiene.capabilities", "shards"),
+    "ModelContext": TOLD,
+    "BuildContext": {"longest sequence": held("max_len", but="a length beyond the model's own isn't tried"), "*": TOLD},
+    "BuildContext.weights_later": unchecked("the suite's checkpoints are plain: that `build` leaves such weights alone isn't tried"),
+    "CausalLM": held("checkpoint"),
+    "CausalLM.forward": {
+        "Return the hidden states": held("transformers", "chunks", "decode", "ragged", "prefix", "dtype"),
+        "indices of the tokens": held("wanted"),
+        "K and V of all tokens": held("wanted"),
+        "only read": held("owns_nothing"),
+        "Positions may be": held("positions", "prefix", "ragged"),
+        "*": TOLD,
+    },
+    "CausalLM.logits": {"same on every rank": held("transformers", "shards"), "may overwrite": held("owns_nothing")},
+    "CausalLM.weights": held("weight_names", "weight_use"),
+    "WeightRule": {
+        "loads the checkpoint's tensor": held("checkpoint"),
+        "part of a fused": held("weight_use", "shards"),
+        "`transform` turns": held("transformers"),
+        "It gets this rank's part": held("shards"),
+        "Two rules may name": held("tied"),
+        "may be missing": held("weight_names", "tied"),
+        "with .load": held("weight_names"),
+    },
+    "ModelArch": TOLD,
+    "ModelArch.reasons_against": held(
+        "config_fields", "unknown_fields", "rope_types", but="unknown fields are a choice of seven, unknown ropes of three"
+    ),
+    "ModelArch.layer_specs": held("layer_specs"),
+    "ModelArch.build": {"uninitialised": held("weight_complete", "dtype"), "*": TOLD},
+}

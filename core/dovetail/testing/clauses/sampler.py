@@ -1,0 +1,55 @@
+"""Which check holds which clause of `dovetail.api.sampler`."""
+
+from __future__ import annotations
+
+from dovetail.testing.clauses import TOLD, Marks, held, unchecked
+
+CLAUSES: Marks = {
+    "module": {
+        "each row by its own": held("batch", "row"),
+        "counter-based": held("seed", "row", "batch", "preemption"),
+        "*": TOLD,
+    },
+    "RowSampling": {
+        "in this order": held("rules_together", "rules_before_temperature", "filter_order"),
+        "0: greedy": held("greedy", "ties", "temperature"),
+        "0: all": held("top_k", "top_p", "min_p"),
+        "64 bits": held("seed"),
+        "never sampled after the others": held("bad_words", "bans_lifted"),
+        "never sampled before min_tokens": held("min_tokens", "bans_lifted"),
+        "only keys that": unchecked("what a key means is the sampler's own affair"),
+        "`dovetail.sampling_params": held("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids"),
+        "*": TOLD,
+    },
+    "RowHistory": {"only reads them": held("read_only"), "prompt, then generated": held("stale_history"), "*": TOLD},
+    "SamplerContext": held("large_vocabulary", but="vocabularies of more than 147,456 tokens aren't tried"),
+    "SamplerCapabilities": {
+        "`cuda_graph`": held("captured", "graph", but="without a GPU no graph is captured"),
+        "`cuda_graph_full`": held("fully_captured", "full_graph", but="without a GPU no graph is captured"),
+        "keys of": TOLD,
+        "*": held("hygiene.capabilities"),
+    },
+    "TopLogprobs": held("logprobs", but="that they are int64 and float32 is left to the executor's suite"),
+    "SampledTokens": {"when a row asks": held("logprobs", "logprobs_harmless", "reused_rows"), "*": held("output")},
+    "Sampler": TOLD,
+    "Sampler.prepare": held("row"),
+    "Sampler.update": held("reused_rows", "preemption"),
+    "Sampler.sample": {
+        "Sample one token": held("output", "dtypes", "extremes", "read_only"),
+        "until the sampler is called again": TOLD,
+        "not yet those sampled": held("stale_history", "preemption"),
+        "output position": held("seed"),
+    },
+    "Sampler.capturable": held("capturable", "captured"),
+    "Sampler.sample_captured": {
+        "Raises `UnsupportedError`": unchecked("the default does, and nobody asks a sampler that hasn't declared it"),
+        "that a CUDA graph can record": held("captured", "graph", but="without a GPU no graph is captured"),
+        "Each replay": held("graph"),
+        "any valid id": held("captured"),
+    },
+    "Sampler.fully_capturable": held("fully_captured"),
+    "Sampler.sample_fully_captured": {
+        "Raises `UnsupportedError`": unchecked("what a device lacks can't be staged"),
+        "*": held("fully_captured", "full_graph", but="without a GPU no graph is captured"),
+    },
+}

@@ -1,0 +1,30 @@
+"""Which check holds which clause of `dovetail.api.scheduler`.
+
+The step itself refuses what a policy may not do; `scheduler.sound` sees that it needn't.
+"""
+
+from __future__ import annotations
+
+from dovetail.testing.clauses import TOLD, Marks, held
+
+CLAUSES: Marks = {
+    "*": TOLD,
+    "Step": {"It is closed": held("sound"), "*": TOLD},
+    "Step.grant": {"Raises `PolicyError`": held("sound"), "must not act on the step": held("sound"), "Fewer of n run": held("no_stalls"), "*": TOLD},
+    "Step.wake_at": held("sound", "finishes"),
+    "Claims": {
+        "checks `order`": held("order"),
+        "exemptions": held("no_idling", "no_starvation", "no_rejection", "no_stalls"),
+        "The engine's `pace`": TOLD,
+        "*": held("hygiene.capabilities"),
+    },
+    "SchedulerContext": {"token budget": held("budget", "seats"), "*": TOLD},
+    "Scheduler": {
+        "may keep Requests": held("forgets"),
+        "may not read another": held("replay", "read_only", but="a policy that blocks is seen only when it hangs"),
+        "ends the engine": held("sound", "aborts"),
+        "*": TOLD,
+    },
+    "Scheduler.schedule": held("sound", "memory", "finishes", "recompute"),
+    "Scheduler.on_finished": held("aborts", "forgets"),
+}

@@ -1,0 +1,91 @@
+"""How a backend's values are judged: against the exact ones, or by values that tell what was seen."""
+
+from __future__ import annotations
+
+import gc
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from dovetail.testing.checks import require
+from dovetail.testing.suites.attention_bench import Bench
+
+
+def assert_as_defined(bench: Bench, what: str = "") -> None:
+    assert_close(bench, bench.run(), what)
+
+
+def assert_close(bench: Bench, results: list[torch.Tensor], what: str = "") -> None:
+    """Check that each layer's values are the exact ones, within rounding errors."""
+    for spec, result, exact, allowed in zip(bench.case.specs, results, bench.expected(), bench.allowed_errors(), strict=True):
+        errors = (result - exact).abs().nan_to_num(torch.inf).amax((1, 2))  # of each token
+        token = int((errors / allowed).argmax())
+        require(
+            errors[token] <= allowed[token],
+            f"{what}token {token} of the step is off by {errors[token]:.3g}, allowed are {allowed[token]:.3g} "
+            f"({int((errors > allowed).sum())} of {len(errors)} tokens are off; layer {spec}; {bench.case})",
+        )
+
+
+def assert_sees(bench: Bench) -> None:
+    """Check that each query's mean position seen is that of the positions that it should see."""
+    for layer, spec in enumerate(bench.case.specs):
+        for q, v in zip(bench.q[layer], bench.v[layer], strict=True):
+            q.zero_()
+            v[:] = torch.arange(len(v))[:, None, None]
+        bench.compute()
+        seen = bench.layers[layer].attend(bench.tensor(bench.q[layer])).double().cpu().mean((1, 2))
+        at = np.concatenate([np.arange(start, end) for start, end in zip(bench.case.history, bench.case.lens, strict=True)])
+        first = np.maximum(0, at - (spec.window or len(at) + max(at)) + 1)
+        for position, begin, mean in zip(at.tolist(), first.tolist(), seen.tolist(), strict=True):
+            expected = (begin + position) / 2
+            require(
+                abs(mean - expected) < 0.25,
+                f"the query at position {position} sees positions whose mean is {mean:.2f}; it should see {begin} to {position}, mean {expected} "
+                f"(window {spec.window}, block size {bench.case.block_size})",
+            )
+
+
+def number_blocks(bench: Bench) -> None:
+    """Give each block of the pool its number (below 4): its K makes a query look at the token of that number, its V tells it and the token's."""
+    case, size = bench.case, bench.case.block_size
+    block, token = torch.arange(case.num_blocks).repeat_interleave(size), torch.arange(size).repeat(case.num_blocks)
+    k, v = 30.0 * (token == block % size), 4.0 * block + token
+    bench.write_pool(k, v)
+
+
+def numbers_of_blocks(bench: Bench, layer: Any) -> dict[str, list[int]]:
+    """Return the numbers that the K and the V of each block hold, as attention reads them; -1 where it reads NaN."""
+    count, size = bench.case.num_blocks, bench.case.block_size
+    bench.plan_rows(np.arange(count, dtype=np.int32)[:, None], np.ones(count, np.int64), np.full(count, size))
+    q = torch.ones((count, bench.case.heads, bench.case.head_size), dtype=bench.case.torch_dtype, device=bench.case.device)
+    values = [round(value) for value in layer.attend(q).double().cpu().mean((1, 2)).nan_to_num(-1).tolist()]
+    return {"K": [value % 4 if value >= 0 else -1 for value in values], "V": [value // 4 for value in values]}
+
+
+def share_prefix(bench: Bench, blocks: int) -> None:
+    """Let all rows begin with the first row's first blocks."""
+    tokens = blocks * bench.case.block_size
+    for values in (*bench.k, *bench.v):
+        for row in values[1:]:
+            row[:tokens] = values[0][:tokens]
+    bench.table[1:, :blocks] = bench.table[0, :blocks]
+
+
+def tensor_bytes(*roots: Any) -> int:
+    """Return the bytes of the tensors that can be reached from these objects."""
+    seen: set[int] = set()
+    storages: dict[int, int] = {}
+    queue = list(roots)
+    while queue:
+        thing = queue.pop()
+        if id(thing) in seen or isinstance(thing, type | ModuleType):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        else:
+            queue.extend(gc.get_referents(thing))
+    return sum(storages.values())

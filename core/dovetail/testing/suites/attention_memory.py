@@ -1,0 +1,253 @@
+"""`AttentionMemory`: the checks of where a backend keeps K and V, and of what it may read and change."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dovetail.api.attention import AttentionContext, LayerSpec
+from dovetail.testing.checks import check, require
+from dovetail.testing.suites.attention_bench import Bench, Case
+from dovetail.testing.suites.attention_judging import (
+    assert_as_defined,
+    assert_close,
+    number_blocks,
+    numbers_of_blocks,
+    share_prefix,
+    tensor_bytes,
+)
+from dovetail.testing.suites.attention_subject import AttentionSubject
+
+COPIES = (
+    (),
+    ((0, 1),),
+    ((0, 1), (1, 2), (2, 3)),
+    ((0, 1), (1, 0)),
+    ((0, 1), (2, 1), (1, 3)),
+    ((3, 0), (0, 3), (2, 0), (0, 1)),
+    (*((0, 1),) * 70, (1, 2), (2, 3)),
+    ((1, 1), (1, 2)),
+)  # (from, to)
+MEMORY_BESIDE = 1.25  # times K and V themselves, that a block may take
+LARGE = 2**16 + 2**12  # slots
+BATCH_ARRAYS = ("query_starts", "kv_lens", "block_table", "slots", "host_query_lens", "host_kv_lens")
+
+
+class AttentionMemory(AttentionSubject):
+    """Blocks, copies, padding, and what one call leaves for the next."""
+
+    @check("attention.block_table", since="0.1")
+    def test_which_physical_blocks_a_row_has_changes_nothing(self) -> None:
+        """K and V of token t lie at slot block_table[row, t // block_size] * block_size + t % block_size: blocks are in no order, and entries past a
+        row's blocks must not be followed."""
+        size = self.claims.default_block_size()
+        case = self.case((0, 2 * size, 3 * size - 1), (3 * size + 1, size, 1))
+        results = []
+        for relabel in range(3):
+            bench = self.bench(case, relabel)
+            results.append(bench.run()[0])
+            assert_as_defined(bench, f"with the blocks {bench.table.tolist()}, ")
+        changes = [(result - results[0]).abs().amax((1, 2)) for result in results]
+        for change in changes:
+            require((change <= bench.allowed_errors()[0]).all(), f"other physical blocks change the result by {change.max():.3g}")
+
+    @check("attention.layers", since="0.1")
+    def test_layers_have_caches_of_their_own(self) -> None:
+        """`make_layer` may be called with equal specs: each layer still keeps its own K and V."""
+        bench = self.bench(self.case((0, 20), (9, 1), windows=(None, None, None)))
+        assert_as_defined(bench)
+
+    @check("attention.unlike_layers", since="0.1")
+    def test_layers_of_one_model_may_have_different_shapes(self) -> None:
+        """A layer was taken to have as many heads, or heads as large, as another one. Each has its own `LayerSpec`; what a step's plan works out for
+        one shape isn't another's."""
+        small, large = min(self.head_sizes()), max(self.small(self.head_sizes(), 128))
+        shapes = ((4, 2, small), (6, 1, large), (2, 2, small))
+        windows = (None, None, 12 if self.claims.window else None)
+        assert_as_defined(self.bench(self.case((0, 20), (9, 1), shapes=shapes, windows=windows)), "beside layers of other shapes, ")
+
+    @check("attention.write_first", since="0.1")
+    def test_a_row_sees_what_another_row_writes_in_the_same_step(self) -> None:
+        """Rows may share blocks that are only now computed (a common prefix), so `write` stores K and V of the whole step before `attend` reads,
+        and `attend` reads the cache, not the step's own k and v alone."""
+        size = self.claims.default_block_size()
+        bench = self.bench(self.case((size, 0, size), (4, size + 4, 1)))  # the middle row computes what both others look back at
+        for values in (bench.k[0], bench.v[0]):
+            values[0][:size] = values[2][:size] = values[1][:size]
+        bench.table[[0, 2], 0] = bench.table[1, 0]
+        bench.write(bench.case.history, bench.case.lens)
+        assert_close(bench, bench.attend(), "a row that shares a block with one that computes it in this step: ")
+
+    @check("attention.padding", since="0.1")
+    def test_padding_touches_nothing(self) -> None:
+        """A token with slot -1 is padding: its K and V (NaN here) go nowhere, not even to slot 0 or to the last one (-1 counts from the end)."""
+        for size in self.small(self.block_sizes(), 16)[-2:]:
+            whole = 4 * size
+            case = self.case((whole - 1, 0), (1, whole), block_size=size, spare_blocks=0)  # every slot of the pool is somebody's
+            bench = self.bench(case)
+            bench.compute()
+            bench.write((whole - 1, whole), case.lens, padding=70)
+            bench.plan(case.history, case.lens)
+            assert_close(bench, bench.attend(), "after a step with padding: ")
+
+    @check("attention.again", since="0.1")
+    def test_nothing_of_one_call_is_left_in_the_next(self) -> None:
+        """`attend` depends on the cache, the plan and q alone: buffers that are used again are filled, or masked, each time."""
+        bench = self.bench(self.case((20, 30, 0), (1, 1, 5)))
+        bench.compute()
+        for layer in bench.layers:
+            layer.attend(torch.full_like(bench.tensor(bench.q[0]), torch.nan))
+        for _ in range(6):
+            assert_close(bench, bench.attend(), "after a call with NaN: ")
+        bench.plan((20, 30, 4), bench.case.lens)  # a smaller step between
+        bench.plan(bench.case.history, bench.case.lens)
+        assert_close(bench, bench.attend(), "after the plan of a smaller step: ")
+
+    @check("attention.replan", since="0.1")
+    def test_a_plan_is_that_of_its_own_step(self) -> None:
+        """A step's plan was taken for that of the step before, because rows and lengths looked alike. Decodes follow each other with one token more a
+        row; and rows of the very same lengths may lie in other blocks: compare all that a plan is made of, or plan each step anew."""
+        bench = self.bench(self.case((21,) * 3, (1,) * 3))
+        bench.write((0,) * 3, (20,) * 3)
+        for length in (20, 21):
+            bench.write((length,) * 3, (length + 1,) * 3)
+            result = bench.attend()
+        assert_close(bench, result, "after a step of as many rows, a token shorter each: ")
+        bench.reorder((2, 0, 1))
+        bench.write(bench.case.history, bench.case.lens)
+        assert_close(bench, bench.attend(), "after a step of the same lengths in other blocks: ")
+
+    @check("attention.limits", since="0.1")
+    def test_what_was_prepared_for_can_be_used_up(self) -> None:
+        """A step of exactly `max_rows` rows and `max_tokens` tokens, with sequences of exactly `max_len`, failed or was wrong. `max_len` needn't be a
+        multiple of the block size: a block table has ceil(max_len / block_size) columns that count."""
+        for size in self.small(self.block_sizes(), 16)[-2:]:
+            longest = 3 * size + 1
+            case = self.case((0, longest - 1, 1, 1), (longest, 1, 1, 1), block_size=size, heads=2, kv_heads=1, exact=True)
+            assert_as_defined(self.bench(case), f"prepared for {len(case.lens)} rows, {sum(case.queries)} tokens, sequences of {longest}: ")
+
+    @check("attention.large_pool", since="0.1")
+    def test_slots_are_numbered_beyond_16_bits(self) -> None:
+        """In a pool of more than 65,536 slots a row read or wrote another place: slots are int64, block ids int32, and an index made of them needs 64
+        bits."""
+        size = min(self.block_sizes())
+        case = self.case((0, 5, 2 * size), (2 * size + 1, 1, 3), block_size=size, heads=2, kv_heads=1, poisoned=False, spare_blocks=-(-LARGE // size))
+        assert_as_defined(self.bench(case), f"in a pool of {case.num_blocks} blocks of {size} tokens: ")
+
+    @check("attention.read_only", since="0.1")
+    def test_what_it_is_given_is_only_read(self) -> None:
+        """q, k, v or a tensor of the batch was changed. They are the model's and the runner's, which use them again: work on copies."""
+        bench = self.bench(self.case((20, 0, 33), (1, 7, 1), padding=2))
+        bench.write((0,) * 3, (20, 0, 33))
+        batch = bench.batch(bench.table, np.array(bench.case.queries), np.array(bench.case.lens), padding=2)
+        step = {name: getattr(batch, name) for name in BATCH_ARRAYS}
+        for name, values in (("k", bench.k), ("v", bench.v), ("q", bench.q)):
+            starts = (0,) * 3 if name == "q" else bench.case.history
+            step[name] = bench.tensor([row[start:] for row, start in zip(values[0], starts, strict=True)], padding=2)
+        before = {name: copy.deepcopy(value) for name, value in step.items()}
+        bench.backend.plan(batch)
+        bench.layers[0].write(step["k"], step["v"])
+        bench.layers[0].attend(step["q"])
+        for name, value in step.items():
+            same = np.array_equal(_host(value), _host(before[name]), equal_nan=True)
+            require(same, f"{name} isn't what it was before plan(), write() and attend()")
+
+    @check("attention.strides", since="0.1")
+    def test_q_k_and_v_may_be_parts_of_one_tensor(self) -> None:
+        """A model's projection makes q, k and v in one piece: they come as views of it, with strides of their own."""
+        for history, queries in (((0, 0), (12, 5)), ((20, 5), (1, 1))):
+            bench = self.bench(self.case(history, queries))
+            if any(history):
+                bench.write((0, 0), history)
+            heads, kv_heads = bench.case.heads, bench.case.kv_heads
+            new_k, new_v = ([row[start:] for row, start in zip(values[0], history, strict=True)] for values in (bench.k, bench.v))
+            whole = torch.cat([bench.tensor(rows) for rows in (bench.q[0], new_k, new_v)], dim=1)  # [tokens, heads + 2 * kv_heads, size]
+            q, k, v = torch.split(whole, [heads, kv_heads, kv_heads], dim=1)
+            bench.plan(history, bench.case.lens)
+            bench.layers[0].write(k, v)
+            assert_close(bench, [bench.layers[0].attend(q).double().cpu()], "q, k and v as parts of one tensor: ")
+
+    @check("attention.copies", since="0.1")
+    def test_copies_of_blocks_run_as_if_one_after_the_other(self) -> None:
+        """`copy_blocks` may name a block twice, and copy what an earlier pair has written; all layers take part, with K and V."""
+        size = self.claims.default_block_size()
+        self.assert_copies(self.case((0,), (4 * size,), windows=(None, None), spare_blocks=0), COPIES)
+
+    def assert_copies(self, case: Case, copies: Sequence[tuple[tuple[int, int], ...]]) -> None:
+        """Check each of some lists of pairs (from, to), over a pool of 4 blocks."""
+        size = case.block_size
+        for pairs in copies:
+            bench = self.bench(case)
+            number_blocks(bench)
+            blocks = list(range(4))
+            for src, dst in pairs:
+                blocks[dst] = blocks[src]
+            sources, targets = (torch.tensor([pair[i] for pair in pairs], dtype=torch.int64, device=self.place) for i in range(2))
+            bench.backend.copy_blocks(sources, targets)
+            for index, layer in enumerate(bench.layers):
+                for what, found in numbers_of_blocks(bench, layer).items():
+                    told = f"after the copies {pairs} (from, to), layer {index} holds {what} of the blocks {found}, expected {blocks}"
+                    require(found == [block % size if what == "K" else block for block in blocks], told)
+
+    @check("attention.memory", since="0.1")
+    def test_blocks_take_the_memory_that_bytes_per_block_says(self) -> None:
+        """The engine sizes the pool by `bytes_per_block`: K and V of one block, of this layer, in the cache's dtype. `allocate` drops what it made
+        before."""
+        self.assert_memory(AttentionContext(self.place, self.tried_dtypes()[-1], self.claims.default_block_size()))
+
+    def assert_memory(self, context: AttentionContext) -> None:
+        backend = self.make(context)
+        layers = [backend.make_layer(LayerSpec(i, 4, kv_heads, self.head_sizes()[0], 1.0)) for i, kv_heads in enumerate((2, 4))]
+        said = sum(backend.bytes_per_block(layer.spec) for layer in layers)
+
+        def taken(blocks: int) -> int:
+            backend.allocate(blocks)
+            return tensor_bytes(backend, layers)
+
+        few, many, again = taken(64), taken(64 + 512), taken(64)
+        per_block = (many - few) / 512
+        require(
+            abs(per_block - said) <= 0.02 * said,
+            f"bytes_per_block says {said} bytes for a block of both layers, allocate() takes {per_block:.0f} for each block more",
+        )
+        dtype = context.cache_dtype or context.dtype
+        own = sum(2 * context.block_size * layer.spec.kv_heads * layer.spec.head_size for layer in layers) * getattr(torch, dtype).itemsize
+        require(said <= MEMORY_BESIDE * own, f"K and V of a block of both layers are {own} bytes in {dtype}, bytes_per_block says {said}")
+        told = f"allocate(64) took {few} bytes, and {again} after allocate(576): the larger caches weren't dropped"
+        require(abs(again - few) <= 0.02 * few, told)
+
+    def assert_shares(self, bench: Bench, blocks: int, told: Sequence[int]) -> None:
+        """Check the bench's step with rows that begin with the same blocks, when so many of them are told."""
+        share_prefix(bench, blocks)
+        bench.write((0,) * len(bench.case.history), bench.case.history)
+        for shared in told:
+            bench.write(bench.case.history, bench.case.lens, bench.case.padding, shared)
+            assert_close(bench, bench.attend(bench.case.padding), f"with {shared} shared blocks: ")
+
+    def assert_written_when_open(self, bench: Bench) -> None:
+        """Check a step of 10 tokens in two rows whose K and V are written into the open cache."""
+        bench.write((0,) * 2, bench.case.history)
+        bench.plan(bench.case.history, bench.case.lens, padding=2)
+        cache, size = bench.layers[0].cache_for_fused_write(), bench.case.block_size
+        require(cache is not None, "cache_for_fused_write() returned None once a step was planned")
+        slots = cache.slots[:10]  # type: ignore[union-attr]
+        for into, values, scale in zip((cache.k, cache.v), (bench.k, bench.v), bench.case.kv_scales, strict=True):  # type: ignore[union-attr]
+            step = bench.tensor([row[start:] for row, start in zip(values[0], bench.case.history, strict=True)])
+            if bench.case.cache_dtype is None:
+                into[slots // size, slots % size] = step
+            else:
+                require(cache.scales is not None, "the open cache has a smaller dtype, and no scales")  # type: ignore[union-attr]
+                into.view(torch.uint8)[slots // size, slots % size] = (step.float() / scale).to(into.dtype).view(torch.uint8)
+        assert_close(bench, bench.attend(padding=2), "K and V written into the open cache: ")
+        address = cache.slots.data_ptr()  # type: ignore[union-attr]
+        bench.plan(bench.case.history, bench.case.lens)
+        again = bench.layers[0].cache_for_fused_write()
+        require(again is not None and again.slots.data_ptr() == address, "`slots` moved from one plan to the next")
+
+
+def _host(values: Any) -> Any:
+    return values.double().cpu().numpy() if isinstance(values, torch.Tensor) else values

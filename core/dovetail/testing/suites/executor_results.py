@@ -1,0 +1,135 @@
+"""`ExecutorResults`: the checks of what comes back from a step, and when."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from dovetail.api.clock import VirtualClock
+from dovetail.testing.checks import check, require
+from dovetail.testing.suites.executor_subject import LENGTHS, SEEDED, SETTINGS, ExecutorSubject, require_same
+
+LONG_STEPS = 3
+LEAST_SHARE = 0.01  # of the time that passes in a long step is the device's, also where little is computed
+
+
+class ExecutorResults(ExecutorSubject):
+    """Results, their order and their times."""
+
+    @check("executor.order", since="0.1")
+    def test_results_come_in_the_order_of_submission(self) -> None:
+        """With as many steps in flight as `max_in_flight` allows, `collect` of the oldest handle returned another step, or the tokens of another.
+        Results wait in a queue; what a step samples must not be overwritten by the next."""
+        with self._bench() as bench:
+            expected = {name: bench.alone(name, self._prompt(bench, name), 4, **SEEDED.get(name, {})) for name in LENGTHS}
+            self._seat(bench, *LENGTHS)
+            steps = [dict.fromkeys(names, 1) for names in ("cba", "ab", "c", "bc", "a", "cab")]
+            for counts in [{"a": LENGTHS["a"]}, {"b": LENGTHS["b"], "c": LENGTHS["c"]}, *steps]:
+                while len(bench.sent) >= bench.capacity.max_in_flight:
+                    bench.collect()
+                bench.submit(counts)
+            while bench.sent:
+                bench.collect()
+            for name in LENGTHS:
+                require_same(bench, name, expected[name], "with steps in flight, and others beside it")
+
+    @check("executor.results", since="0.1")
+    def test_each_row_of_the_batch_has_its_result(self) -> None:
+        """`token_ids` must be [rows of the batch], in the order of `batch.rows`: an id of the vocabulary where `yields_token` is true, -1 elsewhere;
+        `failed` must be empty when nothing has failed. Ids are int64, times are floats."""
+        with self._bench() as bench:
+            self._seat(bench, *LENGTHS)
+            batch = bench.submit({"c": 20, "a": LENGTHS["a"], "b": 1})
+            result = bench.collect()
+            for token, yields_token in zip(result.token_ids.tolist(), batch.yields_token.tolist(), strict=True):
+                vocabulary = bench.capacity.vocab_size
+                told = f"token_ids are {result.token_ids.tolist()} where yields_token is {batch.yields_token.tolist()}"
+                require((0 <= token < vocabulary) if yields_token else token == -1, f"{told}; expected ids below {vocabulary}, and -1 elsewhere")
+            require(result.token_ids.dtype == np.int64, f"token_ids have the dtype {result.token_ids.dtype}, expected int64")
+            times = [type(time) for time in (result.started, result.ended)]
+            require(times == [float, float], f"started and ended are of the types {times}, expected float")
+            require(not result.failed, f"nothing failed, and Result.failed is {result.failed}")
+
+    @check("executor.batch_untouched", since="0.1")
+    def test_a_batch_is_only_read(self) -> None:
+        """The executor changed an array of the batch that it was given; the core may use it again. Copy what is to be changed."""
+        with self._bench() as bench:
+            self._seat(bench, *LENGTHS)
+            counts = {name: LENGTHS[name] for name in "cab"}
+            batch, seats = bench.submit(counts), [bench.seats[name] for name in counts]
+            bench.collect()
+            arrays = [batch.rows, batch.num_tokens, *(new.token_ids for new in batch.added), *(new.blocks for new in batch.added)]
+            prompts = [self._prompt(bench, name) for name in LENGTHS]
+            original = [[seat.row for seat in seats], [*counts.values()], *prompts, *(bench.seats[name].blocks for name in LENGTHS)]
+            for array, values in zip(arrays, original, strict=True):
+                require(array.tolist() == values, f"an array of the batch was {values} and is now {array.tolist()}")
+
+    @check("executor.ownership", since="0.3")
+    def test_results_are_the_cores_and_batches_no_longer_needed(self) -> None:
+        """A result changed when later steps ran: it is the core's, to keep as long as it likes. Or later tokens changed when the arrays of a batch
+        were overwritten, which are the executor's to read until its results are collected, and no longer: copy what you keep."""
+        with self._bench() as bench:
+            expected = {name: bench.alone(name, self._prompt(bench, name), 4) for name in "ac"}
+            self._seat(bench, "a", "c")
+            results = []
+            for _ in range(4):
+                batch = bench.submit({name: bench.seats[name].known - bench.seats[name].computed for name in "ca"})
+                results.append(bench.collect().token_ids)
+                for new in batch.added:
+                    new.token_ids[:] = new.blocks[:] = 0
+                for name in ("rows", "num_tokens", "yields_token", "removed", "new_blocks", "new_block_rows"):
+                    getattr(batch, name)[:] = 0
+            told = {name: [int(result[index]) for result in results] for index, name in enumerate("ca")}
+            came = {name: list(bench.tokens[name]) for name in "ca"}
+            require(told == came, f"results were {came} when they were collected, and are {told} after later steps")
+            for name in "ac":
+                require_same(bench, name, expected[name], "while the arrays of batches were overwritten once their results were collected")
+
+    @check("executor.durations", since="0.3")
+    def test_a_step_takes_the_time_that_passes(self) -> None:
+        """`ended - started` was next to nothing of the time between the submit and the collect of a step that is as large as the config allows.
+        They are seconds on the device; estimates of step times, which policies plan by, are made of their difference."""
+        with self._bench() as bench:
+            clock, shares = bench.executor.context.clock, []
+            length = min(SETTINGS["max_num_batched_tokens"] // 2, bench.capacity.max_model_len - 1)
+            for turn in range(LONG_STEPS):
+                bench.add("a", bench.prompt(length, turn), room=1)
+                bench.add("b", bench.prompt(length, turn + 1), room=1)
+                before = clock.now()
+                result = bench.prefill("a", "b")
+                shares.append((result.ended - result.started) / (clock.now() - before))
+                bench.remove("a", "b")
+            rounded = [round(share, 3) for share in shares]
+            told = f"steps of {2 * length} tokens took, by `ended - started`, these shares of the time that passed: {rounded}"
+            require(max(shares) >= LEAST_SHARE, f"{told}; at least one should take {LEAST_SHARE}")
+
+    @check("executor.times", since="0.1")
+    def test_times_are_those_of_the_engines_clock(self) -> None:
+        """`Result.started` and `ended` must lie between the submit and the collect of their step on `context.clock`, in this order, and a step must
+        not end before the one before it. The step-time fit and all latencies are made of them."""
+        with self._bench() as bench:
+            clock, ends = bench.executor.context.clock, [-np.inf]
+            bench.add("a", bench.prompt(5))
+            for count in (5, 1, 1, 1, 1, 1):
+                submitted = clock.now()
+                result = bench.run({"a": count})
+                told = f"submitted at {submitted}, started {result.started}, ended {result.ended}, collected at {clock.now()}"
+                slack = 0.0 if isinstance(clock, VirtualClock) else 0.05  # a device's clock isn't the host's
+                require(submitted - slack <= result.started <= result.ended <= clock.now() + slack, told)
+                ends.append(result.ended)
+            require(all(one <= other for one, other in pairwise(ends)), f"steps ended at {ends[1:]}")
+
+    @check("executor.virtual_clock", since="0.1", capability="virtual_clock")
+    def test_a_virtual_clock_moves_only_in_collect(self) -> None:
+        """The executor claims `virtual_clock`: `collect` must move `context.clock` to the end of its step, and `start`, `submit` and `check` must
+        leave it alone, since the core plans the next step by it."""
+        with self._bench() as bench:
+            clock = bench.executor.context.clock
+            require(clock.now() == 0.0, f"start moved the clock to {clock.now()}")
+            bench.add("a", bench.prompt(5))
+            for count in (5, 1):
+                before = clock.now()
+                bench.submit({"a": count})
+                bench.executor.check()
+                require(clock.now() == before, f"submit or check moved the clock from {before} to {clock.now()}")
+                result = bench.collect()
+                require(clock.now() == result.ended > before, f"a step ended at {result.ended}, and the clock went from {before} to {clock.now()}")

@@ -1,0 +1,59 @@
+"""`ExecutorSampling`: the check that a request's own sampling parameters are followed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dovetail.testing.checks import check, require
+from dovetail.testing.suites.executor_bench import Bench
+from dovetail.testing.suites.executor_subject import ExecutorSubject
+
+HOT = 50.0  # a temperature at which nearly any token may come
+SEEDS = 6
+
+
+class ExecutorSampling(ExecutorSubject):
+    """The sampler has a suite of its own; here it is only seen whether it is asked."""
+
+    @check("executor.sampling", since="0.3", capability="samples")
+    def test_each_row_is_sampled_by_its_own_parameters(self) -> None:
+        """A row's `NewRow.sampling` was passed over, in whole or in part: rows were greedy that shouldn't be, or the other way round, or a rule had
+        no effect. The sampler learns of each added row's parameters (`Sampler.update`) before it samples for it. An executor with `virtual_clock`
+        computes nothing, and may sample as it likes."""
+        with self._bench() as bench:
+            prompt = bench.prompt(9)
+            (greedy,) = _first(bench, prompt, {})
+            other = (greedy + 1) % bench.capacity.vocab_size
+            hot = [{"temperature": HOT, "seed": seed} for seed in range(SEEDS)]
+            tokens, again = _first(bench, prompt, *hot), _first(bench, prompt, *hot)
+            require(len(set(tokens)) > 1, f"at temperature {HOT:g}, {SEEDS} seeds gave the tokens {tokens}")
+            require(again == tokens, f"at temperature {HOT:g}, {SEEDS} seeds gave the tokens {tokens}, and then {again}")
+            filters: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}]
+            for fields, token in zip(filters, _first(bench, prompt, *({**hot[-1], **one} for one in filters)), strict=True):
+                require(token == greedy, f"with {fields} at temperature {HOT:g} token {token} came; only the likeliest, {greedy}, may")
+            leading: list[dict[str, Any]] = [{"logit_bias": ((other, 1e4),)}, {"allowed_token_ids": (other,)}]
+            for fields, token in zip(leading, _first(bench, prompt, *leading), strict=True):
+                require(token == other, f"with {fields} token {token} came")
+            against: list[dict[str, Any]] = [
+                {"bad_words": ((greedy,),)},
+                {"min_tokens": 2, "stop_token_ids": (greedy,)},
+                {"logit_bias": ((greedy, -1e4),)},
+            ]
+            for fields, token in zip(against, _first(bench, prompt, *against), strict=True):
+                require(token != greedy, f"with {fields} token {token} came all the same")
+            penalties: list[dict[str, Any]] = [{}, {"presence_penalty": 100.0}, {"frequency_penalty": 100.0}, {"repetition_penalty": 100.0}]
+            likely = {"logit_bias": ((other, 50.0),), "prompt_len": len(prompt) - 2}  # to generate again what was generated
+            came = _first(bench, [*prompt[:-2], other, 0], *({**likely, **penalty} for penalty in penalties))
+            require(came[0] == other, f"with a bias of 50 on token {other}, {came[0]} came")
+            for fields, token in zip(penalties[1:], came[1:], strict=True):
+                require(token != other, f"with {fields}, token {token} came again, which had been generated")
+
+
+def _first(bench: Bench, tokens: list[int], *rows: dict[str, Any]) -> list[int]:
+    """Return the token that comes after `tokens` in each of these rows, which share a step."""
+    names = [f"row {index}" for index in range(len(rows))]
+    for name, fields in zip(names, rows, strict=True):
+        bench.add(name, tokens, room=1, **fields)
+    bench.prefill(*names)
+    bench.remove(*names)
+    return [bench.tokens.pop(name)[0] for name in names]

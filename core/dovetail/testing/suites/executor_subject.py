@@ -1,0 +1,104 @@
+"""`ExecutorSubject`: how the checks of executors start one, and what they ask of it again and again."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dovetail.api.clock import Clock, VirtualClock, WallClock
+from dovetail.api.executor import Executor, ExecutorContext
+from dovetail.config import EngineConfig
+from dovetail.errors import describe
+from dovetail.parts import find_parts
+from dovetail.registry.models import resolve_model
+from dovetail.testing.binding import installed
+from dovetail.testing.checks import fail, require
+from dovetail.testing.suite import Suite
+from dovetail.testing.suites.executor_bench import Bench
+from dovetail.testing.suites.footprint import child_processes
+
+SETTINGS: Mapping[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256, "kv_cache_memory": "8MiB"}
+LENGTHS = {"a": 11, "b": 2, "c": 37}  # of prompts: within a block, one step, over some blocks
+SEEDED: Mapping[str, Mapping[str, Any]] = {"b": {"temperature": 1.0}}  # the others are greedy
+
+
+class ExecutorSubject(Suite):
+    """An executor, made as the engine makes it for a small `engine.yaml`. `model` is the one to load."""
+
+    kind = "executor"
+    settings = Suite.settings | {"model"}
+    model: ClassVar[str] = "demo"
+
+    def declares(self, capability: str) -> bool:
+        """Two are seen rather than declared: "workers", whether `start` starts processes, and "shared_prefix", which `Capacity` tells."""
+        if capability in ("workers", "shared_prefix"):
+            return capability in _seen(type(self))  # type: ignore[arg-type]  # a class is hashable
+        return super().declares(capability)
+
+    def _make(self, model_dir: Path | None = None) -> Executor:
+        clock: Clock = VirtualClock() if self.capabilities.virtual_clock else WallClock()
+        executor: Executor = self.make(_context(self.model, clock, model_dir))
+        return executor
+
+    @contextmanager
+    def _bench(self) -> Iterator[Bench]:
+        """Start an executor, and stop it at the end."""
+        executor = self._make()
+        try:
+            yield Bench(executor, executor.start())
+        finally:
+            executor.stop()
+
+    def _prompt(self, bench: Bench, name: str) -> list[int]:
+        return bench.prompt(LENGTHS[name], variant=ord(name))
+
+    def _seat(self, bench: Bench, *names: str, rows: Mapping[str, int] | None = None) -> None:
+        for name in names:
+            bench.add(name, self._prompt(bench, name), row=(rows or {}).get(name), **SEEDED.get(name, {}))
+
+
+@cache
+def _seen(suite: type[ExecutorSubject]) -> frozenset[str]:
+    """Return the capabilities that only a started executor shows."""
+    before = set(child_processes())
+    with suite()._bench() as bench:
+        has = {"workers": bool(set(child_processes()) - before), "shared_prefix": bench.capacity.shared_prefix}
+    return frozenset(name for name, there in has.items() if there)
+
+
+def _context(model: str, clock: Clock, model_dir: Path | None) -> ExecutorContext:
+    """Make a context as the engine does."""
+    registry = installed(tuple(sys.path))
+    config = EngineConfig.load({"model": model, **SETTINGS})
+    parts = find_parts(config, registry)
+    return ExecutorContext(
+        config=config.executor_config(model_dir or resolve_model(model, registry)),
+        clock=clock,
+        models=tuple(part.ref() for part in parts.models),
+        attention=tuple(part.ref() for part in parts.attention),
+        sampler=parts.sampler.ref(),
+    )
+
+
+def stop(executor: Executor, when: str) -> None:
+    try:
+        executor.stop()
+    except Exception as error:
+        fail(f"stop() {when} raised {describe(error)}")
+
+
+def require_quiet(executor: Executor, when: str) -> None:
+    try:
+        executor.check()
+    except Exception as error:
+        fail(f"check() {when} raised {describe(error)}")
+
+
+def require_same(bench: Bench, name: str, expected: list[int], how: str) -> None:
+    """Check that a request's tokens are those that it generates alone, as far as both go."""
+    tokens = bench.tokens.pop(name)
+    bench.tokens[name] = []
+    told = f"request {name} generated {tokens} {how}; alone, its prompt computed at once, {expected}"
+    require(tokens and tokens[: len(expected)] == expected[: len(tokens)], told)

@@ -1,0 +1,32 @@
+"""What a component holds on to: everything that can be reached from it, for checks that it forgets what has ended."""
+
+from __future__ import annotations
+
+import gc
+from collections import deque
+from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType, ModuleType
+
+from dovetail.engine.live_request import LiveRequest
+
+
+def reachable(component: object) -> Iterator[tuple[str, object]]:
+    """Yield the requests and texts that a component holds, directly or indirectly, each with the attribute that leads to it. What a request holds is
+    the engine's."""
+    code = (type, ModuleType, BuiltinFunctionType)
+    held = [(f"self.{name}", value) for name, value in vars(component).items()]
+    held += [(f"{cls.__name__}.{name}", value) for cls in type(component).__mro__ for name, value in vars(cls).items()]
+    seen, queue = {id(component)}, deque(held)
+    while queue:
+        path, value = queue.popleft()
+        if id(value) in seen or isinstance(value, code):
+            continue
+        seen.add(id(value))
+        if isinstance(value, LiveRequest | str):
+            yield path, value
+        elif isinstance(value, FunctionType):  # not the module that it is in
+            queue.extend((path, part) for part in (value.__closure__, value.__defaults__, value.__dict__))
+        else:
+            if isinstance(value, dict):
+                queue.extend((path, key) for key in value if isinstance(key, str))  # which the garbage collector passes over
+            queue.extend((path, part) for part in gc.get_referents(value))

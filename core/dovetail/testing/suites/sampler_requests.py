@@ -1,0 +1,138 @@
+"""`SamplerRequests`: the checks of seeds, rows and batches: a request's tokens are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dovetail.api.sampler import RowSampling
+from dovetail.testing.checks import check, require
+from dovetail.testing.suites.sampler_bench import Row
+from dovetail.testing.suites.sampler_rows import mixed_rows
+from dovetail.testing.suites.sampler_subject import SamplerSubject, said
+
+SOME_SEED = 0x5DEECE66D1234567
+NEW_RULES: dict[str, tuple[dict[str, Any], int]] = {  # of the logits 0, 1, 2, 1.5 after the output 2, 2: fields, and the token that they lead to
+    "bias": ({"logit_bias": ((0, 9.0),)}, 0),
+    "bad word": ({"bad_words": ((2,),)}, 3),
+    "choice of allowed ids": ({"allowed_token_ids": (0, 1)}, 1),
+    "stop token before min_tokens": ({"min_tokens": 9, "stop_token_ids": (2, 3)}, 1),
+    "repetition penalty": ({"repetition_penalty": 4.0}, 3),
+    "presence penalty": ({"presence_penalty": 1.0}, 3),
+    "frequency penalty": ({"frequency_penalty": 1.5}, 3),
+}
+
+
+class SamplerRequests(SamplerSubject):
+    """Seeds, rows, batches and preemptions."""
+
+    @check("sampler.seed", since="0.1")
+    def test_seed(self) -> None:
+        """The same seed gives the same tokens, other seeds and other output positions give others; the prompt's length has no part in it. All 64 bits
+        count."""
+        flat = [0.0] * 1000
+        seeds = [*range(40), *(SOME_SEED ^ 1 << bit for bit in range(64)), SOME_SEED]
+        one, two = (self.streams(seeds) for _ in range(2))
+        require(one == two, "a second sampler gave other tokens for the same seeds")
+        told = f"{len(seeds)} seeds, of which many differ from another in one bit, gave only {len(set(one))} different sequences of three tokens"
+        require(len(set(one)) == len(seeds), told)
+        positions = [*range(20), *(1 << bit for bit in range(5, 17))]
+        by_position = [self.bench([Row(flat, RowSampling(seed=s), output=(0,) * n) for s in (1, 2, 3)]).tokens() for n in positions]
+        told = f"at the output positions {positions} three seeds gave only {len(set(map(tuple, by_position)))} different triples of tokens"
+        require(len(set(map(tuple, by_position))) == len(positions), f"{told}: positions share their noise")
+        by_prompt = self.bench([Row(flat, RowSampling(seed=3), prompt=(1,) * n) for n in range(1, 9)]).tokens()
+        require(len(set(by_prompt)) == 1, f"the first token changes with the prompt's length: {by_prompt}")
+        require(len(self.bench([Row(flat, RowSampling(seed=s)) for s in (-(2**63), 2**64 - 1)]).tokens()) == 2, "seeds of 64 bits")
+
+    def streams(self, seeds: Sequence[int]) -> list[tuple[int, ...]]:
+        """The first three tokens of each, of 1,000 that are equally likely."""
+        steps = [self.bench([Row([0.0] * 1000, RowSampling(seed=seed), output=(0,) * n) for seed in seeds]).tokens() for n in range(3)]
+        return list(zip(*steps, strict=True))
+
+    @check("sampler.row", since="0.1")
+    def test_row(self) -> None:
+        """A request's tokens don't depend on the row that it has: noise is a function of seed, output position and vocabulary id alone."""
+        rows = mixed_rows()
+        here, there = self.bench(rows).tokens(), self.bench(rows, places=np.random.default_rng(1).permutation(60)[: len(rows)].tolist()).tokens()
+        changed = [said(row.sampling) for row, a, b in zip(rows, here, there, strict=True) if a != b]
+        require(not changed, f"in other rows of the executor other tokens came: {changed}")
+
+    @check("sampler.batch", since="0.1")
+    def test_batch(self) -> None:
+        """A request's tokens don't depend on what shares its batch: how many rows, which, in what order."""
+        rows = mixed_rows()
+        bench = self.bench(rows)
+        together = bench.tokens()
+        order = np.random.default_rng(2).permutation(len(rows)).tolist()
+        batches = {"reversed": [*range(len(rows))][::-1], "shuffled": order, "some": order[:5], **{f"{i} alone": [i] for i in range(len(rows))}}
+        for name, some in batches.items():
+            for index, token in zip(some, bench.tokens(some), strict=True):
+                require(
+                    token == together[index],
+                    f"{said(rows[index].sampling)}: token {together[index]} among {len(rows)} rows, {token} in another batch ({name})",
+                )
+
+    @check("sampler.preemption", since="0.1")
+    def test_preemption(self) -> None:
+        """A request that was preempted comes back in another row, its output part of the history that is rebuilt, and goes on with the same
+        tokens: a sampler keeps nothing of a request but its parameters."""
+        logits = np.random.default_rng(0).normal(size=64).tolist()
+        sampling = RowSampling(seed=11, frequency_penalty=0.5, bad_words=((3, 4),))
+        runs = [self.run_on(logits, sampling, preempted) for preempted in (None, 4, 9)]
+        require(runs[0] == runs[1] == runs[2], f"not preempted: {runs[0]}; preempted after 4 tokens: {runs[1]}; after 9: {runs[2]}")
+        require(len(set(runs[0])) > 3, f"12 tokens of one request are nearly all the same: {runs[0]}")
+
+    def run_on(self, logits: list[float], sampling: RowSampling, preempted_after: int | None) -> list[int]:
+        """12 tokens of one request, which is in row 0 until it is preempted, then in row 5."""
+        neighbour, prompt = Row(logits, RowSampling(seed=2), prompt=(0,) * 30), (1, 2)
+        bench = self.bench([Row(logits, sampling, prompt), *[neighbour] * 6])
+        place = 0
+        output: list[int] = []
+        for step in range(12):
+            if step == preempted_after:
+                bench.sampler.update([0, 5], [(0, neighbour.sampling)])
+                bench.sampler.update([], [(5, sampling)])
+                bench.tell(0, neighbour.prompt, ())
+                place = 5
+            bench.tell(place, prompt, output)
+            output += bench.tokens([place, 1])[:1]
+        return output
+
+    @check("sampler.read_only", since="0.1")
+    def test_read_only(self) -> None:
+        """The history, `rows` or `host_rows` was changed. The executor writes the history, after it has been told what was sampled; only logits may
+        be overwritten."""
+        bench = self.bench(mixed_rows())
+        given = {name: getattr(bench.history, name) for name in ("token_ids", "num_tokens", "prompt_lens")}
+        given |= {"rows": bench.rows, "host_rows": torch.from_numpy(bench.host_rows)}
+        before = {name: values.clone() for name, values in given.items()}
+        bench.sampler.sample(bench.logits, bench.rows, bench.host_rows)
+        for name, values in given.items():
+            require(torch.equal(values, before[name]), f"sample() changed {name}")
+
+    @check("sampler.reused_rows", since="0.1")
+    def test_reused_rows(self) -> None:
+        """A row that is given to another request, even in the same `update`, keeps nothing of the one before: no penalty, no ban, no logprobs, no
+        seed. A row in both `removed` and `added` has the new one's parameters: rows are forgotten first."""
+        logits = [0.0, 1.0, 2.0, 1.5]
+        full = RowSampling(
+            temperature=0.0, bad_words=((2,),), repetition_penalty=4.0, logit_bias=((0, 9.0),), allowed_token_ids=(0, 1), logprobs=1, min_tokens=9
+        )
+        bench = self.bench([Row(logits, full, prompt=(2, 2))] * 2)
+        bench.sample()
+        bench.sampler.update([0, 1], [(0, RowSampling(temperature=0.0)), (1, RowSampling(temperature=0.0, top_k=3))])
+        again = bench.sample()
+        require(again.token_ids.tolist() == [2, 2], f"rows given to greedy requests got {again.token_ids.tolist()}, expected [2, 2]")
+        require(again.logprobs is None, "logprobs came that only the request before had asked for")
+        for name, (fields, expected) in NEW_RULES.items():
+            bench = self.bench([Row(logits, RowSampling(temperature=0.0), (0,), (2, 2))])
+            bench.sampler.update([0], [(0, RowSampling(temperature=0.0, **fields))])
+            (token,) = bench.tokens()
+            require(token == expected, f"a row removed and added in one update, with a {name}, got token {token}, expected {expected}")
+        flat = [Row([0.0] * 1000, RowSampling(seed=seed)) for seed in (1, 2)]
+        bench, fresh = self.bench(flat[:1]), self.bench(flat[1:])
+        bench.sampler.update([0], [(0, flat[1].sampling)])
+        require(bench.tokens() == fresh.tokens(), "a row that was given to another request still has the seed of the one before")

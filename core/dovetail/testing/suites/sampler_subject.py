@@ -1,0 +1,75 @@
+"""`SamplerSubject`: how the checks of samplers make one, and what they hold its tokens against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dovetail.api.sampler import RowSampling
+from dovetail.testing.checks import require
+from dovetail.testing.suite import Suite
+from dovetail.testing.suites.sampler_bench import Bench, Row, draws
+from dovetail.testing.suites.sampler_oracle import changed_logits, distribution, p_value
+
+ALPHA = 1e-5  # a right sampler fails a chi-square test once in so many
+DRAWS = 5_000  # for a chi-square test, where it is known which tokens may come
+SUPPORT_DRAWS = 1_000
+LOGITS = (np.random.default_rng(1).normal(size=40) * 1.5).tolist()
+
+
+class SamplerSubject(Suite):
+    """Runs on `device`: by default a GPU if there is one, else the CPU. A sampler must do on both."""
+
+    kind = "sampler"
+    settings = Suite.settings | {"device"}
+
+    device: ClassVar[str | None] = None
+
+    @property
+    def place(self) -> str:
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    def bench(self, rows: Sequence[Row], places: Sequence[int] | None = None, dtype: torch.dtype = torch.float32) -> Bench:
+        return Bench(self.make, rows, places, dtype=dtype, device=self.place)
+
+    def draws(self, logits: Sequence[float], sampling: RowSampling, count: int, **fields: Any) -> NDArray[np.int64]:
+        return draws(self.make, logits, sampling, count, device=self.place, **fields)
+
+    def assert_support(self, logits: Sequence[float], sampling: RowSampling, count: int = SUPPORT_DRAWS) -> None:
+        """So many draws bring exactly the tokens that may come; each of those must have a probability of 20 / count or so."""
+        came = set(np.flatnonzero(self.draws(logits, sampling, count)).tolist())
+        may = set(np.flatnonzero(distribution(logits, sampling)).tolist())
+        require(
+            came == may,
+            f"{said(sampling)}: the tokens {sorted(may)} may come; {sorted(came - may)} came besides, {sorted(may - came)} never came",
+        )
+
+    def assert_drawn_in_proportion(self, sampling: RowSampling, logits: Sequence[float] = LOGITS, count: int = DRAWS) -> None:
+        p = p_value(self.draws(logits, sampling, count), distribution(logits, sampling))
+        require(p > ALPHA, f"{said(sampling)}: {count:,} draws don't follow the distribution (chi-square test: p = {p:.1e}, allowed from {ALPHA})")
+
+    def assert_greedy(self, rows: Sequence[Row]) -> None:
+        """Each row gets the best of its changed logits."""
+        for row, token in zip(rows, self.bench(rows).tokens(), strict=True):
+            values = changed_logits(row.logits, row.sampling, row.prompt, row.output)
+            require(
+                token == int(values.argmax()),
+                f"{said(row.sampling)} after the prompt {row.prompt} and the output {row.output}: token {token} came, but the logits "
+                f"{np.round(row.logits, 3).tolist()} become {np.round(values, 3).tolist()}, so that {int(values.argmax())} is right",
+            )
+
+
+def near(values: torch.Tensor, exact: torch.Tensor) -> bool:
+    return bool(((values.double() - exact).abs() < 1e-5).all())
+
+
+def said(sampling: RowSampling) -> str:
+    """Return the parameters that aren't neutral, as text."""
+    neutral = RowSampling()
+    fields = {name: getattr(sampling, name) for name in RowSampling.__dataclass_fields__}
+    changed = [f"{name}={value}" for name, value in fields.items() if value != getattr(neutral, name)]
+    return ", ".join(changed) or "temperature=1.0"

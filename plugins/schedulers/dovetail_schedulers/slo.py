@@ -1,0 +1,80 @@
+"""Latency objectives: the first token by a deadline, and a bound on the time between tokens. Who would miss the first is turned away at once, as in
+Mooncake (Qin et al., FAST '25, arXiv:2407.00079: early rejection); the second bounds the prompts of a step, as in Sarathi-Serve (OSDI '24)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from pydantic import BaseModel, Field, PositiveFloat
+
+from dovetail.api.scheduler import Claims, Refusal, Scheduler, SchedulerContext, Step
+from dovetail.request import Request
+from dovetail_schedulers.in_order import run_on
+
+LEAST = 256  # prompt tokens of a step, so that prompts make progress however tight the bound is
+
+
+class SLOOptions(BaseModel, extra="forbid", frozen=True):
+    """Options of the scheduler `slo`. The first two are for requests that don't say (`ttft_deadline`, `tbt_s`); null: no objective."""
+
+    ttft_s: PositiveFloat | None = Field(2.0, description="Seconds after arrival by which the first token is due.")
+    tbt_s: PositiveFloat | None = Field(0.1, description="Most seconds between two tokens of an answer.")
+    late: Literal["reject", "last"] = Field(
+        "reject", description="What becomes of those that would miss their first token: rejected, or served last."
+    )
+
+
+class SLO(Scheduler):
+    """A policy that serves all decodes, then prompts by the time at which their first token is due, as many tokens as the tightest bound on the time
+    between tokens leaves. If memory is short, the youngest are preempted. As long as `Step.fit` is unsure, steps hold few prompt tokens, and
+    only those count as late whose time has passed."""
+
+    claims = Claims(idles=True, starves=True, rejects=True, stalls=True)
+    options: SLOOptions
+
+    def __init__(self, options: SLOOptions, context: SchedulerContext) -> None:
+        super().__init__(options, context)
+        self.claims = Claims(idles=True, starves=True, rejects=options.late == "reject", stalls=True)
+        self._uncached: dict[Request, int] = {}  # prompt tokens to compute, as of when the request was first seen
+
+    def schedule(self, step: Step) -> None:
+        run_on(step, step.decoding)
+        begun, sure = [request for request in step.running if request.prefill_left], 1.0 - min(1.0, step.fit.error)
+        tokens, token_s = self._prompt_tokens(step, sure)
+        order = sorted((*begun, *step.waiting), key=self._due)
+        late, admits = dict.fromkeys(self._late(step, order, token_s, sure)), True
+        for request in late if self.options.late == "reject" else ():
+            step.reject(request, f"its first token would be late: it is due in {self._due(request) - step.now:.3f} s")
+        for request in sorted(order, key=late.__contains__):
+            if admits or request in begun:
+                grant = step.grant(request, tokens, reserve=True, evict=reversed(step.running) if request in begun else ())
+                tokens, admits = tokens - grant.tokens, admits and grant.refused in (None, Refusal.NOT_NOW)
+
+    def _prompt_tokens(self, step: Step, sure: float) -> tuple[int, float]:
+        """Return how many prompt tokens this step may compute beside the decodes, and the seconds that each takes if all steps are like it."""
+        decoding, budget, context = step.decoding, max(1, step.tokens_left), sum(request.num_tokens for request in step.decoding)
+        alone_s = step.estimate_s(0, len(decoding), context)
+        token_s = max(1e-9, (step.estimate_s(budget, len(decoding), context + budget) - alone_s) / budget)
+        bound_s = min(filter(None, (request.tbt_s or self.options.tbt_s for request in decoding)), default=None)
+        tokens = budget if bound_s is None else int(min(budget, max(LEAST, (sure * bound_s - alone_s) / token_s)))
+        return tokens, token_s + alone_s / tokens
+
+    def _late(self, step: Step, order: Sequence[Request], token_s: float, sure: float) -> Iterator[Request]:
+        """Yield those whose first token is expected too late, after the steps in flight and the prompts before it, but for other late ones."""
+        ready_s = step.in_flight_until - step.now
+        for request in order:
+            tokens = self._uncached.get(request) or self._uncached.setdefault(request, step.cost(request).tokens)
+            seconds = token_s * min(request.prefill_left, tokens)
+            begun = request.num_computed or request.output_left < request.max_tokens
+            if not begun and step.now + sure * (ready_s + seconds) > self._due(request):
+                yield request
+            else:
+                ready_s += seconds
+
+    def _due(self, request: Request) -> float:
+        return request.arrival_time + (self.options.ttft_s or math.inf) if request.ttft_deadline is None else request.ttft_deadline
+
+    def on_finished(self, request: Request) -> None:
+        self._uncached.pop(request, None)

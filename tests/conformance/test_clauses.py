@@ -1,0 +1,41 @@
+"""Every sentence of a contract is marked: a check holds it, or it is said why none does, or it asks nothing."""
+
+from __future__ import annotations
+
+import pytest
+from tools.clauses import page
+
+from dovetail.api.component import KINDS
+from dovetail.testing.checks import checks_of
+from dovetail.testing.clauses import Subject, clauses_of, sentences
+from dovetail.testing.suites import suite_for
+from tests.docs.pages import DOCS
+
+SUBJECTS: tuple[Subject, ...] = (*KINDS, "component")
+CHECKS = {id for kind in KINDS for id in checks_of(suite_for(kind))}
+NAMED = {check for subject in SUBJECTS for clause in clauses_of(subject) for check in clause.checks}  # raises for a sentence without a mark
+
+
+def test_every_check_holds_a_clause_and_every_check_that_is_named_exists() -> None:
+    assert NAMED == CHECKS
+
+
+def test_the_page_of_clauses_is_current() -> None:
+    assert (DOCS / "plugins" / "clauses.md").read_text(encoding="utf-8") == page(), "run: python -m tools.clauses > docs/plugins/clauses.md"
+
+
+def test_a_new_sentence_is_a_clause_of_its_own() -> None:
+    docstring = '"""One. Two\n    lines.\n\n        a drawing\n    """'
+    source = f'class A:\n    {docstring}\n\n    x: int = 1  # a comment\n    def f(self):\n        "`Three`. Four."\n'
+    assert list(sentences(source)) == [("A", "One."), ("A", "Two lines."), ("A.x", "a comment"), ("A.f", "`Three`."), ("A.f", "Four.")]
+
+
+def test_a_mark_that_fits_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dovetail.testing.clauses import TOLD, observer
+
+    monkeypatch.setattr(observer, "CLAUSES", {**observer.CLAUSES, "Observer.on_gone": TOLD})
+    with pytest.raises(ValueError, match="on_gone"):
+        clauses_of("observer")
+    monkeypatch.setattr(observer, "CLAUSES", {"module": TOLD})
+    with pytest.raises(ValueError, match="nothing says which check holds it"):
+        clauses_of("observer")

@@ -1,0 +1,70 @@
+"""The page docs/plugins/clauses.md: every sentence of the contracts that asks something of a component, and the checks that hold it; and all checks.
+
+`python -m tools.clauses > docs/plugins/clauses.md` writes it anew. It is committed, so that it can be read without building the site.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+
+from tools.docs_hooks import KIND_TITLES
+
+from dovetail.api.component import KINDS
+from dovetail.testing.checks import Check, checks_of
+from dovetail.testing.clauses import Clause, Subject, clauses_of
+from dovetail.testing.suites import suite_for
+
+HEAD = """# Clauses and checks
+
+<!-- Written by `python -m tools.clauses`. Change the contract, or core/dovetail/testing/clauses, and write it anew. -->
+
+What the contract of each kind asks of a component, sentence by sentence, and the checks of its [suite](conformance.md) that hold it.
+Sentences that only tell what the core does, or what a word means, are left out: {told} of {all}. Of the other {asked}, {held} are held by
+a check, {partly} of them in part, and {unchecked} by none; the list says why.
+"""
+
+
+def page() -> str:
+    """Return the page's text."""
+    subjects: tuple[Subject, ...] = (*KINDS, "component")
+    clauses = {subject: clauses_of(subject) for subject in subjects}
+    every = [clause for some in clauses.values() for clause in some]
+    asked = [clause for clause in every if clause.checks or clause.why]
+    held = [clause for clause in asked if clause.checks]
+    counts = {"all": len(every), "told": len(every) - len(asked), "asked": len(asked), "held": len(held)}
+    lines = [HEAD.format(**counts, partly=sum(bool(clause.why) for clause in held), unchecked=len(asked) - len(held))]
+    for kind in KINDS:
+        lines += [f"## {KIND_TITLES[kind]}\n", *_clauses(clauses[kind]), "", *_checks(kind, checks_of(suite_for(kind)).values(), every), ""]
+    lines += ["## Components of all kinds\n", *_clauses(clauses["component"]), ""]
+    lines += _checks("hygiene", checks_of(suite_for("scheduler")).values(), every)
+    return "\n".join(lines) + "\n"
+
+
+def _clauses(clauses: Iterable[Clause]) -> Iterator[str]:
+    yield from ("| of | the contract says | held by |", "|---|---|---|")
+    for clause in clauses:
+        if clause.checks or clause.why:
+            by = ", ".join(f"`{check}`" for check in clause.checks)
+            told = f"{by}; not checked: {clause.why}" if by and clause.why else by or f"**not checked**: {clause.why}"
+            yield f"| {_place(clause.place)} | {_cell(clause.text)} | {told} |"
+
+
+def _checks(group: str, checks: Iterable[Check], clauses: Iterable[Clause]) -> Iterator[str]:
+    yield from ("| check | wanted | holds a clause of | what it tells an author |", "|---|---|---|---|")
+    for check in checks:
+        if check.id.startswith(f"{group}."):
+            places = dict.fromkeys(_place(clause.place) for clause in clauses if check.id in clause.checks)
+            yield f"| `{check.id}` | {check.level} | {', '.join(places)} | {_cell(check.help)} |"
+
+
+def _place(place: str) -> str:
+    return "the file" if place == "module" else f"`{place}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;") if "`" not in text else text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
