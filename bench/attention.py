@@ -2,6 +2,7 @@
 
     python -m bench.attention                        # the triton backend, beside the device's copy bandwidth and, if importable, flash-attn
     python -m bench.attention --only decode --tune   # every candidate of the tuning table, quickest first
+    python -m bench.attention --fp8                  # either with K and V in FP8; `bench.kv_fp8` has both beside each other
 
 Random data, blocks in random order, medians of CUDA events. The layers' caches take turns, so that together they exceed the L2 many times. All is
 replayed from a CUDA graph, as an engine does, but for flash-attn's prefill, which is launched.
@@ -21,12 +22,13 @@ import numpy as np
 import torch
 
 from bench.limits import require_gpu
-from dovetail.api.attention import AttentionBatch, AttentionContext, LayerSpec
+from dovetail.api.attention import AttentionBatch, AttentionContext, KVScales, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail_attention.triton_backend import TritonAttention
 from dovetail_attention.triton_tuning import DecodeTiling, PrefillTiling, Tilings
 
 DEVICE = torch.device("cuda")
+FP8 = "float8_e4m3fn"
 ROTATED_BYTES = 1 << 30  # of K and V that the layers hold together, at least
 MAX_LEN = 32_768  # of the block table
 REPEATS = 20
@@ -43,14 +45,17 @@ class Model:
     dtype: str = "bfloat16"
     block_size: int = 16
     window: int | None = None
+    cache_dtype: str | None = None  # of K and V, if another
 
     def __str__(self) -> str:
         window = f" window {self.window}" if self.window else ""
-        return f"{self.heads}/{self.kv_heads} heads of {self.head_size}, {self.dtype}, block {self.block_size}{window}"
+        cache = f" over {self.cache_dtype}" if self.cache_dtype else ""
+        return f"{self.heads}/{self.kv_heads} heads of {self.head_size}, {self.dtype}{cache}, block {self.block_size}{window}"
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.kv_heads * self.head_size * torch.empty(0, dtype=getattr(torch, self.dtype)).itemsize
+        dtype: torch.dtype = getattr(torch, self.cache_dtype or self.dtype)
+        return 2 * self.kv_heads * self.head_size * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -139,10 +144,12 @@ class Bench:
         blocks_of_row = [-(-n // model.block_size) for n in load.lens]
         num_blocks = sum(blocks_of_row)
         num_layers = max(1, -(-ROTATED_BYTES // (sum(load.lens) * model.bytes_per_token)))
-        self.backend = TritonAttention(NoOptions(), AttentionContext("cuda", model.dtype, model.block_size))
+        self.backend = TritonAttention(NoOptions(), AttentionContext("cuda", model.dtype, model.block_size, model.cache_dtype))
         self.tilings = self.backend.tilings  # what an engine uses on this GPU
         spec = (model.heads, model.kv_heads, model.head_size, model.head_size**-0.5, model.window)
         self.layers = [self.backend.make_layer(LayerSpec(i, *spec)) for i in range(num_layers)]
+        for layer in self.layers:
+            layer.kv_scales = KVScales(*(torch.tensor(0.05, device=DEVICE) for _ in range(2))) if model.cache_dtype else None
         self.backend.allocate(num_blocks)
         self.labels = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
         self.table = np.zeros((len(load.lens), max(blocks_of_row)), np.int32)
@@ -214,7 +221,7 @@ class Bench:
 
 def flash_decode_seconds(model: Model, load: Load) -> float | None:
     """flash-attn over pages of 256, or None where it can't."""
-    if not flash_can(model) or load.shared or model.window:
+    if not flash_can(model) or load.shared or model.window or model.cache_dtype:
         return None
     from flash_attn import flash_attn_with_kvcache
 
@@ -278,12 +285,12 @@ def flash_can(model: Model) -> bool:
     return bool((out - expected).abs().max() < 0.1)
 
 
-def decode_table(bandwidth: float) -> None:
+def decode_table(bandwidth: float, cache_dtype: str | None) -> None:
     print(f"\ndecode: K and V read, TB/s (device copy: {bandwidth / 1e12:.2f})")
     print(f"{'model':52} {'load':28} {'us':>8} {'TB/s':>6} {'of copy':>8} {'plan us':>8} {'flash-attn':>11}")
     for model in DECODE_MODELS:
-        for load in DECODES if model.block_size == 16 and model == Model() else DECODES[:3]:
-            bench = Bench(model, load)
+        for load in DECODES if model == Model() else DECODES[:3]:
+            bench = Bench(replace(model, cache_dtype=cache_dtype), load)
             seconds, plan = bench.seconds(), bench.plan_seconds()
             rate = bench.bytes / seconds
             other = flash_decode_seconds(model, load)
@@ -292,12 +299,12 @@ def decode_table(bandwidth: float) -> None:
             print(f"{model!s:52} {load.name:28} {row}", flush=True)
 
 
-def prefill_table() -> None:
+def prefill_table(cache_dtype: str | None) -> None:
     print("\nprefill: TFLOP/s of the scores that are seen")
     print(f"{'model':52} {'load':28} {'ms':>8} {'TFLOP/s':>8} {'plan us':>8} {'flash-attn':>11}")
     for model in PREFILL_MODELS:
         for load in PREFILLS:
-            bench = Bench(model, load)
+            bench = Bench(replace(model, cache_dtype=cache_dtype), load)
             seconds, plan = bench.seconds(), bench.plan_seconds()
             other = flash_prefill_seconds(model, load)
             beside = f"{bench.operations / other / 1e12:11.0f}" if other else f"{'-':>11}"
@@ -343,11 +350,11 @@ def fixed(tiling: DecodeTiling | PrefillTiling, usual: Tilings) -> Tilings:
     return replace(usual, prefill=lambda shape: tiling)
 
 
-def tuning_table(decode: bool) -> None:
+def tuning_table(decode: bool, cache_dtype: str | None) -> None:
     for model in DECODE_MODELS if decode else PREFILL_MODELS:
         for load in DECODES[:3] if decode else PREFILLS:
             print(f"\n{model}, {load.name}")
-            for seconds, tiling in tune(model, load, decode_candidates() if decode else prefill_candidates())[:10]:
+            for seconds, tiling in tune(replace(model, cache_dtype=cache_dtype), load, decode_candidates() if decode else prefill_candidates())[:10]:
                 print(f"  {seconds * 1e6:9.1f} us  {tiling}", flush=True)
 
 
@@ -355,17 +362,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["decode", "prefill"])
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--fp8", dest="cache_dtype", action="store_const", const=FP8, help="K and V in FP8")
     args = parser.parse_args()
     require_gpu()
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {bandwidth / 1e12:.2f} TB/s")
     for what in ("decode", "prefill") if args.only is None else (args.only,):
         if args.tune:
-            tuning_table(what == "decode")
+            tuning_table(what == "decode", args.cache_dtype)
         elif what == "decode":
-            decode_table(bandwidth)
+            decode_table(bandwidth, args.cache_dtype)
         else:
-            prefill_table()
+            prefill_table(args.cache_dtype)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from bench.compiling import GPUS, Compiled, compiling_for
-from dovetail.api.attention import AttentionBatch, AttentionContext, LayerSpec
+from dovetail.api.attention import AttentionBatch, AttentionContext, KVScales, LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.sampler import RowHistory, RowSampling, SamplerContext
-from dovetail.nn import linear
-from dovetail.nn.kernels import embedding, gate, qkv, rms_norm
+from dovetail.nn.format import dense
+from dovetail.nn.kernels import embedding, float8_products, gate, one_row_int4, qkv, rank_sums, rms_norm, streamed, widened
 from dovetail.runtime import decode_rows_kernels
 from dovetail.runtime.row_state import RowState
 from dovetail_attention.triton_backend import TritonAttention
@@ -37,6 +37,8 @@ ROOT = Path(__file__).parents[1]
 HEAD_SIZES = TritonAttention.capabilities.head_sizes or ()
 DTYPES = ("float32", "float16", "bfloat16")
 KV_HEADS = 8
+FP8_FROM = 89  # architecture
+FORMATS_FROM = 80  # likewise, of weights with 4 bits
 HIDDEN, INTERMEDIATE, VOCAB = (1024, 4096), 3072, 5000
 ROWS = (1, 2, 16, 17, 64)  # of a linear layer: each kernel for such layers has some
 SAMPLED = (
@@ -59,12 +61,13 @@ class Case:
     block_size: int = 16
     window: int | None = None
     brief: bool = False  # one step for attention, instead of every kind
+    fp8: bool = False  # K and V
 
     def __str__(self) -> str:
         if self.head_size is None:
             return self.dtype
         window = f", window {self.window}" if self.window else ""
-        return f"{self.dtype}, {self.group} x {self.head_size}, block {self.block_size}{window}"
+        return f"{self.dtype}{' over FP8' if self.fp8 else ''}, {self.group} x {self.head_size}, block {self.block_size}{window}"
 
 
 def cases(arch: int, head_sizes: Iterable[int] = HEAD_SIZES) -> Iterator[Case]:
@@ -75,6 +78,8 @@ def cases(arch: int, head_sizes: Iterable[int] = HEAD_SIZES) -> Iterator[Case]:
         yield Case(arch, dtype)
         for head_size in head_sizes:
             yield Case(arch, dtype, head_size)
+            if arch >= FP8_FROM:
+                yield Case(arch, dtype, head_size, fp8=True)
             if head_size in (64, 128, 256):
                 yield Case(arch, dtype, head_size, window=512)
                 yield from (Case(arch, dtype, head_size, group=group) for group in (1, 8, 32))
@@ -87,16 +92,21 @@ def compiled(case: Case) -> list[Compiled]:
         if case.head_size is None:
             launch_layers(getattr(torch, case.dtype))
             launch_sampling(getattr(torch, case.dtype))
+            if case.dtype != "float32" and case.arch >= FORMATS_FROM:
+                launch_formats(getattr(torch, case.dtype), case.arch)
         else:
-            launch_attention(case.dtype, case.head_size, case.group, case.block_size, case.window, case.brief)
+            launch_attention(case.dtype, case.head_size, case.group, case.block_size, case.window, case.brief, case.fp8)
     return kernels
 
 
-def launch_attention(dtype: str, head_size: int, group: int = 2, block_size: int = 16, window: int | None = None, brief: bool = False) -> None:
+def launch_attention(
+    dtype: str, head_size: int, group: int = 2, block_size: int = 16, window: int | None = None, brief: bool = False, fp8: bool = False
+) -> None:
     """A step of decodes with a shared prefix and of a prefill, as it is and as a graph of any such step; and all else that a cache needs."""
-    backend = TritonAttention(NoOptions(), AttentionContext("cpu", dtype, block_size))
+    backend = TritonAttention(NoOptions(), AttentionContext("cpu", dtype, block_size, "float8_e4m3fn" if fp8 else None))
     heads = KV_HEADS * group
     layer = backend.make_layer(LayerSpec(0, heads, KV_HEADS, head_size, head_size**-0.5, window))
+    layer.kv_scales = KVScales(torch.ones(()), torch.ones(())) if fp8 else None
     backend.allocate(4)
     backend.prepare(max_rows=32, max_tokens=1024, max_len=4096)
     lens, queries = np.array([3000] * 20 + [1500], np.int32), np.array([1] * 20 + [700], np.int32)
@@ -126,6 +136,8 @@ def launch_layers(dtype: torch.dtype) -> None:
         embedding.embed(torch.zeros(5, dtype=torch.int64), torch.zeros(100, hidden, dtype=dtype))
         rms_norm.rms_norm(x, *norm)
         rms_norm.add_and_norm(x, torch.zeros(3, 5, hidden), *norm)
+        for around in (norm, None):
+            rank_sums.add_shares(x, *[torch.zeros(2, dtype=torch.int64)] * 2, 0, around)
         gate.silu_mul(torch.zeros(5, 2 * INTERMEDIATE, dtype=dtype))
         state = RowState(4, 64, 16, torch.device("cpu"))
         rows = torch.arange(4)
@@ -133,6 +145,22 @@ def launch_layers(dtype: torch.dtype) -> None:
         if dtype != torch.float32:
             for rows_of_layer in ROWS:
                 _launch_linear(rows_of_layer, hidden, dtype)
+
+
+def launch_formats(dtype: torch.dtype, arch: int) -> None:
+    """Products with weights of 8 and 4 bits, for one row and for more."""
+    hidden, outputs = HIDDEN[0], 256
+    int4 = streamed.Stored(torch.zeros(outputs, hidden // 2, dtype=torch.uint8), torch.zeros(hidden // 128, outputs).half(), None, hidden, 128)
+    one_row_int4.linear(torch.zeros(1, hidden, dtype=dtype), int4)
+    x = torch.zeros(20, hidden, dtype=dtype)
+    streamed.linear(x, int4)
+    widened.widened(int4, dtype)
+    if arch >= FP8_FROM:
+        float8 = streamed.Stored(torch.zeros(outputs, hidden).to(torch.float8_e4m3fn), torch.zeros(outputs), None, hidden, 0)
+        streamed.linear(x, float8)
+        for group in (0, 128):
+            float8_products.narrowed(x, group)
+            float8_products.normed_and_narrowed(x, None, torch.zeros(hidden, dtype=dtype), 1e-6, group)
 
 
 def _launch_linear(rows: int, hidden: int, dtype: torch.dtype) -> None:
@@ -143,17 +171,17 @@ def _launch_linear(rows: int, hidden: int, dtype: torch.dtype) -> None:
 
     x, norm = zeros(rows, hidden), (zeros(hidden), 1e-6)
     qkv_weight, gated, down = zeros(hidden + 1024, hidden), zeros(2 * INTERMEDIATE, hidden), zeros(hidden, INTERMEDIATE)
-    if kernel := linear.kernel_for_few(rows, qkv_weight):
+    if kernel := dense.kernel_for_few(rows, qkv_weight):
         kernel(x, qkv_weight, zeros(len(qkv_weight)), norm=norm)
-    if kernel := linear.kernel_for_few(rows, gated, gated=True):
+    if kernel := dense.kernel_for_few(rows, gated, gated=True):
         kernel(x, gated, norm=norm, gated=True)
-    if kernel := linear.kernel_for_few(rows, down):
+    if kernel := dense.kernel_for_few(rows, down):
         kernel(zeros(rows, INTERMEDIATE), down, out=x)
-    if kernel := linear.kernel_for_many(rows, qkv_weight):
+    if kernel := dense.kernel_for_many(rows, qkv_weight):
         kernel(x, qkv_weight, zeros(len(qkv_weight)))
-    if kernel := linear.kernel_for_many(rows, gated, gated=True):
+    if kernel := dense.kernel_for_many(rows, gated, gated=True):
         kernel(x, gated, gated=True)
-    if kernel := linear.kernel_for_many(rows, down, in_parts=True):
+    if kernel := dense.kernel_for_many(rows, down, in_parts=True):
         kernel(zeros(rows, INTERMEDIATE), down, in_parts=True)
 
 

@@ -72,7 +72,7 @@ def make_engine(num_seqs: int, context: int, hash: str = "xxh3") -> LLMEngine:
     capacity = executor.start()
     kv = registry.resolve("kv_cache", "prefix", {"hash": hash}).make(KVContext(capacity.layout, num_blocks))
     scheduler = registry.resolve("scheduler", "fcfs").make(SchedulerContext(65_536, num_seqs, num_blocks, BLOCK_SIZE, 0))
-    core = EngineCore(scheduler, kv, executor, capacity, WallClock(), CoreSettings(num_seqs, 65_536, True, "fcfs"))
+    core = EngineCore(scheduler, kv, executor, capacity, WallClock(), CoreSettings(num_seqs, 65_536, True, "fcfs", config.pace))
     model_dir = resolve_model("demo", registry)
     return LLMEngine(Assembly(config, core, capacity, model_dir, GenerationDefaults()))
 

@@ -36,7 +36,7 @@ STREAMS, STREAM_PROMPT, STREAM_OUTPUT = 64, 500, 1000  # answers that go on: the
 LONG_PROMPT, LONG_RATE = 4096, 4.0
 UNDISTURBED_S = 5.0
 LONGEST = 10  # steps that are told of one by one
-UNCHUNKED = {"scheduler": {"name": "fcfs", "max_stretch": None}}  # a prompt of 4,096 fits the default budget of a step
+UNCHUNKED = {"pace": None}  # a prompt of 4,096 fits the default budget of a step
 
 
 def prompt_of(length: int, seed: int) -> array[int]:

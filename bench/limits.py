@@ -52,14 +52,14 @@ def sustained_seconds(run: Callable[[], object], for_s: float = 1.0) -> float:
 
 def measure_limits(shape: Shape) -> Limits:
     """A copy of 4 GiB, and the best product rate over 8192³ and the model's own shapes, each kept up for a second; random data."""
-    copy, rates = _copy_bytes_per_s(), []
+    copy, rates = copy_bytes_per_s(), []
     for m, n, k in [(8192, 8192, 8192), (8192, 2 * shape.intermediate, shape.hidden), (8192, shape.hidden, shape.intermediate)]:
         a, b = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in ((m, k), (n, k)))
         rates.append(2 * m * n * k / sustained_seconds(lambda a=a, b=b: a @ b.T))
     return Limits(copy, max(rates))
 
 
-def _copy_bytes_per_s() -> float:
+def copy_bytes_per_s() -> float:
     source = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
     target = torch.empty_like(source)
     return 2 * source.numel() * 4 / seconds(lambda: target.copy_(source))

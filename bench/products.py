@@ -27,7 +27,7 @@ from bench.limits import require_gpu, seconds
 from bench.shapes import SHAPES, Shape
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.model import BuildContext
-from dovetail.nn import linear
+from dovetail.nn.format import dense
 from dovetail.nn.kernels import few_rows
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
 from dovetail.nn.rotary import Rope
@@ -111,7 +111,7 @@ class Layers:
             return (choice.tilings or {}).get(self.names[weight.data_ptr()]) or own_tiling_for(weight, rows, gated)
 
         own_tiling_for = few_rows.tiling_for
-        few, many = (patch.object(linear, name, unless_left(getattr(linear, name))) for name in ("kernel_for_few", "kernel_for_many"))
+        few, many = (patch.object(dense, name, unless_left(getattr(dense, name))) for name in ("kernel_for_few", "kernel_for_many"))
         with few, many, patch.object(few_rows, "tiling_for", tiling_for):
             yield
 

@@ -78,7 +78,7 @@ def main() -> None:
     args = parser.parse_args()
     require_gpu()
     sizes = {"max_num_seqs": max(args.rows), "max_model_len": args.context + 2 * UNTIL_ALL_DECODE}
-    parts = {"attention": args.attention, "scheduler": {"name": "fcfs", "max_stretch": None}}  # prompts as quickly as they can
+    parts = {"attention": args.attention, "pace": None}  # prompts as quickly as they can
     settings = {"load_format": "dummy", **sizes, **parts}
     with tempfile.TemporaryDirectory() as directory:
         write_checkpoint(SHAPES[args.shape], Path(directory))

@@ -55,7 +55,7 @@ class ToyOptions(BaseModel):
 class ToyExecutor(Executor):
     """The executor. Of each row it keeps the seed and how many tokens it has answered."""
 
-    capabilities = ExecutorCapabilities(logprobs=False)
+    capabilities = ExecutorCapabilities(logprobs=False, samples=False)
     options: ToyOptions
 
     def __init__(self, options: ToyOptions, context: ExecutorContext) -> None:

@@ -54,6 +54,7 @@ WORKLOADS = {
     "eight": Workload("qwen3-0.6b", ((30, 2000),) * 8),
     "thousand": Workload("qwen3-0.6b", ((128, 128),) * 1024),
     "shared": Workload("qwen3-0.6b", ((2050, 16),) * 2048, shared_prefix=2000, max_num_seqs=2048),
+    "long": Workload("qwen3-0.6b", ((8000, 300),) * 64),
     "8b-64": Workload("qwen3-8b", ((1024, 512),) * 64),
     "8b-256": Workload("qwen3-8b", ((1024, 512),) * 256),
     "8b-one": Workload("qwen3-8b", ((500, 256),)),

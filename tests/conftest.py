@@ -25,13 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`, the tests of a file run in one process, which makes its fixtures once, and files in their order: at the end there are short ones."""
-    from xdist.scheduler import LoadFileScheduling
+    """With `-n`, whole files go to workers, in their order: at the end there are short ones."""
+    from tests.files_to_workers import FilesToWorkers
 
     if config.option.dist != "load":
         return None  # another way was asked for
     config.option.loadscopereorder = False
-    return LoadFileScheduling(config, log)
+    return FilesToWorkers(config, log)
 
 
 @pytest.fixture(autouse=True, scope="module")

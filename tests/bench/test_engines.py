@@ -152,5 +152,5 @@ def test_an_engine_that_is_not_there_is_left_out_and_said_so(name: str, monkeypa
 
 
 def test_settings_are_read_as_the_command_line_reads_them() -> None:
-    given = engines.settings_of(["kv_cache_memory=4GiB", "overlap=false", "max_num_seqs=8", "scheduler={name: fcfs, max_stretch: null}"])
-    assert given == {"kv_cache_memory": "4GiB", "overlap": False, "max_num_seqs": 8, "scheduler": {"name": "fcfs", "max_stretch": None}}
+    given = engines.settings_of(["kv_cache_memory=4GiB", "overlap=false", "max_num_seqs=8", "scheduler={name: priority, aging_s: null}"])
+    assert given == {"kv_cache_memory": "4GiB", "overlap": False, "max_num_seqs": 8, "scheduler": {"name": "priority", "aging_s": None}}

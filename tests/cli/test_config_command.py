@@ -18,7 +18,7 @@ from dovetail.front.assembly import assemble
 from dovetail.registry.registry import Registry
 from dovetail.roadmap import HEADINGS, PAGE
 from dovetail.sampling_params import SamplingParams
-from tests.registry.fakes import Site, components
+from tests.registry.fakes import Site, components, scheduler
 
 
 def dovetail(*args: str) -> Any:
@@ -53,6 +53,7 @@ def test_show_needs_no_file(site: Site) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
+        ("scheduler: {name: fcfs, max_stretch: 3}", "engine.yaml:1: scheduler.max_stretch: unknown option: it is the engine's key `pace` now"),
         ("scheduler: {name: fair, agin_s: 1}", "engine.yaml:1: scheduler.agin_s: unknown option, did you mean aging_s?"),
         ("scheduler: fare", "engine.yaml:1: scheduler: unknown scheduler 'fare', did you mean fair?"),
         ("sched: fair", "engine.yaml:1: sched: unknown key, did you mean scheduler?"),
@@ -80,6 +81,26 @@ def test_check_tells_everything_wrong_at_once(engine_yaml: Path, site: Site) -> 
     ]
 
 
+def test_an_import_that_fails_is_told_once_with_file_and_line(engine_yaml: Path, site: Site) -> None:
+    site.install(
+        "dovetail-fairer",
+        modules={"fairer_plugin": components(scheduler("fairer", "fairer_plugin")), "fairer_plugin_policy": "import os\nos.environ['gone']\n"},
+    )
+    engine_yaml.write_text("scheduler: fairer\n")
+    (line,) = dovetail("check", "engine.yaml").stderr.splitlines()
+    assert line.endswith(f"importing fairer_plugin_policy failed: KeyError: 'gone' ({site.path / 'fairer_plugin_policy.py'}:2)")
+
+
+@pytest.mark.parametrize("group", ["dovetail_plugins", "dovetial.plugins", "dovetail.plugin"])
+def test_what_a_misspelt_group_hides_is_looked_for_by_the_doctor(engine_yaml: Path, site: Site, group: str) -> None:
+    site.install("dovetail-fairer", modules={"fairer_plugin": ""}, raw_entry_points=f"[{group}]\nmain = fairer_plugin\n")
+    site.install("docs-theme", modules={"theme": ""}, raw_entry_points="[mkdocs.plugins]\nmain = theme\n")
+    engine_yaml.write_text("scheduler: fairer\n")
+    told = dovetail("check", "engine.yaml").stderr
+    assert f"dovetail-fairer 1.0: its entry points are in the group '{group}'; `dovetail plugins doctor dovetail-fairer` says what to do" in told
+    assert "docs-theme" not in told
+
+
 def test_keys_and_options_that_are_wrong_are_told_together_by_check_show_and_the_engine(engine_yaml: Path) -> None:
     engine_yaml.write_text("seed: x\nschedulr: fcfs\nkv_cache: {name: prefix, x: 1}\nobservers: [{name: log, every: 1}]\nmodel: ./nowhere\n")
     told = [
@@ -104,7 +125,7 @@ def test_nothing_is_imported_if_the_plugins_that_may_be_are_not_known(engine_yam
     assert dovetail("check", "engine.yaml").stderr == "error: engine.yaml:1: plugins.denny: unknown key, did you mean deny?\n"
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "quantization", "kv_cache_dtype", "speculative_config", "enable_lora"])
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "speculative_config", "enable_lora"])
 def test_keys_of_things_to_come_point_to_the_roadmap(name: str) -> None:
     done = dovetail("show", "--set", f"{name}=2")
     assert f"--set: {name}: unknown key: not there yet; " in done.stderr

@@ -121,7 +121,7 @@ def test_plugin_command_that_fails_to_import_says_so(site: Site) -> None:
     assert dovetail("--help").exit_code == 0
     done = dovetail("hello", "x")
     assert done.exit_code == 2
-    assert "command 'hello' of plugin dovetail-more/main 1.0: importing there_is_no_such_module:app failed: ModuleNotFoundError" in done.stderr
+    assert "command 'hello' of plugin dovetail-more/main 1.0: importing there_is_no_such_module failed: ModuleNotFoundError" in done.stderr
     assert "not a Typer app" in dovetail("odd").stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dovetail.cli.plugins_doctor import doctor
 from dovetail.errors import DISTRIBUTION, PluginError
 from dovetail.registry.doctor.examine import examine
 from dovetail.registry.doctor.findings import PROBLEMS, Diagnosis, Finding
+from dovetail.registry.doctor.machine import in_words, look_at_machine
 from dovetail.registry.doctor.metadata import metadata_findings
 from tests.registry.fakes import HOOK, SCHEDULER, Site, components, scheduler
 
@@ -47,10 +49,10 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
     "requirement-missing": components(scheduler(package="good", requires=("there-is-no-such-package>=2",))),
     "target-fails": components(scheduler(package="good", target="good_policy:Unfair")),
     "target-fails by its kind": components('kind="sampler", name="x", target="good_policy:Fair"'),
-    "target-fails by its options": components('kind="scheduler", api="0.2", name="x", target="good_policy:Fair", options="good_policy:Fair"'),
+    "target-fails by its options": components('kind="scheduler", api="0.3", name="x", target="good_policy:Fair", options="good_policy:Fair"'),
     "target-fails by a command": COMMAND.format("x", "there_is_no_such_module:app"),
     "name-collision with a built-in": components(
-        'kind="scheduler", api="0.2", name="fcfs", target="good_policy:Fair", options="good_policy:Options"'
+        'kind="scheduler", api="0.3", name="fcfs", target="good_policy:Fair", options="good_policy:Options"'
     ),
     "name-collision with a command": COMMAND.format("config", "good_policy:Fair"),
 }
@@ -170,7 +172,7 @@ SAYS = {  # distribution -> in what it says, in what is to do
     "dovetail-hook-unknown": ("dovetail_component", "did you mean dovetail_components?"),
     "dovetail-hook-unknown-beside-a-good-one": ("dovetail_comands() is no hook, did you mean dovetail_commands?", "@hookimpl"),
     "dovetail-imports-torch": ("imports torch while it declares, in dovetail_imports_torch", "target"),
-    "dovetail-api-mismatch": ("scheduler api 0.0, this Dovetail has 0.2: upgrade dovetail-api-mismatch", "versions"),
+    "dovetail-api-mismatch": ("scheduler api 0.0, this Dovetail has 0.3: upgrade dovetail-api-mismatch", "versions"),
     "dovetail-requirement-missing": ("there-is-no-such-package>=2 (not installed)", 'pip install "there-is-no-such-package>=2"'),
     "dovetail-dependency-missing": ("there-is-no-such-package>=3", 'pip install "there-is-no-such-package>=3"'),
     "dovetail-wrong-dovetail": (
@@ -264,3 +266,31 @@ def test_the_command_exits_with_1_if_there_are_errors_and_prints_json(site: Site
     assert shown.exit_code == 0, "warnings alone are no failure"
     (finding,) = json.loads(shown.stdout)["findings"]
     assert (finding["plugin"], finding["severity"], finding["problem"]) == ("dovetail-fair/main", "warning", "requirement-missing")
+
+
+@pytest.mark.parametrize(
+    ("offers", "words"),
+    [
+        (([], False, ["gloo"]), "no CUDA device; ranks of the executor tensor are processes on the CPU, which sum through gloo"),
+        (
+            ([], False, []),
+            "no CUDA device; ranks of the executor tensor are processes on the CPU, which can't sum: this torch was built without gloo",
+        ),
+        ((["H200"], False, ["gloo", "nccl"]), "1 CUDA device (H200): one rank, so the executor tensor has nothing to split"),
+        (
+            (["H200", "H200"], True, ["gloo", "nccl"]),
+            "2 CUDA devices (H200), which can read each other's memory; as many ranks of the executor tensor, which sum through nccl",
+        ),
+        (
+            (["H200", "H100"], False, ["nccl"]),
+            "2 CUDA devices (H200, H100), which can't read each other's memory; as many ranks of the executor tensor, which sum through nccl",
+        ),
+    ],
+)
+def test_what_a_machine_offers_to_ranks_is_said(offers: tuple[list[str], bool, list[str]], words: str) -> None:
+    assert in_words(*offers) == words
+
+
+@pytest.mark.slow
+def test_this_machine_is_asked() -> None:
+    assert re.match("no CUDA device; ranks|1 CUDA device|[2-9] CUDA devices", str(look_at_machine(60)))

@@ -13,33 +13,42 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.config import COMPONENT_KEYS, ComponentChoice, EngineConfig
-from dovetail.errors import ConfigError
+from dovetail.errors import DISTRIBUTION, ConfigError
 from dovetail.limits import Limits
+from dovetail.parts import find_parts
+from dovetail.registry.auto import PREFERENCE
+from dovetail.registry.registry import Registry
 from dovetail.yaml_source import parse_value, parse_yaml
+from tests.registry.fakes import Site, components
 from tests.support import examples
 
+DEFAULTS = {"scheduler": "fcfs", "kv_cache": "prefix", "sampler": "default", "executor": "local"}
 DESIGN = """
 model: demo
 tokenizer: null
 dtype: auto
 load_format: auto
+quantization: null
 max_model_len: null
 max_num_seqs: 256
 max_num_batched_tokens: 8192
+pace: 2.0
 gpu_memory_utilization: 0.9
 kv_cache_memory: null
+kv_cache_dtype: auto
+kv_cache_scales: auto
 block_size: auto
 generation_config: auto
 overlap: true
 cuda_graphs: true
 seed: 0
 limits: {}
-scheduler: fcfs
-kv_cache: {name: prefix}
+scheduler: dovetail:fcfs
+kv_cache: {name: "dovetail:prefix"}
 attention: auto
-sampler: default
+sampler: dovetail:default
 grammar: auto
-executor: local
+executor: dovetail:local
 observers: []
 plugins: {allow: null, deny: [], require: []}
 """
@@ -66,6 +75,14 @@ def errors_of(source: Any, **overrides: Any) -> list[str]:
 def test_the_whole_file_spelled_out_is_the_default(write: Any) -> None:
     assert EngineConfig.load(write(DESIGN)) == EngineConfig() == EngineConfig.load(write("")) == EngineConfig.load({})
     assert list(EngineConfig.model_fields) == list(yaml.safe_load(DESIGN))
+
+
+def test_a_default_stays_the_built_in_whatever_is_installed(site: Site) -> None:
+    """Somebody else's components are called as the defaults are, and as the built-ins that `auto` chooses from."""
+    same = [*DEFAULTS.items(), *((kind, name) for kind, names in PREFERENCE.items() for name in names)]
+    site.install("dovetail-same", modules={"same": components(*(f'kind="{kind}", name="{name}", target="a:B"' for kind, name in same))})
+    parts = find_parts(EngineConfig.load("demo", **{"kv_cache.reuse": False}), Registry.discover())
+    assert {part.distribution for part in parts if part.spec.kind != "model"} == {DISTRIBUTION}
 
 
 def test_every_key_is_described() -> None:
@@ -102,6 +119,8 @@ def test_sizes_are_bytes(text: Any, size: int) -> None:
         ("max_num_seqs: 1.5", "engine.yaml:1: max_num_seqs: expected a valid integer, got 1.5"),
         ("seed: true", "engine.yaml:1: seed: expected a valid integer, got True"),
         ("overlap: 1", "engine.yaml:1: overlap: expected a valid boolean, got 1"),
+        ("pace: 1", "engine.yaml:1: pace: expected greater than 1, got 1"),
+        ("pace: .inf", "engine.yaml:1: pace: expected a finite number, got inf"),
         ("model: 3", "engine.yaml:1: model: expected a valid string, got 3"),
         ("dtype: int8", "engine.yaml:1: dtype: expected 'auto', 'float32', 'float16' or 'bfloat16', got 'int8'"),
         ("block_size: 0", "engine.yaml:1: block_size: expected auto or an integer of 1 or more, up to 2147483647, got 0"),
@@ -156,7 +175,7 @@ def test_unreadable_files_are_told(tmp_path: Path) -> None:
         ({"scheduler.aging_s": 5}, "scheduler", ComponentChoice("slow", {"x": 1, "aging_s": 5})),
         ({"scheduler.name": "vtc"}, "scheduler", ComponentChoice("vtc", {"x": 1})),
         ({"scheduler.a.b": 5, "scheduler.a": {"b": 1}}, "scheduler", None),
-        ({"kv_cache.reuse": False}, "kv_cache", ComponentChoice("prefix", {"reuse": False})),
+        ({"kv_cache.reuse": False}, "kv_cache", ComponentChoice("dovetail:prefix", {"reuse": False})),
         ({"observers.0.every_s": 1}, "observers", (ComponentChoice("log", {"every_s": 1}),)),
         ({"observers": []}, "observers", ()),
         ({"scheduler": "vtc", "scheduler.a": 1}, "scheduler", ComponentChoice("vtc", {"a": 1})),

@@ -4,14 +4,14 @@ What a block's info string means, here and for writers:
 
     ```python                     runs; the blocks of a page share a namespace and a temporary directory
     ```python title="a/b.py"      a file, written to that directory; so are blocks of any other language with a title
-    ```yaml                       an engine config, titled or not; one titled "wrong…" must be refused
+    ```yaml                       an engine config, titled or not; one titled "wrong…" must be refused, one titled "job…" is a job of `dovetail batch`
     ```console                    lines that begin with "$ dovetail" or "$ curl" run; lines that don't begin with "$ " are their output, "..." for
                                   any text. A line that ends with a backslash goes on in the next
     ```text title="Output"        what the block above printed, "..." for any text
     ```any language               `--8<-- "path"` alone: the page shows that file, which must exist
     ```bash                       commands of docker, which don't run; the files that they name must exist
     <!-- not run: why -->         on the line above a block: it doesn't run, and `test_code_blocks.NOT_RUN` must list it
-Python and curl that name `SHOWN_URL` talk to a server of the demo model. Of `dovetail serve` and `dovetail chat`, which don't end, the flags are
+Python and curl that name `SHOWN_URL` talk to a server of the demo model. Of `dovetail serve`, `chat` and `ranks`, which don't end, the flags are
 checked.
 """
 

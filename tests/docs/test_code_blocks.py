@@ -26,6 +26,7 @@ from dovetail.config import COMPONENT_KEYS, EngineConfig
 from dovetail.errors import DISTRIBUTION, ConfigError, DovetailError
 from dovetail.registry.auto import AUTO
 from dovetail.registry.registry import Registry
+from dovetail_batch.job import load_plan
 from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, commands_of, pages
 from tests.registry.fakes import Site, modules_forgotten
 
@@ -36,7 +37,7 @@ NOT_INSTALLED = {"dovetail-fair", "dovetail-experimental"}  # distributions that
 ABOUT = {"docs/plugins/port-a-model.md": "dovetail-olmo2"}  # packages of examples/plugins that a page is about: there they are installed
 
 LANGUAGES = {"python", "yaml", "console", "text", "toml", "json", "bash"}
-ENDLESS = ("serve", "chat")  # commands that run until they are told to end
+ENDLESS = ("serve", "chat", "ranks")  # commands that run until they are told to end
 CURL_S = 60
 
 Server = Callable[[], str]  # starts a server of the demo model, once, and returns its URL
@@ -133,7 +134,9 @@ def check_config(block: Block) -> None:
     """Its keys are right, and so are the options of components that are built in."""
     path = Path(block.title or "engine.yaml")
     path.write_text(block.text)
-    if path.name.startswith("wrong"):
+    if path.name.startswith("job"):
+        load_plan(str(path))
+    elif path.name.startswith("wrong"):
         with pytest.raises(ConfigError):
             check_components(EngineConfig.load(path))
     else:

@@ -344,6 +344,9 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"arrival_time": 1_800_000_000.0}, "on the engine's clock"),  # time.time(): it would wait for decades
     ({"deadline": 1e10}, "deadline must be .* on the engine's clock"),
     ({"deadline": True}, "deadline must be a finite number"),
+    ({"ttft_deadline": math.nan}, "ttft_deadline must be a finite number"),
+    ({"tbt_s": 0}, "tbt_s must be a number of seconds above 0"),
+    ({"tbt_s": math.inf}, "tbt_s must be a number of seconds above 0"),
     ({"priority": 1.5}, f"priority must be an integer from -{2**63} to {MOST}, got 1.5"),
     ({"priority": 10**400}, "priority must be an integer from"),
     ({"priority": -HUGE}, "priority must be an integer from"),
@@ -385,8 +388,8 @@ def test_a_strange_field_harms_nobody(engine: LLMEngine, alone: Any, fields: dic
 
 
 EXTREME_FIELDS: list[dict[str, Any]] = [
-    {"priority": -(2**63), "deadline": -1e9, "predicted_tokens": 0},
-    {"priority": MOST, "deadline": 1e9, "predicted_tokens": MOST},
+    {"priority": -(2**63), "deadline": -1e9, "predicted_tokens": 0, "ttft_deadline": 1e9, "tbt_s": 5e-324},
+    {"priority": MOST, "deadline": 1e9, "predicted_tokens": MOST, "ttft_deadline": -1e9, "tbt_s": 1e9},
     {"arrival_time": -1e9},
     {"arrival_time": -1e9, "priority": MOST, "client": "\ud800"},
 ]
@@ -871,7 +874,7 @@ class Broken(Scheduler):
 
 
 def test_a_policy_that_raises_fails_every_request_and_ends_the_engine(site: Site) -> None:  # noqa: F811
-    spec = 'kind="scheduler", api="0.2", name="broken", target="broken_policy:Broken"'
+    spec = 'kind="scheduler", api="0.3", name="broken", target="broken_policy:Broken"'
     site.install("dovetail-broken", modules={"broken_plugin": components(spec), "broken_policy": BROKEN_POLICY})
     with LLMEngine.from_config({"model": str(model_dir()), "scheduler": "broken", "overlap": False}) as engine:
         for request_id, n in (("a", 1), ("b", 3)):
@@ -913,7 +916,7 @@ def test_a_plugin_that_raises_on_import_is_named_when_it_is_asked_for(site: Site
 def test_a_component_that_raises_on_import_is_named(site: Site) -> None:  # noqa: F811
     spec = scheduler(package="late")
     site.install("dovetail-late", modules={"late": components(spec), "late_policy": "raise SystemExit('late measles')"})
-    with pytest.raises(DovetailError, match=r"dovetail-late.*importing late_policy:\w+ failed: SystemExit: late measles"):
+    with pytest.raises(DovetailError, match=r"dovetail-late.*importing late_policy failed: SystemExit: late measles"):
         LLMEngine.from_config({"model": str(model_dir()), "scheduler": "fair"})
 
 

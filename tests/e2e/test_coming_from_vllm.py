@@ -36,7 +36,7 @@ def nothing_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a name here: values and what they become
     "device": [("auto", {}), ("cpu", {"executor.device": "cpu"})],
-    "tensor_parallel_size": [(1, {}), (4, {"executor.name": "tensor", "executor.size": 4})],
+    "tensor_parallel_size": [(1, {}), (4, {"executor.name": "dovetail:tensor", "executor.size": 4})],
     "kv_cache_memory_bytes": [(4096, {"kv_cache_memory": 4096}), (None, {})],
     "num_gpu_blocks_override": [(512, {"executor.num_blocks": 512}), (None, {})],
     "num_kvcache_blocks": [(512, {"executor.num_blocks": 512}), (-1, {}), (None, {})],
@@ -45,12 +45,14 @@ KEYS: dict[str, list[tuple[Any, dict[str, Any]]]] = {  # of those that have a na
     "max_num_batched_tokens": [(64, {"max_num_batched_tokens": 64}), (None, {})],
     "max_model_len": [(64, {"max_model_len": 64}), (-1, {}), (None, {"max_model_len": None})],
     "block_size": [(32, {"block_size": 32}), (None, {}), ("auto", {"block_size": "auto"})],
+    "kv_cache_dtype": [("fp8", {"kv_cache_dtype": "fp8"}), ("auto", {"kv_cache_dtype": "auto"}), (None, {})],
+    "calculate_kv_scales": [(True, {"kv_cache_scales": "calibrate"}), (False, {})],
     "enable_prefix_caching": [(True, {"kv_cache.reuse": True}), (False, {"kv_cache.reuse": False}), (None, {})],
     "prefix_caching_hash_algo": [("sha256", {"kv_cache.hash": "sha256"}), ("xxhash", {"kv_cache.hash": "xxh3"})],
     "max_logprobs": [(20, {"limits.max_logprobs": 20}), (None, {})],
     "enforce_eager": [(True, {"cuda_graphs": False}), (False, {"cuda_graphs": True})],
     "async_scheduling": [(True, {"overlap": True}), (False, {"overlap": False}), (None, {})],
-    "scheduling_policy": [("fcfs", {"scheduler": "fcfs"}), ("priority", {"scheduler": "priority"})],
+    "scheduling_policy": [(policy, {"scheduler": f"dovetail:{policy}"}) for policy in ("fcfs", "priority")],
     "attention_backend": [("TRITON_ATTN", {"attention": "triton"}), ("FLASH_ATTN", {"attention": "flash_attn"}), (None, {})],
     "dtype": [("half", {"dtype": "float16"}), (torch.bfloat16, {"dtype": "bfloat16"}), ("auto", {"dtype": "auto"})],
     "seed": [(7, {"seed": 7}), (None, {})],
@@ -140,7 +142,7 @@ def test_what_nobody_knows_is_the_configs_to_refuse() -> None:
 
 def test_engine_args_are_a_config() -> None:
     args = EngineArgs(model=Path("demo"), enforce_eager=True, scheduling_policy="priority")  # type: ignore[arg-type]
-    assert args.create_engine_config() == EngineConfig.load("demo", cuda_graphs=False, scheduler="priority")
+    assert args.create_engine_config() == EngineConfig.load("demo", cuda_graphs=False, scheduler="dovetail:priority")
     assert "cuda_graphs=False" in repr(args)
     with pytest.raises(ConfigError, match=r"engine_args must be dovetail.EngineArgs or an EngineConfig, got \{'model': 'demo'\}"):
         LLMEngine.from_engine_args({"model": "demo"})  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ async def serving(engine: ServedEngine, settings: ServerSettings | None = None, 
         async with asyncio.timeout(PATIENCE_S):
             yield url
     finally:
-        server.should_exit = server.force_exit = True
+        server.should_exit, server.force_exit = True, config.get("lifespan") != "on"  # or the app's own end wouldn't come
         await task
         engine.chat.close()
 

@@ -33,6 +33,8 @@ FURTHER = (
     "priority",
     "client",
     "deadline_s",
+    "ttft_deadline_s",
+    "tbt_s",
     "cache_salt",
     "return_token_ids",
 )
@@ -64,7 +66,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"bad_words": [" the"]},
     {"stop_token_ids": [70]},
     {"truncate_prompt_tokens": 2},
-    {"priority": 3, "client": "somebody", "deadline_s": 30.0, "cache_salt": "x"},
+    {"priority": 3, "client": "somebody", "deadline_s": 30.0, "ttft_deadline_s": 20.0, "tbt_s": 5.0, "cache_salt": "x"},
     {"skip_special_tokens": False},
     {"echo": True},
     {"logprobs": 2},

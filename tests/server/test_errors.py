@@ -54,6 +54,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
     ({"deadline_s": 1e300}, "deadline_s", ""),
+    ({"ttft_deadline_s": 1e300}, "ttft_deadline_s", ""),
+    ({"tbt_s": 0}, "tbt_s", "above 0"),
     ({"cache_salt": "x" * 1000}, "cache_salt", "limits.max_name_chars"),
     ({"client": "x" * 1000}, "client", "limits.max_name_chars"),
 ]

@@ -60,7 +60,7 @@ PARAMS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("fields", PARAMS)
 def test_a_request_is_the_same_at_the_other_end(fields: dict[str, Any]) -> None:
     params = SamplingParams(output_kind="delta", **fields)
-    given = RequestFields(1.5, -3, "client", 9.0, "salt", 12)
+    given = RequestFields(1.5, -3, "client", 9.0, "salt", 12, 8.0, 0.25)
     checked = intake().check("name", [1, 2, 999], params, given, None)
     message = decode_to_engine(encode(add_of(7, checked, 5, ((1, 2), (3,)), {"d": {"x": [1]}})))
     assert isinstance(message, Add)

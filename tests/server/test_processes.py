@@ -264,14 +264,19 @@ def test_a_signal_while_it_starts_ends_it(start: Callable[..., Server]) -> None:
     until(lambda: not server.left([*pids, *server.children()]), "nothing is left")
 
 
-def test_a_second_server_at_the_same_port_is_refused_and_harms_nobody(start: Callable[..., Server]) -> None:
+def test_what_is_ready_has_rendered_a_conversation_and_is_not_harmed_by_a_second_server_at_its_port(start: Callable[..., Server]) -> None:
     server = start()
+    [front_end] = server.children("front_end")
+    children = Path(f"/proc/{front_end}/task").glob("*/children")
+    started = [word for entry in children for word in entry.read_text().split()]
+    assert any("chat_worker" in Path(f"/proc/{pid}/cmdline").read_text() for pid in started)
     other = start("--port", str(server.port))
     assert other.end() == 2
     assert f"127.0.0.1:{server.port}: Address already in use" in server.told()
     assert server.get("/health")[0] == 200
 
 
+@pytest.mark.slow
 def test_two_servers_that_start_at_the_same_port_at_once_do_not_share_it(start: Callable[..., Server]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -290,14 +295,6 @@ def _status(server: Server) -> int | None:
         return server.get("/health")[0]
     except OSError:
         return None
-
-
-def test_what_is_ready_has_rendered_a_conversation(start: Callable[..., Server]) -> None:
-    server = start()
-    [front_end] = server.children("front_end")
-    children = Path(f"/proc/{front_end}/task").glob("*/children")
-    started = [word for entry in children for word in entry.read_text().split()]
-    assert any("chat_worker" in Path(f"/proc/{pid}/cmdline").read_text() for pid in started)
 
 
 def test_when_a_front_end_is_killed_its_requests_are_freed_and_it_is_started_again(start: Callable[..., Server]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,6 +17,8 @@ from starlette.routing import Route
 
 from dovetail_server.admission import Admission
 from dovetail_server.answer_parsing import AnswerParsing
+from dovetail_server.batches.store import BatchStore
+from dovetail_server.batches.worker import BatchWorker
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError, anthropic_shape, openai_shape, speaks_anthropic
 from dovetail_server.exchange import Server
@@ -49,22 +53,24 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
     if settings.page:
         routes += page_routes(metrics, engine, models[0])
     tracing = Tracing.to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_exception}, lifespan=_closing(tracing))
-    app.state.server = Server(engine, settings, Admission(engine, settings), AnswerParsing(engine, settings), metrics, models, tracing)
+    batches = BatchStore(Path(settings.batch_directory), settings.max_stored_bytes) if settings.batch_directory is not None else None
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_exception}, lifespan=_lifespan)
+    app.state.server = Server(engine, settings, Admission(engine, settings), AnswerParsing(engine, settings), metrics, models, tracing, batches)
     app.state.draining = False
     return app
 
 
-def _closing(tracing: Tracing | None) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
-    """Return the lifespan of an app that sends its last spans at its end."""
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+@asynccontextmanager
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+    """While the app runs, batches are answered; at its end it sends its last spans."""
+    server: Server = app.state.server
+    async with AsyncExitStack() as stack:
+        if server.tracing is not None:
+            stack.callback(server.tracing.close)
+        if server.batches is not None:
+            worker = asyncio.create_task(BatchWorker(app, server.batches, server.settings).run())
+            stack.callback(worker.cancel)
         yield
-        if tracing is not None:
-            tracing.close()
-
-    return lifespan
 
 
 def _http_exception(request: Request, error: Exception) -> Response:

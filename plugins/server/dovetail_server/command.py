@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
@@ -27,6 +28,7 @@ MODULES = {  # what the server's processes import, and the packages that hold it
     "uvicorn": "uvicorn",
     "httptools": "httptools",
     "prometheus_client": "prometheus-client",
+    "python_multipart": "python-multipart",
     **({} if sys.platform == "win32" else {"uvloop": "uvloop"}),
 }
 
@@ -35,6 +37,10 @@ def serve(source: str, settings: list[str], in_process: bool, **options: Any) ->
     """Serve a model over HTTP until SIGTERM or Ctrl-C, as OpenAI's and Anthropic's clients expect it."""
     server = _read(options)
     _check_packages()
+    if server.batch_directory is not None:
+        from dovetail_server.batches.store import BatchStore
+
+        BatchStore(Path(server.batch_directory), server.max_stored_bytes)  # so that a folder that can't be used is told here
     if server.otlp_traces_endpoint is not None:
         check_installed()  # before anything starts
     if in_process:

@@ -108,7 +108,7 @@ class ServedEngine(Protocol):
 
     async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams, listener: Listener, **fields: Any) -> None:
         """Give the engine a request. `params.output_kind` is taken as delta whatever it is. `fields` are `LLMEngine.add_request`'s: `arrival_time`,
-        `priority`, `client`, `deadline`, `cache_salt`, `extra`, `predicted_tokens`. Long texts are tokenized in a thread.
+        `priority`, `client`, `deadline`, `cache_salt`, `extra`, `predicted_tokens`, `ttft_deadline`, `tbt_s`. Long texts are tokenized in a thread.
 
         Raises `RequestError` if something is wrong with the request, `EngineDeadError` if the engine is dead. Cancelled, it leaves nothing behind.
         """

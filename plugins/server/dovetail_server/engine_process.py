@@ -32,6 +32,7 @@ def main() -> int:
     from dovetail.config import EngineConfig
     from dovetail.errors import DovetailError, EngineDeadError
     from dovetail.front.assembly import assemble
+    from dovetail.front.facts import ranks_in_words
     from dovetail_server.host import EngineHost
     from dovetail_server.links import ZmqPost
 
@@ -45,7 +46,7 @@ def main() -> int:
     assembly.prepare_grammars()
     host = EngineHost(assembly, post)
 
-    channel.send(ready=True)
+    channel.send(ready=True, ranks=ranks_in_words(assembly.capacity))
     for target in (partial(_beat, channel, host), partial(_obey, orders, host, post)):
         threading.Thread(target=target, daemon=True).start()
     try:

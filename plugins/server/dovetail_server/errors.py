@@ -18,6 +18,7 @@ _TYPES = {  # status -> type in OpenAI's shape, in Anthropic's
     404: ("not_found_error", "not_found_error"),
     405: ("invalid_request_error", "invalid_request_error"),
     408: ("timeout_error", "timeout_error"),
+    409: ("invalid_request_error", "invalid_request_error"),
     413: ("invalid_request_error", "request_too_large"),
     429: ("rate_limit_error", "rate_limit_error"),
     503: ("service_unavailable_error", "overloaded_error"),

@@ -24,6 +24,7 @@ from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput
 from dovetail.sampling_params import SamplingParams
 from dovetail_server.admission import Admission, Ticket
 from dovetail_server.answer_parsing import AnswerParsing
+from dovetail_server.batches.store import BatchStore
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import ErrorShape, HttpError, http_error, openai_shape
 from dovetail_server.metrics import RequestMeter, ServerMetrics
@@ -64,6 +65,7 @@ class Server:
     metrics: ServerMetrics
     models: tuple[str, ...]  # the names that a request may give; the first is the model's own
     tracing: Tracing | None = None
+    batches: BatchStore | None = None  # None: this server keeps no files
     outbox: Outbox = field(default_factory=Outbox)
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 

@@ -46,6 +46,8 @@ class Add(msgspec.Struct, array_like=True, tag=1):
     deadline: float | None
     cache_salt: str | None
     predicted_tokens: int | None
+    ttft_deadline: float | None
+    tbt_s: float | None
     extra: dict[str, Any] | None
     confirms: bool  # the front end waits for `Accepted` or `Refused`; else it hears of a refusal alone
 
@@ -231,6 +233,8 @@ def add_of(number: int, request: CheckedRequest, seed: int, bad_words: Sequence[
         deadline=fields.deadline,
         cache_salt=fields.cache_salt,
         predicted_tokens=fields.predicted_tokens,
+        ttft_deadline=fields.ttft_deadline,
+        tbt_s=fields.tbt_s,
         extra=None if not extra else dict(extra),
         confirms=bool(extra),
     )
@@ -241,5 +245,7 @@ def request_of(add: Add) -> CheckedRequest:
     prompt_array = np.frombuffer(add.token_ids, np.int32).astype(np.int64)
     prompt_array.flags.writeable = False
     params = SamplingParams(**add.params, output_kind=OutputKind.DELTA)
-    fields = RequestFields(add.arrival_time, add.priority, add.client, add.deadline, add.cache_salt, add.predicted_tokens)
+    fields = RequestFields(
+        add.arrival_time, add.priority, add.client, add.deadline, add.cache_salt, add.predicted_tokens, add.ttft_deadline, add.tbt_s
+    )
     return CheckedRequest(add.request_id, None, (), prompt_array, params, add.max_tokens, fields)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dovetail.config import EngineConfig
 from dovetail.errors import DovetailError, EngineDeadError, describe
 from dovetail.front.assembly import Assembly, assemble
+from dovetail.front.facts import ranks_in_words
 from dovetail_server.front_end import FrontEnd, log_to_stderr, new_event_loop
 from dovetail_server.host import EngineHost
 from dovetail_server.links import ThreadLine, ThreadPost
@@ -82,7 +83,8 @@ def serve_in_one_process(source: str, overrides: list[str], settings: ServerSett
                 loop.call_soon_threadsafe(fail, reason)
 
         thread = HostThread(assembly, fail_soon)
-        front_end = FrontEnd(thread.line, "", settings, sockets[0], lambda: print(f"dovetail serves {source} at {url}", flush=True))
+        begun = f"dovetail serves {source}{ranks_in_words(assembly.capacity)} at {url}"
+        front_end = FrontEnd(thread.line, "", settings, sockets[0], lambda: print(begun, flush=True))
         watching = asyncio.create_task(watch())
         running = asyncio.create_task(front_end.run())
         for number in (signal.SIGTERM, signal.SIGINT):

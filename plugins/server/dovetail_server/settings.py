@@ -78,6 +78,18 @@ class ServerSettings(BaseModel):
     log_requests: bool = True
     """True for a log line a request: its path, status, tokens and times, as JSON. Never its prompt."""
 
+    batch_directory: str | None = None
+    """The folder in which files of /v1/files and the state of /v1/batches are kept; it is made, for this user alone. `null`: there are no batches."""
+
+    max_file_bytes: Count = 200 * 2**20
+    """The largest file that may be uploaded for batches, in bytes."""
+
+    max_stored_bytes: Count = 10 * 2**30
+    """The most bytes that all files of batches may have together, answers included: with more, nothing is uploaded and no batch is made."""
+
+    batch_requests: Count = 64
+    """The most requests of batches that are under way at once. They take seats beside those of other clients."""
+
     otlp_traces_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
     """The URL to which a span of OpenTelemetry is sent for each request, by OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`. It needs the
     extra `tracing`."""

@@ -53,6 +53,7 @@ class Child:
     channel: Channel
     socket: socket.socket | None = None  # which a front end listens on
     ready: bool = False
+    ranks: str = ""  # what an engine with several says of them
     started: float = field(default_factory=time.monotonic)
     refused: str | None = None  # why it couldn't start
     dead: str | None = None  # why the engine says it died
@@ -194,7 +195,7 @@ class Supervisor:
     def _note(self, child: Child, message: Message) -> None:
         child.heard = time.monotonic()
         if "ready" in message:
-            child.ready = True
+            child.ready, child.ranks = True, message.get("ranks", "")
         elif "refused" in message:
             child.refused = message["refused"]
         elif "dead" in message:
@@ -281,7 +282,7 @@ class Supervisor:
         engine = self._the_engine()
         if self._state is State.STARTING and engine.ready and all(child.ready for child in self._front_ends.values()):
             self._state = State.SERVING
-            print(f"dovetail serves {self._source} at {self._url}", flush=True)
+            print(f"dovetail serves {self._source}{engine.ranks} at {self._url}", flush=True)
         elif self._state is State.DRAINING and (late or not self._front_ends):
             self._state, self._deadline = State.STOPPING, time.monotonic() + ENGINE_STOPS_S
             engine.channel.send(stop=True)

@@ -14,7 +14,11 @@ from dovetail_server.errors import HttpError
 from dovetail_server.protocol.decoding import Only, given
 from dovetail_server.protocol.structured import RuleFields
 
-RENAMED = {"id": "request_id", "deadline": "deadline_s"}  # the engine's names of parameters that have another one in the APIs
+RENAMED = {
+    "id": "request_id",
+    "deadline": "deadline_s",
+    "ttft_deadline": "ttft_deadline_s",
+}  # the engine's names of parameters that have another one in the APIs
 
 
 class FurtherFields(RuleFields, kw_only=True, forbid_unknown_fields=True):
@@ -34,6 +38,8 @@ class FurtherFields(RuleFields, kw_only=True, forbid_unknown_fields=True):
     priority: int | None = None
     client: str | None = None
     deadline_s: float | None = None
+    ttft_deadline_s: float | None = None
+    tbt_s: float | None = None
     cache_salt: str | None = None
 
 
@@ -91,14 +97,14 @@ def sampling_params(body: FurtherFields, **own: Any) -> SamplingParams:
     return SamplingParams(**given(**fields), max_tokens=max_tokens, output_kind=OutputKind.DELTA)
 
 
-_OTHERS = ("priority", "client", "deadline_s", "cache_salt", *RuleFields.__struct_fields__)
+_OTHERS = ("priority", "client", "deadline_s", "ttft_deadline_s", "tbt_s", "cache_salt", *RuleFields.__struct_fields__)
 _FURTHER = tuple(name for name in FurtherFields.__struct_fields__ if name not in _OTHERS)
 
 
 def engine_fields(body: FurtherFields, engine: ServedEngine) -> Mapping[str, Any]:
     """Return what `ServedEngine.submit` takes besides prompt and parameters."""
-    deadline = None if body.deadline_s is None else engine.now() + body.deadline_s
-    return given(priority=body.priority, client=body.client, cache_salt=body.cache_salt, deadline=deadline)
+    last, first = (None if seconds is None else engine.now() + seconds for seconds in (body.deadline_s, body.ttft_deadline_s))
+    return given(priority=body.priority, client=body.client, cache_salt=body.cache_salt, deadline=last, ttft_deadline=first, tbt_s=body.tbt_s)
 
 
 def check_stream(body: OpenAIFields) -> StreamOptions:

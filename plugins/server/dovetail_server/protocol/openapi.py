@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from dovetail_server.protocol import chat, completions, messages, openai_common, responses
+from dovetail_server.protocol.batches import Batch, CreateBatchRequest, FileObject
 from dovetail_server.protocol.chat import ChatRequest
 from dovetail_server.protocol.completions import CompletionRequest
 from dovetail_server.protocol.decoding import Only
@@ -23,11 +25,13 @@ _REASONS = {
     401: "An API key is missing, or wrong",
     404: "The model isn't served here",
     408: "The body took too long to come",
+    409: "It is in use, or has ended",
     413: "The body is too large",
     429: "Too many requests wait already; `Retry-After` says when to try again",
     500: "The server failed",
     503: "The engine is dead or hangs, or the server shuts down",
     504: "The request took too long",
+    507: "The server can't store more",
 }
 ONLY: Mapping[type[Struct], Sequence[Only]] = {  # parameters of which only some values are supported
     ChatRequest: chat.ONLY,
@@ -43,8 +47,10 @@ NO_EFFECT: Mapping[type[Struct], Sequence[str]] = {  # parameters that are accep
     MessagesRequest: messages.NO_EFFECT,
     CountTokensRequest: messages.NO_EFFECT,
 }
+_IN_PATH = re.compile(r"{(\w+)}")  # names of parameters
 _TAKES_BODY = (400, 404, 408, 413, 429, 500, 503)
 _GENERATES = (*_TAKES_BODY, 504)
+_UPLOADS = (400, 404, 413, 503, 507)
 
 
 class OpenAIErrorDetail(Struct):
@@ -95,6 +101,15 @@ OPERATIONS = (
         _TAKES_BODY,
         error_shape=ErrorAnswer,
     ),
+    Operation("post", "/v1/files", "Upload a file of requests (a form with `purpose` and `file`)", "Batches", answer=FileObject, errors=_UPLOADS),
+    Operation("get", "/v1/files", "List the files", "Batches", errors=(400, 404)),
+    Operation("get", "/v1/files/{file}", "Describe a file", "Batches", answer=FileObject, errors=(404,)),
+    Operation("delete", "/v1/files/{file}", "Delete a file", "Batches", errors=(404, 409)),
+    Operation("get", "/v1/files/{file}/content", "Get a file", "Batches", answer="application/octet-stream", errors=(404,)),
+    Operation("post", "/v1/batches", "Have a file of requests answered", "Batches", CreateBatchRequest, Batch, (*_TAKES_BODY, 507)),
+    Operation("get", "/v1/batches", "List the batches", "Batches", errors=(400, 404)),
+    Operation("get", "/v1/batches/{batch}", "Describe a batch", "Batches", answer=Batch, errors=(404,)),
+    Operation("post", "/v1/batches/{batch}/cancel", "End a batch", "Batches", answer=Batch, errors=(404, 409, 507)),
     Operation("post", "/tokenize", "Show the tokens of a text or a conversation", "Tokens", TokenizeRequest, errors=_TAKES_BODY),
     Operation("post", "/detokenize", "Show the text of tokens", "Tokens", DetokenizeRequest, errors=_TAKES_BODY),
     Operation("get", "/health", "Ask whether the engine lives", "Service", errors=(503,), needs_key=False),
@@ -156,8 +171,8 @@ def _described(operation: Operation, schemas: Mapping[type[Struct], Any], has_ke
     }
     if operation.request is not None:
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas[operation.request]}}}
-    if "{model}" in operation.path:
-        described["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if named := _IN_PATH.findall(operation.path):
+        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in named]
     if has_keys and operation.needs_key:
         described["security"] = [{"bearer": []}, {"x_api_key": []}]
     return described
