@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -40,6 +41,15 @@ def imported_things_are_not_looked_through() -> None:
     if gc.get_freeze_count() == 0:
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture
+def sockets_with_a_time_limit() -> Iterator[None]:
+    """New sockets have one, as a program sets it that fetches things: to the system they are then ones that never block."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(600.0)
+    yield
+    socket.setdefaulttimeout(before)
 
 
 @pytest.fixture

@@ -305,6 +305,13 @@ def test_each_engine_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         os.close(end)
 
 
+@pytest.mark.usefixtures("sockets_with_a_time_limit")
+def test_a_job_runs_where_the_program_gives_all_sockets_a_time_limit(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", toy_rows(2))
+    run_job(write_job(tmp_path))
+    assert len(answers(tmp_path)) == 2
+
+
 def test_an_engine_that_cannot_start_is_told(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", toy_rows(2))
     assert "engine: " in run_job(write_job(tmp_path, engine=str(tmp_path / "no-model")), code=2)

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import random
+import signal
+import socket
+import warnings
+from collections.abc import Iterator
+
 import pytest
 
 from dovetail.api.component import KINDS
@@ -14,6 +22,26 @@ MUTANTS = list(mutants())
 CAUGHT_ELSEWHERE = {"hygiene.declaration"}  # in test_runner.py: its mutant has to be installed
 
 
+@pytest.fixture
+def process_as_it_was() -> Iterator[None]:
+    """Undoes what mutants change for the whole process, in which other tests run afterwards."""
+    timeout, collects, level, handler, state = (
+        socket.getdefaulttimeout(),
+        gc.isenabled(),
+        logging.root.level,
+        signal.getsignal(signal.SIGUSR1),
+        random.getstate(),
+    )
+    with warnings.catch_warnings():
+        yield
+    socket.setdefaulttimeout(timeout)
+    (gc.enable if collects else gc.disable)()
+    logging.root.setLevel(level)
+    signal.signal(signal.SIGUSR1, handler)
+    random.setstate(state)
+
+
+@pytest.mark.usefixtures("process_as_it_was")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=repr)
 def test_mutant_is_caught_by_its_check(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repeatable, "SHRINK_S", 0.0)  # any failing example will do

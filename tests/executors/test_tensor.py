@@ -71,6 +71,12 @@ def test_two_engines_are_in_one_process_at_once(two: LLMEngine) -> None:
     assert tokens(generate(two, PROMPTS[:2], SAMPLED[1])) == before
 
 
+@pytest.mark.usefixtures("sockets_with_a_time_limit")
+def test_ranks_start_where_the_program_gives_all_sockets_a_time_limit() -> None:
+    with engine(2) as limited:
+        assert len(generate(limited, PROMPTS[:1], SAMPLED[0])[0].outputs[0].token_ids) == SAMPLED[0].max_tokens
+
+
 def test_vllms_argument_means_the_same() -> None:
     with LLM("demo", tensor_parallel_size=2, device="cpu", max_model_len=64) as llm:
         assert llm.engine.capacity.details["ranks"] == "2"

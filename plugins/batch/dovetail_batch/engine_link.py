@@ -26,6 +26,8 @@ class EngineLink:
         """Start the process; its model is loaded while other things are done. `gpus` is what it is to see of them; None: all."""
         self._place = place
         ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setblocking(True)  # also where the program has given all sockets a time limit
         environment = os.environ if gpus is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
         with theirs:
             self._process = subprocess.Popen(

@@ -184,6 +184,7 @@ class Ranks:
 
     def _spawn(self, job: RankJob) -> _Child:
         ours, theirs = socket.socketpair()
+        theirs.setblocking(True)  # also where the program has given all sockets a time limit
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", PROCESS, str(theirs.fileno()), str(os.getpid())],
@@ -201,6 +202,7 @@ class Ranks:
             theirs.close()
         assert process.stdout is not None
         child = _Child(job, process, ours)
+        ours.setblocking(True)
         with suppress(OSError):  # it is dead already: the watch will tell
             ours.sendall(LENGTH.pack(len(job.command)) + job.command)
         ours.setblocking(False)
