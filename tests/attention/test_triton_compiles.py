@@ -99,8 +99,7 @@ def test_trying_the_kernel_for_prefills_compiles_none_that_layers_would_not_need
     assert [kernel.name for kernel in kernels].count("prefill_hopper") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "head_size"), [("bfloat16", 128), ("float16", 64)])
+@pytest.mark.parametrize(("dtype", "head_size"), [pytest.param("bfloat16", 128, marks=pytest.mark.slow), ("float16", 64)])
 def test_attention_over_fp8_compiles_and_reads_whole_pieces(dtype: str, head_size: int) -> None:
     """16 bytes at once into shared memory, and from there what matrix units take: never byte by byte."""
     from tests.attention.hopper import SHARED_MEMORY_BYTES, compiling_for_hopper

@@ -11,6 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language import debug_barrier  # see triton_prefill_hopper
 
 PANEL = gl.constexpr(64)  # numbers of a head: the 128 bytes that matrix units read at once
 WIDENED_ROWS = gl.constexpr(32)  # at once: 16 numbers a thread
@@ -97,7 +98,7 @@ def _widen(small, which: gl.constexpr, keys, stage, D: gl.constexpr, N: gl.const
             numbers = small.index(which * PANELS + panel).slice(i * WIDENED_ROWS, WIDENED_ROWS).load(layout)
             keys.index(stage * PANELS + panel).slice(i * WIDENED_ROWS, WIDENED_ROWS).store(numbers.to(keys.dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    debug_barrier()
 
 
 @gluon.jit
