@@ -69,7 +69,7 @@ def copied(x: torch.Tensor, part: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def microseconds(act: Callable[[], None], device: torch.device) -> float:
-    """Of one of the sums of a graph."""
+    """Return the time of one sum of a graph."""
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         act()

@@ -117,7 +117,7 @@ def _stream_of(rows: int, outputs: int) -> torch.Tensor:
 
 
 def as_chosen(form: WeightFormat, product: Product, x: torch.Tensor, weight: Any) -> torch.Tensor:
-    """What a layer does. What is added in parts isn't added up here: the next norm does that, in any format."""
+    """Compute a layer. What is added in parts isn't added up here: the next norm does that, in any format."""
     if not product.adds:
         return form.columns(weight, x, gated=product.gated)
     stream = Residual(_stream_of(len(x), product.outputs))

@@ -62,7 +62,7 @@ def warm_up(engine: LLMEngine, longest: int) -> None:
 
 
 class Split:
-    """Where the time of the steps since it was made went."""
+    """The share of each part in the time of the steps since it was made."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine, self._before, self._began = engine, engine.stats(), engine.now()

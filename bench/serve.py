@@ -77,7 +77,7 @@ def run_here(plan: Plan) -> list[Record]:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of one metric, in milliseconds."""
+    """Figures of one metric, in milliseconds."""
 
     mean: float
     p50: float

@@ -130,7 +130,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Record:
-    """What a process has seen."""
+    """The streams that a process has seen."""
 
     began: float
     outcomes: list[Outcome] = field(default_factory=list)
@@ -283,7 +283,7 @@ class Connection(asyncio.Protocol):
         return self._compared() or (COMPLETED, "")
 
     def _compared(self) -> tuple[str, str] | None:
-        """What is wrong with the text so far, if it is checked."""
+        """Return what is wrong with the text so far, if it is checked."""
         if self._texts is None or self._job.text is None:
             return None
         text, whole = "".join(self._texts), self._job.text

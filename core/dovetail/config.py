@@ -147,8 +147,8 @@ class EngineConfig(BaseModel):
     """Type of K and V in the cache. auto: that of the activations. fp8 (fp8_e4m3 is the same): half the memory of 16 bits, so twice the tokens."""
 
     kv_cache_scales: Literal["auto", "calibrate"] = "auto"
-    """What K and V of each layer are divided by before they become fp8. auto: the checkpoint's k_scale and v_scale, else 1. calibrate: fitted to the
-    prompts of the first step."""
+    """The numbers by which K and V of each layer are divided before they become fp8. auto: the checkpoint's k_scale and v_scale, else 1. calibrate:
+    fitted to the prompts of the first step."""
 
     block_size: Annotated[Literal["auto"] | int, BeforeValidator(_as_block_size)] = "auto"
     """Tokens in a block of K and V. auto: the smallest size from 16 on that the attention backend supports."""

@@ -166,7 +166,7 @@ def _dumped(value: Any, name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What `json.dumps` asks for: other mappings and sequences than dicts and lists."""
+    """`json.dumps` calls this for values that it doesn't know: other mappings and sequences than dicts and lists."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, BINARY):

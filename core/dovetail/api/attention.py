@@ -76,7 +76,8 @@ class AttentionContext:
 
 @dataclass(frozen=True, slots=True)
 class KVScales:
-    """What a layer's K and V are divided by before they are stored in a cache of a smaller dtype: positive numbers on the device, [] float32 each.
+    """The numbers by which a layer's K and V are divided before they are stored in a cache of a smaller dtype: positive numbers on the device, []
+    float32 each.
 
     Kernels read them whenever they run. They change only while the cache holds nothing that a request needs.
     """

@@ -25,7 +25,7 @@ SPEC_KINDS: tuple[SpecKind, ...] = get_args(SpecKind)
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What an answer must follow. `text` is, by kind:
+    """A rule that an answer must follow. `text` is, by kind:
 
     - `json_schema`: a JSON Schema, as JSON. A backend may allow less than the schema does (properties in their order alone, no white space, strings
       of a given length only without escapes), never more.

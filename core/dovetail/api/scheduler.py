@@ -148,7 +148,7 @@ class Step(Protocol):
 
     @property
     def fit(self) -> Fit:
-        """What `estimate_s` rests on, and how far off it is."""
+        """The measurements on which `estimate_s` rests, and how far off it is."""
 
     def shared_tokens(self, one: Request, other: Request) -> int:
         """Return how many prompt tokens one of the two could take over from the other: the whole blocks with which both prompts begin, without the

@@ -36,7 +36,7 @@ class Constraint:
 
     @property
     def matcher(self) -> Matcher | None:
-        """What masks the next token; None while any may come."""
+        """Return what masks the next token; None while any may come."""
         if self._after:
             return None
         if self._matcher is None:

@@ -55,7 +55,7 @@ class IntakeFacts:
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
-    """What a request has besides its prompt and parameters. `LLMEngine.add_request` says what each means."""
+    """The fields of a request besides its prompt and parameters. `LLMEngine.add_request` says what each means."""
 
     arrival_time: float | None = None
     priority: int = 0

@@ -226,7 +226,7 @@ class LLMEngine:
 
     @in_turn
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to compute, or to return."""
+        """Return whether `step` has something to compute, or to return."""
         self._drop_abandoned()
         return self.core.has_unfinished() or bool(self._kept)
 

@@ -38,7 +38,7 @@ S = TypeVar("S", bound=SampleState)
 
 
 class News(Protocol):
-    """What a step brought: a `Delivery`, or what a frame of another process says. The keys of the mappings are `SampleState`s."""
+    """The news of a step: a `Delivery`, or what a frame of another process says. The keys of the mappings are `SampleState`s."""
 
     @property
     def requests(self) -> Sequence[SampleState]: ...

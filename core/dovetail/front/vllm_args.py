@@ -158,7 +158,7 @@ def _number(name: str, key: str, example: int, automatic: Any = None) -> Argumen
 
 
 def _ranks(name: str) -> Argument:
-    """How many ranks a model is split over: a number of two or more names the executor, too."""
+    """The number of ranks over which a model is split: two or more name the executor, too."""
 
     def becomes(value: Any) -> Mapping[str, Any] | None:
         if type(value) is not int or value < 1:

@@ -35,8 +35,8 @@ def linear(
     gated: bool = False,
     into: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Of plain weights: x [tokens, in] or a residual stream, normed first if there is a norm -> [tokens, out]. `gated`: silu of the first half of the
-    outputs, times the second half. `into` [tokens, out]: memory for the result, instead of new."""
+    """Multiply by plain weights: x [tokens, in] or a residual stream, normed first if there is a norm -> [tokens, out]. `gated`: silu of the first
+    half of the outputs, times the second half. `into` [tokens, out]: memory for the result, instead of new."""
     return DENSE.columns(weight, x, bias, norm, gated=gated, into=into)
 
 

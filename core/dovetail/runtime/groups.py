@@ -87,7 +87,7 @@ class TorchGroup:
 
     @property
     def _over_hosts(self) -> bool:
-        """Whether connections of gloo lead to other hosts. A dead process of this one has the kernel end them."""
+        """Return whether connections of gloo lead to other hosts. A dead process of this one has the kernel end them."""
         return self.device.type == "cpu" and "://" in self._store
 
     def __str__(self) -> str:

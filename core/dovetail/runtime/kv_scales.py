@@ -1,5 +1,5 @@
-"""What K and V are divided by before they are stored in a cache of FP8: from the checkpoint, or fitted to the prompts of the first step. A worker
-makes these for the layers of its model.
+"""Scales by which K and V are divided before they are stored in a cache of FP8: from the checkpoint, or fitted to the prompts of the first step. A
+worker makes these for the layers of its model.
 
 e4m3 is a floating-point format: its error is a share of each number, 1/16 at most, whatever the scale, between 2**-6 and 448 times the scale. So a
 scale needn't be exact: it has to keep the largest numbers from being cut off, and the small ones above 2**-6. Those that are calibrated are powers of

@@ -37,7 +37,7 @@ class Limits:
     tilings: Tilings
 
     def shape_of(self, layer: LayerShape) -> Shape:
-        """What tilings are chosen for."""
+        """A step as far as tilings are chosen by it."""
         return Shape.of(layer, self.dtype, self.cache_dtype, self.block_size)
 
     @property

@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the answers depend on, as plain values: a job goes on only with the same ones."""
+        """All that the answers depend on, as plain values: a job goes on only with the same ones."""
         job = self.job
         engines = [{key: value for key, value in config.model_dump(mode="json").items() if key not in CHANGES_NO_ANSWER} for config in self.configs]
         different = [engine for place, engine in enumerate(engines) if engine not in engines[:place]]

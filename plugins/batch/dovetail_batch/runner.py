@@ -32,7 +32,7 @@ SHOWN_FAILURES = 3
 
 @dataclass(slots=True)
 class Summary:
-    """What a run of a job did. `seconds` are those from the moment at which the first engine was ready."""
+    """The result of a run of a job. `seconds` are those from the moment at which the first engine was ready."""
 
     rows: int  # of the job
     earlier: int  # rows that had an answer before

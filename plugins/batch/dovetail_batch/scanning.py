@@ -1,4 +1,4 @@
-"""What is found out about a job's input before the first row is computed: how many rows, where shards begin, that no id is there twice."""
+"""A look through a job's input before the first row is computed: how many rows, where shards begin, that no id is there twice."""
 
 from __future__ import annotations
 

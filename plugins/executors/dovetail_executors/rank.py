@@ -17,7 +17,7 @@ CONNECTION_LEFT_S = 10.0  # a sum between CPUs waits for longer than a step may 
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What the ranks of an engine have in common. Picklable."""
+    """The settings that the ranks of an engine have in common. Picklable."""
 
     executor: str  # its name, for errors
     group: str  # the group's name, which no other has on this host

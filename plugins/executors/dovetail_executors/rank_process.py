@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a rank's process is told first. Components are as the engine resolved them: nothing is searched for again."""
+    """The first message to a rank's process. Components are as the engine resolved them: nothing is searched for again."""
 
     rank: int
     device: str

@@ -1,4 +1,4 @@
-"""Where the engine's host lets the other hosts in: it listens until all have come."""
+"""The door by which the engine's host lets the other hosts in: it listens until all have come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be the same on all hosts of an engine."""
+"""Versions that must be the same on all hosts of an engine."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from dovetail_lab.step_time import Described
 
 
 class DataSheet(Described):
-    """What a data sheet says of one device."""
+    """The data sheet of one device."""
 
     memory_bytes: float = Field(gt=0, allow_inf_nan=False, description="Bytes of its memory.")
     bytes_per_s: float = Field(gt=0, allow_inf_nan=False, description="Bandwidth of its memory.")

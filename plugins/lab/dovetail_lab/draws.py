@@ -1,4 +1,4 @@
-"""What is drawn to find out how certain a comparison is: for both policies alike, whole runs where there are enough independent ones
+"""Random draws that tell how certain a comparison is: for both policies alike, whole runs where there are enough independent ones
 (`SeedDraws`), else stretches of time (`BlockDraws`). Requests of one run share queues, batches and the KV pool, so none is ever drawn alone.
 """
 

@@ -59,8 +59,8 @@ def fit_regimes(
 
 
 def fit_launches(measurements: Sequence[Measurement], boundary: int | None) -> RegimeStepTime:
-    """How long handing steps over takes, in straight lines: it is the same graph, or as many kernels, whatever the tokens, and only what a step is
-    told of them grows. Steps with prefills of up to `boundary` tokens have a line of their own. Raises `ConfigError` as `fit_regimes`."""
+    """Fit the time that handing steps over takes, in straight lines: it is the same graph, or as many kernels, whatever the tokens, and only what a
+    step is told of them grows. Steps with prefills of up to `boundary` tokens have a line of their own. Raises `ConfigError` as `fit_regimes`."""
     steps = [_step(one) for one in measurements]
     decode = _without_outliers([step for step in steps if not step.shape.prefill_rows], "decodes", straight=True)
     return _with_prefills(decode, [step for step in steps if step.shape.prefill_rows], boundary, (), straight=True)

@@ -56,7 +56,7 @@ def _partner(
 
 
 class Conversation:
-    """What is said in the terminal, or through pipes: then each line of standard input is a message, and only answers are printed."""
+    """A conversation in the terminal, or through pipes: then each line of standard input is a message, and only answers are printed."""
 
     def __init__(self, partner: Partner, system: str | None) -> None:
         self._partner, self._system = partner, system

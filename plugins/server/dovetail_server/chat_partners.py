@@ -1,4 +1,4 @@
-"""Who answers in `dovetail chat`: a model in this process, or a server. `chat_command` talks to either through `Partner`."""
+"""The partners of `dovetail chat`: a model in this process, or a server. `chat_command` talks to either through `Partner`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
 
 
 class Partner(Protocol):
-    """Who answers."""
+    """The one who answers."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""What a request demands of its answer's form becomes parameters: for the routes, once a conversation is a prompt."""
+"""This module turns what a request demands of its answer's form into parameters: for the routes, once a conversation is a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler decided in the last steps, for the page: counts alone, nothing of anybody's request. The engine's host has a `DecisionWatch`.
+"""The scheduler's decisions of the last steps, for the page: counts alone, nothing of anybody's request. The engine's host has a `DecisionWatch`.
 
 Noting decisions makes a step several times as dear to the core, so each question has a few steps noted, and no more.
 """

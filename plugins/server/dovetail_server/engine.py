@@ -20,7 +20,7 @@ from dovetail.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What an engine is, once it has started."""
+    """A description of an engine that has started."""
 
     model: str  # as the config names it
     max_model_len: int  # tokens, prompt and answer together
@@ -69,7 +69,7 @@ class Decisions:
 
 
 class Listener(Protocol):
-    """Who hears of one request. No method may block or raise."""
+    """A listener to one request. No method may block or raise."""
 
     @property
     def is_plain(self) -> bool:

@@ -56,7 +56,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Server:
-    """What all routes share; `app.state.server`."""
+    """The objects that all routes share; `app.state.server`."""
 
     engine: ServedEngine
     settings: ServerSettings

@@ -66,7 +66,7 @@ class Ask(msgspec.Struct, array_like=True, tag=3):
 
 
 class Facts(msgspec.Struct, array_like=True, tag=10):
-    """What the engine is."""
+    """A description of the engine."""
 
     model: str
     tokenizer_dir: str
@@ -122,7 +122,7 @@ class Dropped(msgspec.Struct, array_like=True, tag=13):
 
 
 class Decided(msgspec.Struct, array_like=True, tag=15):
-    """What the scheduler decided lately."""
+    """The scheduler's last decisions."""
 
     decisions: Decisions
 
@@ -169,14 +169,14 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class Extra(msgspec.Struct, array_like=True, gc=False):
-    """What a step brought the few that asked for more than tokens."""
+    """The news of a step for the few that asked for more than tokens."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()  # number, rows
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag=14, gc=False):
-    """What one step brought one front end: `token_ids[i]` is new for the sample `numbers[i]`."""
+    """The news of one step for one front end: `token_ids[i]` is new for the sample `numbers[i]`."""
 
     step: int
     time: float  # of its results, seconds on the engine's clock

@@ -49,7 +49,7 @@ IDLE_CHECK_S = 1.0  # how often an engine without requests looks whether its exe
 
 
 class Post(Protocol):
-    """How the host hears of front ends, and they of it. Front ends are known by names, which are never used again. One thread calls it."""
+    """The link between the host and its front ends. Front ends are known by names, which are never used again. One thread calls it."""
 
     def take(self) -> Sequence[tuple[bytes, ToEngine]]:
         """Return the messages that have come, with their senders'."""
@@ -77,7 +77,7 @@ class _FrontEnd:
 
 
 class _Columns:
-    """What a delivery has for one front end."""
+    """The part of a delivery that is for one front end."""
 
     __slots__ = ("extra", "finished", "first", "numbers", "tokens")
 

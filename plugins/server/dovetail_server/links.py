@@ -1,4 +1,4 @@
-"""How messages travel between the engine's host and front ends: by ZeroMQ between processes, or by calls between threads of one (`--in-process`).
+"""Messages travel between the engine's host and front ends by ZeroMQ between processes, or by calls between threads of one (`--in-process`).
 
 A `Post` is the host's end (see `host`), a `Line` a front end's.
 """

@@ -56,7 +56,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(RequestFields))
 
 
 class Sample:
-    """What a front end knows of one sample in the engine: a `SampleState`."""
+    """A front end's knowledge of one sample in the engine: a `SampleState`."""
 
     __slots__ = (
         "arrival_time",

@@ -34,7 +34,7 @@ QUICK_DEATHS = 3
 
 
 class State(Enum):
-    """What the whole is doing."""
+    """The state of the whole."""
 
     STARTING = "starting"
     SERVING = "serving"

@@ -1,4 +1,4 @@
-"""How the weights of linear layers are stored, apart from what layers compute.
+"""Formats: the ways in which weights of linear layers are stored, apart from what layers compute.
 
 A layer says *what*: merged columns or rows, and what stands around them (norm, gate, residual stream). A `WeightFormat` says *how*: what it keeps
 of a checkpoint's tensors and which kernels multiply it. A `Quantization` says which layers of a checkpoint have which format; it is found by the

@@ -18,7 +18,8 @@ from dovetail.nn.residual import Residual
 
 
 class WeightFormat(ABC):
-    """How the weight of a linear layer is stored and multiplied. Formats are values: layers whose formats are equal can be computed as one.
+    """The way in which the weight of a linear layer is stored and multiplied. Formats are values: layers whose formats are equal can be computed as
+    one.
 
     Each format has a plain twin, which is here: dequantize to float32 and multiply. It serves every device, and is the oracle of the format's
     kernels; these are chosen in `columns` and `add_to`, which call it where there is none.
@@ -63,7 +64,7 @@ def kept(result: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
 
 
 class Quantization(ABC):
-    """What a checkpoint's `quantization_config` says: which of its linear layers are stored how.
+    """The content of a checkpoint's `quantization_config`: which of its linear layers are stored how.
 
     Named by `QuantizationSpec.name`, the `quant_method` that it reads; see the hook `dovetail_quantizations`.
     """

@@ -82,7 +82,7 @@ class StoredWeight(nn.Parameter):
     def __new__(
         cls, form: StoredFormat, plain: Weight, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
     ) -> StoredWeight:
-        """Of the same parts as `plain`. The other arguments are uninitialised memory, laid out as the format likes."""
+        """Return a parameter of the same parts as `plain`. The other arguments are uninitialised memory, laid out as the format likes."""
         weight: StoredWeight = super().__new__(cls, values, requires_grad=False)
         weight.format, weight.parts, weight.layer_shape, weight.compute_dtype = form, plain.parts, (plain.shape[0], plain.shape[1]), plain.dtype
         weight.scales, weight.zeros = scales, zeros

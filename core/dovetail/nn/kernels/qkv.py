@@ -97,7 +97,7 @@ def _norm_turn_write(
 
 @triton.jit
 def _kept(values, scale, SCALED: tl.constexpr):
-    """What the cache keeps of K or V."""
+    """Return what the cache keeps of K or V."""
     if SCALED:
         values = scaled_codes(values.to(tl.float32), tl.load(scale))
     return values

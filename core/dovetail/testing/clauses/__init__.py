@@ -1,4 +1,4 @@
-"""Which check holds which clause of a contract: a module for each kind says so, sentence by sentence of `dovetail.api.<kind>`.
+"""The clauses of the contracts, and the check that holds each: a module for each kind lists them, sentence by sentence of `dovetail.api.<kind>`.
 
     CLAUSES = {
         "AttentionLayer.write": held("values", "write_first"),         # every sentence of this docstring
@@ -29,7 +29,7 @@ Subject = Kind | Literal["component"]  # a file of `dovetail.api`; the last is f
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What becomes of a sentence. `checks`: names of checks of the kind (or "hygiene.…") that hold it. `why`: the reason why it, or a part of it,
+    """The fate of a sentence. `checks`: names of checks of the kind (or "hygiene.…") that hold it. `why`: the reason why it, or a part of it,
     isn't checked. Neither: it asks nothing of the component, but tells what the core does or what a word means."""
 
     checks: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Which check holds which clause of `dovetail.api.attention`."""
+"""The checks that hold the clauses of `dovetail.api.attention`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLAUSES: Marks = {
     "AttentionContext": held("dtypes", "block_sizes"),
     "AttentionContext.cache_dtype": held("cache_dtypes", "cache_places"),
     "KVScales": {
-        "are divided by": held("cache_dtypes", "cache_saturates"),
+        "are divided before": held("cache_dtypes", "cache_saturates"),
         "whenever they run": held("cache_dtypes", but="scales that change between two replays of a captured graph aren't tried"),
         "change only while": TOLD,
     },

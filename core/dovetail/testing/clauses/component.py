@@ -1,4 +1,4 @@
-"""Which check holds which clause of `dovetail.api.component`, for components of all kinds.
+"""The checks that hold the clauses of `dovetail.api.component`, for components of all kinds.
 
 The registry refuses what is malformed in a declaration.
 """

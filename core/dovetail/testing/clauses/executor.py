@@ -1,4 +1,4 @@
-"""Which check holds which clause of `dovetail.api.executor`."""
+"""The checks that hold the clauses of `dovetail.api.executor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which check holds which clause of `dovetail.api.grammar`."""
+"""The checks that hold the clauses of `dovetail.api.grammar`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CLAUSES: Marks = {
         "A backend may allow less": held("json_schema", "white_space"),
         "Any JSON object": held("json_object", "mask", "grammars"),
         "may have bytes": TOLD,
-        "What an answer must follow": TOLD,
+        "A rule that an answer must follow": TOLD,
         "*": held("mask"),
     },
     "GrammarContext": {

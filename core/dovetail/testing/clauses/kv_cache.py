@@ -1,4 +1,4 @@
-"""Which check holds which clause of `dovetail.api.kv_cache`."""
+"""The checks that hold the clauses of `dovetail.api.kv_cache`."""
 
 from __future__ import annotations
 

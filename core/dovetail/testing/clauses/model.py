@@ -1,4 +1,4 @@
-"""Which check holds which clause of `dovetail.api.model`."""
+"""The checks that hold the clauses of `dovetail.api.model`."""
 
 from __future__ import annotations
 

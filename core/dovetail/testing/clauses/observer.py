@@ -1,4 +1,4 @@
-"""Which check holds which clause of `dovetail.api.observer`."""
+"""The checks that hold the clauses of `dovetail.api.observer`."""
 
 from __future__ import annotations
 

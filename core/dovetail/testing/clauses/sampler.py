@@ -1,4 +1,4 @@
-"""Which check holds which clause of `dovetail.api.sampler`."""
+"""The checks that hold the clauses of `dovetail.api.sampler`."""
 
 from __future__ import annotations
 

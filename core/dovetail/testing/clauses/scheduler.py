@@ -1,4 +1,4 @@
-"""Which check holds which clause of `dovetail.api.scheduler`.
+"""The checks that hold the clauses of `dovetail.api.scheduler`.
 
 The step itself refuses what a policy may not do; `scheduler.sound` sees that it needn't.
 """

@@ -1,4 +1,4 @@
-"""How a backend's values are judged: against the exact ones, or by values that tell what was seen."""
+"""Judging a backend's values: against the exact ones, or by values that tell what was seen."""
 
 from __future__ import annotations
 

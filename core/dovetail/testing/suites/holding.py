@@ -1,4 +1,4 @@
-"""What a component holds on to: everything that can be reached from it, for checks that it forgets what has ended."""
+"""This module finds what a component holds on to: everything that can be reached from it, for checks that it forgets what has ended."""
 
 from __future__ import annotations
 

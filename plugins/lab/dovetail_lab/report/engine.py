@@ -12,7 +12,7 @@ from dovetail_lab.summary import conditions, source_of_times
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What a page says of an engine beside its figures."""
+    """A page's words about an engine, beside its figures."""
 
     name: str
     settings: Mapping[str, Any]

@@ -126,7 +126,7 @@ class OutputConfig(Struct, forbid_unknown_fields=True):
 
 
 class Conversation(FurtherFields, forbid_unknown_fields=True, kw_only=True):
-    """What the bodies of both endpoints have."""
+    """The fields that the bodies of both endpoints have."""
 
     model: str | None = None
     messages: list[InputMessage]

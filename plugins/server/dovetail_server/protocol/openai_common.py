@@ -44,7 +44,7 @@ class FurtherFields(RuleFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """What a stream tells besides its text."""
+    """The things that a stream tells besides its text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False

@@ -54,7 +54,7 @@ _UPLOADS = (400, 404, 413, 503, 507)
 
 
 class OpenAIErrorDetail(Struct):
-    """What is wrong; `param` names the parameter, `code` is for programs."""
+    """An error: `message` says what is wrong, `param` names the parameter, `code` is for programs."""
 
     message: str
     type: str

@@ -1,4 +1,4 @@
-"""What requests of all APIs demand of an answer's form: a rule that its text follows, or calls of tools. `constraining` makes parameters of it."""
+"""The demands of requests of all APIs on an answer's form: a rule that its text follows, or calls of tools. `constraining` makes parameters of it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ToolSchema:
 
 @dataclass(frozen=True, slots=True)
 class CallDemand:
-    """What is demanded of an answer's tool calls: that they are of these functions, with arguments that follow the schemas."""
+    """The demand on an answer's tool calls: that they are of these functions, with arguments that follow the schemas."""
 
     tools: tuple[ToolSchema, ...]
     required: bool  # the answer begins with a call
@@ -109,7 +109,7 @@ class CallDemand:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is demanded of an answer's form. At most one of the two."""
+    """The demand on an answer's form. At most one of the two."""
 
     rule: Structured | None = None
     calls: CallDemand | None = None

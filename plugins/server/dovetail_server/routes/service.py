@@ -1,4 +1,4 @@
-"""What operators and clients ask of the server itself: /v1/models, /health, /ready, /version."""
+"""Endpoints about the server itself, for operators and clients: /v1/models, /health, /ready, /version."""
 
 from __future__ import annotations
 

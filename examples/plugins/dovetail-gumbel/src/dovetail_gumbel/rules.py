@@ -1,4 +1,4 @@
-"""What a request's own rules do to its logits before temperature and filters, one row at a time: few requests have any."""
+"""A request's own rules change its logits before temperature and filters, one row at a time: few requests have any."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Seen:
 
 
 def has_rules(sampling: RowSampling) -> bool:
-    """Whether `ruled` would change anything."""
+    """Return whether `ruled` would change anything."""
     names = ("logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")
     return any(getattr(sampling, name) != getattr(NEUTRAL, name) for name in names)
 
