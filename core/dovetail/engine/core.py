@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.api.clock import Clock
-from dovetail.api.executor import Batch, Capacity, Executor, Masks, NewRow, Result
+from dovetail.api.executor import Capacity, Executor, Masks, Result
 from dovetail.api.kv_cache import KVCacheManager
 from dovetail.api.observer import (
     EngineStopped,
@@ -34,6 +34,7 @@ from dovetail.api.observer import (
     StepFinished,
 )
 from dovetail.api.scheduler import Scheduler, StepDone
+from dovetail.engine.batches import NONE, BatchBuilder
 from dovetail.engine.books import Books
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery, Flight
@@ -47,8 +48,6 @@ from dovetail.errors import DovetailError, EngineDeadError, PolicyError, Request
 
 logger = logging.getLogger("dovetail")
 
-NONE = np.zeros(0, np.int32)
-NONE.flags.writeable = False
 NO_WORDS = np.zeros((0, 0), np.uint32)
 PREPARING_S = 0.001  # how often an idle engine looks whether a request is ready
 
@@ -95,9 +94,8 @@ class EngineCore:
         self._index = 0
         self._finished: dict[LiveRequest, Finish] = {}  # ended otherwise than by results: rejected, failed
         self._take_scheduler(scheduler)
-        self._may_share = capacity.shared_prefix
+        self._batches = BatchBuilder(kv, self.books.rows, capacity.shared_prefix)
         self._vocab_size = capacity.vocab_size
-        self._sharing: tuple[list[LiveRequest], int] = [], 0  # the requests of the last step, and the number of blocks that all begin with
         self._storm = StormWatch(settings.scheduler_name)
 
     # For the front end
@@ -278,7 +276,8 @@ class EngineCore:
         step.freed = bool(lingering)
         self.books.drop_lingering([r for r in lingering if r in self.books.lingering])
         if step.granted:
-            batch, flight = self._build(step)
+            batch, flight = self._batches.build(step, constrained=self._constrained > 0)
+            self._drain(flight.requests)
             self.books.submitted(step.granted)
             flight.core_s = time.perf_counter() - begun
             flight.handle = self.executor.submit(batch)
@@ -330,59 +329,11 @@ class EngineCore:
             if self.observers:
                 self.observers.tell("on_admitted", RequestAdmitted(step.now, request, cached))
 
-    def _build(self, step: PlannedStep) -> tuple[Batch, Flight]:
-        requests, tokens = list(step.granted), list(step.granted.values())
-        appended = [(r.row, block) for r, blocks in step.appended if r.row >= 0 for block in blocks]
-        newcomers = [r for r in requests if r.row < 0]
-        for request in newcomers:
-            self.books.rows.assign(request)
-        removed = self.books.rows.take_removed()
-        yields_token = None if not step.prefill_tokens else [r.yields_token for r in requests]
-        batch = Batch(
-            step=step.index,
-            removed=np.array(removed, np.int32) if removed else NONE,
-            added=tuple(_new_row(r, step.granted[r]) for r in newcomers),
-            new_block_rows=np.array([row for row, _ in appended], np.int32) if appended else NONE,
-            new_blocks=np.array([block for _, block in appended], np.int32) if appended else NONE,
-            copies=tuple(self.kv.take_copies()),
-            rows=np.array([r.row for r in requests], np.int32),
-            num_tokens=np.array(tokens, np.int32),
-            yields_token=np.ones(len(requests), np.bool_) if yields_token is None else np.array(yields_token, np.bool_),
-            shared_prefix_blocks=self._shared_prefix(requests, new=bool(step.admitted)),
-            late=self._constrained > 0 and any(r.constraint is not None and r.yields_token for r in requests),
-        )
-        flight = Flight(
-            index=step.index,
-            handle=None,
-            planned=step.now,
-            requests=requests,
-            tokens=tokens,
-            yields_token=yields_token,
-            prefilled=step.prefilled,
-            recomputed=step.recomputed,
-            prefill_tokens=step.prefill_tokens,
-            decode_tokens=sum(tokens) - step.prefill_tokens,
-            context_tokens=sum([r.num_computed for r in requests]),
-            cached_tokens=sum(step.admitted.values()),
-            preempted=len(step.preempted),
-            recomputed_tokens=step.recomputed_tokens,
-            core_s=0.0,
-            decisions=tuple(step.decisions or ()),
-            unsampled=batch.late,
-        )
+    def _drain(self, requests: list[LiveRequest]) -> None:
+        """Take those out of the running that have been given all tokens that they can need: only results are missing."""
         for request in [r for r in requests if r.num_computed >= r.last_computed]:
             request.status = Status.DRAINING
             self.books.running.remove(request)
-        return batch, flight
-
-    def _shared_prefix(self, requests: list[LiveRequest], new: bool) -> int:
-        """Return how many leading blocks all requests of a step have in common; 0 unless the executor can use it. They are compared again only if a
-        table is `new`, or if other requests run than in the step before: tables grow at their end."""
-        if not self._may_share or len(requests) < 2:
-            return 0
-        if new or requests != self._sharing[0]:
-            self._sharing = requests, self.kv.common_prefix(requests)
-        return self._sharing[1]
 
     # Late sampling
 
@@ -568,16 +519,3 @@ def _watched(request: LiveRequest, token: int) -> Finish | None:
         seen = watcher.see(token)
         finish = finish or seen
     return finish
-
-
-def _new_row(request: LiveRequest, granted: int) -> NewRow:
-    known = np.concatenate((request.prompt_array, request.output_token_ids)) if request.output_token_ids else request.prompt_array
-    return NewRow(
-        row=request.row,
-        request_id=request.id,
-        token_ids=known.astype(np.int32),
-        prompt_len=request.prompt_tokens,
-        computed=request.num_computed - granted,
-        blocks=np.array(request.blocks, np.int32),
-        sampling=request.sampling,
-    )

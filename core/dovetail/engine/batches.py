@@ -1,0 +1,90 @@
+"""`BatchBuilder`: what the policy decided for a step, as the arrays that an executor computes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dovetail.api.executor import Batch, NewRow
+from dovetail.api.kv_cache import KVCacheManager
+from dovetail.engine.flight import Flight
+from dovetail.engine.live_request import LiveRequest
+from dovetail.engine.rows import RowTable
+from dovetail.engine.step import PlannedStep
+
+NONE = np.zeros(0, np.int32)
+NONE.flags.writeable = False
+
+
+class BatchBuilder:
+    """Builds the batches of one engine, step after step: each says only what changed since the one before."""
+
+    def __init__(self, kv: KVCacheManager, rows: RowTable, may_share: bool) -> None:
+        """`may_share`: the executor gains by knowing which blocks all requests of a step begin with."""
+        self._kv, self._rows, self._may_share = kv, rows, may_share
+        self._sharing: tuple[list[LiveRequest], int] = [], 0  # the requests of the last step, and the number of blocks that all begin with
+
+    def build(self, step: PlannedStep, *, constrained: bool) -> tuple[Batch, Flight]:
+        """Return the batch of a step, and what the engine keeps of it until its result comes. Requests that have no row get one. `constrained`: there
+        may be requests whose tokens must follow a grammar."""
+        requests, tokens = list(step.granted), list(step.granted.values())
+        appended = [(r.row, block) for r, blocks in step.appended if r.row >= 0 for block in blocks]
+        newcomers = [r for r in requests if r.row < 0]
+        for request in newcomers:
+            self._rows.assign(request)
+        removed = self._rows.take_removed()
+        yields_token = None if not step.prefill_tokens else [r.yields_token for r in requests]
+        batch = Batch(
+            step=step.index,
+            removed=np.array(removed, np.int32) if removed else NONE,
+            added=tuple(_new_row(r, step.granted[r]) for r in newcomers),
+            new_block_rows=np.array([row for row, _ in appended], np.int32) if appended else NONE,
+            new_blocks=np.array([block for _, block in appended], np.int32) if appended else NONE,
+            copies=tuple(self._kv.take_copies()),
+            rows=np.array([r.row for r in requests], np.int32),
+            num_tokens=np.array(tokens, np.int32),
+            yields_token=np.ones(len(requests), np.bool_) if yields_token is None else np.array(yields_token, np.bool_),
+            shared_prefix_blocks=self._shared_prefix(requests, new=bool(step.admitted)),
+            late=constrained and any(r.constraint is not None and r.yields_token for r in requests),
+        )
+        flight = Flight(
+            index=step.index,
+            handle=None,
+            planned=step.now,
+            requests=requests,
+            tokens=tokens,
+            yields_token=yields_token,
+            prefilled=step.prefilled,
+            recomputed=step.recomputed,
+            prefill_tokens=step.prefill_tokens,
+            decode_tokens=sum(tokens) - step.prefill_tokens,
+            context_tokens=sum([r.num_computed for r in requests]),
+            cached_tokens=sum(step.admitted.values()),
+            preempted=len(step.preempted),
+            recomputed_tokens=step.recomputed_tokens,
+            core_s=0.0,
+            decisions=tuple(step.decisions or ()),
+            unsampled=batch.late,
+        )
+        return batch, flight
+
+    def _shared_prefix(self, requests: list[LiveRequest], new: bool) -> int:
+        """Return how many leading blocks all requests of a step have in common; 0 unless the executor can use it. They are compared again only if a
+        table is `new`, or if other requests run than in the step before: tables grow at their end."""
+        if not self._may_share or len(requests) < 2:
+            return 0
+        if new or requests != self._sharing[0]:
+            self._sharing = requests, self._kv.common_prefix(requests)
+        return self._sharing[1]
+
+
+def _new_row(request: LiveRequest, granted: int) -> NewRow:
+    known = np.concatenate((request.prompt_array, request.output_token_ids)) if request.output_token_ids else request.prompt_array
+    return NewRow(
+        row=request.row,
+        request_id=request.id,
+        token_ids=known.astype(np.int32),
+        prompt_len=request.prompt_tokens,
+        computed=request.num_computed - granted,
+        blocks=np.array(request.blocks, np.int32),
+        sampling=request.sampling,
+    )
