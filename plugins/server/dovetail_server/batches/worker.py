@@ -121,12 +121,14 @@ class _Work:
                     return end
                 if under_way:
                     ended, under_way = await asyncio.wait(under_way, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                    for task in ended:
-                        task.result()
+                    errors = [error for task in ended if (error := task.exception()) is not None]  # of all: one left unread would be told later
+                    if errors:
+                        raise errors[0]
             return "completed"
         finally:
             for task in under_way:
                 task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)  # none may write any more
 
     def _look(self) -> Literal["cancelled", "expired"] | None:
         """Now and then, write the counts, and see whether the batch is to end."""
