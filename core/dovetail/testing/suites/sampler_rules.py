@@ -107,12 +107,20 @@ class SamplerRules(SamplerSubject):
         output = (3, 4, 3)
         for temperature in (0.5, 2.0):
             for sampling in (
-                RowSampling(temperature=temperature, logit_bias=((5, 1.0), (9, -1.0), (12, 1.5))),
-                RowSampling(temperature=temperature, repetition_penalty=2.0),
-                RowSampling(temperature=temperature, presence_penalty=-1.0),
-                RowSampling(temperature=temperature, frequency_penalty=-0.5),
-                RowSampling(temperature=temperature, allowed_token_ids=(1, 3, 5, 7, 11)),
-                RowSampling(temperature=temperature, bad_words=((3, 6), (9,)), min_tokens=9, stop_token_ids=(0, 1)),
+                RowSampling(
+                    temperature=temperature,
+                    logit_bias=((5, 1.0), (9, -1.0), (12, 1.5)),
+                    repetition_penalty=2.0,
+                    presence_penalty=-1.0,
+                    frequency_penalty=-0.5,
+                ),
+                RowSampling(
+                    temperature=temperature,
+                    allowed_token_ids=(1, 3, 5, 6, 7, 9, 11),
+                    bad_words=((3, 6), (9,)),
+                    min_tokens=9,
+                    stop_token_ids=(0, 1),
+                ),
             ):
                 counts = self.draws(MIXED, sampling, DRAWS, seeds=DRAWS, output=output)
                 p = p_value(counts, distribution(MIXED, sampling, (0,), output))
