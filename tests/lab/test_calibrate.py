@@ -249,12 +249,14 @@ def test_decodes_that_no_size_is_padded_to_are_not_taken_for_padded(found_machin
     assert found_machine.step_time["decode"]["sizes"] == []
 
 
+@pytest.mark.slow
 def test_it_is_found_out_that_decodes_begin_before_their_launching_has_ended(found_stairs: StepTimeProfile, found_machine: StepTimeProfile) -> None:
     assert found_stairs.copying_share == pytest.approx(STAIRS["copying"], abs=0.03)
     assert found_machine.copying_share == 0.0
 
 
-@pytest.mark.parametrize("workload", [pytest.param(SHORT, marks=pytest.mark.slow), STEADY])
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", [SHORT, STEADY])
 def test_a_machine_with_stairs_is_predicted(found_stairs: StepTimeProfile, workload: str) -> None:
     smooth = found_stairs.model_copy(update={"launch_spread": None})
     assert differences(smooth, workload, **{**STAIRS, "jitter": Jitter()}) == pytest.approx(dict.fromkeys(FIGURES, 0.0), abs=0.02)
