@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from dovetail.nn import residual as residual_module
 from dovetail.nn.format import WeightFormat, float8, int4
 from dovetail.nn.format.compressed_tensors import PackedInt4
 from dovetail.nn.format.float8 import Float8
-from dovetail.nn.kernels import float8_products, rms_norm, streamed
+from dovetail.nn.kernels import float8_products, launch, one_row_int4, rms_norm, streamed
+from dovetail.nn.kernels.digits import add_products_of_bytes, digits, raised, scale_of
 from dovetail.nn.kernels.widening import float8_to_16_bits, pairs_to_16_bits
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.residual import Residual
@@ -60,6 +62,7 @@ def test_the_kernels_hold_in_tritons_interpreter() -> None:
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     take_kernels(monkeypatch, float8, int4, residual_module)
     monkeypatch.setattr(float8, "has_many_rows", lambda device: False)  # which rounds inputs: below
+    monkeypatch.setattr(launch, "_why_unavailable", lambda *asked: None)  # a kernel that fails does so here, and its twin doesn't stand in for it
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -113,6 +116,86 @@ def test_the_stream_gets_the_product_with_the_dequantized_weight(form: WeightFor
     expected = before.double() + product(x, form.dequantized(weight))
     assert_close(stream.normed(norm), norm(expected.to(DTYPE)).double())
     assert_close(stream.x, expected)
+
+
+def largest_of_chunks(x: torch.Tensor) -> torch.Tensor:
+    """The largest size among the 32 inputs, 16 and 16 from 64 further on, that `one_row_int4` makes integers with the same scale; for each input."""
+    inputs = x.shape[1]
+    chunks = torch.nn.functional.pad(x.double().abs(), (0, -inputs % 128)).view(-1, 2, 4, 16)
+    return chunks.amax((1, 3), keepdim=True).expand(chunks.shape).reshape(1, -1)[:, :inputs]
+
+
+@runs_kernels
+@pytest.mark.parametrize("kind", ["as in models", "with outliers", "of one sign", "tiny"])
+@pytest.mark.parametrize(("form", "inputs"), [(form, inputs) for form in FORMATS if isinstance(form, PackedInt4) for inputs in (128, 640)])
+def test_the_sums_of_one_row_are_as_exact_as_those_of_float32(form: PackedInt4, inputs: int, kind: str) -> None:
+    """Left in float32, so that the rounding of the result hides nothing."""
+    weight, x = stored(form, (24,), inputs, DTYPE, DEVICE), randn(1, inputs)
+    if kind == "with outliers":
+        x[0, ::37] *= 2000
+    elif kind == "of one sign":
+        x = x.abs() + 4
+    elif kind == "tiny":
+        x *= 2.0**-16
+    y, numbers = torch.empty(1, 24, device=DEVICE), form.dequantized(weight)
+    one_row_int4.linear(x, form._stored(weight), into=y)
+    of_integers = 2.0**-22 * largest_of_chunks(x) @ numbers.double().abs().T
+    of_sums = 2.0**-22 * x.double().abs() @ numbers.double().abs().T
+    assert ((y.double() - product(x, numbers)).abs() <= of_integers + of_sums).all()
+
+
+@runs_kernels
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_none_is_no_number_in_the_sums(wrong: float) -> None:
+    form, x = PackedInt4(128, True), randn(1, 640)
+    x[0, 300] = wrong
+    assert one_row_int4.linear(x, form._stored(stored(form, (24,), 640, DTYPE, DEVICE))).isnan().all()
+
+
+@runs_kernels
+@given(inputs=st.sampled_from([4096, 11008, 12288, 16640]), outputs=st.sampled_from([3, 17]), gated=st.booleans(), adds=st.booleans())
+@examples(quick=2, full=10)
+def test_one_row_of_many_inputs_goes_through_several_tiles(inputs: int, outputs: int, gated: bool, adds: bool) -> None:
+    form = PackedInt4(128, False)
+    weight, x, norm = stored(form, (outputs, outputs) if gated else (outputs,), inputs, DTYPE, DEVICE), randn(1, inputs), norm_of(inputs)
+    before = randn(1, outputs)
+    out = before.clone() if adds else None
+    y = one_row_int4.linear(x, form._stored(weight), norm=(norm.weight, norm.eps), gated=gated, out=out)
+    assert_close(y, product(norm(x), form.dequantized(weight), None, gated) + (before.double() if adds else 0))
+
+
+@triton.jit
+def _multiply_bytes(numbers, others, products, scales, N: tl.constexpr) -> None:  # noqa: N803 (constants are upper case)
+    i = tl.arange(0, N)
+    four = ()
+    largest = tl.zeros([N], tl.int32)
+    for at in tl.static_range(4):
+        values = tl.load(numbers + i * 4 + at)
+        largest = tl.maximum(largest, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        four += (values,)
+    factor, scale = scale_of(largest)
+    low, middle, high = digits(raised(four[0], factor), raised(four[1], factor), raised(four[2], factor), raised(four[3], factor))
+    other = tl.load(others + i)
+    sums = add_products_of_bytes(tl.zeros([N], tl.int32), other, high, True)
+    sums = add_products_of_bytes(sums * 256, other, middle, False)
+    sums = add_products_of_bytes(sums * 256, other, low, False)
+    tl.store(products + i, sums)
+    tl.store(scales + i, scale)
+
+
+@runs_kernels
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+def test_products_of_integers_and_bytes_are_exact(size: float) -> None:
+    torch.manual_seed(0)
+    numbers = (torch.randn(64, 4) * size).to(torch.bfloat16).float()
+    numbers[0] = 0.0
+    codes = torch.randint(0, 16, (64, 4), dtype=torch.uint8)
+    products, scales = torch.empty(64, dtype=torch.int32, device=DEVICE), torch.empty(64, device=DEVICE)
+    _multiply_bytes[(1,)](numbers.to(DEVICE), codes.view(torch.int32).flatten().to(DEVICE), products, scales, N=64)
+    integers = numbers.double() / scales.cpu().double()[:, None]
+    assert integers.abs().max() < 2**22
+    assert (integers[1:].abs().amax(1) >= 2**21).all()
+    assert torch.equal(products.cpu().double(), (integers.round() * codes.double()).sum(1))
 
 
 @runs_kernels

@@ -4,8 +4,13 @@
 """A linear layer of one row whose weights have 4 bits: `one_row`, but for reading the weights, eight in each 32-bit word. Twin: `dequantized` of the
 format in `dovetail.nn.format.int4`.
 
-A weight is put into the upper bits of the mantissa of 16, which makes it a float32 in two operations; what that adds is subtracted from the sums. The
-products of a word's low halves and of its high ones are summed apart, since these may belong to two groups, and then scaled.
+Unpacking weights and multiplying each by a float takes more instructions than there is time for while memory brings them. So inputs become integers,
+since a GPU adds up four products of bytes at once (dp4a): the 32 inputs of four words, "a chunk", get a power of two as their scale, with which the
+largest has 22 bits, in three bytes. Sums of integers are exact. An input is rounded only where it is less than 2**-14 of the largest of its chunk
+(float16: 2**-11), and then by 2**-22 of that one at most.
+
+    word  ┌ bytes 0 to 3 & 15 = weights of inputs first + 0 … 3  ┐     bytes of these integers: high (signed), middle, low
+          └ bytes 0 to 3 >> 4 = weights of inputs first + 64 … 67 ┘ ×  sums = (high × 256 + middle) × 256 + low - zero point × sum of the integers
 """
 
 from __future__ import annotations
@@ -15,40 +20,119 @@ import triton
 import triton.language as tl
 
 from dovetail.nn.kernels.dependent_launch import let_next_begin, pdl_options, wait
+from dovetail.nn.kernels.digits import ITS_BITS, add_products_of_bytes, digits, raised, scale_of
 from dovetail.nn.kernels.launch import launch
 from dovetail.nn.kernels.streamed import Stored
 
-WORDS = 8192  # of a program: with fewer outputs, scales are read more often than needed; measured on an H200, as are the warps
 WARPS = 4
+TILE = 128  # chunks that a program computes with at once: a thread of four warps has one
+MOST_CHUNKS = 3584  # of a program's weights: with fewer, inputs are made integers more often than needed; with more, registers run out
+MOST_OUTPUTS = 16  # as MOST_CHUNKS chosen by counting instructions (`bench.instructions`), and not measured yet
 
 
 @triton.jit
-def _sums(words, inputs, scales, zeros, n, real, w, outputs, INPUTS: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr):
-    """[N] float32: outputs n; words [N, PADDED] int32, inputs a tuple of 8 [PADDED]."""
-    even, odd = tl.zeros(words.shape, tl.float32), tl.zeros(words.shape, tl.float32)
-    for at in tl.static_range(8):
-        moved = words << (19 - 4 * at) if at < 5 else words >> (4 * at - 19)
-        raised = ((moved & 0x00780000) | 0x41800000).to(tl.float32, bitcast=True)  # 16 and the weight
-        if at % 2 == 0:
-            even += raised * inputs[at][None, :]
-        else:
-            odd += raised * inputs[at][None, :]
-    low = inputs[0] + inputs[2] + inputs[4] + inputs[6]
-    high = inputs[1] + inputs[3] + inputs[5] + inputs[7]
-    first = w // 16 * 128 + w % 16 * 4  # input of a word's lowest bits
-    even_there, odd_there = real[:, None] & (first < INPUTS)[None, :], real[:, None] & (first + 64 < INPUTS)[None, :]
-    even_at, odd_at = (first // GROUP)[None, :] * outputs + n[:, None], ((first + 64) // GROUP)[None, :] * outputs + n[:, None]
+def _quarters(words):
+    """[N, 4 * CHUNKS] as four of [N, CHUNKS]: first words of chunks, second ones, …"""
+    even, odd = tl.split(tl.reshape(words, (words.shape[0], words.shape[1] // 4, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _first_input(chunk):
+    """The input of the lowest bits of a chunk: 15 more follow, and 16 from 64 inputs further on."""
+    return chunk // 4 * 128 + chunk % 4 * 16
+
+
+@triton.jit
+def _load_inputs(values, chunk, at: tl.constexpr, INPUTS: tl.constexpr):
+    """[CHUNKS, 8] float32: inputs of chunks from the first of each and `at` on. A thread reads 16 bytes at once: so it gets the inputs of one chunk,
+    whose weights it reads as well."""
+    i = _first_input(chunk)[:, None] + at + tl.arange(0, 8)[None, :]
+    return tl.load(values + i, mask=i < INPUTS, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_of_groups(values, n, real, chunk, at: tl.constexpr, outputs, INPUTS: tl.constexpr, GROUP: tl.constexpr):
+    """[N, CHUNKS]: scales or zero points of the inputs of chunks from the first of each and `at` on."""
+    i = _first_input(chunk) + at
+    return tl.load(values + (i // GROUP)[None, :] * outputs + n[:, None], mask=real[:, None] & (i < INPUTS)[None, :], other=0)
+
+
+@triton.jit
+def _load(weight, scales, zeros, n, real, chunk, outputs, INPUTS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr):
+    """What is stored of outputs n for some chunks: words [N, 4 * CHUNKS], then scales and zero points of their low halves and of the high ones."""
+    w = tl.min(chunk, 0) * 4 + tl.arange(0, 4 * chunk.shape[0])
+    words = tl.load(weight + n.to(tl.int64)[:, None] * WORDS + w[None, :], mask=real[:, None] & (w < WORDS)[None, :], other=0)
+    low_scale = _load_of_groups(scales, n, real, chunk, 0, outputs, INPUTS, GROUP)
+    high_scale = low_scale if GROUP >= 128 else _load_of_groups(scales, n, real, chunk, 64, outputs, INPUTS, GROUP)
     if ASYMMETRIC:
-        even -= (tl.load(zeros + even_at, mask=even_there, other=0).to(tl.float32) + 16.0) * low[None, :]
-        odd -= (tl.load(zeros + odd_at, mask=odd_there, other=0).to(tl.float32) + 16.0) * high[None, :]
+        low_zero = _load_of_groups(zeros, n, real, chunk, 0, outputs, INPUTS, GROUP)
+        high_zero = low_zero if GROUP >= 128 else _load_of_groups(zeros, n, real, chunk, 64, outputs, INPUTS, GROUP)
     else:
-        even -= 24.0 * low[None, :]
-        odd -= 24.0 * high[None, :]
+        low_zero, high_zero = 8, 8
+    return words, low_scale, high_scale, low_zero, high_zero
+
+
+@triton.jit
+def _words(numbers, factor):
+    """Numbers [CHUNKS, 8] as integers: two words [CHUNKS] of their lowest bytes, of their middle ones and of the highest; and their sums [CHUNKS]."""
+    integers = raised(numbers, factor[:, None])
+    even, odd = tl.split(tl.reshape(integers, (integers.shape[0], 2, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    low, middle, high = digits(a, b, c, d)
+    return tl.split(low), tl.split(middle), tl.split(high), tl.sum(integers - ITS_BITS, 1)
+
+
+@triton.jit
+def _integers(first, second, factor):
+    """16 inputs of each chunk as integers: three tuples of their bytes, the highest first, of four words [CHUNKS] each; and their sums [CHUNKS]."""
+    low, middle, high, sums = _words(first, factor)
+    more_low, more_middle, more_high, more_sums = _words(second, factor)
+    return (high + more_high, middle + more_middle, low + more_low), sums + more_sums
+
+
+@triton.jit
+def _largest_bits(numbers):
+    return tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+
+
+@triton.jit
+def _add(sums, halves, bytes_of_inputs, SIGNED: tl.constexpr):
+    for quarter in tl.static_range(4):
+        sums = add_products_of_bytes(sums, halves[quarter], bytes_of_inputs[quarter][None, :], SIGNED)
+    return sums
+
+
+@triton.jit
+def _sums(stored, integers, GROUP: tl.constexpr):
+    """[N, CHUNKS] float32."""
+    words, low_scale, high_scale, low_zero, high_zero = stored
+    low_bytes, low_sum, high_bytes, high_sum, scale = integers
+    quarters = _quarters(words)
+    low_halves, high_halves = (), ()
+    for quarter in tl.static_range(4):
+        low_halves += (quarters[quarter] & 0x0F0F0F0F,)
+        high_halves += (quarters[quarter] >> 4 & 0x0F0F0F0F,)
+    low = tl.zeros(quarters[0].shape, tl.int32)
+    high = tl.zeros(quarters[0].shape, tl.int32)
+    for place in tl.static_range(3):
+        if place == 2:
+            low = low * 256 - (low_sum + high_sum if GROUP >= 128 else low_sum)[None, :] * low_zero
+            high = high * 256 - high_sum[None, :] * high_zero
+        elif place == 1:
+            low *= 256
+            high *= 256
+        low = _add(low, low_halves, low_bytes[place], place == 0)
+        if GROUP >= 128:  # in one sum, as the scale is one
+            low = _add(low, high_halves, high_bytes[place], place == 0)
+        else:
+            high = _add(high, high_halves, high_bytes[place], place == 0)
     if GROUP >= 128:
-        return tl.sum((even + odd) * tl.load(scales + even_at, mask=even_there, other=0.0).to(tl.float32), 1)
-    even *= tl.load(scales + even_at, mask=even_there, other=0.0).to(tl.float32)
-    odd *= tl.load(scales + odd_at, mask=odd_there, other=0.0).to(tl.float32)
-    return tl.sum(even + odd, 1)
+        return low.to(tl.float32) * (low_scale.to(tl.float32) * scale[None, :])
+    return (low.to(tl.float32) * low_scale.to(tl.float32) + high.to(tl.float32) * high_scale.to(tl.float32)) * scale[None, :]
 
 
 @triton.jit
@@ -64,7 +148,8 @@ def _linear_int4(
     eps,
     INPUTS: tl.constexpr,
     WORDS: tl.constexpr,
-    PADDED: tl.constexpr,  # words
+    CHUNKS: tl.constexpr,  # of a tile
+    TILES: tl.constexpr,
     N: tl.constexpr,
     GROUP: tl.constexpr,
     ASYMMETRIC: tl.constexpr,
@@ -75,41 +160,54 @@ def _linear_int4(
     PDL: tl.constexpr,
 ):
     """N outputs."""
-    n, w = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, PADDED)
-    real, there = n < outputs, w < WORDS
-    mask = real[:, None] & there[None, :]
-    stored = outputs * 2 if GATED else outputs
+    n, chunk = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, CHUNKS)
+    real = n < outputs
+    stored_outputs = outputs * 2 if GATED else outputs
     let_next_begin(PDL)
-    words = tl.load(weight + n.to(tl.int64)[:, None] * WORDS + w[None, :], mask=mask, other=0)
-    if GATED:
-        up_words = tl.load(weight + (n + outputs).to(tl.int64)[:, None] * WORDS + w[None, :], mask=mask, other=0)
+    stored, stored_ups = (), ()
+    for tile in tl.static_range(TILES):
+        own = chunk + tile * CHUNKS
+        stored += (_load(weight, scales, zeros, n, real, own, stored_outputs, INPUTS, WORDS, GROUP, ASYMMETRIC),)
+        if GATED:
+            stored_ups += (_load(weight, scales, zeros, n + outputs, real, own, stored_outputs, INPUTS, WORDS, GROUP, ASYMMETRIC),)
     wait(PDL)
-    first = w // 16 * 128 + w % 16 * 4
-    inputs, squares = (), tl.zeros([PADDED], tl.float32)
-    for at in tl.static_range(8):
-        i = first + at % 2 * 64 + at // 2
-        values = tl.load(x + i, mask=there & (i < INPUTS), other=0.0).to(tl.float32)
-        squares += values * values
-        inputs += (values,)
-    if NORMED:
-        scale = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
-        normed = ()
-        for at in tl.static_range(8):
-            i = first + at % 2 * 64 + at // 2
-            values = inputs[at] * scale * tl.load(norm + i, mask=there & (i < INPUTS), other=0.0).to(tl.float32)
-            normed += (values.to(x.dtype.element_ty).to(tl.float32),)  # rounded as the twin does it
-        inputs = normed
-    sums = _sums(words, inputs, scales, zeros, n, real, w, stored, INPUTS, GROUP, ASYMMETRIC)
+    inputs, squares = (), tl.zeros([CHUNKS, 8], tl.float32)
+    for tile in tl.static_range(TILES):
+        own = ()
+        for part in tl.static_range(4):
+            values = _load_inputs(x, chunk + tile * CHUNKS, part // 2 * 64 + part % 2 * 8, INPUTS)
+            squares += values * values
+            own += (values,)
+        inputs += (own,)
+    scale = tl.rsqrt(tl.sum(squares) / INPUTS + eps) if NORMED else 1.0
+    sums, ups = tl.zeros([N, CHUNKS], tl.float32), tl.zeros([N, CHUNKS], tl.float32)
+    for tile in tl.static_range(TILES):
+        own, largest = (), tl.zeros([CHUNKS], tl.int32)
+        for part in tl.static_range(4):
+            values = inputs[tile][part]
+            if NORMED:
+                values = values * scale * _load_inputs(norm, chunk + tile * CHUNKS, part // 2 * 64 + part % 2 * 8, INPUTS)
+                values = values.to(x.dtype.element_ty).to(tl.float32)  # rounded as the twin does it
+            largest = tl.maximum(largest, _largest_bits(values))
+            own += (values,)
+        factor, of_chunk = scale_of(largest)
+        low_bytes, low_sum = _integers(own[0], own[1], factor)
+        high_bytes, high_sum = _integers(own[2], own[3], factor)
+        integers = low_bytes, low_sum, high_bytes, high_sum, of_chunk
+        sums += _sums(stored[tile], integers, GROUP)
+        if GATED:
+            ups += _sums(stored_ups[tile], integers, GROUP)
+    result = tl.sum(sums, 1)
     if BIASED:
-        sums += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)
+        result += tl.load(bias + n, mask=real, other=0.0).to(tl.float32)
     if GATED:
-        ups = _sums(up_words, inputs, scales, zeros, n + outputs, real, w, stored, INPUTS, GROUP, ASYMMETRIC)
+        up = tl.sum(ups, 1)
         if BIASED:
-            ups += tl.load(bias + outputs + n, mask=real, other=0.0).to(tl.float32)
-        sums = sums / (1.0 + tl.exp(-sums)) * ups
+            up += tl.load(bias + outputs + n, mask=real, other=0.0).to(tl.float32)
+        result = result / (1.0 + tl.exp(-result)) * up
     if ADDS:
-        sums += tl.load(out + n, mask=real, other=0.0).to(tl.float32)
-    tl.store(out + n, sums.to(out.dtype.element_ty), mask=real)
+        result += tl.load(out + n, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + n, result.to(out.dtype.element_ty), mask=real)
 
 
 def linear(
@@ -124,7 +222,7 @@ def linear(
     at_once: int | None = None,
     warps: int | None = None,
 ) -> torch.Tensor:
-    """x [1, inputs], contiguous, and a weight of 4 bits -> [1, outputs], like x; computes in float32.
+    """x [1, inputs], contiguous, and a weight of 4 bits -> [1, outputs], like x; computes in integers, and adds up in float32.
 
     `norm`, `gated`, `out`, `into`: as of `one_row.linear`. `at_once`: outputs of a program, and `warps`: its warps, instead of those measured
     as best.
@@ -135,8 +233,9 @@ def linear(
     if out is None:
         out = torch.empty((1, outputs), dtype=x.dtype, device=x.device) if into is None else into
     norm_weight, eps = norm or (weight.scales, 0.0)
-    padded = triton.next_power_of_2(words.shape[1])
-    at_once = at_once or max(2, min(16, WORDS // padded // (4 if gated else 1)))
+    chunks = min(TILE, triton.next_power_of_2(words.shape[1] // 4))
+    tiles = triton.cdiv(words.shape[1] // 4, chunks)
+    at_once = at_once or outputs_at_once(chunks * tiles * (2 if gated else 1))
     launch(_linear_int4, (triton.cdiv(outputs, at_once),))(
         x,
         words,
@@ -149,7 +248,8 @@ def linear(
         eps,
         INPUTS=weight.inputs,
         WORDS=words.shape[1],
-        PADDED=padded,
+        CHUNKS=chunks,
+        TILES=tiles,
         N=at_once,
         GROUP=weight.group,
         ASYMMETRIC=weight.zeros is not None,
@@ -161,3 +261,8 @@ def linear(
         **pdl_options(x.device),
     )
     return out
+
+
+def outputs_at_once(chunks: int) -> int:
+    """Return how many outputs, of so many chunks each, a program computes: a power of two."""
+    return max(2, min(MOST_OUTPUTS, 1 << (MOST_CHUNKS // chunks).bit_length() >> 1))
