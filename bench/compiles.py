@@ -152,6 +152,9 @@ def launch_formats(dtype: torch.dtype, arch: int) -> None:
     hidden, outputs = HIDDEN[0], 256
     int4 = streamed.Stored(torch.zeros(outputs, hidden // 2, dtype=torch.uint8), torch.zeros(hidden // 128, outputs).half(), None, hidden, 128)
     one_row_int4.linear(torch.zeros(1, hidden, dtype=dtype), int4)
+    wide, zeros = HIDDEN[1], torch.zeros(HIDDEN[1] // 32, 2 * outputs)
+    of_32 = streamed.Stored(torch.zeros(2 * outputs, wide // 2, dtype=torch.uint8), zeros.half(), zeros.to(torch.uint8), wide, 32)
+    one_row_int4.linear(torch.zeros(1, wide, dtype=dtype), of_32, norm=(torch.zeros(wide, dtype=dtype), 1e-6), gated=True)
     x = torch.zeros(20, hidden, dtype=dtype)
     streamed.linear(x, int4)
     widened.widened(int4, dtype)

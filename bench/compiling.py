@@ -41,6 +41,7 @@ class Compiled:
     module: str
     name: str
     ptx: str
+    cubin: bytes
     shared_bytes: int  # of a program
     registers: int  # of a thread
     spilled_bytes: int  # of a thread: what registers had no room for, and lies in memory
@@ -91,8 +92,8 @@ def compiling_for(arch: int) -> Iterator[list[Compiled]]:
         source = GluonASTSource if function.is_gluon() else ASTSource
         compiled = compile(source(function, signature, constexprs, attrs), target=target, options=options.__dict__)
         registers, spilled = _resources(compiled.asm["cubin"])
-        source_of, taken = function.fn, compiled.metadata
-        kernels.append(Compiled(source_of.__module__, source_of.__name__, compiled.asm["ptx"], taken.shared, registers, spilled, taken.num_warps))
+        source_of, taken, (ptx, cubin) = function.fn, compiled.metadata, (compiled.asm[kind] for kind in ("ptx", "cubin"))
+        kernels.append(Compiled(source_of.__module__, source_of.__name__, ptx, cubin, taken.shared, registers, spilled, taken.num_warps))
         launched.append(function)
         function.device_caches[device][0][key] = NoKernel()
         return function.device_caches[device][0][key]  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ what a decoder's layer takes with each.
     python -m bench.formats                                   # all tables: some ten minutes on an H200
     python -m bench.formats --only layers --rows 1 64 256     # whole layers alone, without attention
     python -m bench.formats --only tune --rows 1 16 64        # every tiling of `streamed`, quickest first
+    python -m bench.formats --only one-row --shape qwen3-8b   # one row of 8 and 4 bits: layers, then outputs and warps of a program; 2 minutes
     TRITON_INTERPRET=1 python -m bench.formats --only check   # without a GPU: small sizes, in float16
 
 A line of the first table is one product: us, the share of the copy bandwidth measured in the same run at which weights, inputs and outputs pass, how
@@ -323,6 +324,43 @@ def tilings(product: Product, rows: int) -> Iterator[Any]:
             yield streamed.Tiling(m, n, parts, stages, warps)
 
 
+# ---- one row
+
+
+def one_row_table(shapes: Sequence[str], bandwidth: float) -> None:
+    """Each product of one row with so many outputs and warps of a program, in its own graph; what the kernel chooses itself comes first."""
+    print(f"\n{'shape':12} {'product':8} {'format':12} {'outputs':>8} {'warps':>5} {'us':>8} {'GB/s':>6} {'share':>6}")
+    for name, product in every(shapes):
+        for label, form in FORMATS.items():
+            weights = [weight_of(form, product)]
+            weights += [weight_of(form, product) for _ in range(1, max(3, ROTATED_BYTES // bytes_of(weights[0])))]
+            for at_once, warps in [(None, None), *(itertools.product((2, 4, 8, 16), (4, 8)) if form != DENSE else ())]:
+                if isinstance(form, Float8) and warps == 8:
+                    continue  # its warps are fixed
+                print(f"{name:12} {product.name:8} {label:12} {at_once or 'chosen':>8} {warps or '':>5}", end=" ")
+                try:
+                    took = timed(partial(_one_row, form, product, at_once, warps), 1, product, weights)
+                except Exception as failure:  # too many registers, mostly
+                    _unavailable.clear()
+                    print(f"fails: {type(failure).__name__}: {' '.join(str(failure).split())[:120]}", flush=True)
+                    continue
+                per_s = bytes_of(weights[0]) / took
+                print(f"{took * 1e6:8.2f} {per_s / 1e9:6.0f} {per_s / bandwidth:6.2f}", flush=True)
+        torch.cuda.empty_cache()
+
+
+def _one_row(form: Any, product: Product, at_once: int | None, warps: int | None, x: torch.Tensor, weight: Any) -> torch.Tensor:
+    from dovetail.nn.kernels import one_row, one_row_int4
+
+    if at_once is None:
+        return as_chosen(form, product, x, weight)
+    out = _stream_of(1, product.outputs) if product.adds else None
+    if isinstance(form, Float8):
+        with patch.object(one_row, "OUTPUTS_OF_FLOAT8", at_once):
+            return one_row.linear(x, weight, gated=product.gated, out=out, scales=weight.scales, group=form.block[1])
+    return one_row_int4.linear(x, form._stored(weight), gated=product.gated, out=out, at_once=at_once, warps=warps)
+
+
 # ---- without a GPU
 
 
@@ -354,7 +392,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", nargs="+", default=["qwen3-8b", "qwen3-0.6b"], choices=SHAPES)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 16, 64, 256, 8192])
-    parser.add_argument("--only", choices=["products", "layers", "tune", "check"])
+    parser.add_argument("--only", choices=["products", "layers", "tune", "one-row", "check"])
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     with torch.inference_mode():
@@ -363,10 +401,12 @@ def main() -> None:
             return
         require_gpu()
         bandwidth = copy_bytes_per_s()
-        if args.only in (None, "layers"):
-            layer_table(args.shape, args.rows, bandwidth)
+        if args.only in (None, "layers", "one-row"):
+            layer_table(args.shape, [1] if args.only == "one-row" else args.rows, bandwidth)
         if args.only in (None, "products", "check"):
             product_table(args.shape, args.rows, bandwidth)
+        if args.only == "one-row":
+            one_row_table(args.shape, bandwidth)
         if args.only == "tune":
             tune(args.shape, args.rows)
 

@@ -1,0 +1,26 @@
+"""What the kernels for one row are compiled to, as `bench.instructions` counts it: without any GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from bench.instructions import compiled, instructions, told
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="a GPU compiles what it runs, and the interpreter nothing"
+)
+AROUND = {"normed": False, "gated": False, "adds": True}
+
+
+@pytest.mark.parametrize("form", ["int4 g128", "int4 g128 z"])
+def test_one_row_of_4_bits_issues_less_than_three_instructions_a_weight(form: str) -> None:
+    kernel, programs = compiled(90, form, 4096, 4096, AROUND, None)
+    cells, issued = told(kernel, programs, 4096 * 4096)
+    assert instructions(kernel.cubin)["IDP"] * kernel.warps * 32 * programs == 4096 * 4096 * 3 // 4, cells  # three bytes, four weights at once
+    assert issued * 32 < 3 * 4096 * 4096, cells
+    assert kernel.spilled_bytes == 0
