@@ -61,9 +61,22 @@ def _load_of_groups(values, n, real, chunk, at: tl.constexpr, outputs, INPUTS: t
 
 
 @triton.jit
-def _load(weight, scales, zeros, n, real, chunk, outputs, INPUTS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr):
-    """What is stored of outputs n for some chunks: words [N, 4 * CHUNKS], then scales and zero points of their low halves and of the high ones."""
-    w = tl.min(chunk, 0) * 4 + tl.arange(0, 4 * chunk.shape[0])
+def _load(
+    weight,
+    scales,
+    zeros,
+    n,
+    real,
+    tile: tl.constexpr,
+    outputs,
+    INPUTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ASYMMETRIC: tl.constexpr,
+):
+    """What is stored of outputs n in one tile: words [N, 4 * CHUNKS], then scales and zero points of their low halves and of the high ones."""
+    chunk, w = tile * CHUNKS + tl.arange(0, CHUNKS), tile * CHUNKS * 4 + tl.arange(0, CHUNKS * 4)
     words = tl.load(weight + n.to(tl.int64)[:, None] * WORDS + w[None, :], mask=real[:, None] & (w < WORDS)[None, :], other=0)
     low_scale = _load_of_groups(scales, n, real, chunk, 0, outputs, INPUTS, GROUP)
     high_scale = low_scale if GROUP >= 128 else _load_of_groups(scales, n, real, chunk, 64, outputs, INPUTS, GROUP)
@@ -166,10 +179,9 @@ def _linear_int4(
     let_next_begin(PDL)
     stored, stored_ups = (), ()
     for tile in tl.static_range(TILES):
-        own = chunk + tile * CHUNKS
-        stored += (_load(weight, scales, zeros, n, real, own, stored_outputs, INPUTS, WORDS, GROUP, ASYMMETRIC),)
+        stored += (_load(weight, scales, zeros, n, real, tile, stored_outputs, INPUTS, WORDS, CHUNKS, GROUP, ASYMMETRIC),)
         if GATED:
-            stored_ups += (_load(weight, scales, zeros, n + outputs, real, own, stored_outputs, INPUTS, WORDS, GROUP, ASYMMETRIC),)
+            stored_ups += (_load(weight, scales, zeros, n + outputs, real, tile, stored_outputs, INPUTS, WORDS, CHUNKS, GROUP, ASYMMETRIC),)
     wait(PDL)
     inputs, squares = (), tl.zeros([CHUNKS, 8], tl.float32)
     for tile in tl.static_range(TILES):
