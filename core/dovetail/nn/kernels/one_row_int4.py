@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, misc"
 # ruff: noqa: N803 (constants are upper case)
 """A linear layer of one row whose weights have 4 bits: `one_row`, but for reading the weights, eight in each 32-bit word. Twin: `dequantized` of the
 format in `dovetail.nn.format.int4`.
