@@ -30,7 +30,8 @@ from bench.lab.checks import Figure, arguments, print_figures
 from bench.lab.vllm_run import WEIGHT_BYTES, VLLMRun
 from bench.lab.vllm_scheduling import NAME, registry
 from dovetail_lab.records import RequestRecord
-from dovetail_lab.replicas import LeastLoaded, replay_replicas
+from dovetail_lab.replicas import replay_replicas
+from dovetail_lab.routers import LeastLoaded
 from dovetail_lab.step_profile import StepTimeProfile
 from dovetail_lab.step_time import LinearStepTime, share_touched
 from dovetail_lab.traces import Trace
@@ -89,8 +90,8 @@ def engine(run: VLLMRun, step_time: dict[str, Any]) -> dict[str, Any]:
 
 
 def simulated(run: VLLMRun, step_time: dict[str, Any]) -> dict[str, Floats]:
-    config, dealer = engine(run, step_time), LeastLoaded()
-    return simulated_times(replay_replicas(config, run.trace, run.replicas, dealer, in_step=run.in_step, registry=registry()))
+    config, router = engine(run, step_time), LeastLoaded()
+    return simulated_times(replay_replicas(config, run.trace, run.replicas, router, in_step=run.in_step, registry=registry()))
 
 
 def by_data_sheet(run: VLLMRun) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""Data-parallel replicas: each is the engine that it would be alone, and a request goes where the dealer says."""
+"""Data-parallel replicas: each is the engine that it would be alone, and a request goes where the router says."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.errors import DovetailError
-from dovetail_lab.replicas import Dealer, LeastLoaded, Loads, replay_replicas
+from dovetail.errors import ConfigError, DovetailError
+from dovetail_lab.replicas import replay_replicas
+from dovetail_lab.routers import ROUTERS, Arrival, LeastLoaded, ReplicaLoad, RoundRobin, Router
 from dovetail_lab.simulate import replay
 from dovetail_lab.traces import TraceRequest
 from dovetail_schedulers.fcfs import FCFS
@@ -26,29 +28,27 @@ def requests(drawn: list[tuple[int, int, int]]) -> list[TraceRequest]:
     return [request(index, at / 20, prompt=prompt, output=output) for index, (at, prompt, output) in enumerate(sorted(drawn))]
 
 
-class RoundRobin(Dealer):
-    """Deals in turn, and keeps what it was told."""
+class Noting(RoundRobin):
+    """Routes in turn, and keeps what it was shown."""
 
-    def __init__(self, replicas: int) -> None:
-        self.replicas, self.dealt = replicas, 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Arrival] = []
         self.loads: list[tuple[tuple[int, int], ...]] = []
+        self.tokens: list[tuple[int, ...]] = []
 
-    def looks_at(self, arrival_s: float) -> float:
-        return arrival_s
-
-    def told(self, loads: Loads) -> None:
-        self.loads.append(tuple(loads))
-
-    def deal(self) -> int:
-        self.dealt += 1
-        return (self.dealt - 1) % self.replicas
+    def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
+        self.seen.append(request)
+        self.loads.append(tuple((one.waiting, one.running) for one in replicas))
+        self.tokens.append(tuple(one.all_tokens for one in replicas))
+        return super().choose(request, replicas)
 
 
 @examples(quick=3, full=200)
 @given(drawn=arrivals, overlap=st.booleans())
 def test_a_replica_is_the_engine_that_it_would_be_alone(drawn: list[tuple[int, int, int]], overlap: bool) -> None:
     sent, config = requests(drawn), engine(overlap=overlap, executor={"plans_late": False})
-    together = replay_replicas(config, trace(*sent), 2, RoundRobin(2))
+    together = replay_replicas(config, trace(*sent), 2, RoundRobin())
     for turn in range(2):
         if not (own := sent[turn::2]):
             continue
@@ -61,7 +61,7 @@ def test_a_replica_is_the_engine_that_it_would_be_alone(drawn: list[tuple[int, i
 def test_equal_replicas_in_step_are_each_the_engine_alone(drawn: list[tuple[int, int, int]], overlap: bool) -> None:
     sent, config = requests(drawn), engine(overlap=overlap, executor={"plans_late": False})
     twins = [replace(one, id=f"{one.id}{twin}") for one in sent for twin in "ab"]
-    together = replay_replicas(config, trace(*twins), 2, RoundRobin(2), in_step=True)
+    together = replay_replicas(config, trace(*twins), 2, RoundRobin(), in_step=True)
     for index, alone in enumerate(replay(config, trace(*sent))):
         for beside in together[2 * index : 2 * index + 2]:
             np.testing.assert_allclose(alone.token_times_s, beside.token_times_s, rtol=1e-12)
@@ -69,25 +69,49 @@ def test_equal_replicas_in_step_are_each_the_engine_alone(drawn: list[tuple[int,
 
 def test_replicas_in_step_begin_together_and_take_as_long_as_the_longest() -> None:
     answer, prompt = replay_replicas(
-        engine(), trace(request(0, 0.0, prompt=10, output=4), request(1, 0.001, prompt=60, output=2)), 2, RoundRobin(2), in_step=True
+        engine(), trace(request(0, 0.0, prompt=10, output=4), request(1, 0.001, prompt=60, output=2)), 2, RoundRobin(), in_step=True
     )
     first, both, third, last = seconds((10, 0)), seconds((60, 0)), max(seconds((1, 11)), seconds((1, 60))), seconds((1, 12))
     np.testing.assert_allclose(answer.token_times_s, np.cumsum([first, both, third, last]))
     np.testing.assert_allclose(prompt.token_times_s, np.cumsum([first + both, third]))
 
 
-def test_the_dealer_is_told_how_many_wait_and_run_at_that_time() -> None:
-    dealer = RoundRobin(2)
+def test_the_router_is_told_how_many_wait_and_run_at_that_time() -> None:
+    router = Noting()
     sent = [request(index, 0.1 * index, prompt=10, output=200) for index in range(5)]
-    replay_replicas(engine(max_num_seqs=1), trace(*sent), 2, dealer)
-    assert dealer.loads == [((0, 0), (0, 0)), ((0, 1), (0, 0)), ((0, 1), (0, 1)), ((1, 1), (0, 1)), ((1, 1), (1, 1))]
+    replay_replicas(engine(max_num_seqs=1), trace(*sent), 2, router)
+    assert router.loads == [((0, 0), (0, 0)), ((0, 1), (0, 0)), ((0, 1), (0, 1)), ((1, 1), (0, 1)), ((1, 1), (1, 1))]
+    (before, idle), (busy, still_idle) = router.tokens[:2]
+    assert (before, idle, still_idle) == (0, 0, 0)
+    assert busy > 10, "the prompt, and the answer so far"
 
 
-def test_the_least_loaded_gets_a_request_and_waiting_counts_four_times() -> None:
-    dealer = LeastLoaded()
-    dealer.told([(0, 5), (1, 0), (0, 5)])
-    assert [dealer.deal() for _ in range(4)] == [1, 0, 2, 1], "who was dealt one counts as having one more that waits"
-    assert dealer.looks_at(0.37) == pytest.approx(0.3)
+def test_the_router_is_told_no_future() -> None:
+    def shown(output: int) -> list[tuple[int, ...]]:
+        router = Noting()
+        sent = [replace(request(index, 0.01 * index, prompt=10, output=output), max_tokens=300) for index in range(4)]
+        replay_replicas(engine(), trace(*sent), 2, router)
+        assert all(one.max_tokens == 300 for one in router.seen)
+        return router.tokens
+
+    assert shown(200) == shown(250), "answers that haven't ended yet look the same, whatever their length will be"
+
+
+@pytest.mark.parametrize("router", ROUTERS.values())
+@examples(quick=3, full=100)
+@given(drawn=arrivals)
+def test_each_request_goes_to_one_replica_and_one_replica_is_the_engine_alone(router: type[Router], drawn: list[tuple[int, int, int]]) -> None:
+    sent, config = requests(drawn), engine(executor={"plans_late": False})
+    assert [one.id for one in replay_replicas(config, trace(*sent), 3, router())] == [one.id for one in sent]
+    for alone, only in zip(replay(config, trace(*sent)), replay_replicas(config, trace(*sent), 1, router()), strict=True):
+        np.testing.assert_array_equal(alone.token_times_s, only.token_times_s)
+
+
+@pytest.mark.parametrize("chosen", [-1, 2, None])
+def test_a_choice_that_is_no_replica_is_refused(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RoundRobin, "choose", lambda *_: chosen)
+    with pytest.raises(ConfigError, match=f"RoundRobin.choose: expected a replica from 0 to 1, got {chosen}"):
+        replay_replicas(engine(), trace(request(0)), 2, RoundRobin())
 
 
 def test_two_replicas_share_a_load_that_one_would_queue() -> None:
@@ -108,7 +132,7 @@ def test_what_ends_one_replica_is_raised_and_the_others_do_not_wait_for_it(monke
     plain = FCFS.schedule
     monkeypatch.setattr(FCFS, "schedule", fail)
     with pytest.raises(DovetailError, match="made up"):
-        replay_replicas(engine(), trace(*(request(index, index / 10) for index in range(6))), 3, RoundRobin(3))
+        replay_replicas(engine(), trace(*(request(index, index / 10) for index in range(6))), 3, RoundRobin())
 
 
 def test_only_simulated_engines_are_replicated() -> None:

@@ -1,4 +1,4 @@
-"""Data-parallel replicas: `replay_replicas` runs one trace through several equal engines, and a dealer says which engine each request goes to.
+"""Data-parallel replicas: `replay_replicas` runs one trace through several equal engines, and a router says which engine each request goes to.
 
 Each replica is a whole simulated engine with a virtual clock and a thread of its own. No clock passes an instant at which all replicas must be looked
 at before all have come to it; then one thread acts while the others wait (`_Meeting`). So the result doesn't depend on threads.
@@ -13,7 +13,6 @@ Replicas may keep in step, as those do that share the experts of a mixture: all 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,81 +24,43 @@ from typing import TYPE_CHECKING, Any
 
 from dovetail import EngineConfig, LLMEngine
 from dovetail.api.clock import VirtualClock
-from dovetail.errors import DovetailError, UnsupportedError
+from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail_lab.feeding import Feeder
 from dovetail_lab.recording import Recorder
 from dovetail_lab.records import RequestRecord
+from dovetail_lab.routers import Arrival, ReplicaLoad, Router
 from dovetail_lab.simulate import UNREAD_MODEL
 from dovetail_lab.simulated import SimulatedExecutor
+from dovetail_lab.token_ids import prompt_ids
 from dovetail_lab.traces.request import Trace, TraceRequest
 
 if TYPE_CHECKING:
     from dovetail.registry.registry import Registry
 
-Loads = Sequence[tuple[int, int]]  # (waiting, running) requests of each replica
 OVER: tuple[float, TraceRequest | None] = (math.inf, None)
-
-
-class Dealer(ABC):
-    """A way of dealing requests to replicas."""
-
-    @abstractmethod
-    def looks_at(self, arrival_s: float) -> float:
-        """Return when, at or before a request's arrival, the loads were last told to the dealer."""
-
-    @abstractmethod
-    def told(self, loads: Loads) -> None:
-        """Take note of the replicas' loads."""
-
-    @abstractmethod
-    def deal(self) -> int:
-        """Return the replica that the next request goes to."""
-
-
-class LeastLoaded(Dealer):
-    """vLLM's way (`DPLBAsyncMPClient`, since 0.9): the replica with the smallest 4 x waiting + running, the first of equal ones. Replicas tell their
-    loads every 100 ms; in between the dealer counts each request that it deals as waiting."""
-
-    TOLD_EVERY_S = 0.1
-    WAITING_COUNTS = 4
-
-    def __init__(self) -> None:
-        self._loads: list[list[int]] = []
-
-    def looks_at(self, arrival_s: float) -> float:
-        return min(math.floor(arrival_s / self.TOLD_EVERY_S) * self.TOLD_EVERY_S, arrival_s)
-
-    def told(self, loads: Loads) -> None:
-        self._loads = [[waiting, running] for waiting, running in loads]
-
-    def deal(self) -> int:
-        scores = [self.WAITING_COUNTS * waiting + running for waiting, running in self._loads]
-        chosen = scores.index(min(scores))
-        self._loads[chosen][0] += 1
-        return chosen
 
 
 def replay_replicas(
     config: str | Path | Mapping[str, Any] | EngineConfig,
     trace: Trace,
     replicas: int,
-    dealer: Dealer,
+    router: Router,
     *,
     in_step: bool = False,
     seed: int = 0,
     registry: Registry | None = None,
 ) -> tuple[RequestRecord, ...]:
-    """Run every request of `trace`, at its time, through the one of `replicas` engines that `dealer` chooses. Each engine is as `config` describes,
+    """Run every request of `trace`, at its time, through the one of `replicas` engines that `router` chooses. Each engine is as `config` describes,
     with the executor `simulated`; `in_step`: their devices begin each step together. Return the records of all requests, in the order of the trace.
 
-    Raises `UnsupportedError` for another executor, what `LLMEngine` raises, and what ended an engine.
+    Raises `UnsupportedError` for another executor, `ConfigError` for a choice that is no replica, what `LLMEngine` raises, and what ended an engine.
     """
     loaded = EngineConfig.load(config, model=UNREAD_MODEL, tokenizer=None, seed=seed)
     with ExitStack() as stack:
         clocks = [_MeetingClock() for _ in range(replicas)]
         engines = [stack.enter_context(LLMEngine.from_config(loaded, registry=registry, clock=clock)) for clock in clocks]
         members = [_Replica(engine, clock, trace) for engine, clock in zip(engines, clocks, strict=True)]
-        meeting = _Meeting(members, trace, dealer)
+        meeting = _Meeting(members, trace, router)
         for member in members:
             member.join(meeting, in_step)
         with ThreadPoolExecutor(replicas) as threads:
@@ -112,15 +73,16 @@ def replay_replicas(
 
 
 class _Replica:
-    """One engine, and what it was dealt."""
+    """One engine, and what was sent to it."""
 
     def __init__(self, engine: LLMEngine, clock: _MeetingClock, trace: Trace) -> None:
         if not isinstance(engine.core.executor, SimulatedExecutor):
             raise UnsupportedError(f"replicas are simulated: expected executor simulated, got {type(engine.core.executor).__name__}")
         self.core, self._clock, self._executor = engine.core, clock, engine.core.executor
         self.core.pacing.plans_late = self._executor.options.plans_late
+        self._vocab_size = engine.capacity.vocab_size
         self._recorder = Recorder(engine.core, trace, 0.0)
-        nothing = replace(trace, requests=())  # what it is dealt, it is given one by one
+        nothing = replace(trace, requests=())  # what is sent to it, it is given one by one
         self._feeder = Feeder(engine, self._executor, nothing, 0.0, self._recorder.refused)
 
     def join(self, meeting: _Meeting, in_step: bool) -> None:
@@ -129,8 +91,14 @@ class _Replica:
             self._executor.together = meeting.run_together
 
     @property
-    def load(self) -> tuple[int, int]:
-        return len(self.core.books.waiting), len(self.core.books.running)
+    def load(self) -> ReplicaLoad:
+        books = self.core.books
+        tokens = sum(request.num_tokens for requests in (books.waiting, books.running) for request in requests)
+        return ReplicaLoad(len(books.waiting), len(books.running), tokens)
+
+    def as_seen(self, request: TraceRequest) -> Arrival:
+        prompt = prompt_ids(request, self._vocab_size)
+        return Arrival(request.id, request.client, request.priority, request.arrival_time, prompt, request.limit)
 
     @property
     def ended(self) -> Mapping[str, RequestRecord]:
@@ -140,7 +108,7 @@ class _Replica:
         self._feeder.take(request, request.arrival_time)
 
     def run(self, meeting: _Meeting) -> None:
-        """Run until all that was dealt has ended, and nothing more will be."""
+        """Run until all that was sent has ended, and nothing more will be."""
         try:
             while self.core.has_unfinished() or meeting.next_s < math.inf:
                 if not self.core.has_unfinished():
@@ -169,13 +137,15 @@ class _Waiting:
 
 
 class _Meeting:
-    """The instants at which all replicas are looked at: their loads are told, a request comes and is dealt, or a step begins that all run together.
+    """The instants at which all replicas are looked at: their loads are reported, a request comes and is routed, or a step begins
+    that all run together.
 
     A replica that comes to one waits. Once all do, the last to come does what is due first: nothing can happen any more that comes before it.
     """
 
-    def __init__(self, members: Sequence[_Replica], trace: Trace, dealer: Dealer) -> None:
-        self._members, self._dealer = members, dealer
+    def __init__(self, members: Sequence[_Replica], trace: Trace, router: Router) -> None:
+        self._members, self._router = members, router
+        self._loads: list[ReplicaLoad] = []  # as last reported
         self._agenda = self._instants(trace)
         self.next_s, self._arriving = next(self._agenda, OVER)
         self._changed = Condition()
@@ -234,9 +204,9 @@ class _Meeting:
             self._blocked -= len(ready)
         else:
             if self._arriving is None:
-                self._dealer.told([member.load for member in self._members])
+                self._loads = [member.load for member in self._members]
             else:
-                self._members[self._dealer.deal()].take(self._arriving)
+                self._route(self._arriving)
             self.next_s, self._arriving = next(self._agenda, OVER)
             self._held += 1
             self._blocked = len(self._steps)
@@ -244,14 +214,23 @@ class _Meeting:
                 self._act()
         self._changed.notify_all()
 
+    def _route(self, request: TraceRequest) -> None:
+        seen = self._members[0].as_seen(request)
+        chosen = self._router.choose(seen, [replace(load) for load in self._loads])
+        if chosen not in range(len(self._members)):
+            raise ConfigError(f"{type(self._router).__name__}.choose: expected a replica from 0 to {len(self._members) - 1}, got {chosen!r}")
+        self._loads[chosen].sent += 1
+        self._loads[chosen].sent_tokens += request.prompt_tokens
+        self._members[chosen].take(request)
+
     def _instants(self, trace: Trace) -> Iterator[tuple[float, TraceRequest | None]]:
-        """Yield when to meet, in order, and the request that arrives then; None: loads are told."""
-        told_s = -math.inf
+        """Yield when to meet, in order, and the request that arrives then; None: loads are reported."""
+        reported_s = -math.inf
         for request in trace:
-            looked_s = self._dealer.looks_at(request.arrival_time)
-            if looked_s > told_s:
-                told_s = looked_s
-                yield looked_s, None
+            due_s = self._router.reports_at(request.arrival_time)
+            if due_s > reported_s:
+                reported_s = due_s
+                yield due_s, None
             yield request.arrival_time, request
 
 

@@ -1,0 +1,142 @@
+"""Routers: a `Router` says which of several equal replicas a request goes to, from what a router in front of real engines could know.
+
+It sees the prompt, the loads that the replicas last reported, and what was sent to them since; never how long an answer will be, nor a replica's
+cache from inside. It is asked once for each request, in the order of arrival, and must give the same answers in every run.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from dovetail_lab.token_ids import TokenIds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """A request as a router sees it."""
+
+    id: str
+    client: str | None
+    priority: int  # smaller is more important
+    arrival_s: float  # since the trace began
+    prompt: TokenIds  # [prompt_tokens]
+    max_tokens: int  # the limit that policies see
+
+
+@dataclass(slots=True)
+class ReplicaLoad:
+    """The load of a replica as it last reported it, and what was sent there since. A request's tokens are those it has: prompt and answer so far."""
+
+    waiting: int  # requests
+    running: int
+    tokens: int  # of both
+    sent: int = 0  # requests, since the report
+    sent_tokens: int = 0  # of their prompts
+
+    @property
+    def all_requests(self) -> int:
+        return self.waiting + self.running + self.sent
+
+    @property
+    def all_tokens(self) -> int:
+        return self.tokens + self.sent_tokens
+
+
+class Router(ABC):
+    """A way of routing requests to replicas."""
+
+    reported_every_s: float = 0.0  # how often replicas report their loads; 0: at each arrival
+
+    @abstractmethod
+    def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
+        """Return the index in `replicas` of the one that the request goes to. `replay_replicas` raises `ConfigError` for any other number."""
+
+    def reports_at(self, arrival_s: float) -> float:
+        """Return when, at or before an arrival, the loads were last reported. Seconds since the trace began."""
+        every = self.reported_every_s
+        return min(math.floor(arrival_s / every) * every, arrival_s) if every else arrival_s
+
+
+class RoundRobin(Router):
+    """Each replica in turn."""
+
+    def __init__(self) -> None:
+        self._routed = 0
+
+    def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
+        self._routed += 1
+        return (self._routed - 1) % len(replicas)
+
+
+class LeastTokens(Router):
+    """The replica whose requests have the fewest tokens, the first of equal ones."""
+
+    def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
+        return min(range(len(replicas)), key=lambda index: replicas[index].all_tokens)
+
+
+class LeastLoaded(Router):
+    """vLLM's way (`DPLBAsyncMPClient`, since 0.9): the replica with the smallest 4 x waiting + running, the first of equal ones. Replicas
+    report every 100 ms; in between each request that was sent counts as waiting."""
+
+    WAITING_COUNTS = 4
+    reported_every_s = 0.1
+
+    def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
+        scores = [self.WAITING_COUNTS * (one.waiting + one.sent) + one.running for one in replicas]
+        return scores.index(min(scores))
+
+
+class PrefixAware(Router):
+    """The replica that was sent the longest beginning of the prompt, as long as the loads are balanced; the one with the fewest tokens if they are
+    not, or if none was sent enough of it. The rule is that of SGLang's cache-aware router; see also Preble (Srivatsa et al., arXiv:2407.00023).
+
+    What was sent is remembered in whole blocks of `block_tokens` tokens, the `blocks` last used for each replica: about what its cache holds.
+    """
+
+    BALANCED_BY, BALANCED_TIMES = 64, 1.5  # loads are unbalanced if the most requests exceed the fewest by more than this, and this many times
+
+    def __init__(self, blocks: int = 100_000, block_tokens: int = 16, least_match: float = 0.0) -> None:
+        """Make a router that follows a match only if it is a larger share of the prompt than `least_match`, from 0 to 1."""
+        self._blocks, self._block_tokens, self._least_match = blocks, block_tokens, least_match
+        self._sent: dict[int, OrderedDict[int, None]] = {}  # replica -> names of blocks, the last used at the end
+
+    def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
+        names = self._names(request.prompt)
+        matches = [self._match(index, names) for index in range(len(replicas))]
+        loads = [one.all_requests for one in replicas]
+        balanced = max(loads) - min(loads) <= self.BALANCED_BY or max(loads) <= self.BALANCED_TIMES * min(loads)
+        follows = balanced and max(matches) * self._block_tokens > self._least_match * len(request.prompt)
+        chosen = min(range(len(replicas)), key=lambda index: (-matches[index] if follows else 0, replicas[index].all_tokens))
+        self._note(chosen, names)
+        return chosen
+
+    def _names(self, prompt: TokenIds) -> list[int]:
+        """Return a name for each whole block, which stands for it and all before it."""
+        whole, names, before = len(prompt) // self._block_tokens, [], 0
+        for block in np.ascontiguousarray(prompt[: whole * self._block_tokens], np.int32).reshape(whole, self._block_tokens):
+            before = xxhash.xxh3_64_intdigest(block.tobytes(), seed=before)
+            names.append(before)
+        return names
+
+    def _match(self, replica: int, names: Sequence[int]) -> int:
+        sent = self._sent.get(replica, {})
+        return next((index for index, name in enumerate(names) if name not in sent), len(names))
+
+    def _note(self, replica: int, names: Sequence[int]) -> None:
+        sent = self._sent.setdefault(replica, OrderedDict())
+        for name in reversed(names):  # the beginning is used last: it is forgotten after what follows it
+            sent[name] = None
+            sent.move_to_end(name)
+        while len(sent) > self._blocks:
+            sent.popitem(last=False)
+
+
+ROUTERS: dict[str, type[Router]] = {"round_robin": RoundRobin, "least_tokens": LeastTokens, "prefix_aware": PrefixAware, "vllm": LeastLoaded}
