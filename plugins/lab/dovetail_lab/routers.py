@@ -127,7 +127,7 @@ class PrefixAware(Router):
         return names
 
     def _match(self, replica: int, names: Sequence[int]) -> int:
-        sent = self._sent.get(replica, {})
+        sent = self._sent.get(replica, OrderedDict())
         return next((index for index, name in enumerate(names) if name not in sent), len(names))
 
     def _note(self, replica: int, names: Sequence[int]) -> None:
