@@ -57,3 +57,17 @@ def test_prefix_aware_forgets_what_was_used_least_lately() -> None:
     assert router.choose(arrival([1, 2]), other_is_free) == 0
     router.choose(arrival([3, 4]), even)  # in its place
     assert router.choose(arrival([1, 2]), other_is_free) == 1
+
+
+def test_prefix_aware_forgets_the_end_of_a_prompt_before_its_beginning() -> None:
+    router = PrefixAware(blocks=2, block_tokens=1)
+    assert router.choose(arrival([1, 2, 3]), [ReplicaLoad(0, 0, 0), ReplicaLoad(0, 0, 0)]) == 0
+    assert router.choose(arrival([1, 2]), [ReplicaLoad(0, 0, 1), ReplicaLoad(0, 0, 0)]) == 0
+
+
+def test_prefix_aware_does_not_follow_a_small_match() -> None:
+    other_is_free = [ReplicaLoad(0, 0, 1), ReplicaLoad(0, 0, 0)]
+    for least, expected in ((0.4, 0), (0.5, 1)):
+        router = PrefixAware(block_tokens=1, least_match=least)
+        router.choose(arrival([1, 2]), [ReplicaLoad(0, 0, 0), ReplicaLoad(0, 0, 0)])
+        assert router.choose(arrival([1, 3]), other_is_free) == expected
