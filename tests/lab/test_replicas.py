@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import PrivateAttr
 
 from dovetail.errors import ConfigError, DovetailError
 from dovetail_lab.replicas import replay_replicas
@@ -31,16 +32,14 @@ def requests(drawn: list[tuple[int, int, int]]) -> list[TraceRequest]:
 class Noting(RoundRobin):
     """Routes in turn, and keeps what it was shown."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Arrival] = []
-        self.loads: list[tuple[tuple[int, int], ...]] = []
-        self.tokens: list[tuple[int, ...]] = []
+    _seen: list[Arrival] = PrivateAttr(default_factory=list)
+    _loads: list[tuple[tuple[int, int], ...]] = PrivateAttr(default_factory=list)
+    _tokens: list[tuple[int, ...]] = PrivateAttr(default_factory=list)
 
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
-        self.seen.append(request)
-        self.loads.append(tuple((one.waiting, one.running) for one in replicas))
-        self.tokens.append(tuple(one.all_tokens for one in replicas))
+        self._seen.append(request)
+        self._loads.append(tuple((one.waiting, one.running) for one in replicas))
+        self._tokens.append(tuple(one.all_tokens for one in replicas))
         return super().choose(request, replicas)
 
 
@@ -48,7 +47,7 @@ class Noting(RoundRobin):
 @given(drawn=arrivals, overlap=st.booleans())
 def test_a_replica_is_the_engine_that_it_would_be_alone(drawn: list[tuple[int, int, int]], overlap: bool) -> None:
     sent, config = requests(drawn), engine(overlap=overlap, executor={"plans_late": False})
-    together = replay_replicas(config, trace(*sent), 2, RoundRobin())
+    together = replay_replicas(config, trace(*sent), 2, RoundRobin()).requests
     for turn in range(2):
         if not (own := sent[turn::2]):
             continue
@@ -61,7 +60,7 @@ def test_a_replica_is_the_engine_that_it_would_be_alone(drawn: list[tuple[int, i
 def test_equal_replicas_in_step_are_each_the_engine_alone(drawn: list[tuple[int, int, int]], overlap: bool) -> None:
     sent, config = requests(drawn), engine(overlap=overlap, executor={"plans_late": False})
     twins = [replace(one, id=f"{one.id}{twin}") for one in sent for twin in "ab"]
-    together = replay_replicas(config, trace(*twins), 2, RoundRobin(), in_step=True)
+    together = replay_replicas(config, trace(*twins), 2, RoundRobin(), in_step=True).requests
     for index, alone in enumerate(replay(config, trace(*sent))):
         for beside in together[2 * index : 2 * index + 2]:
             np.testing.assert_allclose(alone.token_times_s, beside.token_times_s, rtol=1e-12)
@@ -80,8 +79,8 @@ def test_the_router_is_told_how_many_wait_and_run_at_that_time() -> None:
     router = Noting()
     sent = [request(index, 0.1 * index, prompt=10, output=200) for index in range(5)]
     replay_replicas(engine(max_num_seqs=1), trace(*sent), 2, router)
-    assert router.loads == [((0, 0), (0, 0)), ((0, 1), (0, 0)), ((0, 1), (0, 1)), ((1, 1), (0, 1)), ((1, 1), (1, 1))]
-    (before, idle), (busy, still_idle) = router.tokens[:2]
+    assert router._loads == [((0, 0), (0, 0)), ((0, 1), (0, 0)), ((0, 1), (0, 1)), ((1, 1), (0, 1)), ((1, 1), (1, 1))]
+    (before, idle), (busy, still_idle) = router._tokens[:2]
     assert (before, idle, still_idle) == (0, 0, 0)
     assert busy > 10, "the prompt, and the answer so far"
 
@@ -91,8 +90,8 @@ def test_the_router_is_told_no_future() -> None:
         router = Noting()
         sent = [replace(request(index, 0.01 * index, prompt=10, output=output), max_tokens=300) for index in range(4)]
         replay_replicas(engine(), trace(*sent), 2, router)
-        assert all(one.max_tokens == 300 for one in router.seen)
-        return router.tokens
+        assert all(one.max_tokens == 300 for one in router._seen)
+        return router._tokens
 
     assert shown(200) == shown(250), "answers that haven't ended yet look the same, whatever their length will be"
 
@@ -102,9 +101,15 @@ def test_the_router_is_told_no_future() -> None:
 @given(drawn=arrivals)
 def test_each_request_goes_to_one_replica_and_one_replica_is_the_engine_alone(router: type[Router], drawn: list[tuple[int, int, int]]) -> None:
     sent, config = requests(drawn), engine(executor={"plans_late": False})
-    assert [one.id for one in replay_replicas(config, trace(*sent), 3, router())] == [one.id for one in sent]
-    for alone, only in zip(replay(config, trace(*sent)), replay_replicas(config, trace(*sent), 1, router()), strict=True):
-        np.testing.assert_array_equal(alone.token_times_s, only.token_times_s)
+    routed = replay_replicas(config, trace(*sent), 3, router())
+    assert [one.id for one in routed] == [one.id for one in sent]
+    assert {one.replica for one in routed} <= {0, 1, 2}
+    assert sum(routed.timeline.generated_tokens) == sum(one.output_tokens for one in sent)
+    alone, only = replay(config, trace(*sent)), replay_replicas(config, trace(*sent), 1, router())
+    for name in ("time_s", "device_s", "waiting", "running", "prefill_tokens", "kv_free", "kv_held", "kv_cached"):
+        np.testing.assert_array_equal(getattr(alone.timeline, name), getattr(only.timeline, name), name)
+    for one, other in zip(alone, only, strict=True):
+        np.testing.assert_array_equal(one.token_times_s, other.token_times_s)
 
 
 @pytest.mark.parametrize("chosen", [-1, 2, None])

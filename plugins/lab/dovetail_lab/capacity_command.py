@@ -12,6 +12,7 @@ import typer
 
 from dovetail.errors import ConfigError
 from dovetail_lab.command_options import (
+    ReplicaOptions,
     SettingsOfSeveral,
     StepTime,
     TraceOptions,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from dovetail_lab.capacity import Capacity
     from dovetail_lab.records import RunResult
     from dovetail_lab.report.engine import Engine
+    from dovetail_lab.routers import Routing
     from dovetail_lab.slo import Objective
     from dovetail_lab.workloads.load import WorkloadOptions
 
@@ -35,6 +37,7 @@ TABLE_FILE = "capacity.csv"
 def capacity(
     engines: Annotated[list[str], typer.Argument(metavar="engine.yaml …", help="One engine or more; all are set beside the first.")],
     requests: TraceOptions,
+    routed: ReplicaOptions,
     slo: Annotated[str, typer.Option("--slo", help='"ttft_p99<0.5,tpot_p99<50ms", or a preset such as mlperf-llama3.1-8b.')],
     tolerance: Annotated[float, typer.Option("--tolerance", help="How exactly to find the rate, as a share of it.")] = 0.02,
     seeds: Seeds = 1,
@@ -50,13 +53,14 @@ def capacity(
 
     objectives = parse_slo(slo)
     configs = open_engines(engines, settings, step_time=step_time)
+    routing = routed.routing(list(configs))
     options = [requests.workload(one, None) for one in seeds_from(requests.seed, seeds)]
     own_rate = _own_rate(requests.trace, options)
     if out is not None:
         make_folder(out)
     found, engines_run, said, cautions = {}, [], [], []
     for name, config in configs.items():
-        runner = _Runner(name, config, requests.trace, options, cores(jobs))
+        runner = _Runner(name, config, requests.trace, options, routing[name], cores(jobs))
         found[name] = find_capacity(runner, objectives, tolerance=tolerance, start=1.0 if requests.scale_rate is None else requests.scale_rate)
         said.append(f"{name}: {answer(found[name], objectives, own_rate)}")
         cautions += [f"{name}: {text}" for text in _cautions(found[name], runner.seeded)]
@@ -94,10 +98,12 @@ class _Runner:
     engine: Engine
     seeded: bool
 
-    def __init__(self, name: str, config: EngineConfig, trace: str, options: Sequence[WorkloadOptions], processes: int) -> None:
+    def __init__(
+        self, name: str, config: EngineConfig, trace: str, options: Sequence[WorkloadOptions], routing: Routing | None, processes: int
+    ) -> None:
         from dovetail_lab.jobs import Job
 
-        self._jobs = [Job(config, trace, one, name) for one in options]
+        self._jobs = [Job(config, trace, one, name, routing) for one in options]
         self._name, self._processes = name, processes
         self._jobs[0].check()
 

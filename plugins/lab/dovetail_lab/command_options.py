@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -16,6 +16,7 @@ from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
     from dovetail import EngineConfig
+    from dovetail_lab.routers import Routing
     from dovetail_lab.simulate import Progress
     from dovetail_lab.workloads.load import WorkloadOptions
 
@@ -73,6 +74,34 @@ class TraceOptions:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaOptions:
+    """The options that put several equal engines behind a router."""
+
+    replicas: Annotated[int, typer.Option("--replicas", metavar="N", help="Equal engines behind a router.")] = 1
+    router: Annotated[
+        list[str],
+        typer.Option(
+            "--router", metavar="[ENGINE:]NAME", help="round_robin, least_tokens, prefix_aware, vllm, or module:Class.  [default: round_robin]"
+        ),
+    ] = field(default_factory=list)
+
+    def routing(self, names: Sequence[str] = ()) -> dict[str, Routing | None]:
+        """Return the routing of each engine by its name. Raises `ConfigError`, also if a router is given without replicas."""
+        from dovetail_lab.routers import Routing
+
+        chosen: dict[str, str | None] = dict.fromkeys(names)
+        for text in self.router:
+            owner = max((name for name in names if text.startswith(f"{name}:")), key=len, default=None)
+            for name in names if owner is None else [owner]:
+                chosen[name] = text if owner is None else text.removeprefix(f"{owner}:")
+        if self.replicas == 1 and not self.router:
+            return dict.fromkeys(names)
+        if self.replicas == 1:
+            raise ConfigError("--router: there is nothing to choose from with one engine: say how many with --replicas")
+        return {name: Routing(self.replicas, router or "round_robin") for name, router in chosen.items()}
+
+
 def flat(command: Callable[..., None]) -> Callable[..., None]:
     """Return `command` with each dataclass parameter replaced by its fields, as typer knows no groups of options."""
     hints = get_type_hints(command, include_extras=True)
@@ -83,13 +112,14 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
             continue
         own = get_type_hints(groups[name], include_extras=True)
-        for field in fields(groups[name]):
-            default = Parameter.empty if field.default is MISSING else field.default
-            parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=own[field.name]))
+        for one in fields(groups[name]):
+            default = Parameter.empty if one.default is MISSING else one.default
+            default = default if one.default_factory is MISSING else one.default_factory()
+            parameters.append(Parameter(one.name, Parameter.KEYWORD_ONLY, default=default, annotation=own[one.name]))
 
     @wraps(command)
     def call(**values: Any) -> None:
-        made = {name: group(**{field.name: values.pop(field.name) for field in fields(group)}) for name, group in groups.items()}
+        made = {name: group(**{one.name: values.pop(one.name) for one in fields(group)}) for name, group in groups.items()}
         command(**made, **values)
 
     call.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]

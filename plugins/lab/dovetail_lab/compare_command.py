@@ -13,6 +13,7 @@ import typer
 
 from dovetail.errors import ConfigError
 from dovetail_lab.command_options import (
+    ReplicaOptions,
     SettingsOfSeveral,
     StepTime,
     TraceOptions,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 def compare(
     engines: Annotated[list[str], typer.Argument(metavar="a.yaml b.yaml …", help="Two engines or more; all are compared with the first.")],
     requests: TraceOptions,
+    routed: ReplicaOptions,
     seeds: Seeds = 1,
     out: Out = None,
     confidence: Annotated[float, typer.Option("--confidence", help="Of each interval.")] = 0.95,
@@ -51,12 +53,16 @@ def compare(
         raise ConfigError("--decisions and --keep-runs write files: say where with --out")
     comparing.check_settings(confidence, resamples)
     configs = open_engines(engines, settings, step_time=step_time)
+    routing = routed.routing(list(configs))
+    if decisions and any(routing.values()):
+        raise ConfigError("--decisions: a log is of one engine: leave it out, or --replicas")
     todo = [
         Job(
             _with_log(config, out / file_name(name, one, "-decisions")) if decisions and out else config,
             requests.trace,
             requests.workload(one, requests.scale_rate),
             name,
+            routing[name],
         )
         for name, config in configs.items()
         for one in seeds_from(requests.seed, seeds)

@@ -16,6 +16,8 @@ from dovetail import EngineConfig
 from dovetail.api.component import Kind
 from dovetail.registry.registry import Registry
 from dovetail_lab.records import RunResult
+from dovetail_lab.replicas import replay_replicas
+from dovetail_lab.routers import Routing, parse_router
 from dovetail_lab.simulate import replay
 from dovetail_lab.simulated import SimulatedOptions
 from dovetail_lab.step_profile import StepTimeProfile
@@ -37,6 +39,7 @@ class Job:
     workload: str  # an argument of `load_workload`
     options: WorkloadOptions
     name: str | None = None  # its name in tables; None: the scheduler's
+    routing: Routing | None = None  # None: one engine, and nothing before it
 
     def check(self) -> None:
         """Raise the errors of its components or its workload now, before hours of simulation."""
@@ -50,7 +53,16 @@ class Job:
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> RunResult:
         trace = cached_workload(self.workload, self.options)
-        return replay(self.config, trace, name=self.name, seed=self.options.seed, progress=progress)
+        return replay_routed(self.config, trace, self.routing, name=self.name, seed=self.options.seed, progress=progress)
+
+
+def replay_routed(
+    config: EngineConfig, trace: Trace, routing: Routing | None, *, name: str | None, seed: int, progress: Callable[[int, int], None] | None
+) -> RunResult:
+    """Replay a trace through one engine, or through the replicas that `routing` asks for. Raises as `replay` and `replay_replicas`."""
+    if routing is None:
+        return replay(config, trace, name=name, seed=seed, progress=progress)
+    return replay_replicas(config, trace, routing.replicas, parse_router(routing.router), name=name, seed=seed, progress=progress)
 
 
 @lru_cache(maxsize=4)

@@ -21,7 +21,7 @@ from dovetail_lab.writing import write_whole
 
 SETTINGS = ("config", "scheduler", "executor", "overlap", "prefix_reuse", "block_size", "num_blocks", "max_model_len")  # of a run
 FORMAT = 1  # of the file; raised when older readers can't read it any more
-ADDED = {"grammar": False, "masks_s": 0.0}  # columns that older files lack, and what stands in them then
+ADDED = {"grammar": False, "masks_s": 0.0, "replica": 0}  # columns that older files lack, and what stands in them then
 
 Times = NDArray[np.float64]
 
@@ -48,6 +48,7 @@ class RequestRecord:
     preemptions: int = 0
     recomputed_tokens: int = 0  # computed again after preemptions
     grammar: bool = False  # its answer had to follow one
+    replica: int = 0  # the one to which it was sent
 
     @property
     def output_tokens(self) -> int:
@@ -62,7 +63,11 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """The steps of a run, a column each: entry i belongs to the i-th step whose results came in. Times in seconds."""
+    """The steps of a run, a column each: entry i belongs to the i-th step whose results came in. Times in seconds.
+
+    Of several replicas it has the steps of all. Requests and blocks after a step are then those of all replicas, and the two durations are divided by
+    their number, so that their sums are those of one replica on average.
+    """
 
     time_s: Times  # when its results were delivered
     device_s: Times  # how long it took on the device
@@ -95,6 +100,23 @@ class Timeline:
         columns = list(zip(*rows, strict=True)) if rows else [()] * len(fields(cls))
         dtypes: list[Any] = [np.float64 if column.name.endswith("_s") else np.int64 for column in fields(cls)]
         return cls(*(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True)))
+
+    @classmethod
+    def of_replicas(cls, timelines: Sequence[Timeline], num_blocks: int) -> Timeline:
+        """Put the steps of several replicas, which have `num_blocks` blocks each, in the order of their ends."""
+        order = sorted((time, replica, step) for replica, line in enumerate(timelines) for step, time in enumerate(line.time_s))
+        after = dict.fromkeys(_AFTER, 0) | {"kv_free": num_blocks}
+        states, rows = [dict(after) for _ in timelines], []
+        for _, replica, step in order:
+            row = {column.name: getattr(timelines[replica], column.name)[step] for column in fields(cls)}
+            states[replica] = {name: row[name] for name in _AFTER}
+            row |= {name: sum(state[name] for state in states) for name in _AFTER}
+            row |= {name: row[name] / len(timelines) for name in ("device_s", "masks_s")}
+            rows.append(tuple(row.values()))
+        return cls.of_rows(rows)
+
+
+_AFTER = ("waiting", "running", "kv_free", "kv_held", "kv_cached")  # columns of a timeline that tell the state after a step
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,29 +13,26 @@ Replicas may keep in step, as those do that share the experts of a mixture: all 
 from __future__ import annotations
 
 import math
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Condition
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dovetail import EngineConfig, LLMEngine
 from dovetail.api.clock import VirtualClock
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
+from dovetail.registry.registry import Registry
 from dovetail_lab.feeding import Feeder
 from dovetail_lab.recording import Recorder
-from dovetail_lab.records import RequestRecord
+from dovetail_lab.records import RequestRecord, RunResult, StepTimes, Timeline
 from dovetail_lab.routers import Arrival, ReplicaLoad, Router
-from dovetail_lab.simulate import UNREAD_MODEL
+from dovetail_lab.simulate import UNREAD_MODEL, Progress, notes_of, settings_of
 from dovetail_lab.simulated import SimulatedExecutor
 from dovetail_lab.token_ids import prompt_ids
 from dovetail_lab.traces.request import Trace, TraceRequest
-
-if TYPE_CHECKING:
-    from dovetail.registry.registry import Registry
 
 OVER: tuple[float, TraceRequest | None] = (math.inf, None)
 
@@ -47,20 +44,24 @@ def replay_replicas(
     router: Router,
     *,
     in_step: bool = False,
+    name: str | None = None,
     seed: int = 0,
     registry: Registry | None = None,
-) -> tuple[RequestRecord, ...]:
+    progress: Progress | None = None,
+) -> RunResult:
     """Run every request of `trace`, at its time, through the one of `replicas` engines that `router` chooses. Each engine is as `config` describes,
-    with the executor `simulated`; `in_step`: their devices begin each step together. Return the records of all requests, in the order of the trace.
+    with the executor `simulated`; `in_step`: their devices begin each step together.
 
     Raises `UnsupportedError` for another executor, `ConfigError` for a choice that is no replica, what `LLMEngine` raises, and what ended an engine.
     """
-    loaded = EngineConfig.load(config, model=UNREAD_MODEL, tokenizer=None, seed=seed)
+    loaded = EngineConfig.load(config, seed=seed)
+    registry = registry or Registry.discover(loaded.plugins)
+    runnable = EngineConfig.load(loaded, model=UNREAD_MODEL, tokenizer=None)
     with ExitStack() as stack:
         clocks = [_MeetingClock() for _ in range(replicas)]
-        engines = [stack.enter_context(LLMEngine.from_config(loaded, registry=registry, clock=clock)) for clock in clocks]
+        engines = [stack.enter_context(LLMEngine.from_config(runnable, registry=registry, clock=clock)) for clock in clocks]
         members = [_Replica(engine, clock, trace) for engine, clock in zip(engines, clocks, strict=True)]
-        meeting = _Meeting(members, trace, router)
+        meeting = _Meeting(members, trace, router, progress or (lambda done, of_all: None))
         for member in members:
             member.join(meeting, in_step)
         with ThreadPoolExecutor(replicas) as threads:
@@ -68,8 +69,22 @@ def replay_replicas(
         errors = [error for future in running if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, BrokenMeetingError)):  # of those who only missed another, last
             raise error
-        records = ChainMap(*(dict(member.ended) for member in members))
-    return tuple(records[request.id] for request in trace)
+        records = {id: replace(record, replica=index) for index, member in enumerate(members) for id, record in member.ended.items()}
+        in_order = tuple(records[request.id] for request in trace)
+        timeline = Timeline.of_replicas([member.timeline for member in members], engines[0].capacity.num_blocks)
+        notes = notes_of(in_order, timeline, sum(member.cut for member in members), engines[0].capacity.max_model_len)
+        return RunResult(
+            name=name or loaded.scheduler.label,
+            trace=trace.name,
+            trace_source=trace.source,
+            seed=seed,
+            settings={**settings_of(loaded.in_full(registry), engines[0], True), "replicas": replicas, "router": router.label},
+            step_times=members[0].step_times,
+            requests=in_order,
+            timeline=timeline,
+            notes=(*trace.notes, *notes),
+            seeded=trace.seeded,
+        )
 
 
 class _Replica:
@@ -82,6 +97,7 @@ class _Replica:
         self.core.pacing.plans_late = self._executor.options.plans_late
         self._vocab_size = engine.capacity.vocab_size
         self._recorder = Recorder(engine.core, trace, 0.0)
+        self._taken_in = 0
         nothing = replace(trace, requests=())  # what is sent to it, it is given one by one
         self._feeder = Feeder(engine, self._executor, nothing, 0.0, self._recorder.refused)
 
@@ -104,6 +120,18 @@ class _Replica:
     def ended(self) -> Mapping[str, RequestRecord]:
         return self._recorder.ended
 
+    @property
+    def timeline(self) -> Timeline:
+        return self._recorder.timeline
+
+    @property
+    def step_times(self) -> StepTimes:
+        return self._executor.profile.as_step_times()
+
+    @property
+    def cut(self) -> int:
+        return self._feeder.cut
+
     def take(self, request: TraceRequest) -> None:
         self._feeder.take(request, request.arrival_time)
 
@@ -114,6 +142,8 @@ class _Replica:
                 if not self.core.has_unfinished():
                     self._clock.wait_until(meeting.next_s)
                     continue
+                if self._taken_in < self._feeder.taken:  # the host takes requests in one by one, as `simulate` has it
+                    self._taken_in = self._taken_in + 1 if self._executor.take_in() else self._feeder.taken
                 delivery = self.core.step()
                 if self.core.dead is not None:
                     raise self.core.dead
@@ -143,8 +173,9 @@ class _Meeting:
     A replica that comes to one waits. Once all do, the last to come does what is due first: nothing can happen any more that comes before it.
     """
 
-    def __init__(self, members: Sequence[_Replica], trace: Trace, router: Router) -> None:
-        self._members, self._router = members, router
+    def __init__(self, members: Sequence[_Replica], trace: Trace, router: Router, progress: Progress) -> None:
+        self._members, self._router, self._progress = members, router, progress
+        self._requests = len(trace)
         self._loads: list[ReplicaLoad] = []  # as last reported
         self._agenda = self._instants(trace)
         self.next_s, self._arriving = next(self._agenda, OVER)
@@ -215,6 +246,7 @@ class _Meeting:
         self._changed.notify_all()
 
     def _route(self, request: TraceRequest) -> None:
+        self._progress(sum(len(member.ended) for member in self._members), self._requests)
         seen = self._members[0].as_seen(request)
         chosen = self._router.choose(seen, [replace(load) for load in self._loads])
         if chosen not in range(len(self._members)):

@@ -11,11 +11,19 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, ClassVar
 
 import numpy as np
 import xxhash
+from pydantic import Field, PrivateAttr
 
+from dovetail.errors import ConfigError
+from dovetail_lab.calls import Value, parse_call
 from dovetail_lab.token_ids import TokenIds
+
+GROUP = "dovetail_lab.routers"  # of the entry points by which packages name theirs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,14 +57,22 @@ class ReplicaLoad:
         return self.tokens + self.sent_tokens
 
 
-class Router(ABC):
-    """A way of routing requests to replicas."""
+class Router(Value, ABC):
+    """A way of routing requests to replicas. Fields are its options, as `prefix_aware(blocks=1500)` gives them. What it remembers is in private
+    attributes; each run has a new router."""
 
-    reported_every_s: float = 0.0  # how often replicas report their loads; 0: at each arrival
+    reported_every_s: ClassVar[float] = 0.0  # how often replicas report their loads; 0: at each arrival
 
     @abstractmethod
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
         """Return the index in `replicas` of the one that the request goes to. `replay_replicas` raises `ConfigError` for any other number."""
+
+    @property
+    def label(self) -> str:
+        """Its name, with options that aren't the defaults."""
+        own = {name: value for name, value in self.model_dump().items() if value != type(self).model_fields[name].default}
+        name = next((name for name, kind in ROUTERS.items() if kind is type(self)), type(self).__name__)
+        return name + (f"({', '.join(f'{option}={value}' for option, value in own.items())})" if own else "")
 
     def reports_at(self, arrival_s: float) -> float:
         """Return when, at or before an arrival, the loads were last reported. Seconds since the trace began."""
@@ -67,8 +83,7 @@ class Router(ABC):
 class RoundRobin(Router):
     """Each replica in turn."""
 
-    def __init__(self) -> None:
-        self._routed = 0
+    _routed: int = PrivateAttr(0)
 
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
         self._routed += 1
@@ -86,8 +101,8 @@ class LeastLoaded(Router):
     """vLLM's way (`DPLBAsyncMPClient`, since 0.9): the replica with the smallest 4 x waiting + running, the first of equal ones. Replicas
     report every 100 ms; in between each request that was sent counts as waiting."""
 
-    WAITING_COUNTS = 4
-    reported_every_s = 0.1
+    WAITING_COUNTS: ClassVar[int] = 4
+    reported_every_s: ClassVar[float] = 0.1
 
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
         scores = [self.WAITING_COUNTS * (one.waiting + one.sent) + one.running for one in replicas]
@@ -101,27 +116,28 @@ class PrefixAware(Router):
     What was sent is remembered in whole blocks of `block_tokens` tokens, the `blocks` last used for each replica: about what its cache holds.
     """
 
-    BALANCED_BY, BALANCED_TIMES = 64, 1.5  # loads are unbalanced if the most requests exceed the fewest by more than this, and this many times
+    BALANCED_BY: ClassVar[int] = 64  # loads are unbalanced if the most requests exceed the fewest by more than this
+    BALANCED_TIMES: ClassVar[float] = 1.5  # and this many times
 
-    def __init__(self, blocks: int = 100_000, block_tokens: int = 16, least_match: float = 0.0) -> None:
-        """Make a router that follows a match only if it is a larger share of the prompt than `least_match`, from 0 to 1."""
-        self._blocks, self._block_tokens, self._least_match = blocks, block_tokens, least_match
-        self._sent: dict[int, OrderedDict[int, None]] = {}  # replica -> names of blocks, the last used at the end
+    blocks: int = Field(default=100_000, ge=1)
+    block_tokens: int = Field(default=16, ge=1)
+    least_match: float = Field(default=0.0, ge=0, le=1)  # only a match that is a larger share of the prompt is followed
+    _sent: dict[int, OrderedDict[int, None]] = PrivateAttr(default_factory=dict)  # replica -> names of blocks, the last used at the end
 
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
         names = self._names(request.prompt)
         matches = [self._match(index, names) for index in range(len(replicas))]
         loads = [one.all_requests for one in replicas]
         balanced = max(loads) - min(loads) <= self.BALANCED_BY or max(loads) <= self.BALANCED_TIMES * min(loads)
-        follows = balanced and max(matches) * self._block_tokens > self._least_match * len(request.prompt)
+        follows = balanced and max(matches) * self.block_tokens > self.least_match * len(request.prompt)
         chosen = min(range(len(replicas)), key=lambda index: (-matches[index] if follows else 0, replicas[index].all_tokens))
         self._note(chosen, names)
         return chosen
 
     def _names(self, prompt: TokenIds) -> list[int]:
         """Return a name for each whole block, which stands for it and all before it."""
-        whole, names, before = len(prompt) // self._block_tokens, [], 0
-        for block in np.ascontiguousarray(prompt[: whole * self._block_tokens], np.int32).reshape(whole, self._block_tokens):
+        whole, names, before = len(prompt) // self.block_tokens, [], 0
+        for block in np.ascontiguousarray(prompt[: whole * self.block_tokens], np.int32).reshape(whole, self.block_tokens):
             before = xxhash.xxh3_64_intdigest(block.tobytes(), seed=before)
             names.append(before)
         return names
@@ -135,8 +151,45 @@ class PrefixAware(Router):
         for name in reversed(names):  # the beginning is used last: it is forgotten after what follows it
             sent[name] = None
             sent.move_to_end(name)
-        while len(sent) > self._blocks:
+        while len(sent) > self.blocks:
             sent.popitem(last=False)
 
 
 ROUTERS: dict[str, type[Router]] = {"round_robin": RoundRobin, "least_tokens": LeastTokens, "prefix_aware": PrefixAware, "vllm": LeastLoaded}
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How many replicas there are, and the text that names the router in front of them. Raises `ConfigError` for either."""
+
+    replicas: int
+    router: str
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.replicas <= 1024:
+            raise ConfigError(f"--replicas: expected 1 to 1024, got {self.replicas}")
+        parse_router(self.router)
+
+
+def parse_router(text: str) -> Router:
+    """Return a new router: `round_robin`, `prefix_aware(blocks=1500)`, one that an installed package names by an entry point of the group
+    `dovetail_lab.routers`, or `module:Class`. Raises `ConfigError`."""
+    name, bracket, arguments = text.strip().partition("(")
+    if ":" in name:
+        return parse_call(f"router{bracket}{arguments}", {"router": _imported(name, name)}, f"router {name}")
+    kinds = dict(ROUTERS)
+    if name not in kinds:
+        kinds |= {point.name: _imported(point.value, point.name) for point in entry_points(group=GROUP) if point.name == name}
+        kinds |= {point.name: Router for point in entry_points(group=GROUP) if point.name not in kinds}  # type: ignore[type-abstract]  # to be listed
+    return parse_call(text, kinds, "router")
+
+
+def _imported(path: str, name: str) -> type[Router]:
+    module, _, attribute = path.partition(":")
+    try:
+        found: Any = getattr(import_module(module), attribute)
+    except Exception as error:  # any can come of a module's code
+        raise ConfigError(f"router {name}: {path} can't be imported: {type(error).__name__}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Router)):
+        raise ConfigError(f"router {name}: {path} is no class that is made from dovetail_lab.routers.Router")
+    return found

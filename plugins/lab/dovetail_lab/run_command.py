@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from dovetail.errors import ConfigError
 from dovetail_lab.command_options import (
     Engine,
     Real,
+    ReplicaOptions,
     Settings,
     StepTime,
     TraceOptions,
@@ -24,6 +26,7 @@ RUN_FILE = "run.json"
 def run(
     engine: Engine,
     requests: TraceOptions,
+    routed: ReplicaOptions,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help=f"Where to write {RUN_FILE}: every request and every step.")] = None,
     goodput: Annotated[
         str | None, typer.Option("--goodput", metavar="METRIC<LIMIT,…", help='Count the requests that keep limits: "ttft<0.5,tpot<50ms".')
@@ -37,15 +40,18 @@ def run(
     from dovetail_lab.workloads import load_workload
 
     slo = None if goodput is None else parse_goodput(goodput)
-    config = open_engine(engine, settings, step_time=step_time, real=real)
+    config, name = open_engine(engine, settings, step_time=step_time, real=real), Path(engine).stem
+    routing = routed.routing([name])[name]
+    if routing is not None and real:
+        raise ConfigError("--replicas: they are simulated: leave --real out")
     workload = load_workload(requests.trace, requests.workload(requests.seed, requests.scale_rate))
     if out is not None:
         make_folder(out)
-    from dovetail_lab.simulate import replay
+    from dovetail_lab.jobs import replay_routed
     from dovetail_lab.summary import print_summary
 
     with progress_bar(workload.name) as progress:
-        result = replay(config, workload, name=Path(engine).stem, seed=requests.seed, progress=progress)
+        result = replay_routed(config, workload, routing, name=name, seed=requests.seed, progress=progress)
     print_summary(result, slo)
     if out is not None:
         result.save(out / RUN_FILE)

@@ -67,11 +67,11 @@ def replay(
             trace=trace.name,
             trace_source=trace.source,
             seed=seed,
-            settings=_settings(config_in_full, engine, simulated),
+            settings=settings_of(config_in_full, engine, simulated),
             step_times=StepTimes("measured") if executor is None else executor.profile.as_step_times(),
             requests=recorder.records,
             timeline=recorder.timeline,
-            notes=(*trace.notes, *_notes(recorder.records, recorder.timeline, feeder.cut, engine.capacity.max_model_len)),
+            notes=(*trace.notes, *notes_of(recorder.records, recorder.timeline, feeder.cut, engine.capacity.max_model_len)),
             seeded=trace.seeded,
         )
 
@@ -125,7 +125,8 @@ def _run(core: EngineCore, executor: SimulatedExecutor | None, feeder: Feeder, r
     drive(core, feeder, fed, take)
 
 
-def _settings(config: dict[str, Any], engine: LLMEngine, simulated: bool) -> dict[str, Any]:
+def settings_of(config: dict[str, Any], engine: LLMEngine, simulated: bool) -> dict[str, Any]:
+    """Return the `settings` of a run: the engine's config in full, and what follows from it."""
     capacity, core = engine.capacity, engine.core
     return {
         "config": {key: _finite(value) for key, value in config.items() if key != "plugins"},
@@ -151,7 +152,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _notes(records: tuple[RequestRecord, ...], timeline: Timeline, cut: int, max_model_len: int) -> Iterator[str]:
+def notes_of(records: tuple[RequestRecord, ...], timeline: Timeline, cut: int, max_model_len: int) -> Iterator[str]:
+    """Yield what a reader of the run should know. `cut`: requests that would have generated more than fits the engine."""
     refused = [record for record in records if record.finish_reason == "rejected" and record.first_scheduled_s is None]
     if refused:
         yield f"{len(refused)} requests were rejected before they ran, the first ({refused[0].id}) because {refused[0].stop_reason}"

@@ -59,7 +59,8 @@ def conditions(result: RunResult) -> str:
     settings = result.settings
     overlap, reuse = ("on" if settings[name] else "off" for name in ("overlap", "prefix_reuse"))
     pace = "" if "pace" not in settings else ", no pace" if settings["pace"] is None else f", pace {settings['pace']:g}"  # older runs don't say
-    return f"overlap {overlap}{pace}, prefix reuse {reuse}, {settings['num_blocks']} blocks of {settings['block_size']} tokens"
+    routed = f"{settings['replicas']} replicas, routed by {settings['router']}, each with " if "replicas" in settings else ""
+    return f"{routed}overlap {overlap}{pace}, prefix reuse {reuse}, {settings['num_blocks']} blocks of {settings['block_size']} tokens"
 
 
 def source_of_times(step_times: StepTimes) -> str:

@@ -11,6 +11,7 @@ import typer
 from dovetail.errors import ConfigError
 from dovetail_lab.command_options import (
     Engine,
+    ReplicaOptions,
     StepTime,
     TraceOptions,
     open_engine,
@@ -30,6 +31,7 @@ _MANY = 10_000  # points that nobody meant
 def sweep(
     engine: Engine,
     requests: TraceOptions,
+    routed: ReplicaOptions,
     settings: Annotated[list[str], typer.Option("--set", metavar="KEY=A,B,…", help="A key of the engine, and its values. May be repeated.")] = [],  # noqa: B006 typer makes a list of its own
     rates: Annotated[str | None, typer.Option("--rates", metavar="A,B,…", help="Factors on the trace's rate.")] = None,
     seeds: Seeds = 1,
@@ -45,6 +47,7 @@ def sweep(
     from dovetail_lab.slo import parse_slo
 
     objectives = () if slo is None else parse_slo(slo)
+    [routing] = routed.routing(names_of([engine])).values()
     axes = [*map(sweeping.parse_axis, settings), *([] if rates is None else [sweeping.Axis(sweeping.RATE, _factors(rates))])]
     if not axes:
         raise ConfigError("nothing to sweep over: give --set key=value,value,… or --rates")
@@ -56,7 +59,8 @@ def sweep(
         chosen = [f"{key}={value}" for key, value in point.values.items() if key != sweeping.RATE]
         factor = point.values.get(sweeping.RATE)
         rate = requests.scale_rate if factor is None else float(factor) * (1.0 if requests.scale_rate is None else requests.scale_rate)
-        todo.append((point, Job(open_engine(engine, chosen, step_time=step_time), requests.trace, requests.workload(point.seed, rate))))
+        job = Job(open_engine(engine, chosen, step_time=step_time), requests.trace, requests.workload(point.seed, rate), routing=routing)
+        todo.append((point, job))
     if out is not None:
         make_folder(out)
     rows = sweeping.sweep(todo, objectives, cores(jobs))
