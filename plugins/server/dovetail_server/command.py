@@ -80,10 +80,10 @@ def _told(detail: Any) -> str:
     """Return what pydantic found wrong, for the user of a command line."""
     if not detail["loc"]:
         return str(detail["msg"]).removeprefix("Value error, ")
-    return f"{_option(str(detail['loc'][0]))}: {detail['msg']}, got {shown(detail['input'])}"
+    return f"{option_name(str(detail['loc'][0]))}: {detail['msg']}, got {shown(detail['input'])}"
 
 
-def _option(name: str) -> str:
+def option_name(name: str) -> str:
     """Return the name of a field's option: without its unit, which the help tells, and of a list in the singular, as it is given one by one."""
     is_list = get_origin(ServerSettings.model_fields[name].annotation) is tuple
     return "--" + name.removesuffix("s" if is_list else "_s").replace("_", "-")
@@ -107,9 +107,9 @@ def _parameter(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
     which may look elsewhere."""
     kind, text = _plain(field.annotation), " ".join((field.description or "").replace("`", "").split())
     if kind is list:
-        return name, Annotated[list[str], typer.Option(_option(name), help=f"{text} May be repeated.", show_default=False)], []
+        return name, Annotated[list[str], typer.Option(option_name(name), help=f"{text} May be repeated.", show_default=False)], []
     text += f"  [default: {NULL if field.default is None else field.default}]"
-    names = f"{_option(name)}/--no-{_option(name)[2:]}" if kind is bool else _option(name)
+    names = f"{option_name(name)}/--no-{option_name(name)[2:]}" if kind is bool else option_name(name)
     return name, Annotated[kind | None, typer.Option(names, help=text, show_default=False)], None
 
 

@@ -1,0 +1,106 @@
+"""`dovetail cluster`: its commands."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dovetail.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+Cluster = Annotated[str | None, typer.Argument(metavar="[NAME|cluster.yaml]", help="The cluster's name, or its file. None: the only one that is up.")]
+POLL_S = 0.2
+
+
+@app.callback()
+def cluster() -> None:
+    """Several servers of one model behind a router, kept alive."""
+
+
+@app.command()
+def up(
+    file: Annotated[
+        str, typer.Argument(metavar="cluster.yaml", help="The cluster: `engine`, `replicas`, `router` and what docs/serving/replicas.md lists.")
+    ],
+) -> None:
+    """Start replicas and their router, and hold them up until `dovetail cluster down`, SIGTERM or Ctrl-C.
+
+    Requests under way are answered before it ends. A second signal ends everything at once.
+    """
+    from dovetail_cluster.running import run_cluster
+    from dovetail_cluster.settings import load_cluster
+
+    raise typer.Exit(run_cluster(load_cluster(file)))
+
+
+@app.command()
+def status(name: Cluster = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
+    """Tell how a cluster's replicas are. The exit code is 0 while as many serve as should."""
+    found = _tell(name, "status")
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        _print(found)
+    serving = sum(replica["state"] == "serving" for replica in found["replicas"])
+    raise typer.Exit(0 if found["router"]["answers"] and serving >= found["target"] else 1)
+
+
+@app.command()
+def restart(name: Cluster = None, wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until all are replaced.")] = True) -> None:
+    """Replace all replicas, one after the other, while the others serve."""
+    found = _tell(name, "restart")
+    while wait and found["rolling"]:
+        time.sleep(POLL_S)
+        found = _tell(name, "status")
+    _print(found)
+
+
+@app.command()
+def down(name: Cluster = None, wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until all have ended.")] = True) -> None:
+    """Drain all replicas, and end the cluster."""
+    from dovetail_cluster.control import names_up
+
+    which = _name(name)
+    _tell(which, "down")
+    while wait and which in names_up():
+        time.sleep(POLL_S)
+
+
+def _tell(name: str | None, what: str) -> dict[str, Any]:
+    from dovetail_cluster.control import tell
+
+    return tell(_name(name), what)
+
+
+def _name(given: str | None) -> str:
+    """Return the name of the cluster that is meant. Raises `ConfigError` if that can't be said."""
+    if given is not None and Path(given).suffix in (".yaml", ".yml"):
+        from dovetail_cluster.settings import load_cluster
+
+        return load_cluster(given).name
+    if given is not None:
+        return given
+    from dovetail_cluster.control import NotUp, names_up
+
+    up = names_up()
+    if not up:
+        raise NotUp("no cluster is up")
+    if len(up) > 1:
+        raise ConfigError(f"several clusters are up: name one of {', '.join(up)}")
+    return up[0]
+
+
+def _print(found: dict[str, Any]) -> None:
+    router = found["router"]
+    typer.echo(f"router   {router['url']}  {'answers' if router['answers'] else 'does not answer'}, its metrics: {router['metrics']}")
+    typer.echo(f"replicas {found['target']} wanted{', rolling restart under way' if found['rolling'] else ''}; {found['deaths']} have died so far")
+    for replica in found["replicas"]:
+        where = replica["url"] or ""
+        typer.echo(f"  {replica['name']:<12} {replica['state']:<9} {where:<28} {replica['running']} running, {replica['waiting']} waiting")
+    if found["last_death"]:
+        typer.echo(f"last death: {found['last_death']}")

@@ -1,0 +1,113 @@
+"""How `dovetail cluster status`, `restart` and `down` reach the process of `dovetail cluster up`: a Unix socket in a folder of the user alone.
+
+A lock that the process holds while it lives says that a name is taken; the kernel lets it go however the process ends, so that a socket that was left
+behind is known as such. One line of JSON is the question, one the answer.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from dovetail.errors import ConfigError, DovetailError
+
+Answer = Mapping[str, Any]
+PATIENCE_S = 5.0
+_MOST_BYTES = 1 << 20
+
+
+class NotUp(DovetailError):
+    """No cluster of this name is up."""
+
+
+def runtime_folder() -> Path:
+    """Return the folder of this user's clusters; it is made if it isn't there. Raises `ConfigError` if it belongs to somebody else."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(base) / "dovetail" if base else Path(tempfile.gettempdir()) / f"dovetail-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}: set XDG_RUNTIME_DIR to a folder that you may write to") from None
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise ConfigError(f"{folder}: isn't a folder of this user alone: set XDG_RUNTIME_DIR to one")
+    return folder
+
+
+def names_up() -> list[str]:
+    """Return the names of this user's clusters that are up."""
+    return sorted(path.stem for path in runtime_folder().glob("*.lock") if _is_locked(path))
+
+
+class ControlSocket:
+    """The end of the process that runs a cluster. `serve_once` is called in its loop; nothing blocks for long."""
+
+    def __init__(self, name: str) -> None:
+        """Take the name. Raises `ConfigError` if a cluster of this name is up."""
+        folder = runtime_folder()
+        self._path = folder / f"{name}.sock"
+        self._lock: IO[str] = (folder / f"{name}.lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise ConfigError(f"a cluster named {name} is up: end it with `dovetail cluster down {name}`, or give this one another `name`") from None
+        self._path.unlink(missing_ok=True)  # of a process that was killed
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            self._socket.bind(str(self._path))
+        except OSError as error:
+            raise ConfigError(f"{self._path}: {error.strerror or error}: set XDG_RUNTIME_DIR to a shorter folder that you may write to") from None
+        self._socket.listen(8)
+
+    def serve_once(self, wait_s: float, answer: Callable[[str], Answer]) -> None:
+        """Wait for a question, at most `wait_s` seconds, and answer it."""
+        self._socket.settimeout(wait_s)
+        with suppress(OSError, ValueError, RecursionError):
+            connection, _ = self._socket.accept()
+            with connection:
+                connection.settimeout(PATIENCE_S / 5)
+                with connection.makefile("rb") as lines:
+                    asked = json.loads(lines.readline(_MOST_BYTES))
+                connection.sendall(json.dumps(answer(str(asked["do"]))).encode() + b"\n")
+
+    def close(self) -> None:
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+        self._lock.close()
+
+
+def tell(name: str, what: str) -> dict[str, Any]:
+    """Have the cluster of this name do something, and return its answer. Raises `NotUp`, or `DovetailError` if it doesn't answer."""
+    folder = runtime_folder()
+    if not _is_locked(folder / f"{name}.lock"):
+        raise NotUp(f"no cluster named {name} is up" + (f"; up are {', '.join(up)}" if (up := names_up()) else ""))
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(PATIENCE_S)
+            connection.connect(str(folder / f"{name}.sock"))
+            connection.sendall(json.dumps({"do": what}).encode() + b"\n")
+            with connection.makefile("rb") as lines:
+                found: dict[str, Any] = json.loads(lines.readline(_MOST_BYTES))
+                return found
+    except (OSError, ValueError) as error:
+        raise DovetailError(f"the cluster {name} doesn't answer: {error}") from None
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True

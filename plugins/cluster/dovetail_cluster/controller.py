@@ -1,0 +1,260 @@
+"""`Controller`: holds as many replicas behind the router as there should be. It is the same for every place, and knows neither processes nor HTTP.
+
+`tick` is called a few times a second and never waits. What a replica goes through:
+
+    STARTING -> JOINING -> SERVING -> LEAVING -> DRAINING
+    its server  the router  it gets    the router  SIGTERM: what is under
+    starts      is told     requests   lets go     way is answered
+
+A replica that ends in any other state than DRAINING has died, and another is started in its place. What the router knows is compared at every tick with
+what it should know, so that a router that was started again gets all replicas.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from dovetail.errors import DovetailError
+from dovetail_cluster.places import Place, Replica, Seen
+from dovetail_cluster.probes import Prober, Vitals
+from dovetail_cluster.routing import Listed, Router
+from dovetail_cluster.scaling import Scaler
+from dovetail_cluster.settings import ClusterSettings
+
+FUTILE_STARTS = 3  # replicas that die before they serve, so many in a row: the cluster gives up if none has ever served
+LONGEST_PAUSE_S = 30.0  # between starts, once they are futile
+LETS_GO_S = 30.0  # how long the router may take to end what is under way before the replica itself does
+
+
+class State(Enum):
+    """The stage of a replica's life."""
+
+    STARTING = "starting"
+    JOINING = "joining"
+    SERVING = "serving"
+    LEAVING = "leaving"
+    DRAINING = "draining"
+
+
+_COMES = (State.STARTING, State.JOINING)
+_WANTED_BY_ROUTER = (State.JOINING, State.SERVING)
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A replica and what is known of it."""
+
+    name: str
+    replica: Replica
+    since: float  # when its state began, on the controller's clock
+    is_old: bool = False  # it was started before the rolling restart
+    state: State = State.STARTING
+    url: str | None = None
+    vitals: Vitals = field(default_factory=Vitals)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What `dovetail cluster status` tells."""
+
+    members: tuple[Member, ...]
+    target: int
+    router_answers: bool
+    is_rolling: bool
+    deaths: int
+    last_death: str | None
+
+
+class ClusterFailed(DovetailError):
+    """No replica can be started, or none could be ended in order."""
+
+
+class Controller:
+    """Called in one thread."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        place: Place,
+        router: Router,
+        prober: Prober,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        say: Callable[[str], None] = print,
+    ):
+        """`say` takes a line for each thing that happens."""
+        self._settings, self._place, self._router, self._prober = settings, place, router, prober
+        self._clock, self._say = clock, say
+        self._scaler = Scaler(settings.replicas, settings.scale)
+        self._members: list[Member] = []
+        self._number = 0
+        self._futile = 0  # replicas in a row that died before they served
+        self._not_before = 0.0  # no replica is started earlier
+        self._has_served = self._is_ending = False
+        self._listed: dict[str, Listed] | None = None
+        self._deaths, self._last_death = 0, None  # type: int, str | None
+
+    @property
+    def status(self) -> Status:
+        is_rolling = any(member.is_old for member in self._members)
+        return Status(tuple(self._members), self._scaler.target, self._listed is not None, is_rolling, self._deaths, self._last_death)
+
+    @property
+    def serves(self) -> bool:
+        """True if as many replicas serve as should."""
+        return self._count(State.SERVING) >= self._scaler.target
+
+    def roll(self) -> None:
+        """Replace all replicas of now by new ones, one after the other."""
+        for member in self._members:
+            member.is_old = True
+
+    def end(self) -> None:
+        """Drain all replicas; `is_done` tells when they have ended."""
+        self._is_ending = True
+
+    @property
+    def is_done(self) -> bool:
+        return self._is_ending and not self._members
+
+    def tick(self) -> None:
+        """Look at everything once and do what is due. Raises `ClusterFailed` if replicas die one after the other and none has ever served."""
+        for member in list(self._members):
+            self._go_on(member, member.replica.look())
+        self._sync_router()
+        if self._is_ending:
+            for member in self._members:
+                self._drain(member)
+            return
+        self._scale()
+        self._replace()
+        self._fill()
+
+    # One replica
+
+    def _go_on(self, member: Member, seen: Seen) -> None:
+        """Take a replica to its next state if it is time for it."""
+        now = self._clock()
+        member.url = seen.url
+        if seen.ended is not None:
+            self._bury(member, seen.ended)
+            return
+        if member.url is not None:
+            member.vitals = self._prober.vitals(member.url) or member.vitals
+        age = now - member.since
+        if member.state is State.STARTING and member.vitals.ready:
+            self._enter(member, State.JOINING)
+        elif member.state in _COMES and age > self._settings.start_timeout_s:
+            self._kill(member, f"didn't serve within {self._settings.start_timeout_s:g} s")
+        elif member.state is State.SERVING and now - max(member.vitals.healthy_at, member.since) > self._settings.unhealthy_after_s:
+            self._kill(member, f"gave no good answer at /health for {self._settings.unhealthy_after_s:g} s")
+        elif member.state is State.DRAINING and age > self._settings.server.drain_timeout_s + LETS_GO_S:
+            self._kill(member, "didn't end when it was told to")
+
+    def _kill(self, member: Member, reason: str) -> None:
+        member.replica.kill()
+        self._bury(member, reason)
+
+    def _bury(self, member: Member, how: str) -> None:
+        """Forget a replica that has ended, and note it if nobody asked for that."""
+        self._members.remove(member)
+        if member.url is not None:
+            self._prober.forget(member.url)
+        if member.state is State.DRAINING:
+            self._say(f"{member.name} has ended")
+            return
+        self._deaths, self._last_death = self._deaths + 1, f"{member.name} {how}"
+        self._say(f"{member.name} {how}")
+        if member.state not in _COMES:
+            return
+        self._futile += 1
+        self._not_before = self._clock() + min(2.0 ** (self._futile - 1), LONGEST_PAUSE_S)
+        if self._futile >= FUTILE_STARTS and not self._has_served:
+            raise ClusterFailed(f"replicas die before they serve; {self._last_death}")
+
+    def _drain(self, member: Member) -> None:
+        if member.state is not State.DRAINING:
+            self._enter(member, State.DRAINING)
+            member.replica.drain()
+
+    def _enter(self, member: Member, state: State) -> None:
+        member.state, member.since = state, self._clock()
+        self._say(f"{member.name} is {state.value}" + (f" at {member.url}" if state is State.SERVING else ""))
+
+    # The router
+
+    def _sync_router(self) -> None:
+        """Have the router know those replicas that it should, and note what it does with them."""
+        listed = self._router.look()
+        self._listed = None if listed is None else dict(listed)
+        if self._listed is None:
+            return
+        wanted = {member.url: member for member in self._members if member.state in _WANTED_BY_ROUTER and member.url is not None}
+        for url in wanted.keys() - self._listed.keys():
+            self._router.add(url)
+        for url, how in self._listed.items():
+            if url not in wanted and how is not Listed.LEAVING:
+                self._router.remove(url)
+        for member in self._members:
+            how_listed = None if member.url is None else self._listed.get(member.url)
+            if member.state is State.JOINING and how_listed is Listed.READY:
+                self._has_served, self._futile = True, 0
+                self._enter(member, State.SERVING)
+            elif member.state is State.LEAVING and (how_listed is None or self._clock() - member.since > LETS_GO_S):
+                self._drain(member)
+
+    # All of them
+
+    def _scale(self) -> None:
+        serving = [member for member in self._members if member.state is State.SERVING]
+        before = self._scaler.target
+        target = self._scaler.note(self._clock(), len(serving), sum(member.vitals.waiting for member in serving))
+        if target != before:
+            self._say(f"{target} replicas instead of {before}, because {'too many' if target > before else 'no'} requests wait")
+
+    def _replace(self) -> None:
+        """Let go of one replica: an old one when another has come for it, or one too many."""
+        if self._listed is None or self._count(State.LEAVING, State.DRAINING):
+            return
+        serving = [member for member in self._members if member.state is State.SERVING and self._gets_requests(member)]
+        old = [member for member in serving if member.is_old]
+        has_spare = len(serving) > self._scaler.target
+        # Where there are no GPUs for one more, the old one goes first, and the others serve meanwhile.
+        must_make_room = bool(old) and len(serving) == self._scaler.target == len(self._members) > 1 and not self._place.has_room()
+        if has_spare or must_make_room:
+            self._enter(old[0] if old else serving[-1], State.LEAVING)
+
+    def _fill(self) -> None:
+        """Start what is missing; in a rolling restart, one replica more at a time."""
+        now = self._clock()
+        here = self._count(*_COMES, State.SERVING)
+        missing = self._scaler.target - here
+        is_due = any(member.is_old for member in self._members) and missing == 0 and not self._count(*_COMES, State.LEAVING, State.DRAINING)
+        if is_due and self._place.has_room():
+            missing = 1
+        while missing > 0 and now >= self._not_before and self._place.has_room():
+            try:
+                replica = self._place.start(name := f"replica-{self._number}")
+            except DovetailError as error:
+                self._say(f"no replica can be started: {error}")
+                self._not_before = now + LONGEST_PAUSE_S
+                return
+            self._number += 1
+            self._members.append(Member(name, replica, now))
+            self._say(f"{name} is starting")
+            missing -= 1
+
+    def _gets_requests(self, member: Member) -> bool:
+        return self._listed is not None and member.url is not None and self._listed.get(member.url) is Listed.READY
+
+    def _count(self, *states: State) -> int:
+        return sum(member.state in states for member in self._members)
+
+
+def in_words(members: Sequence[Member]) -> str:
+    """Return the number of replicas in each state: "2 serving, 1 starting"."""
+    counts = [(state, sum(member.state is state for member in members)) for state in State]
+    return ", ".join(f"{count} {state.value}" for state, count in counts if count) or "none"

@@ -1,0 +1,128 @@
+"""`on: here`: replicas are processes of this machine, which end with the controller's. A Ray actor, too, has its server by `ServerProcess`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from dovetail.errors import ConfigError, DovetailError
+from dovetail_cluster.bound_process import start_bound
+from dovetail_cluster.places import Replica, Seen
+from dovetail_cluster.serve_command import keys_variable, serve_command
+from dovetail_cluster.settings import ClusterSettings
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+LAST_LINES = 5  # of a replica's log, told when it ends
+ENDS_S = 10.0  # how long a process may take to end once it is killed
+_URL = re.compile(r"^dovetail serves .* at (https?://\S+)$")
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+class ServerProcess:
+    """A process of `dovetail serve`. It is killed, with its children, when the process that made this is gone."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._process = start_bound(command, environment={**environment, "PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self._name = name
+        self._url: str | None = None
+        self._last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self._reader = threading.Thread(target=self._read, name=f"log of {name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def look(self) -> Seen:
+        code = self._process.poll()
+        if code is None:
+            return Seen(self._url)
+        self._reader.join(timeout=0.2)  # its last lines; its children may hold the pipe for longer
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return Seen(self._url, f"{how}: {' | '.join(self._last_lines)}" if self._last_lines and code else how)
+
+    def drain(self) -> None:
+        with suppress(OSError):
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        with suppress(OSError):
+            self._process.kill()  # its own children end when it is gone
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDS_S)
+
+    def _read(self) -> None:
+        """Pass on what the server says, and find the address at which it serves."""
+        lines: IO[bytes] | None = self._process.stdout
+        for line in lines or ():
+            text = line.decode(errors="replace").rstrip()
+            if found := _URL.match(text):
+                self._url = found[1]
+            if text:
+                self._last_lines.append(text)
+                print(f"{self._name}: {text}", file=sys.stderr, flush=True)
+
+
+class HereReplica:
+    """A replica of this machine. It gives its GPUs back when its process is gone."""
+
+    def __init__(self, process: ServerProcess, gpus: Sequence[str]) -> None:
+        self._process, self.gpus = process, gpus
+        self.drain, self.kill = process.drain, process.kill
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def look(self) -> Seen:
+        return self._process.look()
+
+
+class HerePlace:
+    """This machine and its GPUs."""
+
+    def __init__(self, settings: ClusterSettings, api_keys: tuple[str, ...] = (), gpus: Sequence[str] | None = None) -> None:
+        """`gpus` are those that may be given away; None: all that this process sees. Raises `ConfigError` if there are fewer than `min` replicas
+        need."""
+        self._settings, self._keys = settings, api_keys
+        self._gpus = list(visible_gpus() if gpus is None else gpus) if settings.gpus else []
+        self._replicas: list[HereReplica] = []
+        if len(self._gpus) < (needed := settings.gpus * settings.replicas.min):
+            raise ConfigError(f"gpus: {settings.replicas.min} replicas of {settings.gpus} need {needed}, and this machine has {len(self._gpus)}")
+
+    def start(self, name: str) -> Replica:
+        gpus = self._free()[: self._settings.gpus]
+        if len(gpus) < self._settings.gpus:
+            raise DovetailError(f"no {self._settings.gpus} GPUs are free")
+        environment = {**keys_variable(self._keys), **({VISIBLE: ",".join(gpus)} if gpus else {})}
+        replica = HereReplica(ServerProcess(name, serve_command(self._settings, "127.0.0.1"), environment), gpus)
+        self._replicas.append(replica)
+        return replica
+
+    def has_room(self) -> bool:
+        return len(self._free()) >= self._settings.gpus
+
+    def close(self) -> None:
+        for replica in self._replicas:
+            replica.kill()
+
+    def _free(self) -> list[str]:
+        self._replicas = [replica for replica in self._replicas if replica.look().ended is None]
+        taken = {gpu for replica in self._replicas for gpu in replica.gpus}
+        return [gpu for gpu in self._gpus if gpu not in taken]
+
+
+def visible_gpus() -> list[str]:
+    """Return the names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES takes them."""
+    if (told := os.environ.get(VISIBLE)) is not None:
+        return [name.strip() for name in told.split(",") if name.strip()]
+    return [str(number) for number in range(len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0)]

@@ -1,0 +1,78 @@
+"""`Probes`: asks every replica how it is, each in a thread of its own, so that one that hangs holds nobody up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from dovetail_cluster.http_json import ask
+
+WAITING, RUNNING = "vllm:num_requests_waiting", "vllm:num_requests_running"
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What a replica last said of itself."""
+
+    ready: bool = False  # it takes requests
+    healthy_at: float = 0.0  # when it last said that it is well, on the monotonic clock
+    waiting: int = 0  # requests that hold no blocks yet
+    running: int = 0
+
+
+class Prober(Protocol):
+    """Who knows how replicas are."""
+
+    def vitals(self, url: str) -> Vitals | None:
+        """Return what a replica last said. None: nothing is known of it yet, and it is asked from now on."""
+
+    def forget(self, url: str) -> None:
+        """Ask a replica no more."""
+
+
+class Probes:
+    """Asks replicas over HTTP."""
+
+    def __init__(self, key: str | None = None, every_s: float = 0.5) -> None:
+        self._key, self._every_s = key, every_s
+        self._vitals: dict[str, Vitals | None] = {}
+
+    def vitals(self, url: str) -> Vitals | None:
+        if url not in self._vitals:
+            self._vitals[url] = None
+            threading.Thread(target=self._watch, args=(url,), name=f"probe of {url}", daemon=True).start()
+        return self._vitals[url]
+
+    def forget(self, url: str) -> None:
+        self._vitals.pop(url, None)
+
+    def _watch(self, url: str) -> None:
+        last = Vitals()
+        while url in self._vitals:
+            last = probe(url, self._key, last)
+            if url in self._vitals:
+                self._vitals[url] = last
+            time.sleep(self._every_s)
+
+
+def probe(url: str, key: str | None, last: Vitals, clock: Callable[[], float] = time.monotonic) -> Vitals:
+    """Ask a replica three things, and return its vitals: `last` where it doesn't answer."""
+    healthy = ask(f"{url}/health", timeout_s=5.0)[0] == 200
+    ready = ask(f"{url}/ready")[0] == 200
+    status, text = ask(f"{url}/metrics", key=key)
+    loads = gauges(text) if status == 200 else {WAITING: last.waiting, RUNNING: last.running}
+    return Vitals(ready, clock() if healthy else last.healthy_at, loads.get(WAITING, 0), loads.get(RUNNING, 0))
+
+
+def gauges(text: str) -> dict[str, int]:
+    """Return the two gauges of a server's /metrics. Each front end tells those of the one engine: the largest holds."""
+    found: dict[str, int] = {}
+    for family in text_string_to_metric_families(text):
+        if family.name in (WAITING, RUNNING):
+            found[family.name] = max((int(sample.value) for sample in family.samples), default=0)
+    return found

@@ -1,0 +1,109 @@
+"""`run_cluster`: the process of `dovetail cluster up`. It puts place, router and controller together and turns signals and questions into orders."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail_cluster.control import ControlSocket
+from dovetail_cluster.controller import Controller, Status
+from dovetail_cluster.here_places import HerePlace
+from dovetail_cluster.places import Place
+from dovetail_cluster.probes import Probes
+from dovetail_cluster.settings import ClusterSettings
+from dovetail_cluster.smg_router import SmgRouter
+
+TICK_S = 0.1
+
+
+def run_cluster(settings: ClusterSettings) -> int:
+    """Hold a cluster up until a signal or `dovetail cluster down` ends it, and return the exit code. A second signal ends it at once.
+
+    Raises `DovetailError` if it can't start.
+    """
+    signals: list[int] = []
+    control = ControlSocket(settings.name)
+    handlers = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in (signal.SIGTERM, signal.SIGINT)}
+    place: Place | None = None
+    router: SmgRouter | None = None
+    try:
+        clients = settings.server.api_keys
+        own = secrets.token_urlsafe(32) if clients else None  # or the router would let in those without a key, by its own
+        router = SmgRouter(settings, clients, own)
+        place = _place(settings, (*clients, own) if own else ())
+        return _hold(Controller(settings, place, router, Probes(own), say=_say), router, control, signals)
+    finally:
+        if place is not None:
+            place.close()
+        if router is not None:
+            router.close()
+        control.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _place(settings: ClusterSettings, api_keys: tuple[str, ...]) -> Place:
+    if settings.on == "here":
+        return HerePlace(settings, api_keys)
+    from dovetail_cluster.ray_places import RayPlace
+
+    return RayPlace(settings, api_keys)
+
+
+def _hold(controller: Controller, router: SmgRouter, control: ControlSocket, signals: list[int]) -> int:
+    was_announced = False
+
+    def answer(what: str) -> Mapping[str, Any]:
+        if what == "restart":
+            controller.roll()
+        elif what == "down":
+            controller.end()
+        elif what != "status":
+            return {"error": f"unknown: {what}"}
+        return as_values(controller.status, router)
+
+    while not controller.is_done:
+        if signals:
+            controller.end()
+        if len(signals) > 1:
+            return 128 + signals[-1]
+        controller.tick()
+        if controller.serves and not was_announced:
+            was_announced = True
+            print(f"dovetail cluster serves at {router.url}", flush=True)
+        control.serve_once(TICK_S, answer)
+    return 0
+
+
+def as_values(status: Status, router: SmgRouter) -> dict[str, Any]:
+    """Return a status as JSON has it."""
+    return {
+        "router": {
+            "url": router.url,
+            "answers": status.router_answers,
+            "pid": router.pid,
+            "metrics": f"http://127.0.0.1:{router.metrics_port}/metrics",
+        },
+        "target": status.target,
+        "rolling": status.is_rolling,
+        "deaths": status.deaths,
+        "last_death": status.last_death,
+        "replicas": [
+            {
+                "name": member.name,
+                "state": member.state.value,
+                "url": member.url,
+                "pid": getattr(member.replica, "pid", None),
+                "waiting": member.vitals.waiting,
+                "running": member.vitals.running,
+            }
+            for member in status.members
+        ],
+    }
+
+
+def _say(text: str) -> None:
+    print(f"dovetail cluster: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,145 @@
+"""`SmgRouter`: the router of the package `smg`, as a process of its own that is started again when it dies, and asked over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+
+from dovetail.errors import ConfigError, MissingExtraError
+from dovetail_cluster.bound_process import start_bound
+from dovetail_cluster.http_json import ask
+from dovetail_cluster.routing import Listed
+from dovetail_cluster.settings import ClusterSettings
+
+ARGUMENTS = "DOVETAIL_ROUTER_ARGUMENTS"  # the environment variable of its arguments: keys don't belong on a command line
+RESTART_S = 1.0  # least time between two starts
+STOPS_S = 5.0
+
+
+class SmgRouter:
+    """The router in front of the replicas."""
+
+    def __init__(self, settings: ClusterSettings, api_keys: tuple[str, ...] = (), replica_key: str | None = None) -> None:
+        """`api_keys`: of clients, whom the router lets in. `replica_key`: the key with which it asks replicas itself.
+
+        Raises `MissingExtraError` without the package, `ConfigError` if the port is taken.
+        """
+        check_installed()
+        self._settings, self._keys, self._replica_key = settings, api_keys, replica_key
+        self._admin_key = secrets.token_urlsafe(32)
+        self.metrics_port = settings.router.metrics_port or _free_port()
+        _check_free(settings.router.host, settings.router.port)
+        host = settings.router.host
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{settings.router.port}"
+        self._base = f"http://{_reached_at(host)}:{settings.router.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = -RESTART_S
+        self._ids: dict[str, str] = {}  # URL -> the router's name for it
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def look(self) -> Mapping[str, Listed] | None:
+        if not self._is_running():
+            return None
+        status, text = ask(f"{self._base}/workers", key=self._admin_key)
+        if status != 200:
+            return None
+        found = {worker["url"]: worker for worker in json.loads(text)["workers"]}
+        self._ids = {url: worker["id"] for url, worker in found.items()}
+        return {url: _listed(worker["status"]) for url, worker in found.items()}
+
+    def add(self, url: str) -> None:
+        body = {"url": url} | ({"api_key": self._replica_key} if self._replica_key else {})
+        ask(f"{self._base}/workers", key=self._admin_key, method="POST", body=body)
+
+    def remove(self, url: str) -> None:
+        if url in self._ids:
+            ask(f"{self._base}/workers/{self._ids[url]}", key=self._admin_key, method="DELETE")
+
+    def close(self) -> None:
+        """End the router's process."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOPS_S)
+        self._process.kill()
+        self._process.wait()
+
+    def _is_running(self) -> bool:
+        """Start it if it doesn't run, not too often. Return True if it runs."""
+        if self._process is not None and self._process.poll() is None:
+            return True
+        if time.monotonic() - self._started >= RESTART_S:
+            if self._process is not None:
+                print(f"dovetail cluster: the router ended with {self._process.returncode}; it is started again", file=sys.stderr, flush=True)
+            self._started = time.monotonic()
+            environment = {**os.environ, ARGUMENTS: json.dumps(self._arguments())}
+            self._process = start_bound(["dovetail_cluster.router_process"], environment=environment, stdout=subprocess.DEVNULL)
+        return False
+
+    def _arguments(self) -> list[str]:
+        router = self._settings.router
+        arguments = {
+            "--host": router.host,
+            "--port": router.port,
+            "--policy": router.policy,
+            "--prometheus-host": "127.0.0.1",  # or it would listen everywhere
+            "--prometheus-port": self.metrics_port,
+            "--health-check-endpoint": "/ready",  # 503 while a server drains
+            "--health-check-interval-secs": 5,
+            "--health-failure-threshold": 2,
+            "--load-monitor-interval": 1,
+            "--shutdown-grace-period-secs": 1,
+            "--history-backend": "none",  # answers are kept by nobody
+            "--log-level": "warn",
+            "--control-plane-api-keys": f"cluster:cluster:admin:{self._admin_key}",
+        }
+        words = [str(word) for pair in arguments.items() for word in pair]
+        if self._settings.server.request_timeout_s is not None:
+            words += ["--request-timeout-secs", str(int(self._settings.server.request_timeout_s) + 1)]
+        for number, key in enumerate(self._keys):
+            words += ["--tenant-api-key", f"client-{number}:{key}"]
+        return ["launch", *words, "--disable-tokenizer-autoload"]
+
+
+def check_installed() -> None:
+    """Raise `MissingExtraError` without the router's package."""
+    if find_spec("smg") is None:
+        raise MissingExtraError.naming("router", "dovetail cluster needs the router smg")
+
+
+def _listed(status: str) -> Listed:
+    return {"ready": Listed.READY, "draining": Listed.LEAVING}.get(status, Listed.JOINING)
+
+
+def _reached_at(host: str) -> str:
+    """Return the address at which this machine reaches a server that listens on `host`."""
+    if host in ("0.0.0.0", "::", "localhost"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _check_free(host: str, port: int) -> None:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(f"router: {host}:{port}: {error.strerror or error}: give another host or port") from None
