@@ -41,14 +41,19 @@ GROWTH, GROWTH_BYTES = 1.05, 8 * 2**20
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
+def free_port() -> int:
+    """Return a TCP port of loopback on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 class ServerProcess:
     """`dovetail serve` in processes of its own. Its log goes to a file."""
 
     def __init__(self, directory: Path, source: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
         """`directory` is for the log, `source` a model or a config file."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = directory / "server.log"
         command = [sys.executable, "-m", "dovetail", "serve", source, "--host", "127.0.0.1", "--port", str(port), *arguments]

@@ -77,7 +77,8 @@ class ControlSocket:
                 connection.settimeout(PATIENCE_S / 5)
                 with connection.makefile("rb") as lines:
                     asked = json.loads(lines.readline(_MOST_BYTES))
-                connection.sendall(json.dumps(answer(str(asked["do"]))).encode() + b"\n")
+                told = answer(str(asked.get("do"))) if isinstance(asked, dict) else {"error": "expected an object"}
+                connection.sendall(json.dumps(told).encode() + b"\n")
 
     def close(self) -> None:
         self._socket.close()

@@ -6,8 +6,8 @@
     its server  the router  it gets    the router  SIGTERM: what is under
     starts      is told     requests   lets go     way is answered
 
-A replica that ends in any other state than DRAINING has died, and another is started in its place. What the router knows is compared at every tick with
-what it should know, so that a router that was started again gets all replicas.
+A replica that ends in any other state than DRAINING has died, and another is started in its place. What the router knows is compared at every tick
+with what it should know, so that a router that was started again gets all replicas.
 """
 
 from __future__ import annotations
@@ -124,14 +124,14 @@ class Controller:
         """Look at everything once and do what is due. Raises `ClusterFailed` if replicas die one after the other and none has ever served."""
         for member in list(self._members):
             self._go_on(member, member.replica.look())
-        self._sync_router()
         if self._is_ending:
             for member in self._members:
                 self._drain(member)
-            return
-        self._scale()
-        self._replace()
-        self._fill()
+        self._sync_router()
+        if not self._is_ending:
+            self._scale()
+            self._replace()
+            self._fill()
 
     # One replica
 

@@ -1,4 +1,4 @@
-"""`on: here`: replicas are processes of this machine, which end with the controller's. A Ray actor, too, has its server by `ServerProcess`."""
+"""`place: here`: replicas are processes of this machine, which end with the controller's. A Ray actor, too, has its server by `ServerProcess`."""
 
 from __future__ import annotations
 

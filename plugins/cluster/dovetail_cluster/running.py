@@ -46,7 +46,7 @@ def run_cluster(settings: ClusterSettings) -> int:
 
 
 def _place(settings: ClusterSettings, api_keys: tuple[str, ...]) -> Place:
-    if settings.on == "here":
+    if settings.place == "here":
         return HerePlace(settings, api_keys)
     from dovetail_cluster.ray_places import RayPlace
 

@@ -79,7 +79,7 @@ class RouterSettings(BaseModel):
 
 
 class RaySettings(BaseModel):
-    """The cluster of Ray, with `on: ray`."""
+    """The cluster of Ray, with `place: ray`."""
 
     model_config = _STRICT
 
@@ -111,7 +111,7 @@ class ClusterSettings(BaseModel):
     gpus: Annotated[int, Field(ge=0, le=64)] = 0
     """Number of GPUs for each replica alone. 0: replicas are told nothing of GPUs, as on a machine without any."""
 
-    on: Literal["here", "ray"] = "here"
+    place: Literal["here", "ray"] = "here"
     """Where replicas run: `here`, as processes of this machine, or `ray`, as actors of Ray, each in a placement group of its own."""
 
     ray: RaySettings = RaySettings()
@@ -146,7 +146,6 @@ def load_cluster(name: str) -> ClusterSettings:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name}:1: expected keys and values, like `engine: demo`, got {shown(value)}")
     where = Where(origins=origins)
-    value = _with_on(value)
     try:
         settings = ClusterSettings.model_validate(value)
     except ValidationError as error:
@@ -154,11 +153,6 @@ def load_cluster(name: str) -> ClusterSettings:
     _check_engine(settings, where)
     _check_serve(settings, where.at("serve"))
     return settings
-
-
-def _with_on(value: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the values with the key `on`, which YAML 1.1 reads as true."""
-    return {"on" if key is True else key: one for key, one in value.items()}
 
 
 def _check_engine(settings: ClusterSettings, where: Where) -> None:
