@@ -8,7 +8,7 @@ PACKAGES := core plugins/schedulers plugins/kv_cache plugins/attention plugins/m
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes, which import the same modules: they are compiled once
 
-.PHONY: demo test test-full test-page lint types rules docs check clean
+.PHONY: demo test test-full test-page lint types rules docs check clean test-cluster
 
 demo: $(VENV)/.demo  ## generate text from the bundled model
 	$(BIN)/dovetail generate demo "ROMEO:" --max-tokens 120
@@ -22,6 +22,15 @@ test-full: $(VENV)/.dev  ## with the numbers of examples that a release asks for
 test-page: $(VENV)/.dev  ## the server's page in headless Chromium, which is installed from Debian's packages if it isn't there
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } || true
 	DOVETAIL_TEST_PROFILE=full $(BIN)/python -m pytest -rs tests/page
+
+# Ray takes some 750 MB, which is why it has an environment of its own. Its token authentication stays on.
+test-cluster: .venv-cluster/.done  ## tests of what runs on Ray, with Ray itself, on this machine
+	DOVETAIL_TEST_RAY=1 RAY_AUTH_MODE=token .venv-cluster/bin/python -m pytest tests/cluster
+
+.venv-cluster/.done: pyproject.toml constraints.txt
+	test -x .venv-cluster/bin/python || $(PYTHON) -m venv .venv-cluster
+	.venv-cluster/bin/python -m pip install --quiet -c constraints.txt -e ".[dev,ray,router]"
+	touch $@
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -52,4 +61,4 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@ $(VENV)/.demo
 
 clean:
-	rm -rf $(VENV) build site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-cluster build site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -35,7 +35,7 @@ from urllib.parse import urlsplit
 from bench.soak import free_port
 
 UP_S, REQUEST_S = 240.0, 120.0
-BLOCK_BYTES = 4 * 2**20  # of K and V that a replica of `prefixes` has; the one engine has as much as all
+KV_BYTES = 24 * 2**20  # of K and V that a replica of `prefixes` has; the one engine has as much as all
 WORDS = (
     *("king", "crown", "sword", "night", "love", "grief", "honest", "noble", "blood", "sun"),
     *("moon", "earth", "heaven", "mercy", "time", "death", "brother", "queen", "father", "ghost"),
@@ -267,7 +267,7 @@ def prefixes(arguments: argparse.Namespace) -> dict[str, Any]:
         ("cache_aware", arguments.replicas, "cache_aware"),
         ("round_robin", arguments.replicas, "round_robin"),
     ):
-        engine = {"model": "demo", "kv_cache_memory": BLOCK_BYTES * arguments.replicas // replicas}
+        engine = {"model": "demo", "kv_cache_memory": KV_BYTES * arguments.replicas // replicas}
         with cluster(replicas, engine, policy) as up:
             answers = in_parallel(up.url, bodies, arguments.clients)
         found[name] = round(sum(one.cached_tokens for one in answers) / sum(one.prompt_tokens for one in answers), 3)

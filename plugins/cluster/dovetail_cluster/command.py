@@ -46,15 +46,14 @@ def status(name: Cluster = None, as_json: Annotated[bool, typer.Option("--json",
         typer.echo(json.dumps(found, indent=2))
     else:
         _print(found)
-    serving = sum(replica["state"] == "serving" for replica in found["replicas"])
-    raise typer.Exit(0 if found["router"]["answers"] and serving >= found["target"] else 1)
+    raise typer.Exit(0 if _serves(found) else 1)
 
 
 @app.command()
 def restart(name: Cluster = None, wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until all are replaced.")] = True) -> None:
     """Replace all replicas, one after the other, while the others serve."""
     found = _tell(name, "restart")
-    while wait and found["rolling"]:
+    while wait and (found["rolling"] or not _serves(found)):
         time.sleep(POLL_S)
         found = _tell(name, "status")
     _print(found)
@@ -75,6 +74,12 @@ def _tell(name: str | None, what: str) -> dict[str, Any]:
     from dovetail_cluster.control import tell
 
     return tell(_name(name), what)
+
+
+def _serves(found: dict[str, Any]) -> bool:
+    """Return True if as many replicas serve as should, behind a router that answers."""
+    serving = sum(replica["state"] == "serving" for replica in found["replicas"])
+    return bool(found["router"]["answers"]) and serving >= found["target"]
 
 
 def _name(given: str | None) -> str:

@@ -20,13 +20,13 @@ class Calls(Protocol):
     def connect(self, address: str | None) -> None:
         """Join a cluster, or start one of this machine. Raises `ConfigError`."""
 
-    def free_gpus(self) -> float:
-        """Return the number of GPUs that nobody has taken, in the whole cluster."""
+    def free(self) -> Mapping[str, float]:
+        """Return what nobody has taken in the whole cluster: the numbers of `CPU` and `GPU`, without those of which there are none."""
 
-    def reserve(self, gpus: int) -> Any:
+    def reserve(self, cpus: int, gpus: int) -> Any:
         """Take room for one replica, all on one machine, as soon as there is any, and return the group."""
 
-    def start(self, group: Any, gpus: int, name: str, settings: Mapping[str, Any], api_keys: tuple[str, ...]) -> Any:
+    def start(self, group: Any, cpus: int, gpus: int, name: str, settings: Mapping[str, Any], api_keys: tuple[str, ...]) -> Any:
         """Start a server there and return the actor, at once: it waits until the group has its room."""
 
     def ask(self, actor: Any) -> Any:
@@ -71,21 +71,21 @@ class RayCalls:
         except Exception as error:  # Ray has no family of its own for what goes wrong here
             raise ConfigError(f"ray: address: can't join Ray: {error}") from None
 
-    def free_gpus(self) -> float:
-        return float(self._ray.available_resources().get("GPU", 0))
+    def free(self) -> Mapping[str, float]:
+        return dict(self._ray.available_resources())
 
-    def reserve(self, gpus: int) -> Any:
+    def reserve(self, cpus: int, gpus: int) -> Any:
         from ray.util import placement_group
 
-        return placement_group([{"CPU": 1, **({"GPU": gpus} if gpus else {})}], strategy="STRICT_PACK")
+        return placement_group([{"CPU": cpus, **({"GPU": gpus} if gpus else {})}], strategy="STRICT_PACK")
 
-    def start(self, group: Any, gpus: int, name: str, settings: Mapping[str, Any], api_keys: tuple[str, ...]) -> Any:
+    def start(self, group: Any, cpus: int, gpus: int, name: str, settings: Mapping[str, Any], api_keys: tuple[str, ...]) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from dovetail_cluster.ray_actor import ServerActor
 
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-        actor = self._ray.remote(ServerActor).options(num_cpus=1, num_gpus=gpus, max_restarts=0, scheduling_strategy=where)
+        actor = self._ray.remote(ServerActor).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, scheduling_strategy=where)
         return actor.remote(name, dict(settings), api_keys)
 
     def ask(self, actor: Any) -> Any:

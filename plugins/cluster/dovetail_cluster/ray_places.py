@@ -53,15 +53,16 @@ class RayPlace:
         self._replicas: list[RayReplica] = []
 
     def start(self, name: str) -> Replica:
-        gpus = self._settings.gpus
-        group = self._calls.reserve(gpus)
-        actor = self._calls.start(group, gpus, name, self._settings.model_dump(mode="json", exclude_unset=True), self._keys)
+        cpus, gpus = self._settings.ray.cpus, self._settings.gpus
+        group = self._calls.reserve(cpus, gpus)
+        actor = self._calls.start(group, cpus, gpus, name, self._settings.model_dump(mode="json", exclude_unset=True), self._keys)
         replica = RayReplica(self._calls, group, actor)
         self._replicas = [*(one for one in self._replicas if one.look().ended is None), replica]
         return replica
 
     def has_room(self) -> bool:
-        return self._calls.free_gpus() >= self._settings.gpus
+        free = self._calls.free()
+        return free.get("CPU", 0) >= self._settings.ray.cpus and free.get("GPU", 0) >= self._settings.gpus
 
     def close(self) -> None:
         for replica in self._replicas:

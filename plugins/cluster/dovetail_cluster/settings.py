@@ -86,6 +86,9 @@ class RaySettings(BaseModel):
     address: str | None = None
     """The address of a running cluster of Ray, or `auto`. null: one is started on this machine, which ends with the command."""
 
+    cpus: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Number of CPUs that Ray sets aside for each replica."""
+
     listen: Literal["loopback", "node"] = "loopback"
     """The address on which replicas listen: `loopback`, where all are on the router's machine, or `node`: the address by which Ray knows the machine,
     so that everybody on that network reaches them."""

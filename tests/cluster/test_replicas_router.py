@@ -1,0 +1,181 @@
+"""The router `smg` with workers that only say that they are there, and the whole cluster with the demo model. Ray isn't needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from bench.soak import free_port
+
+from dovetail.errors import ConfigError, MissingExtraError
+from dovetail_cluster import smg_router
+from dovetail_cluster.http_json import ask
+from dovetail_cluster.routing import Listed
+from dovetail_cluster.settings import ClusterSettings
+from dovetail_cluster.smg_router import SmgRouter
+
+PATIENCE_S = 60.0
+needs_smg = pytest.mark.skipif(smg_router.find_spec("smg") is None, reason='needs the router: pip install "dovetail-llm[router]"')
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Wait until something is so, and return it. Fails if it never is."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+class Worker(BaseHTTPRequestHandler):
+    """Says what a server of Dovetail says where the router asks, and completes everything with yes."""
+
+    answers: ClassVar[dict[str, Any]] = {
+        "/health": {},
+        "/ready": {},
+        "/version": {"version": "1"},
+        "/v1/models": {"object": "list", "data": [{"id": "m", "object": "model"}]},
+    }
+
+    def do_GET(self) -> None:
+        self._reply(self.answers.get(self.path))
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._reply({"choices": [{"text": "yes"}]} if self.path == "/v1/completions" else None)
+
+    def _reply(self, value: Any) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(404 if value is None else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def worker() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Worker)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def settings() -> ClusterSettings:
+    return ClusterSettings.model_validate({"engine": "demo", "router": {"port": free_port()}})
+
+
+def complete(url: str, key: str | None = None) -> int:
+    return ask(f"{url}/v1/completions", key=key, method="POST", body={"model": "m", "prompt": "a"}, timeout_s=20)[0]
+
+
+@needs_smg
+def test_replicas_come_and_go_and_a_dead_router_is_started_again_without_any(worker: str) -> None:
+    with closing(SmgRouter(settings())) as router:
+        assert until(lambda: router.look() is not None)
+        assert router.look() == {}
+        router.add(worker)
+        until(lambda: router.look() == {worker: Listed.READY})
+        assert complete(router.url) == 200
+        router.remove(worker)
+        until(lambda: router.look() == {})
+        router.add(worker)
+        until(lambda: router.look() == {worker: Listed.READY})
+        os.kill(router.pid or 0, signal.SIGKILL)
+        until(lambda: router.look() is None)
+        until(lambda: router.look() == {})
+
+
+@needs_smg
+def test_clients_need_their_own_key_and_may_not_change_the_replicas(worker: str) -> None:
+    with closing(SmgRouter(settings(), ("mine", "yours"), "internal")) as router:
+        until(lambda: router.look() is not None)
+        router.add(worker)
+        until(lambda: router.look() == {worker: Listed.READY})
+        assert [complete(router.url, key) for key in (None, "other", "internal", "mine", "yours")] == [401, 401, 401, 200, 200]
+        for key in (None, "mine", "internal"):
+            status, _ = ask(f"{router.url}/workers", key=key, method="POST", body={"url": "http://127.0.0.1:1"})
+            assert status in (401, 403)
+        assert router.look() == {worker: Listed.READY}
+        command = Path(f"/proc/{router.pid}/cmdline").read_bytes()
+        assert not any(secret in command for secret in (b"mine", b"internal", router._admin_key.encode()))
+
+
+@needs_smg
+def test_without_keys_too_strangers_may_not_change_the_replicas() -> None:
+    with closing(SmgRouter(settings())) as router:
+        until(lambda: router.look() is not None)
+        assert ask(f"{router.url}/workers", method="POST", body={"url": "http://127.0.0.1:1"})[0] in (401, 403)
+
+
+def test_without_the_router_the_error_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smg_router, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r'pip install "dovetail-llm\[router\]"'):
+        SmgRouter(settings())
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(worker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smg_router, "find_spec", lambda name: name)
+    port = int(worker.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"router: 127.0.0.1:{port}: .* give another host or port"):
+        SmgRouter(ClusterSettings.model_validate({"engine": "demo", "router": {"port": port}}))
+
+
+@needs_smg
+@pytest.mark.slow
+def test_up_serves_status_tells_a_killed_replica_is_replaced_and_nothing_outlives_a_killed_cluster(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    file = tmp_path / "cluster.yaml"
+    file.write_text(json.dumps({"engine": "demo", "name": "live", "replicas": 1, "router": {"port": free_port()}}))
+
+    def command(*words: str) -> list[str]:
+        return [sys.executable, "-m", "dovetail", "cluster", *words]
+
+    def status() -> dict[str, Any]:
+        done = subprocess.run(command("status", "live", "--json"), env=environment, capture_output=True, check=False)
+        found: dict[str, Any] = json.loads(done.stdout or b'{"replicas": []}')
+        return found
+
+    def serving() -> dict[str, Any] | None:
+        found = status()
+        return found if [one["state"] for one in found["replicas"]] == ["serving"] else None
+
+    up = subprocess.Popen(command("up", str(file)), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        found = until(serving)
+        body = {"model": "demo", "prompt": "ROMEO:", "max_tokens": 2}
+        assert ask(f"{found['router']['url']}/v1/completions", method="POST", body=body, timeout_s=60)[0] == 200
+        first = found["replicas"][0]["pid"]
+        os.kill(first, signal.SIGKILL)
+        again = until(lambda: (now := serving()) and now["replicas"][0]["pid"] != first and now)
+        assert again["deaths"] == 1
+        assert "SIGKILL" in again["last_death"]
+    finally:
+        up.kill()
+        up.wait()
+    pids = [again["replicas"][0]["pid"], again["router"]["pid"]]
+    until(lambda: not any(is_running(pid) for pid in pids))
+    assert ask(f"{again['replicas'][0]['url']}/health")[0] == 0
+
+
+def is_running(pid: int) -> bool:
+    """Return True for a process that is neither gone nor waits to be buried."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
