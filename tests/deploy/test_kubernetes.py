@@ -102,9 +102,9 @@ def test_the_autoscaler_alone_decides_on_the_gauge_of_waiting_requests() -> None
     name = metric["pods"]["metric"]["name"]
     assert name == WAITING.replace(":", "_")  # colons aren't allowed in a path of Kubernetes' API
     assert spec["minReplicas"] < spec["maxReplicas"]
-    rule = (ROOT / "docs/serving/replicas.md").read_text()
-    assert f"as: {name}" in rule
-    assert WAITING in rule
+    [rule] = yaml.safe_load((ROOT / "deploy/prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    assert rule["name"]["as"] == name
+    assert rule["seriesQuery"].startswith(WAITING)
 
 
 def test_the_router_finds_the_pods_of_the_deployment_and_may() -> None:

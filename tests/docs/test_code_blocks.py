@@ -27,6 +27,7 @@ from dovetail.errors import DISTRIBUTION, ConfigError, DovetailError
 from dovetail.registry.auto import AUTO
 from dovetail.registry.registry import Registry
 from dovetail_batch.job import load_plan
+from dovetail_cluster.settings import load_cluster
 from tests.docs.pages import ROOT, SHOWN_URL, Block, blocks_of, commands_of, pages
 from tests.registry.fakes import Site, modules_forgotten
 
@@ -37,7 +38,7 @@ NOT_INSTALLED = {"dovetail-fair", "dovetail-experimental"}  # distributions that
 ABOUT = {"docs/plugins/port-a-model.md": "dovetail-olmo2"}  # packages of examples/plugins that a page is about: there they are installed
 
 LANGUAGES = {"python", "yaml", "console", "text", "toml", "json", "bash"}
-ENDLESS = ("serve", "chat", "ranks")  # commands that run until they are told to end
+ENDLESS = ("serve", "chat", "ranks", "cluster")  # commands that run until they are told to end
 CURL_S = 60
 
 Server = Callable[[], str]  # starts a server of the demo model, once, and returns its URL
@@ -136,6 +137,8 @@ def check_config(block: Block) -> None:
     path.write_text(block.text)
     if path.name.startswith("job"):
         load_plan(str(path))
+    elif path.name.startswith("cluster"):
+        load_cluster(str(path))
     elif path.name.startswith("wrong"):
         with pytest.raises(ConfigError):
             check_components(EngineConfig.load(path))
@@ -200,7 +203,7 @@ def run_curl(block: Block, words: list[str], expected: str, server: Server) -> N
 
 def check_flags(block: Block, args: list[str]) -> None:
     """The command's help must have them."""
-    told = CliRunner().invoke(app, [args[0], "--help"], prog_name="dovetail").output
+    told = CliRunner().invoke(app, [*args[: 2 if args[0] == "cluster" else 1], "--help"], prog_name="dovetail").output
     unknown = {word.partition("=")[0] for word in args if word.startswith("--")} - set(re.findall(r"--[\w-]+", told))
     assert not unknown, f"{block.place}: dovetail {args[0]} has no {sorted(unknown)}"
 
@@ -225,6 +228,9 @@ def check_that_it_could_run(block: Block, words: list[str]) -> None:
         assert script.exists(), f"{block.place}: no file {script}"
         unknown = [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in script.read_text()]
         assert not unknown, f"{block.place}: {script.name} has no {unknown}"
+    elif words[0] == "kubectl":
+        missing = [word for word in words if word.startswith("deploy/") and not (ROOT / word).exists()]
+        assert not missing, f"{block.place}: no file {missing}"
     elif words[:2] == ["git", "clone"]:
         assert words[2] == "WHERE_YOU_HAVE_THIS_FROM", f"{block.place}: is there a public address now? Then pyproject.toml wants [project.urls]"
     elif words[:2] == ["pip", "install"]:
@@ -232,7 +238,7 @@ def check_that_it_could_run(block: Block, words: list[str]) -> None:
         known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert all(extra in known for names in extras for extra in names.split(",")), f"{block.place}: unknown extra in {words}"
     else:
-        pytest.fail(f"{block.place}: {words[0]} is none of dovetail, curl, make, python, pip, git: nobody could check it")
+        pytest.fail(f"{block.place}: {words[0]} is none of dovetail, curl, make, python, pip, git, kubectl: nobody could check it")
 
 
 def check_output(block: Block, expected: str, printed: str) -> None:
