@@ -13,7 +13,7 @@ with what it should know, so that a router that was started again gets all repli
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -213,7 +213,7 @@ class Controller:
         before = self._scaler.target
         target = self._scaler.note(self._clock(), len(serving), sum(member.vitals.waiting for member in serving))
         if target != before:
-            self._say(f"{target} replicas instead of {before}, because {'too many' if target > before else 'no'} requests wait")
+            self._say(f"the number of replicas goes from {before} to {target}, because {'too many' if target > before else 'no'} requests wait")
 
     def _replace(self) -> None:
         """Let go of one replica: an old one when another has come for it, or one too many."""
@@ -252,9 +252,3 @@ class Controller:
 
     def _count(self, *states: State) -> int:
         return sum(member.state in states for member in self._members)
-
-
-def in_words(members: Sequence[Member]) -> str:
-    """Return the number of replicas in each state: "2 serving, 1 starting"."""
-    counts = [(state, sum(member.state is state for member in members)) for state in State]
-    return ", ".join(f"{count} {state.value}" for state, count in counts if count) or "none"

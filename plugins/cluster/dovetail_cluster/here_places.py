@@ -69,7 +69,8 @@ class ServerProcess:
                 self._url = found[1]
             if text:
                 self._last_lines.append(text)
-                print(f"{self._name}: {text}", file=sys.stderr, flush=True)
+                with suppress(OSError, ValueError):  # nobody reads our log any more: the server's pipe must be read all the same
+                    print(f"{self._name}: {text}", file=sys.stderr, flush=True)
 
 
 class HereReplica:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -65,11 +66,15 @@ class RayCalls:
         self._ray: Any = ray
 
     def connect(self, address: str | None) -> None:
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         here = {} if address else {"_node_ip_address": LOOPBACK, "include_dashboard": False}
         try:
             self._ray.init(address=address or "local", log_to_driver=True, logging_level="ERROR", namespace="dovetail", **here)
         except Exception as error:  # Ray has no family of its own for what goes wrong here
             raise ConfigError(f"ray: address: can't join Ray: {error}") from None
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)  # Ray's own would exit at once, and requests under way with it
 
     def free(self) -> Mapping[str, float]:
         return dict(self._ray.available_resources())

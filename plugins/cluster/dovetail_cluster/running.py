@@ -6,6 +6,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from dovetail_cluster.control import ControlSocket
@@ -17,6 +18,7 @@ from dovetail_cluster.settings import ClusterSettings
 from dovetail_cluster.smg_router import SmgRouter
 
 TICK_S = 0.1
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def run_cluster(settings: ClusterSettings) -> int:
@@ -26,7 +28,8 @@ def run_cluster(settings: ClusterSettings) -> int:
     """
     signals: list[int] = []
     control = ControlSocket(settings.name)
-    handlers = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in (signal.SIGTERM, signal.SIGINT)}
+    handled = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup ignores SIGHUP
+    handlers = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in handled}
     place: Place | None = None
     router: SmgRouter | None = None
     try:
@@ -106,4 +109,5 @@ def as_values(status: Status, router: SmgRouter) -> dict[str, Any]:
 
 
 def _say(text: str) -> None:
-    print(f"dovetail cluster: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody reads the log any more
+        print(f"dovetail cluster: {text}", file=sys.stderr, flush=True)

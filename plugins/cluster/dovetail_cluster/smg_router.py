@@ -54,9 +54,12 @@ class SmgRouter:
         status, text = ask(f"{self._base}/workers", key=self._admin_key)
         if status != 200:
             return None
-        found = {worker["url"]: worker for worker in json.loads(text)["workers"]}
-        self._ids = {url: worker["id"] for url, worker in found.items()}
-        return {url: _listed(worker["status"]) for url, worker in found.items()}
+        try:
+            workers = json.loads(text)["workers"]
+            self._ids = {worker["url"]: worker["id"] for worker in workers}
+            return {worker["url"]: _listed(worker["status"]) for worker in workers}
+        except (ValueError, KeyError, TypeError):  # another program listens there, or another version of this one
+            return None
 
     def add(self, url: str) -> None:
         body = {"url": url} | ({"api_key": self._replica_key} if self._replica_key else {})
