@@ -85,7 +85,7 @@ def complete(url: str, key: str | None = None) -> int:
 
 
 @needs_smg
-def test_replicas_come_and_go_and_a_dead_router_is_started_again_without_any(worker: str) -> None:
+def test_replicas_come_and_go(worker: str) -> None:
     with closing(SmgRouter(settings())) as router:
         assert until(lambda: router.look() is not None)
         assert router.look() == {}
@@ -94,6 +94,13 @@ def test_replicas_come_and_go_and_a_dead_router_is_started_again_without_any(wor
         assert complete(router.url) == 200
         router.remove(worker)
         until(lambda: router.look() == {})
+
+
+@needs_smg
+@pytest.mark.slow
+def test_a_router_that_was_killed_is_started_again_without_replicas(worker: str) -> None:
+    with closing(SmgRouter(settings())) as router:
+        until(lambda: router.look() is not None)
         router.add(worker)
         until(lambda: router.look() == {worker: Listed.READY})
         os.kill(router.pid or 0, signal.SIGKILL)
