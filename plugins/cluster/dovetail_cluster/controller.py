@@ -69,7 +69,7 @@ class Status:
 
 
 class ClusterFailed(DovetailError):
-    """No replica can be started, or none could be ended in order."""
+    """Replicas die before they serve, and none ever has served."""
 
 
 class Controller:
@@ -95,7 +95,8 @@ class Controller:
         self._not_before = 0.0  # no replica is started earlier
         self._has_served = self._is_ending = False
         self._listed: dict[str, Listed] | None = None
-        self._deaths, self._last_death = 0, None  # type: int, str | None
+        self._deaths = 0
+        self._last_death: str | None = None
 
     @property
     def status(self) -> Status:
