@@ -1,5 +1,5 @@
-"""Routers on the conversation trace of Mooncake (Qin et al., FAST '25): the share of the prompts' tokens that the replicas' prefix caches hold, and how
-long first tokens take.
+"""Routers on the conversation trace of Mooncake (Qin et al., FAST '25): the share of the prompts' tokens that the replicas' prefix caches hold, and
+how long first tokens take.
 
     python -m bench.lab.routing --traces DIR [--replicas 4] [--blocks 1500] [--requests 12031]
 

@@ -160,7 +160,8 @@ ROUTERS: dict[str, type[Router]] = {"round_robin": RoundRobin, "least_tokens": L
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How many replicas there are, and the text that names the router in front of them. Raises `ConfigError` for either."""
+    """How many replicas there are, and the text that names the router in front of them. Raises what `parse_router` raises, `ConfigError` for
+    a number that can't be."""
 
     replicas: int
     router: str
@@ -173,7 +174,7 @@ class Routing:
 
 def parse_router(text: str) -> Router:
     """Return a new router: `round_robin`, `prefix_aware(blocks=1500)`, one that an installed package names by an entry point of the group
-    `dovetail_lab.routers`, or `module:Class`. Raises `ConfigError`."""
+    `dovetail_lab.routers`, or `module:Class`. Raises `ConfigError` or `TraceError`."""
     name, bracket, arguments = text.strip().partition("(")
     if ":" in name:
         return parse_call(f"router{bracket}{arguments}", {"router": _imported(name, name)}, f"router {name}")
