@@ -18,7 +18,7 @@ from bench.toy import answer, installed_in
 
 from dovetail import LLM, LLMEngine, SamplingParams
 from dovetail.errors import EngineDeadError
-from dovetail_batch import runner
+from dovetail_batch import open_job, runner
 from dovetail_batch.engine_link import EngineLink
 from dovetail_batch.engine_process import EngineWorker
 from dovetail_batch.rows import Row
@@ -276,14 +276,14 @@ def test_an_input_is_read_in_one_pass_however_small_the_shards(tmp_path: Path, m
 @pytest.mark.usefixtures("toy")
 def test_an_input_that_changes_while_it_is_read_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", toy_rows(5))
-    scan = runner.scan
+    scan = open_job.scan
 
     def changed(*args: Any) -> Any:
         found = scan(*args)
         write_rows(rows, toy_rows(4))
         return found
 
-    monkeypatch.setattr(runner, "scan", changed)
+    monkeypatch.setattr(open_job, "scan", changed)
     assert "rows.jsonl: it was changed while the job ran" in run_job(write_job(tmp_path, engine=TOY), code=2)
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dovetail.checks import shown
+from dovetail.errors import ConfigError
+
 if TYPE_CHECKING:
-    from dovetail_batch.runner import Summary
+    from dovetail_batch.open_job import Summary
+
+ELSEWHERE = {"ray": "dovetail_cluster.batches:run"}  # by the name that --on gives; imported when asked for
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -21,20 +29,38 @@ def batch() -> None:
 def run(
     job: Annotated[str, typer.Argument(metavar="job.yaml", help="The job: `engine`, `input`, `output` and what docs/batch.md lists.")],
     anew: Annotated[bool, typer.Option("--anew", help="Delete the answers that are in the output folder, and begin with the first row.")] = False,
+    on: Annotated[str | None, typer.Option("--on", metavar="ray", help="Where the engines run: `ray` is a cluster of Ray. Default: here.")] = None,
+    address: Annotated[
+        str | None,
+        typer.Option("--address", help="The cluster's address, such as 10.0.0.5:6379; `auto`: that of this machine's. Default: RAY_ADDRESS."),
+    ] = None,
 ) -> None:
     """Run a job, or go on with it where it was interrupted.
 
     The exit code is 0 when every row has its answer, or says in `error` why it has none.
     """
     from dovetail_batch.job import load_plan
-    from dovetail_batch.runner import run as run_job
 
+    run_job = _runner(on, address)
     plan = load_plan(job)
     try:
         _tell(plan.job.output.path, run_job(plan, anew=anew))
     except KeyboardInterrupt:
         typer.echo(f"interrupted: what is computed is in {plan.job.output.path}, and the same command goes on with the job", err=True)
         raise
+
+
+def _runner(on: str | None, address: str | None) -> Callable[..., Summary]:
+    """Return what runs a job there. Raises `ConfigError` for a place that isn't known."""
+    if on is None:
+        if address is not None:
+            raise ConfigError("--address: it belongs to --on ray: without that, engines run on this machine")
+        from dovetail_batch.runner import run
+
+        return run
+    if on not in ELSEWHERE:
+        raise ConfigError(f"--on: expected {' or '.join(ELSEWHERE)}, got {shown(on)}; without it, engines run on this machine")
+    return partial(resolve_name(ELSEWHERE[on]), address=address)
 
 
 def _tell(path: str, summary: Summary) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +87,9 @@ class Job(BaseModel):
     engines: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of engines with this config, each in a process of its own."""
 
-    gpus: list[str] = []
-    """The GPUs that each engine sees, as CUDA_VISIBLE_DEVICES names them: `["0", "1"]` for two engines of one GPU each. Empty: each sees all."""
+    gpus: list[str] | Annotated[int, Field(ge=0, le=1024)] = []
+    """The GPUs that each engine sees, as CUDA_VISIBLE_DEVICES names them: `["0", "1"]` for two engines of one GPU each. Empty: each sees all. A
+    number is that many for each, which others don't see; with `--on ray` Ray chooses which."""
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """The seed from which those of rows without one follow."""
@@ -105,6 +107,21 @@ class Plan:
     sources: tuple[Source, ...]  # of the engines' configs, one each
     configs: tuple[EngineConfig, ...]  # the same, read
     rows: RowReader
+
+    @property
+    def gpus(self) -> tuple[str | None, ...]:
+        """What each engine on this machine is to see, as CUDA_VISIBLE_DEVICES names it; None: all."""
+        given = self.job.gpus
+        if isinstance(given, list):
+            return tuple(given) or (None,) * len(self.sources)
+        names = (
+            given_names.split(",") if (given_names := os.environ.get("CUDA_VISIBLE_DEVICES")) else list(map(str, range(given * len(self.sources))))
+        )
+        if len(names) < given * len(self.sources):
+            raise ConfigError(
+                f"gpus: {len(self.sources)} engines of {given} need {given * len(self.sources)}, CUDA_VISIBLE_DEVICES names {len(names)}"
+            )
+        return tuple(",".join(names[place * given : (place + 1) * given]) for place in range(len(self.sources)))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -153,7 +170,7 @@ def _sources(job: Job, where: Where) -> tuple[Source, ...]:
         sources = tuple(job.engine)
     else:
         sources = (job.engine,) * job.engines
-    if job.gpus and len(job.gpus) != len(sources):
+    if isinstance(job.gpus, list) and job.gpus and len(job.gpus) != len(sources):
         raise ConfigError(where.at("gpus").says(f"expected one for each engine, which are {len(sources)}, got {len(job.gpus)}"))
     return sources
 

@@ -13,7 +13,8 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.whole_files import BESIDE, write_whole
@@ -56,6 +57,15 @@ class ShardStore:
             return frozenset()
         return frozenset(self._left.setdefault(shard, set(self._numbers(shard))))
 
+    def lacks(self, row: int) -> bool:
+        """Return True if a row has no answer. Its shard is open from now on, unless it is whole."""
+        shard = (row - 1) // self._shard_rows
+        return not self._whole[shard] and row in self._left.setdefault(shard, set(self._numbers(shard)))
+
+    def snapshot(self) -> LeftNow:
+        """Return what is left of each shard now, as plain values."""
+        return LeftNow(self._rows, self._shard_rows, bytes(self._whole), {shard: frozenset(left) for shard, left in self._left.items()})
+
     def add(self, answers: Iterable[Answer]) -> None:
         """Take answers of rows that have none. Raises `UnwritableOutput`."""
         of_shards: dict[int, list[Answer]] = defaultdict(list)
@@ -93,8 +103,7 @@ class ShardStore:
             self._finish(shard)
 
     def _numbers(self, shard: int) -> range:
-        """The numbers of a shard's rows."""
-        return range(shard * self._shard_rows + 1, min((shard + 1) * self._shard_rows, self._rows) + 1)
+        return numbers_of(shard, self._shard_rows, self._rows)
 
     def _path(self, shard: int) -> Path:
         return self._directory / f"part-{shard:06d}.{self._suffix}"
@@ -102,6 +111,25 @@ class ShardStore:
     def _open_path(self, shard: int) -> Path:
         path = self._path(shard)
         return path.with_name(path.name + OPEN)
+
+
+def numbers_of(shard: int, shard_rows: int, rows: int) -> range:
+    """Return the numbers of a shard's rows."""
+    return range(shard * shard_rows + 1, min((shard + 1) * shard_rows, rows) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftNow:
+    """The rows without an answer at one moment, in a form that other processes can be sent."""
+
+    rows: int  # of the job
+    shard_rows: int
+    whole: bytes  # a byte each shard: 1 if all its rows have an answer
+    begun: Mapping[int, frozenset[int]]  # by shard that has some answers: the numbers of the others
+
+    def __call__(self, shard: int) -> Collection[int]:
+        """Return the numbers of a shard's rows that had no answer."""
+        return () if self.whole[shard] else self.begun.get(shard, numbers_of(shard, self.shard_rows, self.rows))
 
 
 def _answers_in(opened: Path) -> list[Answer]:
