@@ -40,7 +40,7 @@ from bench.workloads import WORKLOADS, Workload
 
 RUNS = 3
 RAY_STORE_BYTES = 200_000_000
-RAY_ENDS_S = 60  # how long a cluster may take to end
+RAY_ENDS_S = 10  # how long a cluster may take to end by itself
 
 
 # Speed

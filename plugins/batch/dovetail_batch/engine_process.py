@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail_batch.answers import Answer, answer_of, failure_of
@@ -68,11 +68,18 @@ def _receive(connection: Connection[Any, Any], received: queue.SimpleQueue[list[
         os.killpg(os.getpgrp(), signal.SIGKILL)  # with all that the engine has started: the command made this process the leader of a group
 
 
+class AnswerSink(Protocol):
+    """Who takes what an `EngineWorker` has answered: the connection to the command's process, or another front."""
+
+    def send(self, message: tuple[Literal["answers"], list[Answer]], /) -> None:
+        """Take answers. Called in a thread of the worker's. Raises `OSError` if nobody is there any more."""
+
+
 class EngineWorker:
     """Computes rows as they come. `run` is called once, in the thread that the engine is to have."""
 
-    def __init__(self, engine: LLMEngine, received: queue.SimpleQueue[list[Row] | None], connection: Connection[Any, Any]) -> None:
-        self._engine, self._received, self._connection = engine, received, connection
+    def __init__(self, engine: LLMEngine, received: queue.SimpleQueue[list[Row] | None], sink: AnswerSink) -> None:
+        self._engine, self._received, self._sink = engine, received, sink
         self._prepared: queue.SimpleQueue[list[_Prepared] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[list[Answer] | None] = queue.SimpleQueue()
         self._rows: dict[str, Row] = {}  # by request id: those in the engine
@@ -168,7 +175,7 @@ class EngineWorker:
             ended = batches[-1] is None
             if answers := [answer for batch in batches if batch is not None for answer in batch]:
                 with suppress(OSError):  # the other end is gone: `_receive` ends the process
-                    self._connection.send(("answers", answers))
+                    self._sink.send(("answers", answers))
 
 
 if __name__ == "__main__":

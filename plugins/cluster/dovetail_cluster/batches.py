@@ -10,11 +10,9 @@ import logging
 import os
 import pickle
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
 
 from dovetail.errors import ConfigError, MissingExtraError
 from dovetail_batch.errors import GO_ON, BatchEngineFailed
@@ -26,7 +24,6 @@ from dovetail_cluster.batches_worker import COLUMN, BatchEngine, groups_of, rows
 CALLS = 10  # groups that are computed at the same time in an engine: two full steps, and what stragglers hold up
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 REACHABLE_S = 10.0
-LOG_VARIABLE = "RAY_BACKEND_LOG_LEVEL"
 MODE_VARIABLE = "RAY_AUTH_MODE"
 
 
@@ -42,10 +39,10 @@ def run(plan: Plan, *, anew: bool = False, address: str | None = None) -> Summar
         raise ConfigError(f"--on ray: say where the cluster is, with --address HOST:PORT or {ADDRESS_VARIABLE}; `auto` is the one on this machine")
     if address.startswith("ray://"):
         raise ConfigError(f"--address: {address}: Ray's client can't stream rows: run this on a machine of the cluster, and give HOST:PORT or auto")
-    with job_folder(plan, anew=anew) as folder, _connected(address) as ray:
+    with _connected(address) as ray:
         gpus = _gpus(plan, ray)
         check_seats(ray.nodes(), len(plan.sources), gpus)
-        with folder.open() as job:
+        with job_folder(plan, anew=anew) as folder, folder.open() as job:  # whose old answers stay if the cluster is the wrong one
             while not job.is_done:
                 _attempt(ray, job, engine, len(plan.sources), gpus)
             return job.end()
@@ -77,7 +74,6 @@ def _gpus(plan: Plan, ray: Any) -> int:
 def _connected(address: str) -> Iterator[Any]:
     """Be a driver of the cluster. Ray's tokens are asked for unless RAY_AUTH_MODE says otherwise. Raises `MissingExtraError` and `ConfigError`."""
     os.environ.setdefault(MODE_VARIABLE, "token")
-    os.environ.setdefault(LOG_VARIABLE, "fatal")  # what matters comes as an exception
     try:
         import ray
         import ray.data
@@ -127,7 +123,7 @@ def _attempt(ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gp
         raise BatchEngineFailed(f"an engine on Ray has failed: {why}; {GO_ON}")
 
 
-def _stream(ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gpus: int) -> Iterator[Mapping[str, Any]]:
+def _stream(ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gpus: int) -> Generator[Mapping[str, Any]]:
     """Yield what the engines answer, in the order in which it comes."""
     context = ray.data.DataContext.get_current()
     context.target_max_block_size = 1  # each group is a block of its own, so that its answers come when they are there

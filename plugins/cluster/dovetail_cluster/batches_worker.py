@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -93,7 +93,7 @@ class BatchEngine:
             return packed((*self._failure, 0.0))
         return packed(("answers", answers, time.monotonic() - self._ready))
 
-    def send(self, message: tuple[str, list[Answer]]) -> None:
+    def send(self, message: tuple[Literal["answers"], list[Answer]], /) -> None:
         """Take answers from the engine's thread, as a connection to another process would."""
         for answer in message[1]:
             with self._lock:
