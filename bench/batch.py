@@ -260,6 +260,7 @@ def main() -> None:
     dying.add_argument("--seed", type=int, default=0)
     dying.set_defaults(run=killed)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing that was started is left
     args.run(args)
 
 

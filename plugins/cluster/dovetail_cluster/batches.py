@@ -20,6 +20,7 @@ from dovetail_batch.job import Plan
 from dovetail_batch.open_job import OpenJob, Summary, job_folder
 from dovetail_cluster.batches_seats import check_seats
 from dovetail_cluster.batches_worker import COLUMN, BatchEngine, groups_of, rows_in_group
+from dovetail_cluster.plain_config import plain_config
 
 CALLS = 10  # groups that are computed at the same time in an engine: two full steps, and what stragglers hold up
 ADDRESS_VARIABLE = "RAY_ADDRESS"
@@ -55,10 +56,7 @@ def _one_config(plan: Plan) -> dict[str, Any]:
     first, *others = plan.configs
     if any(other != first for other in others):
         raise ConfigError("engine: with --on ray, all engines have one config: give one, and their number as `engines`")
-    config = first.model_dump(mode="json")
-    if os.path.isdir(first.model):
-        config["model"] = os.path.abspath(first.model)  # engines work elsewhere
-    return config
+    return plain_config(first)
 
 
 def _gpus(plan: Plan, ray: Any) -> int:
