@@ -101,7 +101,7 @@ def _check_reachable(address: str) -> None:
 
 def _attempt(ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gpus: int) -> None:
     """Give the rows that are left to the cluster, and keep the answers. Raises `BatchEngineFailed` if it ends early without a single one."""
-    kept, why = 0, "Ray has lost rows"
+    kept, dead, why = 0, 0, "Ray has lost rows"
     stream = _stream(ray, job, engine, engines, gpus)
     try:
         for batch in stream:
@@ -109,11 +109,14 @@ def _attempt(ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gp
                 kind, content, ready_s = pickle.loads(packed)
                 if kind == "refused":
                     raise ConfigError(content)
-                if kind == "dead":
-                    raise _EngineDead(content)
-                job.ready(ready_s)
-                kept += job.keep_new(content)
-    except (_EngineDead, ray.exceptions.RayError) as error:
+                if kind == "answers":
+                    job.ready(ready_s)
+                    kept += job.keep_new(content)
+                else:
+                    dead, why = dead + 1, content
+            if dead > engines * CALLS:  # more than were in the engines, so what was answered before has come
+                break
+    except ray.exceptions.RayError as error:
         why = _first_line(error)
     finally:
         stream.close()  # ends the actors, also of an attempt that was broken off
@@ -141,10 +144,6 @@ def _stream(ray: Any, job: OpenJob, engine: Mapping[str, Any], engines: int, gpu
         ),
     )
     yield from answers.iter_batches(batch_size=None, prefetch_batches=0)
-
-
-class _EngineDead(Exception):
-    """An engine has failed in its process; the text says why."""
 
 
 def _first_line(error: BaseException) -> str:
