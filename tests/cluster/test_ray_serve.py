@@ -20,7 +20,7 @@ from bench.batch import RayCluster
 from dovetail import LLM, SamplingParams
 from dovetail.errors import ConfigError, EngineDeadError, MissingExtraError
 from dovetail_cluster.serve import Replica, app
-from tests.cluster.ray_places import Place, fake_only, place, real_cluster, real_only
+from tests.cluster.ray_places import fake_only, place, real_cluster, real_only
 
 __all__ = ["place", "real_cluster"]  # fixtures
 
@@ -132,7 +132,8 @@ def test_without_ray_the_pip_line_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @real_only
-def test_ray_serve_streams_the_text_of_generate_and_ends_what_nobody_reads(place: Place, real_cluster: RayCluster) -> None:
+def test_ray_serve_streams_the_text_of_generate_and_ends_what_nobody_reads(real_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
     import openai
     import ray
     from ray import serve
