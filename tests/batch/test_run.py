@@ -17,10 +17,11 @@ from bench.batch import main as bench_main
 from bench.toy import answer, installed_in
 
 from dovetail import LLM, LLMEngine, SamplingParams
-from dovetail.errors import EngineDeadError
+from dovetail.errors import ConfigError, EngineDeadError
 from dovetail_batch import open_job, runner
 from dovetail_batch.engine_link import EngineLink
 from dovetail_batch.engine_process import EngineWorker
+from dovetail_batch.job import load_plan
 from dovetail_batch.rows import Row
 from dovetail_batch.shards import ShardStore
 from dovetail_batch.sources import Jsonl
@@ -303,6 +304,31 @@ def test_each_engine_sees_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == ["0", "1,2", "all"]
     for end in ends:
         os.close(end)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "seen"),
+    [
+        (1, None, ("0", "1")),
+        (2, "3,5,7,9,11", ("3,5", "7,9")),
+        (0, "3", ("", "")),
+        (["4", "2,3"], "0", ("4", "2,3")),
+        ([], "0", (None, None)),
+        (1, "3", "gpus: 2 engines of 1 need 2 GPUs, and CUDA_VISIBLE_DEVICES names 1"),
+        (1, "", "gpus: 2 engines of 1 need 2 GPUs, and CUDA_VISIBLE_DEVICES names 0"),
+    ],
+)
+def test_a_number_of_gpus_is_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: Any, visible: str | None, seen: Any) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    plan = load_plan(str(write_job(tmp_path, engines=2, gpus=gpus)))
+    if isinstance(seen, str):
+        with pytest.raises(ConfigError, match=seen):
+            _ = plan.gpus
+    else:
+        assert plan.gpus == seen
 
 
 @pytest.mark.usefixtures("sockets_with_a_time_limit")

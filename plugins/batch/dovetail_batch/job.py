@@ -110,17 +110,15 @@ class Plan:
 
     @property
     def gpus(self) -> tuple[str | None, ...]:
-        """What each engine on this machine is to see, as CUDA_VISIBLE_DEVICES names it; None: all."""
+        """What each engine on this machine is to see, as CUDA_VISIBLE_DEVICES names it; None: all. Raises `ConfigError` if there are too few."""
         given = self.job.gpus
         if isinstance(given, list):
             return tuple(given) or (None,) * len(self.sources)
-        names = (
-            given_names.split(",") if (given_names := os.environ.get("CUDA_VISIBLE_DEVICES")) else list(map(str, range(given * len(self.sources))))
-        )
-        if len(names) < given * len(self.sources):
-            raise ConfigError(
-                f"gpus: {len(self.sources)} engines of {given} need {given * len(self.sources)}, CUDA_VISIBLE_DEVICES names {len(names)}"
-            )
+        needed, visible = given * len(self.sources), os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [str(place) for place in range(needed)] if visible is None else [name for name in visible.split(",") if name]
+        if len(names) < needed:
+            told = f"{len(self.sources)} engines of {given} need {needed} GPUs, and CUDA_VISIBLE_DEVICES names {len(names)}"
+            raise ConfigError(f"gpus: {told}")
         return tuple(",".join(names[place * given : (place + 1) * given]) for place in range(len(self.sources)))
 
     @property
