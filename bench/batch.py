@@ -178,7 +178,9 @@ class RayCluster:
             port = free.getsockname()[1]
         self.address = f"127.0.0.1:{port}"
         ray = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}", f"--num-cpus={cpus}"]
+        self._directory = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # or others would take it for the machine's own
         options = ["--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={RAY_STORE_BYTES}"]
+        options.append(f"--temp-dir={self._directory.name}")
         environment = {**environment, "RAY_AUTH_MODE": "token"}
         subprocess.run([*ray[:1], "get-auth-token", "--generate"], env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._process = subprocess.Popen(
@@ -211,6 +213,7 @@ class RayCluster:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
+        self._directory.cleanup()
 
 
 def _descendants(pid: int) -> list[int]:
