@@ -61,7 +61,7 @@ def test_answers_of_the_demo_model_are_those_of_generate(tmp_path: Path, place: 
     ]
     rows += ['{"id": "broken"', {"id": "ids", "token_ids": [5000]}]
     write_rows(tmp_path / "rows.jsonl", rows)
-    told = on_ray(write_job(tmp_path, sampling={"temperature": 0.8}, shard_rows=3, engines=2), place)
+    told = on_ray(write_job(tmp_path, sampling={"temperature": 0.8}, shard_rows=3), place)
     assert "failed: 2 rows" in told
     with LLM("demo") as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
