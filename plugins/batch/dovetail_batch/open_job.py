@@ -136,7 +136,8 @@ class OpenJob:
         self._store = store
         self.summary = Summary(rows, store.answered)
         self._begun: float | None = None
-        self._bar = tqdm(total=rows, initial=self.summary.earlier, unit="row", disable=None, dynamic_ncols=True)
+        nothing_to_do = True if self.is_done else None  # None: on a terminal there is a bar
+        self._bar = tqdm(total=rows, initial=self.summary.earlier, unit="row", disable=nothing_to_do, dynamic_ncols=True)
         self._bar.set_description("loading")
 
     def snapshot(self) -> RowsLeft:
