@@ -53,9 +53,10 @@ def main() -> None:
     args = parser.parse_args()
     trace = load_workload(str(args.traces / "mooncake" / "conversation_trace.jsonl"), WorkloadOptions(slice=f"0:{args.requests}"))
     print(f"{'router':32} {'cached':>8} {'mean TTFT':>9} {'p99 TTFT':>9}   of {len(trace):,} requests, {args.replicas} x {args.blocks} blocks")
-    for router in ("round_robin", "least_tokens", "vllm", f"prefix_aware(blocks={args.blocks}, block_tokens={BLOCK_TOKENS})"):
+    aware = f"prefix_aware(blocks={args.blocks}, block_tokens={BLOCK_TOKENS}"
+    for router in ("round_robin", "least_tokens", "vllm", f"{aware})", f"{aware}, least_match=0)"):
         found: RunResult = replay_replicas(engine(args.blocks, "h200-qwen3-8b"), trace, args.replicas, parse_router(router))
-        print(told(router.partition("(")[0], found), flush=True)
+        print(told(router.partition("(")[0] + (" of any match" if "least_match" in router else ""), found), flush=True)
     print(told("one engine with all the memory", replay(engine(args.blocks * args.replicas, QUICK), trace)))
 
 

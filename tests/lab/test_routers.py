@@ -30,7 +30,7 @@ def test_vllm_counts_waiting_four_times_and_what_was_sent_as_waiting() -> None:
 @examples(quick=30, full=500)
 @given(prompts=prompts, block=st.integers(1, 3))
 def test_prefix_aware_finds_the_replica_that_was_sent_most_of_the_prompt(prompts: list[list[int]], block: int) -> None:
-    router, sent = PrefixAware(block_tokens=block), [[[0]], [[0]], [[0]]]
+    router, sent = PrefixAware(block_tokens=block, least_match=0), [[[0]], [[0]], [[0]]]
 
     def shared(replica: int, prompt: list[int]) -> int:
         """Return the whole blocks of the prompt with which one that was sent there begins."""
@@ -44,14 +44,14 @@ def test_prefix_aware_finds_the_replica_that_was_sent_most_of_the_prompt(prompts
 
 
 def test_prefix_aware_leaves_an_overloaded_replica() -> None:
-    router, prompt = PrefixAware(block_tokens=1), arrival([1, 2, 3])
+    router, prompt = PrefixAware(block_tokens=1, least_match=0), arrival([1, 2, 3])
     assert router.choose(prompt, [ReplicaLoad(0, 0, 0), ReplicaLoad(0, 0, 0)]) == 0
     assert router.choose(prompt, [ReplicaLoad(0, 64, 640), ReplicaLoad(0, 0, 0)]) == 0
     assert router.choose(prompt, [ReplicaLoad(0, 65, 650), ReplicaLoad(0, 0, 0)]) == 1
 
 
 def test_prefix_aware_forgets_what_was_used_least_lately() -> None:
-    router, even = PrefixAware(blocks=2, block_tokens=1), [ReplicaLoad(0, 0, 0), ReplicaLoad(0, 0, 0)]
+    router, even = PrefixAware(blocks=2, block_tokens=1, least_match=0), [ReplicaLoad(0, 0, 0), ReplicaLoad(0, 0, 0)]
     other_is_free = [ReplicaLoad(0, 0, 1), ReplicaLoad(0, 0, 0)]
     assert router.choose(arrival([1, 2]), even) == 0
     assert router.choose(arrival([1, 2]), other_is_free) == 0
@@ -60,7 +60,7 @@ def test_prefix_aware_forgets_what_was_used_least_lately() -> None:
 
 
 def test_prefix_aware_forgets_the_end_of_a_prompt_before_its_beginning() -> None:
-    router = PrefixAware(blocks=2, block_tokens=1)
+    router = PrefixAware(blocks=2, block_tokens=1, least_match=0)
     assert router.choose(arrival([1, 2, 3]), [ReplicaLoad(0, 0, 0), ReplicaLoad(0, 0, 0)]) == 0
     assert router.choose(arrival([1, 2]), [ReplicaLoad(0, 0, 1), ReplicaLoad(0, 0, 0)]) == 0
 

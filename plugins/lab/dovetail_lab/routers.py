@@ -121,7 +121,7 @@ class PrefixAware(Router):
 
     blocks: int = Field(default=100_000, ge=1)
     block_tokens: int = Field(default=16, ge=1)
-    least_match: float = Field(default=0.0, ge=0, le=1)  # only a match that is a larger share of the prompt is followed
+    least_match: float = Field(default=0.5, ge=0, le=1)  # only a match that is a larger share of the prompt is followed
     _sent: dict[int, OrderedDict[int, None]] = PrivateAttr(default_factory=dict)  # replica -> names of blocks, the last used at the end
 
     def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
