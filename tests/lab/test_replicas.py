@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -112,11 +114,37 @@ def test_each_request_goes_to_one_replica_and_one_replica_is_the_engine_alone(ro
         np.testing.assert_array_equal(one.token_times_s, other.token_times_s)
 
 
-@pytest.mark.parametrize("chosen", [-1, 2, None])
+@pytest.mark.parametrize("chosen", [-1, 2, None, 1.0, "1"])
 def test_a_choice_that_is_no_replica_is_refused(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoundRobin, "choose", lambda *_: chosen)
-    with pytest.raises(ConfigError, match=f"RoundRobin.choose: expected a replica from 0 to 1, got {chosen}"):
+    with pytest.raises(ConfigError, match=f"RoundRobin.choose: expected a replica from 0 to 1, got {chosen!r}"):
         replay_replicas(engine(), trace(request(0)), 2, RoundRobin())
+
+
+@pytest.mark.parametrize("replicas", [0, -1])
+def test_without_replicas_there_is_no_run(replicas: int) -> None:
+    with pytest.raises(ConfigError, match=f"replicas: expected at least 1, got {replicas}"):
+        replay_replicas(engine(), trace(request(0)), replicas, RoundRobin())
+
+
+def test_ctrl_c_ends_the_threads_of_all_replicas() -> None:
+    class Interrupts(RoundRobin):
+        """Has Ctrl-C pressed when the last request comes: no replica meets another after that."""
+
+        def choose(self, request: Arrival, replicas: Sequence[ReplicaLoad]) -> int:
+            if request.id == "1":
+                signal.pthread_kill(main, signal.SIGINT)
+            return super().choose(request, replicas)
+
+    main = threading.main_thread().ident or 0
+    sent = (request(index, prompt=8, output=100_000) for index in range(2))
+    before, handler = threading.active_count(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            replay_replicas(engine(max_model_len=200_000, executor={"num_blocks": 100_000}), trace(*sent), 2, Interrupts())
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert threading.active_count() == before
 
 
 def test_two_replicas_share_a_load_that_one_would_queue() -> None:

@@ -13,8 +13,9 @@ Replicas may keep in step, as those do that share the experts of a mixture: all 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,8 +53,11 @@ def replay_replicas(
     """Run every request of `trace`, at its time, through the one of `replicas` engines that `router` chooses. Each engine is as `config` describes,
     with the executor `simulated`; `in_step`: their devices begin each step together.
 
-    Raises `UnsupportedError` for another executor, `ConfigError` for a choice that is no replica, what `LLMEngine` raises, and what ended an engine.
+    Raises `UnsupportedError` for another executor, `ConfigError` for a choice that is no replica and for fewer than one,
+    what `LLMEngine` raises, and what ended an engine.
     """
+    if replicas < 1:
+        raise ConfigError(f"replicas: expected at least 1, got {replicas}")
     loaded = EngineConfig.load(config, seed=seed)
     registry = registry or Registry.discover(loaded.plugins)
     runnable = EngineConfig.load(loaded, model=UNREAD_MODEL, tokenizer=None)
@@ -65,7 +69,12 @@ def replay_replicas(
         for member in members:
             member.join(meeting, in_step)
         with ThreadPoolExecutor(replicas) as threads:
-            running = [threads.submit(member.run, meeting) for member in members]
+            try:
+                running = [threads.submit(member.run, meeting) for member in members]
+                wait(running)
+            except BaseException:  # Ctrl-C comes to this thread alone
+                meeting.break_off()
+                raise
         errors = [error for future in running if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, BrokenMeetingError)):  # of those who only missed another, last
             raise error
@@ -139,6 +148,7 @@ class _Replica:
         """Run until all that was sent has ended, and nothing more will be."""
         try:
             while self.core.has_unfinished() or meeting.next_s < math.inf:
+                meeting.check()
                 if not self.core.has_unfinished():
                     self._clock.wait_until(meeting.next_s)
                     continue
@@ -208,8 +218,13 @@ class _Meeting:
             if self._present and self._blocked == self._present:
                 self._act()
 
+    def check(self) -> None:
+        """Raise `BrokenMeetingError` if the run was broken off, which a replica that meets nobody any more wouldn't notice."""
+        if self._broken:
+            raise BrokenMeetingError("another replica has failed, or the run was interrupted")
+
     def break_off(self) -> None:
-        """Let the others end, since one has failed."""
+        """Let the replicas end, since one has failed or the run was interrupted."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
@@ -219,8 +234,8 @@ class _Meeting:
         if self._blocked == self._present:
             self._act()
         self._changed.wait_for(lambda: done() or self._broken)
-        if self._broken and not done():
-            raise BrokenMeetingError("another replica has failed")
+        if not done():
+            self.check()
 
     def _act(self) -> None:
         """Do what is due first, and release those who waited for it."""
@@ -248,9 +263,13 @@ class _Meeting:
     def _route(self, request: TraceRequest) -> None:
         self._progress(sum(len(member.ended) for member in self._members), self._requests)
         seen = self._members[0].as_seen(request)
-        chosen = self._router.choose(seen, [replace(load) for load in self._loads])
+        told = self._router.choose(seen, [replace(load) for load in self._loads])
+        try:
+            chosen = operator.index(told)
+        except TypeError:  # 1.0 is equal to a replica's number, but names none
+            chosen = -1
         if chosen not in range(len(self._members)):
-            raise ConfigError(f"{type(self._router).__name__}.choose: expected a replica from 0 to {len(self._members) - 1}, got {chosen!r}")
+            raise ConfigError(f"{type(self._router).__name__}.choose: expected a replica from 0 to {len(self._members) - 1}, got {told!r}")
         self._loads[chosen].sent += 1
         self._loads[chosen].sent_tokens += request.prompt_tokens
         self._members[chosen].take(request)
@@ -267,7 +286,7 @@ class _Meeting:
 
 
 class BrokenMeetingError(DovetailError):
-    """Another replica has failed."""
+    """Another replica has failed, or the run was interrupted."""
 
 
 class _MeetingClock(VirtualClock):
