@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from dovetail.errors import DovetailError
 from dovetail_cluster.controller import FUTILE_STARTS, ClusterFailed, State
 from tests.cluster.replica_fakes import FakeCluster
 
@@ -237,4 +238,12 @@ def test_whatever_happens_the_cluster_is_whole_again_when_it_stops(seed: int) ->
     cluster.tick(200)
     assert len(cluster.names()) == 3 == len(cluster.place.alive)
     assert cluster.router.ready == {replica.url for replica in cluster.place.alive}
+    assert not cluster.controller.status.is_rolling
+
+
+def test_a_restart_that_can_never_end_is_refused() -> None:
+    cluster = FakeCluster(room=1, replicas=1)
+    cluster.tick(5)
+    with pytest.raises(DovetailError, match="a single replica isn't replaced"):
+        cluster.controller.roll()
     assert not cluster.controller.status.is_rolling

@@ -12,6 +12,7 @@ import os
 import socket
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from dovetail.errors import ConfigError, DovetailError
 
 Answer = Mapping[str, Any]
 PATIENCE_S = 5.0
+LOOKS, LOOK_S = 10, 0.03  # at a lock before its name counts as taken, and seconds between two
 _MOST_BYTES = 1 << 20
 
 
@@ -55,9 +57,7 @@ class ControlSocket:
         folder = runtime_folder()
         self._path = folder / f"{name}.sock"
         self._lock: IO[str] = (folder / f"{name}.lock").open("a")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not self._takes_lock():
             self._lock.close()
             raise ConfigError(f"a cluster named {name} is up: end it with `dovetail cluster down {name}`, or give this one another `name`") from None
         self._path.unlink(missing_ok=True)  # of a process that was killed
@@ -67,6 +67,16 @@ class ControlSocket:
         except OSError as error:
             raise ConfigError(f"{self._path}: {error.strerror or error}: set XDG_RUNTIME_DIR to a shorter folder that you may write to") from None
         self._socket.listen(8)
+
+    def _takes_lock(self) -> bool:
+        """Take the lock of the name, and return True if nobody else has it. Another command holds it for a moment when it looks who is up."""
+        for _ in range(LOOKS):
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError:
+                time.sleep(LOOK_S)
+        return False
 
     def serve_once(self, wait_s: float, answer: Callable[[str], Answer]) -> None:
         """Wait for a question, at most `wait_s` seconds, and answer it."""
@@ -87,7 +97,7 @@ class ControlSocket:
 
 
 def tell(name: str, what: str) -> dict[str, Any]:
-    """Have the cluster of this name do something, and return its answer. Raises `NotUp`, or `DovetailError` if it doesn't answer."""
+    """Have the cluster of this name do something, and return its answer. Raises `NotUp`, or `DovetailError` if it doesn't answer, or refuses."""
     folder = runtime_folder()
     if not _is_locked(folder / f"{name}.lock"):
         raise NotUp(f"no cluster named {name} is up" + (f"; up are {', '.join(up)}" if (up := names_up()) else ""))
@@ -98,9 +108,11 @@ def tell(name: str, what: str) -> dict[str, Any]:
             connection.sendall(json.dumps({"do": what}).encode() + b"\n")
             with connection.makefile("rb") as lines:
                 found: dict[str, Any] = json.loads(lines.readline(_MOST_BYTES))
-                return found
     except (OSError, ValueError) as error:
         raise DovetailError(f"the cluster {name} doesn't answer: {error}") from None
+    if "error" in found:
+        raise DovetailError(f"the cluster {name}: {found['error']}")
+    return found
 
 
 def _is_locked(path: Path) -> bool:
@@ -108,7 +120,7 @@ def _is_locked(path: Path) -> bool:
         with path.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
-    except FileNotFoundError:
-        return False
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:  # it isn't there, or its name is too long for a file
+        return False

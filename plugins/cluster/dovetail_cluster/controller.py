@@ -109,7 +109,9 @@ class Controller:
         return self._count(State.SERVING) >= self._scaler.target
 
     def roll(self) -> None:
-        """Replace all replicas of now by new ones, one after the other."""
+        """Replace all replicas of now by new ones, one after the other. Raises `DovetailError` if there is one alone, without room for another."""
+        if len(self._members) == self._scaler.target == 1 and not self._place.has_room():
+            raise DovetailError("a single replica isn't replaced where there are no GPUs for another: nobody would serve meanwhile")
         for member in self._members:
             member.is_old = True
 
