@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,8 +19,9 @@ from typing import Any, ClassVar
 import pytest
 from bench.soak import free_port
 
-from dovetail.errors import ConfigError, MissingExtraError
+from dovetail.errors import ConfigError, DovetailError, MissingExtraError
 from dovetail_cluster import smg_router
+from dovetail_cluster.here_places import ServerProcess
 from dovetail_cluster.http_json import ask
 from dovetail_cluster.routing import Listed
 from dovetail_cluster.settings import ClusterSettings
@@ -110,6 +112,33 @@ def test_a_router_that_was_killed_is_started_again_without_replicas(worker: str)
 
 
 @needs_smg
+@pytest.mark.slow
+def test_a_router_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(SmgRouter(settings())) as router:
+        until(lambda: router.look() is not None)
+        hung = router.pid or 0
+        monkeypatch.setattr(smg_router, "HANGS_S", 1.0)
+        os.kill(hung, signal.SIGSTOP)
+        until(lambda: router.look() is not None and router.pid != hung)
+
+
+@needs_smg
+def test_a_router_may_listen_on_a_name() -> None:
+    port = free_port()
+    with closing(SmgRouter(ClusterSettings.model_validate({"engine": "demo", "router": {"host": "localhost", "port": port}}))) as router:
+        assert until(lambda: router.look() is not None)
+        assert router.url == f"http://localhost:{port}"
+
+
+def test_a_router_that_ends_each_time_before_it_answers_ends_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smg_router, "find_spec", lambda name: name)
+    monkeypatch.setattr(smg_router, "RESTART_S", 0.0)
+    monkeypatch.setattr(SmgRouter, "_arguments", lambda self: ["--no-such-option"])
+    with closing(SmgRouter(settings())) as router, pytest.raises(DovetailError, match="the router ends before it answers"):
+        until(router.look)
+
+
+@needs_smg
 def test_clients_need_their_own_key_and_may_not_change_the_replicas(worker: str) -> None:
     with closing(SmgRouter(settings(), ("mine", "yours"), "internal")) as router:
         until(lambda: router.look() is not None)
@@ -142,6 +171,8 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(worker: str, monkey
     port = int(worker.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"router: 127.0.0.1:{port}: .* give another host or port"):
         SmgRouter(ClusterSettings.model_validate({"engine": "demo", "router": {"port": port}}))
+    with pytest.raises(ConfigError, match=f"router: 127.0.0.1:{port}: .* give another host or port"):
+        SmgRouter(ClusterSettings.model_validate({"engine": "demo", "router": {"port": free_port(), "metrics_port": port}}))
 
 
 @needs_smg
@@ -179,6 +210,31 @@ def test_up_serves_status_tells_a_killed_replica_is_replaced_and_nothing_outlive
     pids = [again["replicas"][0]["pid"], again["router"]["pid"]]
     until(lambda: not any(is_running(pid) for pid in pids))
     assert ask(f"{again['replicas'][0]['url']}/health")[0] == 0
+
+
+HANGS = """
+import os, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"], start_new_session=True)
+os.waitpid(child.pid, os.WUNTRACED)
+print(f"dovetail serves {child.pid} at http://stopped", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(not list(Path("/proc/self/task").glob("*/children")), reason="the kernel doesn't tell a process's children")
+def test_a_child_that_hangs_is_killed_with_its_server(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    server = ServerProcess("it", ["hangs"], {**os.environ, "PYTHONPATH": str(tmp_path)})
+    until(lambda: server.look().url)
+    child = int(until(lambda: re.search(r"serves (\d+)", capfd.readouterr().err))[1])
+    try:
+        assert is_running(child)
+        server.kill()
+        until(lambda: not is_running(child))
+    finally:
+        server.kill()
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:

@@ -16,10 +16,10 @@ class Listed(Enum):
 
 
 class Router(Protocol):
-    """A router whose replicas may change at any time. Nothing here raises: a router that is gone is started again, without any replicas."""
+    """A router whose replicas may change at any time. A router that is gone is started again, without any replicas."""
 
     def look(self) -> Mapping[str, Listed] | None:
-        """Return the URLs of the replicas that it knows. None: it doesn't answer now."""
+        """Return the URLs of the replicas that it knows. None: it doesn't answer now. Raises `DovetailError` if it never will."""
 
     def add(self, url: str) -> None:
         """Have it send requests to a replica, soon."""

@@ -77,6 +77,12 @@ class RouterSettings(BaseModel):
     metrics_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """The port of loopback on which the router tells its own metrics. null: a free one, which `dovetail cluster status` tells."""
 
+    @model_validator(mode="after")
+    def _two_ports(self) -> RouterSettings:
+        if self.metrics_port == self.port:
+            raise ValueError(f"port and metrics_port are both {self.port}: give them different ones")
+        return self
+
 
 class RaySettings(BaseModel):
     """The cluster of Ray, with `place: ray`."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 
-from dovetail.errors import ConfigError, MissingExtraError
+from dovetail.errors import ConfigError, DovetailError, MissingExtraError
 from dovetail_cluster.bound_process import start_bound
 from dovetail_cluster.http_json import ask
 from dovetail_cluster.routing import Listed
@@ -22,6 +22,8 @@ from dovetail_cluster.settings import ClusterSettings
 ARGUMENTS = "DOVETAIL_ROUTER_ARGUMENTS"  # the environment variable of its arguments: keys don't belong on a command line
 RESTART_S = 1.0  # least time between two starts
 STOPS_S = 5.0
+FUTILE_STARTS = 3  # of a router that ends before it answers, so many in a row: it never will
+HANGS_S = 15.0  # a router that runs and says nothing for so long is killed
 
 
 class SmgRouter:
@@ -30,18 +32,21 @@ class SmgRouter:
     def __init__(self, settings: ClusterSettings, api_keys: tuple[str, ...] = (), replica_key: str | None = None) -> None:
         """`api_keys`: of clients, whom the router lets in. `replica_key`: the key with which it asks replicas itself.
 
-        Raises `MissingExtraError` without the package, `ConfigError` if the port is taken.
+        Raises `MissingExtraError` without the package, `ConfigError` if a port is taken.
         """
         check_installed()
         self._settings, self._keys, self._replica_key = settings, api_keys, replica_key
         self._admin_key = secrets.token_urlsafe(32)
         self.metrics_port = settings.router.metrics_port or _free_port()
-        _check_free(settings.router.host, settings.router.port)
+        self._address = _free_address(settings.router.host, settings.router.port)
+        _free_address("127.0.0.1", self.metrics_port)
         host = settings.router.host
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{settings.router.port}"
-        self._base = f"http://{_reached_at(host)}:{settings.router.port}"
+        self._base = f"http://{_reached_at(self._address)}:{settings.router.port}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._started = -RESTART_S
+        self._started = self._answered = -RESTART_S
+        self._has_answered = False
+        self._starts = 0
         self._ids: dict[str, str] = {}  # URL -> the router's name for it
 
     @property
@@ -51,12 +56,14 @@ class SmgRouter:
     def look(self) -> Mapping[str, Listed] | None:
         if not self._is_running():
             return None
+        self._kill_if_hung()
         status, text = ask(f"{self._base}/workers", key=self._admin_key)
         if status != 200:
             return None
         try:
             workers = json.loads(text)["workers"]
             self._ids = {worker["url"]: worker["id"] for worker in workers}
+            self._answered, self._has_answered = time.monotonic(), True
             return {worker["url"]: _listed(worker["status"]) for worker in workers}
         except (ValueError, KeyError, TypeError):  # another program listens there, or another version of this one
             return None
@@ -80,21 +87,29 @@ class SmgRouter:
         self._process.wait()
 
     def _is_running(self) -> bool:
-        """Start it if it doesn't run, not too often. Return True if it runs."""
+        """Start it if it doesn't run, not too often. Return True if it runs. Raises `DovetailError` if it has never answered and ends each time."""
         if self._process is not None and self._process.poll() is None:
             return True
         if time.monotonic() - self._started >= RESTART_S:
             if self._process is not None:
-                print(f"dovetail cluster: the router ended with {self._process.returncode}; it is started again", file=sys.stderr, flush=True)
-            self._started = time.monotonic()
+                with suppress(OSError):  # nobody reads the log any more
+                    print(f"dovetail cluster: the router ended with {self._process.returncode}; it is started again", file=sys.stderr, flush=True)
+            if self._starts >= FUTILE_STARTS and not self._has_answered:
+                raise DovetailError("the router ends before it answers: its last words are above")
+            self._started, self._starts = time.monotonic(), self._starts + 1
             environment = {**os.environ, ARGUMENTS: json.dumps(self._arguments())}
             self._process = start_bound(["dovetail_cluster.router_process"], environment=environment, stdout=subprocess.DEVNULL)
         return False
 
+    def _kill_if_hung(self) -> None:
+        """Kill the router's process if it hasn't answered for long: the next look starts it again."""
+        if self._process is not None and time.monotonic() - max(self._started, self._answered) > HANGS_S:
+            self._process.kill()
+
     def _arguments(self) -> list[str]:
         router = self._settings.router
         arguments = {
-            "--host": router.host,
+            "--host": self._address,
             "--port": router.port,
             "--policy": router.policy,
             "--prometheus-host": "127.0.0.1",  # or it would listen everywhere
@@ -128,7 +143,7 @@ def _listed(status: str) -> Listed:
 
 def _reached_at(host: str) -> str:
     """Return the address at which this machine reaches a server that listens on `host`."""
-    if host in ("0.0.0.0", "::", "localhost"):
+    if host in ("0.0.0.0", "::"):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host
 
@@ -138,11 +153,13 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _check_free(host: str, port: int) -> None:
+def _free_address(host: str, port: int) -> str:
+    """Return the IP address of a host, on which the port is free. Raises `ConfigError` if there is no such address, or the port is taken."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
+            return str(address[0])
     except OSError as error:
         raise ConfigError(f"router: {host}:{port}: {error.strerror or error}: give another host or port") from None
