@@ -55,8 +55,12 @@ class ServerProcess:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
+        children = _children(self.pid) if self._process.poll() is None else []
         with suppress(OSError):
-            self._process.kill()  # its own children end when it is gone
+            self._process.kill()
+        for child in children:  # they end when it is gone, but for those that hang: they would keep their GPUs
+            with suppress(OSError):
+                os.kill(child, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDS_S)
 
@@ -120,6 +124,15 @@ class HerePlace:
         self._replicas = [replica for replica in self._replicas if replica.look().ended is None]
         taken = {gpu for replica in self._replicas for gpu in replica.gpus}
         return [gpu for gpu in self._gpus if gpu not in taken]
+
+
+def _children(pid: int) -> list[int]:
+    """Return the processes that a process has started and not yet buried; none where the kernel doesn't tell."""
+    found: list[int] = []
+    for told in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, told.read_text().split())
+    return found
 
 
 def visible_gpus() -> list[str]:
