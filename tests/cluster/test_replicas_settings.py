@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 import typer
 
+from dovetail.cli.streams import guard_output
 from dovetail.errors import ConfigError, DovetailError
 from dovetail_cluster.control import ControlSocket, NotUp, names_up, runtime_folder, tell
 from dovetail_cluster.here_places import HerePlace, visible_gpus
+from dovetail_cluster.running import announce
 from dovetail_cluster.serve_command import serve_command
 from dovetail_cluster.settings import ClusterSettings, load_cluster
 from dovetail_server.command import serve
@@ -41,6 +46,7 @@ def load(tmp_path: Path, text: str) -> ClusterSettings:
         ("engine: demo\nserve:\n  port: 3", "cluster.yaml:3: serve.port: the cluster decides this itself"),
         ("engine: demo\nserve: {api_keys: [secret]}", "DOVETAIL_API_KEYS: leave this out"),
         ("engine: demo\nrouter: {policy: cache_awre}", "cluster.yaml:2: router.policy: expected 'cache_aware'"),
+        ("engine: demo\nrouter: {port: 81, metrics_port: 81}", "router: port and metrics_port are both 81"),
         ("engine: {model: demo, schedler: fcfs}", "schedler"),
         ("engine: demo\nplace: slurm", "cluster.yaml:2: place: expected 'here' or 'ray'"),
         ("engine: demo\nname: ../else", "cluster.yaml:2: name"),
@@ -140,6 +146,43 @@ def test_nonsense_at_the_socket_disturbs_nobody() -> None:
         thread.join()
     finally:
         control.close()
+
+
+def test_a_look_at_the_lock_doesnt_keep_a_cluster_from_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (runtime_folder() / "one.lock").open("a") as look:
+        fcntl.flock(look, fcntl.LOCK_SH)
+        monkeypatch.setattr("time.sleep", lambda _: fcntl.flock(look, fcntl.LOCK_UN))
+        ControlSocket("one").close()
+
+
+def test_a_name_that_no_file_can_have_is_of_no_cluster() -> None:
+    with pytest.raises(NotUp):
+        tell("x" * 300, "status")
+
+
+def test_what_a_cluster_refuses_is_an_error() -> None:
+    control = ControlSocket("one")
+    try:
+        thread = threading.Thread(target=control.serve_once, args=(10.0, lambda what: {"error": "no room"}))
+        thread.start()
+        with pytest.raises(DovetailError, match="the cluster one: no room"):
+            tell("one", "restart")
+        thread.join()
+    finally:
+        control.close()
+
+
+@pytest.mark.parametrize("as_command", [False, True])
+def test_a_cluster_serves_though_nobody_reads_that_it_does(monkeypatch: pytest.MonkeyPatch, as_command: bool) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", open(writes, "w", encoding="utf-8"))  # noqa: SIM115  # its line can't be written at its end either
+        patch.setattr("sys.__stdout__", sys.stdout)
+        if as_command:
+            guard_output()
+        announce("it serves")
+        announce("it serves")
 
 
 def test_the_folder_must_be_the_users_alone(tmp_path: Path) -> None:

@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import typer
+
+from dovetail.cli.streams import OutputError, discard
+from dovetail.errors import DovetailError
 from dovetail_cluster.control import ControlSocket
 from dovetail_cluster.controller import Controller, Status
 from dovetail_cluster.here_places import HerePlace
@@ -61,7 +65,10 @@ def _hold(controller: Controller, router: SmgRouter, control: ControlSocket, sig
 
     def answer(what: str) -> Mapping[str, Any]:
         if what == "restart":
-            controller.roll()
+            try:
+                controller.roll()
+            except DovetailError as error:
+                return {"error": str(error)}
         elif what == "down":
             controller.end()
         elif what != "status":
@@ -76,7 +83,7 @@ def _hold(controller: Controller, router: SmgRouter, control: ControlSocket, sig
         controller.tick()
         if controller.serves and not was_announced:
             was_announced = True
-            print(f"dovetail cluster serves at {router.url}", flush=True)
+            announce(f"dovetail cluster serves at {router.url}")
         control.serve_once(TICK_S, answer)
     return 0
 
@@ -106,6 +113,14 @@ def as_values(status: Status, router: SmgRouter) -> dict[str, Any]:
             for member in status.members
         ],
     }
+
+
+def announce(text: str) -> None:
+    """Print a line for whoever waits for it. If nobody reads any more, the cluster serves all the same."""
+    try:
+        print(text, flush=True)
+    except (OSError, OutputError, typer.Exit):  # the last two: standard output as `guard_output` has it, which would end the command
+        discard(sys.stdout)
 
 
 def _say(text: str) -> None:
