@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ from dovetail_cluster.settings import ClusterSettings
 from dovetail_cluster.smg_router import SmgRouter
 
 PATIENCE_S = 60.0
-needs_smg = pytest.mark.skipif(smg_router.find_spec("smg") is None, reason='needs the router: pip install "dovetail-llm[router]"')
+needs_smg = pytest.mark.skipif(find_spec("smg") is None, reason='needs the router: pip install "dovetail-llm[router]"')
 
 
 def until(condition: Callable[[], Any]) -> Any:
