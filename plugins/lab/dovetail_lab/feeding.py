@@ -35,6 +35,7 @@ class Feeder:
         self._coming: Iterator[TraceRequest] = iter(trace)
         self._known_until = -math.inf  # the engine has every request up to this time
         self.taken = 0  # requests that the engine took
+        self._entered = 0  # those for which its host's time has passed
         self.cut = 0  # requests whose answer is longer than the engine has room for
 
     def feed(self, now: float) -> None:
@@ -79,6 +80,11 @@ class Feeder:
         self.taken += 1
         self.cut += request.prompt_tokens + request.output_tokens > capacity.max_model_len
         return True
+
+    def let_in(self) -> None:
+        """Let the time pass that the simulated engine's host takes for a request: one before each step, as a real engine takes them in one by one."""
+        if self._simulated is not None and self._entered < self.taken:
+            self._entered = self._entered + 1 if self._simulated.take_in() else self.taken
 
     def _params(self, request: TraceRequest) -> SamplingParams:
         """Return its parameters. The answer is streamed, since each token's time is measured: policies may treat streamed requests differently."""

@@ -106,7 +106,6 @@ class _Replica:
         self.core.pacing.plans_late = self._executor.options.plans_late
         self._vocab_size = engine.capacity.vocab_size
         self._recorder = Recorder(engine.core, trace, 0.0)
-        self._taken_in = 0
         nothing = replace(trace, requests=())  # what is sent to it, it is given one by one
         self._feeder = Feeder(engine, self._executor, nothing, 0.0, self._recorder.refused)
 
@@ -152,8 +151,7 @@ class _Replica:
                 if not self.core.has_unfinished():
                     self._clock.wait_until(meeting.next_s)
                     continue
-                if self._taken_in < self._feeder.taken:  # the host takes requests in one by one, as `simulate` has it
-                    self._taken_in = self._taken_in + 1 if self._executor.take_in() else self._feeder.taken
+                self._feeder.let_in()
                 delivery = self.core.step()
                 if self.core.dead is not None:
                     raise self.core.dead

@@ -160,7 +160,7 @@ ROUTERS: dict[str, type[Router]] = {"round_robin": RoundRobin, "least_tokens": L
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How many replicas there are, and the text that names the router in front of them. Raises what `parse_router` raises, `ConfigError` for
+    """The number of replicas, and the text that names the router in front of them. Raises what `parse_router` raises, `ConfigError` for
     a number that can't be."""
 
     replicas: int

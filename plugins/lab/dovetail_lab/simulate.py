@@ -104,14 +104,8 @@ def drive(core: EngineCore, feeder: Feeder, fed: Callable[[], None], take: Calla
 
 def _run(core: EngineCore, executor: SimulatedExecutor | None, feeder: Feeder, recorder: Recorder, progress: Callable[[], None]) -> None:
     """Run to the end of the trace."""
-    taken_in = 0
     if executor is not None:
         core.pacing.plans_late = executor.options.plans_late
-
-    def fed() -> None:
-        nonlocal taken_in
-        if executor is not None and taken_in < feeder.taken:  # a real engine takes them in one by one, too
-            taken_in = taken_in + 1 if executor.take_in() else feeder.taken
 
     def take(delivery: Delivery) -> None:
         recorder.take(delivery)
@@ -122,7 +116,7 @@ def _run(core: EngineCore, executor: SimulatedExecutor | None, feeder: Feeder, r
         if delivery.finished:
             progress()
 
-    drive(core, feeder, fed, take)
+    drive(core, feeder, feeder.let_in, take)
 
 
 def settings_of(config: dict[str, Any], engine: LLMEngine, simulated: bool) -> dict[str, Any]:
