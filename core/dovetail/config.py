@@ -19,7 +19,7 @@ from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
 from dovetail.where import KeyPath, Where, explain, unknown_key
-from dovetail.yaml_source import MAX_CHARACTERS, parse_value, parse_yaml
+from dovetail.yaml_source import parse_value, read_yaml
 
 if TYPE_CHECKING:
     from dovetail.api.executor import ExecutorConfig
@@ -301,19 +301,10 @@ def _read(source: Any) -> tuple[dict[str, Any], dict[KeyPath, str]]:
         raise ConfigError(f"a config is a YAML file, a model's name, a mapping or an EngineConfig, got {shown(source)}")
     if Path(source).suffix not in YAML_SUFFIXES:
         return {"model": str(source)}, {}
-    value, origins = parse_yaml(_text_of(Path(source)), str(source))
+    value, origins = read_yaml(str(source))
     if not isinstance(value, dict | None):
         raise ConfigError(f"{source}:1: expected keys and values, like `model: demo`, got {shown(value)}")
     return value or {}, origins
-
-
-def _text_of(path: Path) -> str:
-    """Read a file, but no more of it than a YAML document may have."""
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            return file.read(MAX_CHARACTERS + 1)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: can't be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _put(values: dict[str, Any], origins: dict[KeyPath, str], key: str, value: Any, origin: str) -> None:

@@ -7,13 +7,18 @@ to aliases can stand for more values than fit into memory.
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from dovetail.checks import shown, unicode_error
 from dovetail.errors import ConfigError
-from dovetail.where import KeyPath
+from dovetail.where import KeyPath, Where, explain
+
+Model = TypeVar("Model", bound=BaseModel)
 
 MAX_CHARACTERS = 1 << 20
 MAX_VALUES = 20_000  # mappings, lists and their values; a value counts again wherever an alias repeats it
@@ -67,6 +72,31 @@ class _Loader(yaml.SafeLoader):
 _TOO_MANY = f"more than {MAX_VALUES} values, counted again wherever an alias repeats them"
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+
+
+def read_yaml(name: str) -> YamlSource:
+    """Read a file. Raises `ConfigError` if it can't be read, and as `parse_yaml`."""
+    try:
+        with Path(name).open(encoding="utf-8-sig") as file:
+            text = file.read(MAX_CHARACTERS + 1)  # no more of it than a document may have
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name}: can't be read: {getattr(error, 'strerror', None) or error}") from None
+    return parse_yaml(text, name)
+
+
+def read_settings(name: str, model: type[Model], example: str) -> tuple[Model, Where]:
+    """Read a file of settings, and return them with the places of its keys. `example` is a line that such a file may have.
+
+    Raises `ConfigError`: a line for each wrong key, with its file and line.
+    """
+    value, origins = read_yaml(name)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}:1: expected keys and values, like `{example}`, got {shown(value)}")
+    where = Where(origins=origins)
+    try:
+        return model.model_validate(value), where
+    except ValidationError as error:
+        raise explain(error, model, value, where, "key") from None
 
 
 def parse_yaml(text: str, name: str) -> YamlSource:

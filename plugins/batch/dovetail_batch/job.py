@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from dovetail.checks import shown
 from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError, RequestError
-from dovetail.where import Where, explain
-from dovetail.yaml_source import MAX_CHARACTERS, parse_yaml
+from dovetail.where import Where
+from dovetail.yaml_source import read_settings
 from dovetail_batch.rows import KEYS, RowReader
 
 FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
@@ -110,7 +108,7 @@ class Plan:
 
     @property
     def gpus(self) -> tuple[str | None, ...]:
-        """What each engine on this machine is to see, as CUDA_VISIBLE_DEVICES names it; None: all. Raises `ConfigError` if there are too few."""
+        """The GPUs that each engine on this machine is to see, named as in CUDA_VISIBLE_DEVICES; None: all. Raises `ConfigError` for too few."""
         given = self.job.gpus
         if isinstance(given, list):
             return tuple(given) or (None,) * len(self.sources)
@@ -139,20 +137,7 @@ class Plan:
 
 def load_plan(name: str) -> Plan:
     """Read a job file. Raises `ConfigError`: a line for each wrong key, with its file and line."""
-    path = Path(name)
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            text = file.read(MAX_CHARACTERS + 1)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{name}: can't be read: {getattr(error, 'strerror', None) or error}") from None
-    value, origins = parse_yaml(text, name)
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name}:1: expected keys and values, like `engine: demo`, got {shown(value)}")
-    where = Where(origins=origins)
-    try:
-        job = Job.model_validate(value)
-    except ValidationError as error:
-        raise explain(error, Job, value, where, "key") from None
+    job, where = read_settings(name, Job, "engine: demo")
     sources = _sources(job, where)
     configs = tuple(_config(source, where) for source in sources)
     if len(models := {(config.model, config.tokenizer) for config in configs}) > 1:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from dovetail.checks import shown
 from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError
 from dovetail.where import Where, explain
-from dovetail.yaml_source import MAX_CHARACTERS, parse_yaml
+from dovetail.yaml_source import read_settings
 from dovetail_server.settings import ServerSettings
 
 OWN_OPTIONS = ("host", "port", "uds", "api_keys", "tls_cert", "tls_key")  # of `dovetail serve`: the cluster gives these itself
@@ -46,7 +43,7 @@ class Replicas(BaseModel):
 
 
 class Scale(BaseModel):
-    """When the number of replicas changes between its bounds."""
+    """The conditions under which the number of replicas changes between its bounds."""
 
     model_config = _STRICT
 
@@ -146,19 +143,7 @@ class ClusterSettings(BaseModel):
 
 def load_cluster(name: str) -> ClusterSettings:
     """Read a cluster file. Raises `ConfigError`: a line for each wrong key, with its file and line."""
-    try:
-        with Path(name).open(encoding="utf-8-sig") as file:
-            text = file.read(MAX_CHARACTERS + 1)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{name}: can't be read: {getattr(error, 'strerror', None) or error}") from None
-    value, origins = parse_yaml(text, name)
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name}:1: expected keys and values, like `engine: demo`, got {shown(value)}")
-    where = Where(origins=origins)
-    try:
-        settings = ClusterSettings.model_validate(value)
-    except ValidationError as error:
-        raise explain(error, ClusterSettings, value, where, "key") from None
+    settings, where = read_settings(name, ClusterSettings, "engine: demo")
     _check_engine(settings, where)
     _check_serve(settings, where.at("serve"))
     return settings
