@@ -35,7 +35,7 @@ KINDS = ("IDP", "FFMA", "LOP3", "SHF", "PRMT", "HADD2", "F2FP", "LDG")  # those 
 
 
 def instructions(cubin: bytes) -> Counter[str]:
-    """How often each kind of instruction stands in a kernel's machine code."""
+    """Return how often each kind of instruction stands in a kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

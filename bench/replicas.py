@@ -48,7 +48,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request."""
+    """The answer to a request, and what is known of it."""
 
     text: str
     first_s: float  # until the first piece of text

@@ -191,7 +191,7 @@ class TritonLayer(AttentionLayer):
 
     @property
     def _scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of K and V; without any, something that kernels don't read."""
+        """The scales of K and of V; without any, tensors that kernels don't read."""
         scales = self.kv_scales
         return (self._backend.planned.slots,) * 2 if scales is None else (scales.k, scales.v)
 

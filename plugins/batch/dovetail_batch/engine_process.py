@@ -69,7 +69,7 @@ def _receive(connection: Connection[Any, Any], received: queue.SimpleQueue[list[
 
 
 class AnswerSink(Protocol):
-    """Who takes what an `EngineWorker` has answered: the connection to the command's process, or another front."""
+    """A receiver of the answers of an `EngineWorker`: the connection to the command's process, or another front."""
 
     def send(self, message: tuple[Literal["answers"], list[Answer]], /) -> None:
         """Take answers. Called in a thread of the worker's. Raises `OSError` if nobody is there any more."""

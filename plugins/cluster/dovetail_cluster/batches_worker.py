@@ -1,4 +1,4 @@
-"""What `batches` has done on a cluster's machines: `groups_of` reads rows, and a `BatchEngine` computes them. Nothing here imports Ray.
+"""`batches` has this done on a cluster's machines: `groups_of` reads rows, and a `BatchEngine` computes them. Nothing here imports Ray.
 
 Ray Data sees one column of bytes: a group of rows, or what an engine says of it. That leaves rows, their ids and parameters as they are.
 """

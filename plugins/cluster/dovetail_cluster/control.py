@@ -1,4 +1,4 @@
-"""How `dovetail cluster status`, `restart` and `down` reach the process of `dovetail cluster up`: a Unix socket in a folder of the user alone.
+"""`dovetail cluster status`, `restart` and `down` reach the process of `dovetail cluster up` by a Unix socket in a folder of the user alone.
 
 A lock that the process holds while it lives says that a name is taken; the kernel lets it go however the process ends, so that a socket that was left
 behind is known as such. One line of JSON is the question, one the answer.

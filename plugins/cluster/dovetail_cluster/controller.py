@@ -58,7 +58,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What `dovetail cluster status` tells."""
+    """The state of a cluster, as `dovetail cluster status` tells it."""
 
     members: tuple[Member, ...]
     target: int

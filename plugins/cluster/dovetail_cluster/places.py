@@ -1,4 +1,5 @@
-"""Where replicas run, as the controller sees it: a `Place` starts servers, each of which is a `Replica`. `here_places` and `ray_places` are the two.
+"""Places at which replicas run, as the controller sees them: a `Place` starts servers, each of which is a `Replica`. `here_places` and `ray_places`
+are the two.
 
 Nothing here waits: the controller calls a few times a second and asks how things are. No method raises for a replica that has died.
 """
@@ -11,7 +12,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of a replica."""
+    """The news of a replica."""
 
     url: str | None = None  # at which it serves; None: it still starts
     ended: str | None = None  # how it ended, in words; None: it runs

@@ -17,7 +17,7 @@ WAITING, RUNNING = "vllm:num_requests_waiting", "vllm:num_requests_running"
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """What a replica last said of itself."""
+    """The last that a replica said of itself."""
 
     ready: bool = False  # it takes requests
     healthy_at: float = 0.0  # when it last said that it is well, on the monotonic clock
@@ -26,7 +26,7 @@ class Vitals:
 
 
 class Prober(Protocol):
-    """Who knows how replicas are."""
+    """One who knows how replicas are."""
 
     def vitals(self, url: str) -> Vitals | None:
         """Return what a replica last said. None: nothing is known of it yet, and it is asked from now on."""

@@ -16,7 +16,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Calls(Protocol):
-    """What a place asks of Ray. A `group` is a placement group, an `actor` a server with its process; both are Ray's own objects."""
+    """The calls of Ray that a place makes. A `group` is a placement group, an `actor` a server with its process; both are Ray's own objects."""
 
     def connect(self, address: str | None) -> None:
         """Join a cluster, or start one of this machine. Raises `ConfigError`."""

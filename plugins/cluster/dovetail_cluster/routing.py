@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Listed(Enum):
-    """What a router does with a replica."""
+    """The use that a router makes of a replica."""
 
     JOINING = "joining"  # it was added and gets no requests yet
     READY = "ready"

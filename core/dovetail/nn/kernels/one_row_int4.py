@@ -75,7 +75,7 @@ def _load(
     GROUP: tl.constexpr,
     ASYMMETRIC: tl.constexpr,
 ):
-    """What is stored of outputs n in one tile: words [N, 4 * CHUNKS], then scales and zero points of their low halves and of the high ones."""
+    """Load what is stored of outputs n in one tile: words [N, 4 * CHUNKS], then scales and zero points of their low halves and of the high ones."""
     chunk, w = tile * CHUNKS + tl.arange(0, CHUNKS), tile * CHUNKS * 4 + tl.arange(0, CHUNKS * 4)
     words = tl.load(weight + n.to(tl.int64)[:, None] * WORDS + w[None, :], mask=real[:, None] & (w < WORDS)[None, :], other=0)
     low_scale = _load_of_groups(scales, n, real, chunk, 0, outputs, INPUTS, GROUP)

@@ -84,7 +84,7 @@ class ExecutorLate(ExecutorSubject):
             require(bool(near), f"log-probabilities were {raw.logprobs[0].tolist()}, and under a mask {masked.logprobs[0].tolist()}")
 
     def _first_logprobs(self, bench: Bench, allowed: list[int] | None) -> HostLogprobs:
-        """Those of the first token of a greedy request, with three alternatives."""
+        """Return the log-probabilities of the first token of a greedy request, with three alternatives."""
         bench.add("a", self._prompt(bench, "a"), logprobs=3)
         bench.submit({"a": LENGTHS["a"]}, late=allowed is not None)
         if allowed is not None:

@@ -17,11 +17,11 @@ from dovetail.testing.suites.sampler_subject import SamplerSubject, near, said
 
 
 class SamplerGraphs(SamplerSubject):
-    """What is captured gives what `sample` gives."""
+    """Checks that the captured ways of sampling give what `sample` gives."""
 
     @check("sampler.captured", since="0.1", capability="cuda_graph")
     def test_captured(self) -> None:
-        """Where `capturable` says yes, `sample_captured` gives the tokens of `sample`, and rows that are padding (`max_rows`) get some id of the
+        """`sample_captured` gives the tokens of `sample` where `capturable` says yes, and rows that are padding (`max_rows`) get some id of the
         vocabulary and change nothing."""
         bench = self.bench(mixed_rows())
         places = [place for place in bench.places if bench.sampler.capturable(np.array([place]))]
@@ -73,7 +73,7 @@ class SamplerGraphs(SamplerSubject):
 
     @check("sampler.fully_captured", since="0.1", capability="cuda_graph_full")
     def test_fully_captured(self) -> None:
-        """Where `fully_capturable` says yes, `sample_fully_captured` gives all that `sample` does: the tokens, and the log-probabilities of each row
+        """`sample_fully_captured` gives all that `sample` does where `fully_capturable` says yes: the tokens, and the log-probabilities of each row
         that asks for some, at least as many columns as it asks for. Rows that are padding (`max_rows`) get some id of the vocabulary and change
         nothing."""
         bench, rows = self.fully_capturable([row for asked in (None, 0, 3, 50) for row in _asking(mixed_rows(), asked)])
