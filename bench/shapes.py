@@ -6,6 +6,7 @@ import gc
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -49,10 +50,23 @@ SHAPES = {
     "llama-3.1-8b": Shape("LlamaForCausalLM", 32, 4096, 32, 8, 128, 14_336, 128_256, False, 131_072, 5e5),
 }
 
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+QUANTIZED = {  # by name, the `quantization_config` of a checkpoint
+    "int4-g128": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4, "input_activations": None}},
+    }
+}
 
-def write_checkpoint(shape: Shape, directory: Path) -> None:
-    """config.json and a made-up tokenizer of the right size: each id is a word, so that detokenizing costs what it costs."""
-    config = {
+
+def write_checkpoint(shape: Shape, directory: Path, quantized: str | None = None) -> None:
+    """config.json and a made-up tokenizer of the right size: each id is a word, so that detokenizing costs what it costs.
+
+    `quantized`: a name in `QUANTIZED`, if weights are to be stored so.
+    """
+    config: dict[str, Any] = {
         "architectures": [shape.architecture],
         "model_type": "qwen3" if shape.architecture.startswith("Qwen3") else "llama",
         "num_hidden_layers": shape.layers,
@@ -70,6 +84,8 @@ def write_checkpoint(shape: Shape, directory: Path) -> None:
         "attention_bias": False,
         "dtype": "bfloat16",
     }
+    if quantized is not None:
+        config["quantization_config"] = QUANTIZED[quantized]
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer(models.WordLevel({f"Ġw{i}": i for i in range(shape.vocab)}, unk_token="Ġw0"))

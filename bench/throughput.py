@@ -2,6 +2,7 @@
 
     python -m bench.throughput --workload nano --attention triton
     python -m bench.throughput --workload nano --shape llama-3.2-1b
+    python -m bench.throughput --workload 8b-one --checkpoint int4-g128
     python -m bench.throughput --workload nano --param presence_penalty=1.5 --param repetition_penalty=1.05    # beside it without them
     python -m bench.throughput --workload nano one eight --engine dovetail nano-vllm vllm transformers --json out.json
 
@@ -24,7 +25,7 @@ from typing import Any
 from bench.apart import apart
 from bench.engines import ENGINES, Measured, params_of, run_engine, settings_of
 from bench.limits import Limits, floor_seconds, measure_limits, require_gpu
-from bench.shapes import SHAPES, write_checkpoint
+from bench.shapes import QUANTIZED, SHAPES, write_checkpoint
 from bench.workloads import WORKLOADS, Workload
 
 
@@ -65,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", nargs="+", default=["nano"], choices=WORKLOADS)
     parser.add_argument("--shape", choices=SHAPES, help="of the model, instead of the workload's own")
+    parser.add_argument("--checkpoint", choices=QUANTIZED, help="weights are stored so, not in bfloat16")
     parser.add_argument("--engine", nargs="+", default=["dovetail"], choices=ENGINES)
     parser.add_argument("--attention", default="auto")
     parser.add_argument(
@@ -82,7 +84,7 @@ def main() -> None:
         if work.shape not in limits:
             limits[work.shape] = apart(measure_limits, SHAPES[work.shape])
         with tempfile.TemporaryDirectory() as directory:
-            write_checkpoint(SHAPES[work.shape], Path(directory))
+            write_checkpoint(SHAPES[work.shape], Path(directory), args.checkpoint)
             for engine, way in product(args.engine, ways):
                 measured = apart(run_engine, engine, way, Path(directory), overrides)
                 if measured is not None:
