@@ -26,5 +26,5 @@ def mask_tokens(logits: torch.Tensor, lines: torch.Tensor, words: torch.Tensor) 
         return
     bits = torch.arange(32, dtype=torch.int32, device=words.device)
     chosen = words[lines.clamp(min=0)]  # [n, words]
-    allowed = ((chosen[:, :, None] >> bits) & 1).view(len(lines), -1)[:, : logits.shape[1]].bool()
+    allowed = ((chosen[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]].bool()
     logits.masked_fill_(~allowed & (lines >= 0)[:, None], -torch.inf)
