@@ -52,9 +52,13 @@ def llama2(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int) -> Con
     return {"num_hidden_layers": layers, "hidden_size": hidden, **of_attention, "intermediate_size": mlp, "vocab_size": 32_000}
 
 
+SIZES_1B = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64, "tie_word_embeddings": True}
+LLAMA_3_2_1B = {**MODELS["meta-llama/Llama-3.1-8B"], **SIZES_1B}
 PROFILES: Mapping[str, tuple[Config, str, int]] = {  # shipped profile -> config.json, device, GPUs
     "h200-qwen3-0.6b": (qwen3(28, 1024, 16, 3072), "h200", 1),
     "h200-qwen3-8b": (qwen3(36, 4096, 32, 12_288), "h200", 1),
+    "h200-llama-3.2-1b": (LLAMA_3_2_1B, "h200", 1),
+    "h200-llama-3.1-8b": (MODELS["meta-llama/Llama-3.1-8B"], "h200", 1),
     "rtxpro6000-llama-3.1-8b": (MODELS["meta-llama/Llama-3.1-8B"], "rtx-pro-6000", 1),
     "rtxpro6000x2-qwen3-32b": (MODELS["Qwen/Qwen3-32B"], "rtx-pro-6000", 2),
 }
