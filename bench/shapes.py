@@ -1,4 +1,7 @@
-"""True shapes of models, as checkpoint directories: without weights, for `load_format: dummy`, which fills them with random numbers; or with them."""
+"""True shapes of models, as checkpoint directories: without weights, for `load_format: dummy`, which fills them with random numbers; or with them.
+
+The shapes themselves are read where torch is missing, too.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from tokenizers import Tokenizer, decoders, models
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,9 @@ QUANTIZED = {  # by name, the `quantization_config` of a checkpoint
 }
 
 
-def write_checkpoint(shape: Shape, directory: Path, quantized: str | None = None) -> None:
-    """config.json and a made-up tokenizer of the right size: each id is a word, so that detokenizing costs what it costs.
-
-    `quantized`: a name in `QUANTIZED`, if weights are to be stored so.
-    """
-    config: dict[str, Any] = {
+def config_of(shape: Shape) -> dict[str, Any]:
+    """Return what a checkpoint's config.json says."""
+    return {
         "architectures": [shape.architecture],
         "model_type": "qwen3" if shape.architecture.startswith("Qwen3") else "llama",
         "num_hidden_layers": shape.layers,
@@ -84,6 +81,16 @@ def write_checkpoint(shape: Shape, directory: Path, quantized: str | None = None
         "attention_bias": False,
         "dtype": "bfloat16",
     }
+
+
+def write_checkpoint(shape: Shape, directory: Path, quantized: str | None = None) -> None:
+    """config.json and a made-up tokenizer of the right size: each id is a word, so that detokenizing costs what it costs.
+
+    `quantized`: a name in `QUANTIZED`, if weights are to be stored so.
+    """
+    from tokenizers import Tokenizer, decoders, models
+
+    config = config_of(shape)
     if quantized is not None:
         config["quantization_config"] = QUANTIZED[quantized]
     directory.mkdir(parents=True, exist_ok=True)
@@ -96,6 +103,7 @@ def write_checkpoint(shape: Shape, directory: Path, quantized: str | None = None
 
 def write_weights(directory: Path) -> float:
     """Random weights beside the config that lies there, made on the GPU if there is one. Returns their GB."""
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

@@ -1,11 +1,12 @@
 """How far the roofline model is from step times that were measured.
 
     python -m bench.lab.roofline_error --traces DIR             # half a minute
-    python -m bench.lab.roofline_error --traces DIR --fit       # find its constants anew, on the H200's profiles alone: two minutes
+    python -m bench.lab.roofline_error --traces DIR --fit       # find its constants anew, on `FITTED` alone: two minutes
 
-Its constants (`bandwidth_share`, `flops_share`, `attention_share`, `layer_s`) were found on the two profiles of an H200 that `bench/lab/own_gpu.py`
-measured; everything else here is a prediction. Engines of 2023 launch their kernels one by one from Python, and are bound by that: for them the table
-has a second line, with `launched_layer_s` as the quickest measured decode of the same engine, model and number of GPUs has it.
+Its constants (`bandwidth_share`, `flops_share`, `attention_share`, `layer_s`) were found on `FITTED` as `bench/lab/own_gpu.py` measured them on
+2026-11-22, before the profiles that ship now; everything else here is a prediction. Engines of 2023 launch their kernels one by one from Python, and
+are bound by that: for them the table has a second line, with `launched_layer_s` as the quickest measured decode of the same engine, model and number
+of GPUs has it.
 
 Compared are steps of decodes alone, by rows and context, and of prompts alone, or beside decodes where a profile knows them.
 """
@@ -25,6 +26,7 @@ import numpy as np
 from bench.lab.checks import arguments
 from bench.lab.vllm_run import MODELS
 from bench.lab.vtc_served import single_batches
+from bench.shapes import SHAPES, config_of
 from dovetail_lab.roofline import RooflineStepTime
 from dovetail_lab.step_profile import StepTimeProfile
 from dovetail_lab.step_time import StepShape
@@ -38,10 +40,6 @@ CHUNKS = ((512, 512), (512, 1536), (512, 3584))  # (tokens, those before)
 JOINED = ((8, 512), (32, 512), (64, 1024))  # (rows, context) of decodes beside a prompt
 
 
-def qwen3(layers: int, hidden: int, heads: int, mlp: int) -> Config:
-    return {**MODELS["Qwen/Qwen3-32B"], "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": mlp}
-
-
 def opt(layers: int, hidden: int, heads: int) -> Config:
     sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "ffn_dim": 4 * hidden}
     return {"model_type": "opt", "vocab_size": 50_272, **sizes}
@@ -52,13 +50,8 @@ def llama2(layers: int, hidden: int, heads: int, kv_heads: int, mlp: int) -> Con
     return {"num_hidden_layers": layers, "hidden_size": hidden, **of_attention, "intermediate_size": mlp, "vocab_size": 32_000}
 
 
-SIZES_1B = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64, "tie_word_embeddings": True}
-LLAMA_3_2_1B = {**MODELS["meta-llama/Llama-3.1-8B"], **SIZES_1B}
 PROFILES: Mapping[str, tuple[Config, str, int]] = {  # shipped profile -> config.json, device, GPUs
-    "h200-qwen3-0.6b": (qwen3(28, 1024, 16, 3072), "h200", 1),
-    "h200-qwen3-8b": (qwen3(36, 4096, 32, 12_288), "h200", 1),
-    "h200-llama-3.2-1b": (LLAMA_3_2_1B, "h200", 1),
-    "h200-llama-3.1-8b": (MODELS["meta-llama/Llama-3.1-8B"], "h200", 1),
+    **{f"h200-{name}": (config_of(sizes), "h200", 1) for name, sizes in SHAPES.items()},
     "rtxpro6000-llama-3.1-8b": (MODELS["meta-llama/Llama-3.1-8B"], "rtx-pro-6000", 1),
     "rtxpro6000x2-qwen3-32b": (MODELS["Qwen/Qwen3-32B"], "rtx-pro-6000", 2),
 }
@@ -188,7 +181,7 @@ def main() -> None:
         print(", ".join(f"{name} {value:.3g}" for name, value in constants.items()))
     print(f"{'mean of |off by| (and of off by)':46}{'decodes':>22}{'steps with prompts':>22}")
     for source in sources:
-        print(line(source.name + (", fitted on" if source.name in FITTED else ""), source.errors(**constants)))
+        print(line(source.name + (", fitted on" if constants and source.name in FITTED else ""), source.errors(**constants)))
         if source.launches:
             print(
                 line(
