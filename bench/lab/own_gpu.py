@@ -2,7 +2,7 @@
 
     python -m bench.lab.own_gpu --out DIR                          # Qwen3-0.6B's shape: calibrate, run, compare
     python -m bench.lab.own_gpu --out DIR --shape qwen3-8b         # calibrate only
-    python -m bench.lab.own_gpu --out DIR --shape all --cases      # calibrate every shape of bench/shapes.py: seven minutes
+    python -m bench.lab.own_gpu --out DIR --shape all --cases      # calibrate every shape of bench/shapes.py: four minutes
     python -m bench.lab.own_gpu --out DIR --again                  # no GPU: fit anew what was measured, and compare the runs with it
 
 Of what was measured the median over the real runs of a case counts, and of what was simulated the median over as many seeds: a host has slow seconds.
