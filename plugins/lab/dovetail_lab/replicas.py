@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Condition
+from threading import Condition, Event
 from typing import Any
 
 from dovetail import EngineConfig, LLMEngine
@@ -71,6 +71,7 @@ def replay_replicas(
         with ThreadPoolExecutor(replicas) as threads:
             try:
                 running = [threads.submit(member.run, meeting) for member in members]
+                meeting.opened.set()
                 wait(running)
             except BaseException:  # Ctrl-C comes to this thread alone
                 meeting.break_off()
@@ -146,6 +147,7 @@ class _Replica:
     def run(self, meeting: _Meeting) -> None:
         """Run until all that was sent has ended, and nothing more will be."""
         try:
+            meeting.opened.wait()
             while self.core.has_unfinished() or meeting.next_s < math.inf:
                 meeting.check()
                 if not self.core.has_unfinished():
@@ -193,6 +195,7 @@ class _Meeting:
         self._steps: list[_Waiting] = []  # of some of these
         self._ended_s = -math.inf  # when the last step that all ran ended
         self._broken = False
+        self.opened = Event()  # once all threads have been started: a thread pool that is interrupted while it starts one forgets it
 
     def attend(self) -> None:
         """Wait until all replicas are at `next_s`, and what is due then is done."""
@@ -226,6 +229,7 @@ class _Meeting:
         with self._changed:
             self._broken = True
             self._changed.notify_all()
+        self.opened.set()
 
     def _block(self, done: Callable[[], bool]) -> None:
         self._blocked += 1
