@@ -17,10 +17,11 @@ from bench.batch import main as bench_main
 from bench.toy import answer, installed_in
 
 from dovetail import LLM, LLMEngine, SamplingParams
-from dovetail.errors import ConfigError, EngineDeadError
+from dovetail.errors import ConfigError, EngineDeadError, ModelLoadError
+from dovetail.front.tokenizer import Tokenizer
 from dovetail_batch import open_job, runner
 from dovetail_batch.engine_link import EngineLink
-from dovetail_batch.engine_process import EngineWorker
+from dovetail_batch.engine_process import EngineWorker, start_engine
 from dovetail_batch.job import load_plan
 from dovetail_batch.rows import Row
 from dovetail_batch.shards import ShardStore
@@ -348,3 +349,24 @@ def test_a_job_that_is_killed_again_and_again_is_whole(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "argv", ["batch", "kills", "--rows", "20000", "--kills", "5", "--step-s", "0.01"])
     bench_main()
     assert capfd.readouterr().out.count("{'lost': 0, 'doubled': 0, 'wrong': 0}") == 2
+
+
+def test_an_engine_loads_its_tokenizer_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Path | str] = []
+    load = Tokenizer.load
+    monkeypatch.setattr(Tokenizer, "load", lambda directory: loaded.append(directory) or load(directory))
+    with start_engine({"model": "demo"}) as engine:
+        assert len(loaded) == 1
+        assert engine.tokenizer.encode("ROMEO:")
+        assert len(loaded) == 1
+
+
+def test_an_engine_without_a_tokenizer_starts_for_rows_of_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(directory: Path | str) -> Tokenizer:
+        raise ModelLoadError("it has none")
+
+    monkeypatch.setattr(Tokenizer, "load", none)
+    with start_engine({"model": "demo"}) as engine:
+        output = engine.add_request("a", {"prompt_token_ids": [5, 6]}, SamplingParams(max_tokens=2, detokenize=False))
+        assert output is None
+        assert engine.has_unfinished_requests()

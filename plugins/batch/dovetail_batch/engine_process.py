@@ -15,7 +15,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from multiprocessing.connection import Connection
@@ -40,10 +40,8 @@ def main() -> int:
     _, source = connection.recv()
     received: queue.SimpleQueue[list[Row] | None] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, received), name="dovetail-batch-rows", daemon=True).start()
-    from dovetail.front.llm_engine import LLMEngine
-
     try:
-        engine = LLMEngine.from_config(source)
+        engine = start_engine(source)
     except DovetailError as error:
         connection.send(("refused", str(error)))
         return 2
@@ -57,6 +55,17 @@ def main() -> int:
             connection.send(("dead", str(error)))
             return 1
     return 0
+
+
+def start_engine(source: str | Mapping[str, Any]) -> LLMEngine:
+    """Return an engine whose tokenizer is there, too: otherwise it would be loaded amidst the first steps. Raises what `LLMEngine.from_config`
+    raises."""
+    from dovetail.front.llm_engine import LLMEngine
+
+    engine = LLMEngine.from_config(source)
+    with suppress(DovetailError):  # token ids need none, and other rows will say what is wrong with it
+        _ = engine.tokenizer
+    return engine
 
 
 def _receive(connection: Connection[Any, Any], received: queue.SimpleQueue[list[Row] | None]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from dovetail.errors import DovetailError
 from dovetail_batch.answers import Answer
-from dovetail_batch.engine_process import EngineWorker
+from dovetail_batch.engine_process import EngineWorker, start_engine
 from dovetail_batch.rows import Row
 
 COLUMN = "pickled"
@@ -58,14 +58,12 @@ class BatchEngine:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Start the engine. Whatever is wrong with it is told by the first call."""
-        from dovetail.front.llm_engine import LLMEngine
-
         self._rows: queue.SimpleQueue[list[Row] | None] = queue.SimpleQueue()
         self._waiting: dict[int, Future[Answer]] = {}  # by row number
         self._lock = threading.Lock()
         self._failure: tuple[str, str] | None = None
         try:
-            self._engine = LLMEngine.from_config(dict(config))
+            self._engine = start_engine(dict(config))
         except DovetailError as error:
             self._failure = "refused", f"engine: {error}"
             return
