@@ -27,7 +27,7 @@ from dovetail.api.attention import AttentionBatch, AttentionContext, KVScales, L
 from dovetail.api.component import NoOptions
 from dovetail.api.sampler import RowHistory, RowSampling, SamplerContext
 from dovetail.nn.format import dense
-from dovetail.nn.kernels import embedding, float8_products, gate, one_row_int4, qkv, rank_sums, rms_norm, streamed, widened
+from dovetail.nn.kernels import embedding, float8_products, gate, one_row_float8, one_row_int4, qkv, rank_sums, rms_norm, streamed, widened
 from dovetail.runtime import decode_rows_kernels
 from dovetail.runtime.row_state import RowState
 from dovetail_attention.triton_backend import TritonAttention
@@ -164,6 +164,11 @@ def launch_formats(dtype: torch.dtype, arch: int) -> None:
         for group in (0, 128):
             float8_products.narrowed(x, group)
             float8_products.normed_and_narrowed(x, None, torch.zeros(hidden, dtype=dtype), 1e-6, group)
+    if GPUS[arch].is_hopper:
+        inputs = one_row_float8.CHUNK + 128
+        values, row = torch.zeros(outputs, inputs).to(torch.float8_e4m3fn), torch.zeros(1, inputs, dtype=dtype)
+        one_row_float8.linear(row, values, scales=torch.zeros(outputs), norm=(torch.zeros(inputs, dtype=dtype), 1e-6), gated=True)
+        one_row_float8.linear(row, values, scales=torch.zeros(2, inputs // 128), out=torch.zeros(1, outputs, dtype=dtype))
 
 
 def _launch_linear(rows: int, hidden: int, dtype: torch.dtype) -> None:

@@ -100,7 +100,7 @@ def compiling_for(arch: int) -> Iterator[list[Compiled]]:
 
     with ExitStack() as patches:
         for module in [module for name, module in sys.modules.items() if name.startswith("dovetail") and module is not available]:
-            for name, answer in (("use_kernels", True), ("has_many_rows", GPUS[arch].is_hopper)):
+            for name, answer in (("use_kernels", True), ("has_many_rows", GPUS[arch].is_hopper), ("has_one_row_float8", GPUS[arch].is_hopper)):
                 if hasattr(module, name):
                     patches.enter_context(patch.object(module, name, lambda *asked, answer=answer: answer))
         patches.enter_context(patch.object(triton_backend, "_loads_apart_well", lambda likeness, limits: True))  # nothing is computed to look at

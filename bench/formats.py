@@ -153,10 +153,11 @@ def _widened(form: Any, gated: bool, x: torch.Tensor, weight: Any) -> torch.Tens
 
 
 def float8_kernels(form: Float8, gated: bool, adds: bool, rows: int) -> Iterator[tuple[str, Run, float]]:
-    from dovetail.nn.kernels import few_rows, one_row
+    from dovetail.nn.kernels import few_rows, one_row, one_row_float8
 
     if rows == 1:
         yield "one_row", lambda x, weight: one_row.linear(x, weight, gated=gated, scales=weight.scales, group=form.block[1]), WIDE
+        yield "one_row_float8", lambda x, weight: one_row_float8.linear(x, weight, gated=gated, scales=weight.scales), WIDE
     elif rows <= float8.FEW_ROWS and form.scales != "block":
 
         def few(x: torch.Tensor, weight: Any) -> torch.Tensor:
@@ -350,14 +351,13 @@ def one_row_table(shapes: Sequence[str], bandwidth: float) -> None:
 
 
 def _one_row(form: Any, product: Product, at_once: int | None, warps: int | None, x: torch.Tensor, weight: Any) -> torch.Tensor:
-    from dovetail.nn.kernels import one_row, one_row_int4
+    from dovetail.nn.kernels import one_row_float8, one_row_int4
 
     if at_once is None:
         return as_chosen(form, product, x, weight)
     out = _stream_of(1, product.outputs) if product.adds else None
     if isinstance(form, Float8):
-        with patch.object(one_row, "OUTPUTS_OF_FLOAT8", at_once):
-            return one_row.linear(x, weight, gated=product.gated, out=out, scales=weight.scales, group=form.block[1])
+        return one_row_float8.linear(x, weight, gated=product.gated, out=out, scales=weight.scales, at_once=at_once)
     return one_row_int4.linear(x, form._stored(weight), gated=product.gated, out=out, at_once=at_once, warps=warps)
 
 

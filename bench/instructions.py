@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -24,14 +25,14 @@ from triton import knobs
 
 from bench.compiling import GPUS, Compiled, compiling_for
 from bench.shapes import SHAPES
-from dovetail.nn.kernels import one_row, one_row_int4, streamed
+from dovetail.nn.kernels import one_row, one_row_float8, one_row_int4, streamed
 from dovetail.nn.kernels.launch import launch
 
 DTYPE = torch.bfloat16
 PROCESSORS, CYCLES_PER_S, BYTES_PER_S = 132, 1.98e9, 4.8e12  # of an H200
 SCHEDULERS = 4  # of a processor
-FORMATS = ("bf16", "fp8", "int4 g128", "int4 g128 z", "int4 g32 z")
-KINDS = ("IDP", "FFMA", "LOP3", "SHF", "PRMT", "HADD2", "F2FP", "LDG")  # those that tell the kernels apart
+FORMATS = ("bf16", "fp8 one_row", "fp8", "int4 g128", "int4 g128 z", "int4 g32 z")
+KINDS = ("IDP", "FFMA", "LOP3", "SHF", "PRMT", "HADD2", "F2FP", "HMMA", "LDG")  # those that tell the kernels apart
 
 
 def instructions(cubin: bytes) -> Counter[str]:
@@ -55,6 +56,9 @@ def launch_product(form: str, outputs: int, inputs: int, *, normed: bool, gated:
         weight = streamed.Stored(torch.empty(outputs, inputs // 2, dtype=torch.uint8), scales, zeros, inputs, group)
         one_row_int4.linear(x, weight, norm=norm, gated=gated, out=out, at_once=at_once)
     elif form == "fp8":
+        narrow = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn)
+        one_row_float8.linear(x, narrow, norm=norm, gated=gated, out=out, scales=torch.empty(outputs), at_once=at_once)
+    elif form == "fp8 one_row":
         with patch.object(one_row, "OUTPUTS_OF_FLOAT8", at_once or one_row.OUTPUTS_OF_FLOAT8):
             narrow = torch.empty(outputs, inputs, dtype=torch.float8_e4m3fn)
             one_row.linear(x, narrow, norm=norm, gated=gated, out=out, scales=torch.empty(outputs))
@@ -80,7 +84,10 @@ def compiled(arch: int, form: str, outputs: int, inputs: int, around: dict[str, 
         grids.append(grid)
         return launch(kernel, grid)
 
-    with patch.object(one_row, "launch", noting), patch.object(one_row_int4, "launch", noting), compiling_for(arch) as kernels:
+    with ExitStack() as patches:
+        for module in (one_row, one_row_float8, one_row_int4):
+            patches.enter_context(patch.object(module, "launch", noting))
+        kernels = patches.enter_context(compiling_for(arch))
         launch_product(form, outputs, inputs, at_once=at_once, **around)
     return kernels[0], grids[0][0]
 

@@ -20,7 +20,7 @@ from dovetail.nn import residual as residual_module
 from dovetail.nn.format import WeightFormat, float8, int4
 from dovetail.nn.format.compressed_tensors import PackedInt4
 from dovetail.nn.format.float8 import Float8
-from dovetail.nn.kernels import float8_products, launch, one_row_int4, rms_norm, streamed
+from dovetail.nn.kernels import available, float8_products, launch, one_row_float8, one_row_int4, rms_norm, streamed
 from dovetail.nn.kernels.digits import add_products_of_bytes, digits, raised, scale_of
 from dovetail.nn.kernels.widening import float8_to_16_bits, pairs_to_16_bits
 from dovetail.nn.norm import RMSNorm
@@ -96,6 +96,41 @@ def test_columns_are_those_of_the_dequantized_weight(
     norm = norm_of(inputs) if normed else None
     y = form.columns(weight, x, bias, norm, gated=gated)
     assert_close(y, product(x if norm is None else norm(x), form.dequantized(weight), bias, gated))
+
+
+@pytest.mark.skipif(not ON_GPU or not available.has_one_row_float8(DEVICE), reason="needs a Hopper: nothing interprets Gluon")
+@pytest.mark.usefixtures("with_kernels")
+@given(
+    form=st.sampled_from([Float8("computed"), Float8("block", (128, 128), "weight_scale_inv"), Float8("block", (8, 128), "weight_scale_inv")]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    inputs=st.sampled_from([2560, 4096, 11008, 12288]),
+    outputs=st.sampled_from([16, 48]),
+    gated=st.booleans(),
+    adds=st.booleans(),
+    normed=st.booleans(),
+    biased=st.booleans(),
+    size=st.sampled_from([1.0, 1e-20, 1e4]),
+    seed=seeds,
+)
+@examples(quick=20, full=200)  # each is compiled, for seconds
+def test_one_row_of_float8_is_as_exact_on_matrix_units(
+    form: Float8, dtype: torch.dtype, inputs: int, outputs: int, gated: bool, adds: bool, normed: bool, biased: bool, size: float, seed: int
+) -> None:
+    size = 1.0 if dtype == torch.float16 or (gated and size < 1.0) else size  # what is gated is as small as its square
+    weight = stored(form, (outputs, outputs) if gated else (outputs,), inputs, dtype, DEVICE, seed)
+    assert one_row_float8.takes(weight, weight.scales, form.block[1], gated)
+    torch.manual_seed(seed)
+    x = (torch.randn(1, inputs) * size * (1 + 100 * (torch.rand(1, inputs) > 0.99))).to(dtype).to(DEVICE)
+    bias = torch.randn(len(weight)).to(dtype).to(DEVICE) if biased and size == 1.0 else None
+    norm = (torch.rand(inputs).add(0.5).to(dtype).to(DEVICE), 1e-5) if normed and size >= 1.0 else None
+    before = torch.randn(1, outputs).to(dtype).to(DEVICE) if adds else None
+    y = one_row_float8.linear(x, weight, bias, norm=norm, gated=gated, out=None if before is None else before.clone(), scales=weight.scales)
+    wide = x.double()
+    if norm is not None:
+        wide = wide * torch.rsqrt(wide.square().mean() + norm[1]) * norm[0].double()
+    exact = product(wide, form.dequantized(weight), bias, gated)
+    exact = exact if before is None else exact + before.double()
+    assert_close(y / exact.abs().max().to(dtype), exact / exact.abs().max().to(dtype))
 
 
 @runs_kernels

@@ -20,7 +20,7 @@ from dovetail.errors import DovetailError
 from dovetail.nn import activation, embedding, logprobs, norm, qkv, token_masks
 from dovetail.nn.activation import silu_mul
 from dovetail.nn.format import dense
-from dovetail.nn.kernels import available, few_rows, gpu, many_rows, one_row
+from dovetail.nn.kernels import available, few_rows, gpu, many_rows, one_row, one_row_float8
 from dovetail.nn.kernels import logprobs as kernels
 from dovetail.nn.kernels import rms_norm as norm_kernel
 from dovetail.nn.kernels.gpu import GPU
@@ -217,7 +217,10 @@ def test_a_triton_in_which_many_rows_fail_goes_without(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("capability", "computes", "expected"), [((9, 0), True, True), ((9, 0), False, False), ((8, 0), True, False), ((10, 0), True, False)]
 )
-def test_many_rows_need_a_hopper(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], computes: bool, expected: bool) -> None:
+@pytest.mark.parametrize(("kernels", "asked"), [(many_rows, available.has_many_rows), (one_row_float8, available.has_one_row_float8)])
+def test_kernels_in_gluon_need_a_hopper(
+    monkeypatch: pytest.MonkeyPatch, kernels: Any, asked: Any, capability: tuple[int, int], computes: bool, expected: bool
+) -> None:
     def check(device: torch.device) -> None:
         if not computes:
             raise DovetailError("it computes wrong numbers")
@@ -225,9 +228,9 @@ def test_many_rows_need_a_hopper(monkeypatch: pytest.MonkeyPatch, capability: tu
     here = GPU("some GPU", capability, 227 << 10, 228 << 10, 132)
     monkeypatch.setattr(gpu, "_gpu_of", lambda device: here if device.type == "cuda" else None)
     monkeypatch.setattr(available, "runs_kernels", lambda device: True)
-    monkeypatch.setattr(many_rows, "check", check)
-    assert available.has_many_rows.__wrapped__(torch.device("cuda")) == expected
-    assert not available.has_many_rows.__wrapped__(torch.device("cpu"))
+    monkeypatch.setattr(kernels, "check", check)
+    assert asked.__wrapped__(torch.device("cuda")) == expected
+    assert not asked.__wrapped__(torch.device("cpu"))
 
 
 @on_a_hopper

@@ -23,7 +23,7 @@ from dovetail.nn.activation import silu_mul
 from dovetail.nn.format.base import kept
 from dovetail.nn.format.dense import Kernel
 from dovetail.nn.format.stored import StoredFormat, StoredWeight, TensorShape
-from dovetail.nn.kernels.available import has_float8_products, has_many_rows, use_kernels
+from dovetail.nn.kernels.available import has_float8_products, has_many_rows, has_one_row_float8, use_kernels
 from dovetail.nn.kernels.launch import KernelUnavailable
 from dovetail.nn.norm import RMSNorm
 from dovetail.nn.parameter import Part, Weight
@@ -199,6 +199,11 @@ class Float8(StoredFormat):
         """Return a kernel that reads all weights of some outputs at once, if that is quicker than streaming them."""
         from dovetail.nn.kernels import few_rows, one_row
 
+        if rows == 1 and has_one_row_float8(weight.device):
+            from dovetail.nn.kernels import one_row_float8
+
+            if one_row_float8.takes(weight, weight.scales, self.block[1], gated):
+                return one_row_float8.linear
         if rows == 1 and one_row.takes_scales(weight, weight.scales, self.block[1], gated):
             return partial(one_row.linear, group=self.block[1])
         if rows > FEW_ROWS or weight.scales.ndim > 1:

@@ -64,6 +64,18 @@ def has_many_rows(device: torch.device) -> bool:
 
 
 @cache
+def has_one_row_float8(device: torch.device) -> bool:
+    """True if the kernel `one_row_float8` can be used. It has been measured on a Hopper alone."""
+
+    def check() -> None:
+        from dovetail.nn.kernels import one_row_float8
+
+        one_row_float8.check(device)
+
+    return is_hopper(device) and runs_kernels(device) and works("layers of one row of float8 weights", check)
+
+
+@cache
 def has_float8_products(device: torch.device) -> bool:
     """True if float8 numbers can be multiplied by float8 weights: see `float8_products`."""
 
