@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.frozen import count_once
 from tests.support import FULL
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +34,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None  # another way was asked for
     config.option.loadscopereorder = False
     return FilesToWorkers(config, log)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def imported_things_are_counted_once() -> Iterator[None]:
+    with count_once():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
