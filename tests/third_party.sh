@@ -10,7 +10,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 DOVETAIL_PLUGINS="" HF_HUB_OFFLINE=1 OMP_
 unset PYTHONPATH
 
 mkdir "$dir/src" "$dir/empty"
-cp -r pyproject.toml README.md LICENSE core plugins examples/plugins/dovetail-* "$dir/src"  # building leaves things behind
+# Building leaves things behind; and others may be compiling modules, whose files come and go.
+tar --exclude __pycache__ -c pyproject.toml README.md LICENSE core plugins -C examples/plugins $(ls examples/plugins) | tar -x -C "$dir/src"
 cp constraints.txt tests/third_party.py "$dir"
 cd "$dir/empty"
 "$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$dir/wheels" "$dir/src" "$dir"/src/dovetail-*

@@ -5,11 +5,13 @@ cd "$(dirname "$0")/.."
 python=${VENV:-.venv}/bin/python
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-"$python" -m venv --without-pip "$dir/venv"  # the pip that is there installs into any venv, and what is there builds
-mkdir "$dir/src"
-cp -r pyproject.toml README.md LICENSE core plugins "$dir/src"  # building leaves things behind
-"$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$dir/wheels" "$dir/src"
-"$python" -m pip --python "$dir/venv/bin/python" install --quiet -c constraints.txt "$(echo "$dir"/wheels/dovetail_llm-*.whl)[testing,lab]" pytest-xdist
+"$python" -m venv --without-pip "$dir/venv"
+pip() { "$python" -m pip --python "$dir/venv/bin/python" "$@"; }  # the only thing that is used of $VENV, which may still be being installed
+pip install --quiet -c constraints.txt setuptools
+mkdir "$dir/src"  # building leaves things behind; and others may be compiling modules, whose files come and go
+tar --exclude __pycache__ -c pyproject.toml README.md LICENSE core plugins | tar -x -C "$dir/src"
+pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$dir/wheels" "$dir/src"
+pip install --quiet -c constraints.txt "$(echo "$dir"/wheels/dovetail_llm-*.whl)[testing,lab]" pytest-xdist
 ! "$dir/venv/bin/python" -c 'import torch' 2>/dev/null || { echo "this venv was meant to have no torch"; exit 1; }
 "$dir/venv/bin/dovetail" plugins list
 # All of these run with torch too: fewer examples do here, and a few of the calibrations, which take minutes. Text needs the tokenizers package.
