@@ -18,7 +18,11 @@ from tests.support import FULL
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+LONG = ("server/test_processes.py", "structured/test_same_tokens.py")  # half a minute and more, and late in the alphabet
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.partition("::")[0].endswith(LONG))  # with `-n`, nobody is left alone with one at the end
     skip = pytest.mark.skip(reason="slow: runs with DOVETAIL_TEST_PROFILE=full, as in make test-full")
     for item in items:
         if not FULL and "slow" in item.keywords:

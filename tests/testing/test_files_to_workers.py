@@ -1,4 +1,4 @@
-"""`pytest -n` ends, and fails, when a test ends its worker."""
+"""`pytest -n` ends, and fails, when a test ends its worker; and long files go first."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import LONG
 
 FILES = {
     "conftest": "from tests.conftest import pytest_xdist_make_scheduler",
@@ -26,3 +28,7 @@ def test_a_test_that_ends_its_worker_fails_and_all_others_run(tmp_path: Path) ->
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "2 failed, 4 passed" in done.stdout
+
+
+def test_the_files_that_go_first_are_there() -> None:
+    assert not [name for name in LONG if not Path(__file__).parents[1].joinpath(name).is_file()]
