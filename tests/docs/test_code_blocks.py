@@ -44,7 +44,7 @@ CURL_S = 60
 Server = Callable[[], str]  # starts a server of the demo model, once, and returns its URL
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with ExitStack() as stack:
         yield cache(lambda: stack.enter_context(serving("demo")).url)
