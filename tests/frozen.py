@@ -19,7 +19,7 @@ def count_once() -> Iterator[None]:
     def freeze_and_count() -> None:
         nonlocal known
         freeze()
-        known = count()
+        known = max(known + 1, count())  # more than before, also if things have died since that were counted
 
     def unfreeze_all() -> None:
         nonlocal known

@@ -49,6 +49,18 @@ def test_what_the_process_froze_before_says_nothing_of_an_engine() -> None:
         assert any(thing is engine.core.kv for thing in gc.get_objects())
 
 
+def test_whoever_freezes_sees_the_count_grow_though_frozen_things_have_died() -> None:
+    things = [[n] for n in range(100_000)]
+    gc.freeze()
+    before = gc.get_freeze_count()
+    assert before >= len(things)
+    del things
+    gc.freeze()
+    assert gc.get_freeze_count() > before
+    gc.unfreeze()
+    assert gc.get_freeze_count() == 0
+
+
 @pytest.mark.parametrize(
     ("kind", "stop"),
     [
