@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from openai.types import Batch
 
 from dovetail_server.batches import worker
-from dovetail_server.batches.lines import answered_in, checked
+from dovetail_server.batches.lines import BatchLine, answered_in, checked, requests_in
 from dovetail_server.batches.store import BatchStore
 from dovetail_server.errors import HttpError
 from dovetail_server.settings import ServerSettings
@@ -250,6 +250,34 @@ async def test_a_batch_whose_input_is_gone_has_failed(fake: Callable[..., FakeEn
         assert done.errors is not None
         assert done.errors.data is not None
         assert done.errors.data[0].message == "the input file is gone"
+
+
+async def test_a_body_that_is_no_text_is_a_failure_of_its_own(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+    async with client_of(fake(), tmp_path) as client:
+        broken = b'{"custom_id": "b", "url": "%s", "body": {"stream": false, "user": "\xff"}}\n' % CHAT.encode()
+        done = await ended(client, (await begun(client, jsonl(line("a")) + broken)).id)
+        assert done.status == "completed"
+        assert set(await lines_of(client, done.output_file_id)) == {"a"}
+        failure = (await lines_of(client, done.error_file_id))["b"]
+        assert "the body isn't valid JSON" in failure["response"]["body"]["error"]["message"]
+
+
+async def test_a_batch_that_meets_a_fault_of_ours_has_failed_and_the_next_gets_its_turn(
+    fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(path: Path, done: set[str], max_line_bytes: int) -> Iterator[BatchLine]:
+        yield next(lines := requests_in(path, done, max_line_bytes))
+        if (second := next(lines, None)) is not None:
+            raise RuntimeError(f"a fault at {second.custom_id}")
+
+    monkeypatch.setattr(worker, "requests_in", broken)
+    async with client_of(fake(), tmp_path) as client:
+        two, one = [await begun(client, jsonl(*map(line, names))) for names in ("ab", "c")]
+        failed = await ended(client, two.id)
+        assert (failed.status, failed.failed_at is not None) == ("failed", True)
+        assert [error.message for error in (failed.errors and failed.errors.data) or []] == ["the server failed: RuntimeError: a fault at b"]
+        assert (await ended(client, one.id)).status == "completed"
+    assert f"{two.id} is given up" in caplog.text
 
 
 async def test_one_front_end_answers_and_the_folder_has_bounds(tmp_path: Path) -> None:

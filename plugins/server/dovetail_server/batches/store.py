@@ -73,9 +73,11 @@ class BatchStore:
             os.fsync(file.fileno())
 
     def finish_answers(self, file_id: str, name: str) -> str | None:
-        """Make known that a batch's file is whole, and return its id; None if there is nothing in it, which removes it."""
-        if self.content(file_id).stat().st_size == 0:
-            self.content(file_id).unlink()
+        """Make known that a batch's file is whole, and return its id; None if there is nothing in it, which removes it, or if it was never begun."""
+        if not (content := self.content(file_id)).exists():
+            return None
+        if content.stat().st_size == 0:
+            content.unlink()
             return None
         return self.finish_file(file_id, name, "batch_output").id
 

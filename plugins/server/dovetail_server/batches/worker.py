@@ -22,7 +22,7 @@ from dovetail_server.batches.calls import call
 from dovetail_server.batches.lines import BatchLine, answer_line, answered_in, checked, error_line, requests_in
 from dovetail_server.batches.store import BatchStore, derived_file_id
 from dovetail_server.errors import HttpError, openai_shape
-from dovetail_server.protocol.batches import ENDED, Batch, BatchError, BatchErrors, Counts, Status
+from dovetail_server.protocol.batches import ENDED, Batch, BatchError, BatchErrors, Counts
 from dovetail_server.settings import ServerSettings
 
 logger = logging.getLogger("dovetail.batches")  # not among the lines of requests, which are JSON
@@ -49,12 +49,23 @@ class BatchWorker:
                     if batch is None:
                         await asyncio.sleep(LOOK_S)
                         continue
-                    try:
-                        await _Work(self._app, self._store, self._settings, batch).run()
-                    except (OSError, DovetailError) as error:  # the disk is full: the next try may find room
-                        logger.warning("%s waits: %s", batch.id, describe(error))
-                        await asyncio.sleep(TROUBLE_S)
+                    await self._work_on(batch)
             await asyncio.sleep(LOOK_S)
+
+    async def _work_on(self, batch: Batch) -> None:
+        """Have a batch answered, or fail it, so that those behind it get their turn."""
+        work = _Work(self._app, self._store, self._settings, batch)
+        try:
+            try:
+                await work.run()
+            except (OSError, DovetailError):
+                raise
+            except Exception as error:  # our own fault, which would be met again at each start
+                logger.exception("%s is given up", batch.id)
+                work.fail([BatchError("internal_error", f"the server failed: {describe(error)}")])
+        except (OSError, DovetailError) as error:  # the disk is full: the next try may find room
+            logger.warning("%s waits: %s", batch.id, describe(error))
+            await asyncio.sleep(TROUBLE_S)
 
     def _oldest(self) -> Batch | None:
         waiting = [batch for batch in self._store.batches() if batch.status not in ENDED]
@@ -79,8 +90,7 @@ class _Work:
             total, errors = 0, [BatchError("file_not_found", "the input file is gone")]
         batch.request_counts = Counts(total)
         if errors:
-            batch.errors, batch.failed_at = BatchErrors(errors), int(time.time())
-            self._end("failed")
+            self.fail(errors)
             return
         batch.in_progress_at = batch.in_progress_at or int(time.time())
         batch.status, batch.cancelling_at = "in_progress", None
@@ -91,10 +101,12 @@ class _Work:
             with self._store.appended(self._error_id) as failures:
                 for line in self._left():
                     self._failed(failures, error_line(line.custom_id, _request_id(), "batch_expired", "there was no time left for this request"))
-        batch.output_file_id = self._store.finish_answers(self._output_id, f"{batch.id}_output.jsonl")
-        batch.error_file_id = self._store.finish_answers(self._error_id, f"{batch.id}_error.jsonl")
-        setattr(batch, f"{end}_at", int(time.time()))
         self._end(end)
+
+    def fail(self, errors: list[BatchError]) -> None:
+        """End the batch without answering what is left. Raises `OSError`."""
+        self._batch.errors = BatchErrors(errors)
+        self._end("failed")
 
     def _left(self) -> Iterator[BatchLine]:
         """Count the requests that are answered, and yield the others."""
@@ -102,9 +114,14 @@ class _Work:
         self._batch.request_counts = Counts(self._batch.request_counts.total, len(well), len(badly))
         return requests_in(self._source, well | badly, self._settings.max_body_bytes)
 
-    def _end(self, status: Status) -> None:
-        self._batch.status = status
-        self._store.ended(self._batch)
+    def _end(self, status: Literal["completed", "failed", "expired", "cancelled"]) -> None:
+        """Keep the batch as ended, with what has come of its answers."""
+        batch, store = self._batch, self._store
+        batch.output_file_id = store.finish_answers(self._output_id, f"{batch.id}_output.jsonl")
+        batch.error_file_id = store.finish_answers(self._error_id, f"{batch.id}_error.jsonl")
+        setattr(batch, f"{status}_at", int(time.time()))
+        batch.status = status
+        store.ended(batch)
 
     async def _answer_all(self, lines: Iterator[BatchLine], output: IO[bytes], failures: IO[bytes]) -> Literal["completed", "cancelled", "expired"]:
         """Return how it came to its end."""
@@ -143,7 +160,7 @@ class _Work:
     async def _answer(self, line: BatchLine, output: IO[bytes], failures: IO[bytes]) -> None:
         body, request_id = bytes(line.body), _request_id()
         status, answer = 400, _NO_STREAM
-        if not (b'"stream"' in body and orjson.loads(body).get("stream")):
+        if not _asks_for_stream(body):
             status, answer = await call(self._app, line.url, body, request_id)
             while status in TRY_AGAIN:
                 await asyncio.sleep(TRY_AGAIN_S)
@@ -158,6 +175,14 @@ class _Work:
     def _failed(self, failures: IO[bytes], told: bytes) -> None:
         _append(failures, told)
         self._batch.request_counts.failed += 1
+
+
+def _asks_for_stream(body: bytes) -> bool:
+    """True if a body, which begins as an object does, wants its answer in pieces. What else is wrong with it the endpoint says."""
+    try:
+        return b'"stream"' in body and bool(orjson.loads(body).get("stream"))
+    except orjson.JSONDecodeError:  # `checked` has looked at the line, not into the body
+        return False
 
 
 def _append(file: IO[bytes], line: bytes) -> None:
