@@ -11,14 +11,15 @@ BESIDE = ".tmp"  # what is behind the name of a file that isn't whole yet
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` write a file under another name, see that it is on the disk, and give it its name. Raises `OSError`, leaving nothing."""
+    """Have `write` write a file under another name, see that it is on the disk, and give it its name. Raises `OSError`, and what
+    `write` raises, leaving nothing."""
     beside = path.with_name(path.name + BESIDE)
     try:
         write(beside)
         _sync(beside)
         os.replace(beside, path)
         _sync(path.parent)
-    except OSError:
+    except Exception:
         with suppress(OSError):
             beside.unlink()
         raise

@@ -138,6 +138,18 @@ async def test_what_is_no_file_or_batch_is_refused(fake: Callable[..., FakeEngin
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
+async def test_a_file_may_have_any_name(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+    async with client_of(fake(), tmp_path) as client, httpx.AsyncClient() as plain:
+        for name, kept in [("../../x", "../../x"), ("ü", "ü"), ("+2AA-", "?")]:  # the last is half a surrogate pair in UTF-7
+            parts = 'name="purpose"\r\n\r\nbatch', f'name="file"; filename="{name}"\r\n\r\nx'
+            body = "".join(f"--b\r\nContent-Disposition: form-data; {part}\r\n" for part in parts) + "--b--\r\n"
+            charset = "utf-7" if name.startswith("+") else "utf-8"
+            head = {"content-type": f"multipart/form-data; boundary=b; charset={charset}"}
+            answer = await plain.post(f"{client.base_url}files", content=body.encode(), headers=head)
+            assert (answer.status_code, answer.json().get("filename")) == (200, kept)
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith("file-")]) == 6, "a content and what is known of it, each"
+
+
 async def test_without_a_folder_there_are_no_batches(fake: Callable[..., FakeEngine]) -> None:
     async with client_of(fake(), None) as client:
         with pytest.raises(openai.NotFoundError, match="start it with --batch-directory"):

@@ -54,7 +54,8 @@ async def upload(exchange: Exchange) -> None:
         if (file.size or 0) > largest:
             raise _too_large(largest)
         content = file.file
-        kept = await asyncio.to_thread(store.add_file, (file.filename or "file.jsonl")[:200], lambda to: shutil.copyfileobj(content, to))
+        name = (file.filename or "file.jsonl")[:200].encode(errors="replace").decode()  # the form's charset may make half a surrogate pair
+        kept = await asyncio.to_thread(store.add_file, name, lambda to: shutil.copyfileobj(content, to))
     finally:
         await form.close()
     await exchange.reply(msgspec.json.encode(kept))
