@@ -31,12 +31,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise ModelLoadError(f"{path}: not valid JSON: a number of too many digits") from None
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path}: expected an object, got {type(content).__name__}")
-    if _is_deep(content):
+    if is_deep(content):
         raise ModelLoadError(f"{path}: more than {MAX_DEPTH} lists and objects in one another")
     return content
 
 
-def _is_deep(content: dict[str, Any]) -> bool:
+def is_deep(content: dict[str, Any] | list[Any]) -> bool:
+    """True if a value read from JSON has more lists and objects in one another than any file of ours needs, and than Python may be able to walk."""
     level: list[Any] = [content]
     for _ in range(MAX_DEPTH):
         inner = [value for part in level for value in (part.values() if isinstance(part, dict) else part)]

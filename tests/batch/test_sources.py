@@ -84,6 +84,8 @@ def test_columns_are_named_and_others_ignored(tmp_path: Path) -> None:
         (b'{"id": 1, "token_ids": []}', "token_ids must be a list with something in it, got []"),
         (b'{"id": 1, "messages": "hi"}', "messages must be a list with something in it, got 'hi'"),
         (b'{"id": 1, "promt": "x"}', "promt: unknown key, did you mean prompt?"),
+        (b'{"id": 1, "messages": ' + b"[" * 400 + b"]" * 400 + b"}", "messages: more than 50 lists and objects in one another"),
+        (b'{"id": 1, "token_ids": ' + b"[" * 400 + b"]" * 400 + b"}", "token_ids: more than 50 lists and objects in one another"),
         (b'{"id": 1, "prompt": "x", "max_tokens": 5}', "max_tokens: a sampling parameter, which belongs into the row's `sampling`"),
         (b'{"id": 1, "prompt": "x", "sampling": 5}', "sampling must be an object like"),
         (b'{"id": 1, "prompt": "x", "sampling": {"top_p": 2}}', "sampling: top_p must be a finite number > 0 and <= 1"),

@@ -11,6 +11,7 @@ import xxhash
 from dovetail.checks import shown
 from dovetail.cli.prompts import PARAMS_KEYS, make_params
 from dovetail.errors import RequestError
+from dovetail.json_files import MAX_DEPTH, is_deep
 from dovetail.sampling_params import SamplingParams, changed_unchecked
 from dovetail.where import unknown_key
 
@@ -91,4 +92,6 @@ def _content(form: Form, value: Any) -> Any:
         return value
     if not isinstance(value, list) or not value:
         raise RequestError(f"{form} must be a list with something in it, got {shown(value)}")
+    if is_deep(value):  # and couldn't be sent to an engine's process
+        raise RequestError(f"{form}: more than {MAX_DEPTH} lists and objects in one another")
     return value
