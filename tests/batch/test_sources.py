@@ -117,6 +117,20 @@ def test_a_wrong_line_of_a_table_says_why(tmp_path: Path, cells: str, told: str)
 
 
 def test_rows_without_a_seed_get_one_of_the_job_and_their_number() -> None:
+def test_a_value_that_python_cannot_hold_fails_its_row_alone(tmp_path: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("dovetail_batch.parquet")
+    from pyarrow.parquet import write_table
+
+    not_utf8 = pa.Array.from_buffers(pa.string(), 2, pa.array([b"a", b"\xff"]).buffers())
+    for column, told in [(not_utf8, "not readable: 'utf-8' codec"), (pa.array([1000, 1], pa.timestamp("ns")), "not readable: Nanosecond")]:
+        write_table(pa.table({"id": column, "prompt": ["x", "y"]}), tmp_path / "rows.parquet")
+        source = parquet.Parquet(tmp_path / "rows.parquet", {})
+        (first, _), (second, behind) = source.records(source.first)
+        assert (source.fields(first)["prompt"], behind) == ("x", 2)
+        with pytest.raises(RequestError, match=told):
+            source.fields(second)
+
+
     def seed(job: int, number: int, **sampling: Any) -> int | None:
         return RowReader({}, job).read(number, {"prompt": "x", "sampling": sampling}).params.seed
 

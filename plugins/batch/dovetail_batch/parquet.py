@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dovetail.errors import ConfigError, MissingExtraError
+from dovetail.errors import ConfigError, MissingExtraError, RequestError
 from dovetail_batch.sources import Fields, Source, names_of_columns, with_json_read
 
 ROWS_AT_ONCE = 256
@@ -35,7 +35,7 @@ class Parquet(Source):
     def first(self) -> int:
         return 0
 
-    def records(self, position: int) -> Iterator[tuple[Fields, int]]:
+    def records(self, position: int) -> Iterator[tuple[Fields | RequestError, int]]:
         import pyarrow as pa
 
         group, begin = 0, 0
@@ -47,14 +47,16 @@ class Parquet(Source):
                 rest = file.iter_batches(ROWS_AT_ONCE, row_groups=range(group, len(self._groups)), columns=list(self._names.values()))
                 for batch in rest:
                     passed = min(max(0, position - begin), batch.num_rows)
-                    for row in batch.slice(passed).to_pylist():
+                    for row in _rows(batch.slice(passed)):
                         yield row, begin + passed + 1
                         passed += 1
                     begin += batch.num_rows
             except (pa.ArrowException, OSError) as error:
                 raise ConfigError(f"input: {self.path}: can't be read from row {begin + 1} on: {error}") from None
 
-    def fields(self, record: Fields) -> Fields:
+    def fields(self, record: Fields | RequestError) -> Fields:
+        if isinstance(record, RequestError):
+            raise record
         return {ours: _without_nulls(record[theirs]) for ours, theirs in self._names.items() if record[theirs] is not None}
 
     def convert(self, fields: Fields) -> Fields:
@@ -70,6 +72,17 @@ class Parquet(Source):
             return ParquetFile(self.path, buffer_size=_BUFFER_BYTES)  # or it would read whole columns of a row group
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(f"input: {self.path}: {_NO_PARQUET}: {error}") from None
+
+
+def _rows(batch: Any) -> list[Fields | RequestError]:
+    """Return the rows of a batch of Arrow's; of one that Python's types can't hold (a text that isn't UTF-8, a time in nanoseconds, a date beyond the
+    year 9999), what is wrong with it."""
+    try:
+        return batch.to_pylist()  # type: ignore[no-any-return]
+    except (ValueError, OverflowError) as error:
+        if batch.num_rows == 1:
+            return [RequestError(f"not readable: {error}")]
+        return [row for at in range(batch.num_rows) for row in _rows(batch.slice(at, 1))]
 
 
 def _without_nulls(value: Any) -> Any:
@@ -105,10 +118,19 @@ def write_parquet(answers: Sequence[Mapping[str, Any]], path: Path) -> None:
         ]
     )
     rows = [
-        {**_with_texts(answer, "prompt_logprobs"), "outputs": [_with_texts(sample, "stop_reason", "logprobs") for sample in answer["outputs"]]}
+        {
+            **_with_texts(answer, "prompt_logprobs"),
+            **{name: _unicode(answer[name]) for name in ("id", "error")},
+            "outputs": [_with_texts(sample, "stop_reason", "logprobs") for sample in answer["outputs"]],
+        }
         for answer in answers
     ]
     write_table(pa.Table.from_pylist(rows, schema=schema), path)
+
+
+def _unicode(text: str | None) -> str | None:
+    """Return a text of a row's own with halves of surrogate pairs as escapes, as in JSON: Parquet's texts can't hold them."""
+    return None if text is None else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _with_texts(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
