@@ -54,6 +54,7 @@ def no_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"sampling": {"output_kind": "delta"}}, "sampling: output_kind: a job writes whole answers"),
         ({"shard_rows": 0}, "shard_rows: expected greater than or equal to 1, got 0"),
     ],
+        ({"sampling": {"stop": {"a"}}}, "sampling: expected values that JSON has, too: Object of type set is not JSON serializable"),
 )
 def test_a_wrong_key_is_named(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
     write_rows(tmp_path / "rows.jsonl", [GOOD])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,6 +184,10 @@ def _format(job: Job, where: Where) -> Literal["jsonl", "csv", "parquet", "opena
 
 
 def _reader(job: Job, where: Where) -> RowReader:
+    try:
+        json.dumps(job.sampling)  # so are they written down in the manifest
+    except TypeError as error:
+        raise ConfigError(where.at("sampling").says(f"expected values that JSON has, too: {error}")) from None
     try:
         return RowReader(job.sampling, job.seed, tells_logprobs=job.output.format != "openai")
     except RequestError as error:
