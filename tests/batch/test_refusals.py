@@ -87,7 +87,9 @@ def test_an_input_of_which_nothing_would_come_is_refused(tmp_path: Path, rows: l
     [
         ("id,promt\n1,x\n", {}, "unknown column 'promt', did you mean prompt?"),
         ("id,question\n1,x\n", {"prompt": "quest"}, "no column 'quest', which is to be the prompt, did you mean question?"),
-        ("id,id\n1,x\n", {}, "the header has a column twice: id, id"),
+        ("id,promt\n1,x\n", {}, "prompt? Say with `columns` of the input which are to be used"),
+        ("id,x\n1,x\n", {}, "unknown column 'x'; known are id, prompt, messages, token_ids, sampling. Say with"),
+        ("id,id\n1,x\n", {}, "the header has the column 'id' twice"),
         ('id,prompt\n1,"x\n', {}, "not CSV from byte 15 on: unexpected end of data"),
         ("", {}, "no rows in it"),
         ("id,prompt\n", {}, "no rows in it"),

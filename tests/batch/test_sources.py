@@ -30,7 +30,8 @@ def written(path: Path, format: str, rows: list[tuple[str, int]]) -> Source:
         return Jsonl(path, {})
     if format == "csv":
         with path.open("w", encoding="utf-8-sig", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n" if len(rows) % 2 else "\r\n")
+            quoting = csv.QUOTE_ALL if len(rows) % 3 else csv.QUOTE_MINIMAL
+            writer = csv.writer(file, lineterminator="\n" if len(rows) % 2 else "\r\n", quoting=quoting)
             writer.writerows([["id", "prompt", "sampling"], *([at, text, json.dumps({"max_tokens": n})] for at, (text, n) in enumerate(rows))])
         return Csv(path, {})
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("dovetail_batch.parquet")

@@ -95,10 +95,6 @@ class Csv(Source):
         super().__init__(path, columns)
         csv.field_size_limit(MAX_LINE_BYTES)
         header, self._first = next(self._cells(0), ([], 0))
-        if header:
-            header[0] = header[0].removeprefix("\ufeff")
-        if len(set(header)) < len(header):
-            raise ConfigError(f"{path}: the header has a column twice: {', '.join(header)}")
         self._header, self._names = header, names_of_columns(path, header, columns)
 
     @property
@@ -133,6 +129,8 @@ class Csv(Source):
                 yield cells, behind
         except csv.Error as error:
             raise ConfigError(f"{self.path}: not CSV from byte {behind} on: {error}") from None
+                if behind == 0:
+                    line = line.removeprefix(_BOM)  # before the reader sees it: a quote is one only where a cell begins
 
 
 def lines(source: Source, position: int) -> Iterator[tuple[bytes, int]]:
@@ -150,7 +148,10 @@ def lines(source: Source, position: int) -> Iterator[tuple[bytes, int]]:
 
 
 def names_of_columns(path: Path, header: list[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the file's names of columns by ours. Raises `ConfigError` if one is missing or, unless `columns` says which, unknown."""
+    """Return the file's names of columns by ours. Raises `ConfigError` if one is missing or there twice or, unless `columns` says which, unknown."""
+    for name in columns.values() if columns else header:
+        if header.count(name) > 1:
+            raise ConfigError(f"{path}: the header has the column {shown(name)} twice")
     if columns:
         for ours, theirs in columns.items():
             if theirs not in header:
@@ -159,7 +160,7 @@ def names_of_columns(path: Path, header: list[str], columns: Mapping[str, str]) 
         return dict(columns)
     for name in header:
         if name not in KEYS:
-            told = did_you_mean(name, KEYS) or f"; known are {', '.join(KEYS)}"
+            told = did_you_mean(name, KEYS) or f"; known are {', '.join(KEYS)}."
             raise ConfigError(f"{path}: unknown column {shown(name)}{told} Say with `columns` of the input which are to be used")
     return {name: name for name in header}
 
