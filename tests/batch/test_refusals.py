@@ -44,17 +44,19 @@ def no_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"input": {"path": "rows.jsonl", "columns": {"promt": "x"}}}, "input.columns"),
         ({"input": {"path": "rows.jsonl", "format": "openai", "columns": {"prompt": "x"}}}, "input.columns: OpenAI's format has names of its own"),
         ({"input": "nowhere.jsonl"}, "input: nowhere.jsonl: can't be read: No such file or directory"),
+        ({"input": "a\0b.jsonl"}, "can't be read: embedded null byte"),
         ({"input": "/"}, "its name doesn't end in"),
         ({"input": {"path": "/", "format": "jsonl"}}, "input: /: can't be read: Is a directory"),
         ({"output": "answers.jsonl"}, "output: answers.jsonl: the answers are a folder of files"),
         ({"output": {"path": "answers", "format": "csv"}}, "output.format: expected 'jsonl', 'parquet' or 'openai', got 'csv'"),
+        ({"output": "a\0b"}, "can't be written to: embedded null byte"),
         ({"output": "/proc/nowhere"}, "output: /proc/nowhere: can't be written to: No such file or directory"),
         ({"sampling": {"max_tokens": 0}}, "sampling: max_tokens must be an integer >= 1"),
         ({"sampling": {"max_token": 1}}, "sampling: max_token: unknown sampling parameter, did you mean max_tokens?"),
         ({"sampling": {"output_kind": "delta"}}, "sampling: output_kind: a job writes whole answers"),
+        ({"sampling": {"stop": {"a"}}}, "sampling: expected values that JSON has, too: Object of type set is not JSON serializable"),
         ({"shard_rows": 0}, "shard_rows: expected greater than or equal to 1, got 0"),
     ],
-        ({"sampling": {"stop": {"a"}}}, "sampling: expected values that JSON has, too: Object of type set is not JSON serializable"),
 )
 def test_a_wrong_key_is_named(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
     write_rows(tmp_path / "rows.jsonl", [GOOD])
@@ -105,6 +107,26 @@ def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     write_rows(tmp_path / "rows.parquet", [GOOD])
     assert "rows.parquet: is no Parquet file" in run_job(write_job(tmp_path, input=str(tmp_path / "rows.parquet")), code=2)
+
+
+def test_what_can_be_read_once_alone_is_refused(tmp_path: Path) -> None:
+    job = write_job(tmp_path, input={"path": "/dev/null", "format": "jsonl"})  # a pipe would keep the one who opens it
+    assert "/dev/null: a pipe or a device: a job reads its rows twice" in run_job(job, code=2)
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.table([["a"], ["x"], ["y"]], names=["id", "prompt", "prompt"]), tmp_path / "rows.parquet")
+    assert "the header has the column 'prompt' twice" in run_job(write_job(tmp_path, input=str(tmp_path / "rows.parquet")), code=2)
+
+
+def test_an_input_that_has_the_name_of_answers_is_kept(tmp_path: Path) -> None:
+    named = write_rows(tmp_path / "part-000000.jsonl", [GOOD])
+    (tmp_path / "link.jsonl").symlink_to(named)
+    for name in (named.name, "link.jsonl"):
+        job = write_job(tmp_path, input=str(tmp_path / name), output=str(tmp_path))
+        assert "the input is in it, and has the name of a file of answers" in run_job(job, "--anew", code=2)
+    assert named.exists()
 
 
 @pytest.mark.parametrize("keys", [{"input": "rows.parquet"}, {"output": {"path": "answers", "format": "parquet"}}])

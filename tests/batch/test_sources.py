@@ -84,9 +84,9 @@ def test_columns_are_named_and_others_ignored(tmp_path: Path) -> None:
         (b'{"id": 1, "prompt": 5}', "prompt must be a string, got 5"),
         (b'{"id": 1, "token_ids": []}', "token_ids must be a list with something in it, got []"),
         (b'{"id": 1, "messages": "hi"}', "messages must be a list with something in it, got 'hi'"),
-        (b'{"id": 1, "promt": "x"}', "promt: unknown key, did you mean prompt?"),
         (b'{"id": 1, "messages": ' + b"[" * 400 + b"]" * 400 + b"}", "messages: more than 50 lists and objects in one another"),
         (b'{"id": 1, "token_ids": ' + b"[" * 400 + b"]" * 400 + b"}", "token_ids: more than 50 lists and objects in one another"),
+        (b'{"id": 1, "promt": "x"}', "promt: unknown key, did you mean prompt?"),
         (b'{"id": 1, "prompt": "x", "max_tokens": 5}', "max_tokens: a sampling parameter, which belongs into the row's `sampling`"),
         (b'{"id": 1, "prompt": "x", "sampling": 5}', "sampling must be an object like"),
         (b'{"id": 1, "prompt": "x", "sampling": {"top_p": 2}}', "sampling: top_p must be a finite number > 0 and <= 1"),
@@ -117,7 +117,6 @@ def test_a_wrong_line_of_a_table_says_why(tmp_path: Path, cells: str, told: str)
     assert told in str(refused.value)
 
 
-def test_rows_without_a_seed_get_one_of_the_job_and_their_number() -> None:
 def test_a_value_that_python_cannot_hold_fails_its_row_alone(tmp_path: Path) -> None:
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("dovetail_batch.parquet")
     from pyarrow.parquet import write_table
@@ -132,6 +131,7 @@ def test_a_value_that_python_cannot_hold_fails_its_row_alone(tmp_path: Path) -> 
             source.fields(second)
 
 
+def test_rows_without_a_seed_get_one_of_the_job_and_their_number() -> None:
     def seed(job: int, number: int, **sampling: Any) -> int | None:
         return RowReader({}, job).read(number, {"prompt": "x", "sampling": sampling}).params.seed
 

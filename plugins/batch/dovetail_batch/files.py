@@ -30,8 +30,8 @@ def locked(directory: Path) -> Iterator[None]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / LOCK).open("w")
-    except OSError as error:
-        raise ConfigError(f"output: {directory}: can't be written to: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in its name
+        raise ConfigError(f"output: {directory}: can't be written to: {getattr(error, 'strerror', None) or error}") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

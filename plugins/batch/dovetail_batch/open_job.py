@@ -24,7 +24,7 @@ from dovetail_batch.job import Plan
 from dovetail_batch.manifest import ANEW, Manifest
 from dovetail_batch.rows import Row, RowReader, id_of
 from dovetail_batch.scanning import digest, scan
-from dovetail_batch.shards import ShardStore, begin_anew, stray_answers
+from dovetail_batch.shards import ShardStore, begin_anew, is_ours, stray_answers
 from dovetail_batch.sources import Source
 from dovetail_batch.writers import SUFFIXES, Writer, writer_of
 
@@ -117,6 +117,9 @@ def job_folder(plan: Plan, *, anew: bool = False) -> Iterator[JobFolder]:
     """
     source, directory = source_of(plan), Path(plan.job.output.path)
     writer = writer_of(plan.job.output.format, plan.configs[0].model)
+    source.stamp()  # it is there, and so can be compared with the folder
+    if any(is_ours(directory, path) for path in (source.path, source.path.resolve())):
+        raise ConfigError(f"output: {directory}: the input is in it, and has the name of a file of answers: name another output folder")
     with locked(directory):
         if anew:
             begin_anew(directory)

@@ -158,6 +158,11 @@ def begin_anew(directory: Path) -> None:
                 os.unlink(entry.path)
 
 
+def is_ours(directory: Path, path: Path) -> bool:
+    """True if a file in a job's folder has a name that the job gives, so that it would write over or remove it."""
+    return _OURS.fullmatch(path.name) is not None and path.parent.resolve() == directory.resolve()
+
+
 def stray_answers(directory: Path) -> str | None:
     """Return the name of a file with answers, if a folder has one."""
     return next((entry.name for entry in os.scandir(directory) if entry.name.startswith("part-") and _OURS.fullmatch(entry.name)), None)

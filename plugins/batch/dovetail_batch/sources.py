@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -54,17 +56,24 @@ class Source(ABC):
 
     def stamp(self) -> tuple[int, int, int]:
         """Return what changes when the file does: its inode, its size in bytes, when it was written. Raises `ConfigError`."""
-        try:
-            stat = self.path.stat()
-        except OSError as error:
-            raise unreadable(self.path, error) from None
-        return stat.st_ino, stat.st_size, stat.st_mtime_ns
+        found = self._stat()
+        return found.st_ino, found.st_size, found.st_mtime_ns
 
     def opened(self) -> BinaryIO:
-        """Open the file. Raises `ConfigError`."""
+        """Open the file. Raises `ConfigError`, also for one that can't be read again from its beginning: opening a pipe might wait for ever."""
+        mode = self._stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a folder's own error says what it is
+            told = "a pipe or a device: a job reads its rows twice, and again when it goes on: write them to a file first"
+            raise ConfigError(f"input: {self.path}: {told}")
         try:
             return self.path.open("rb")
         except OSError as error:
+            raise unreadable(self.path, error) from None
+
+    def _stat(self) -> os.stat_result:
+        try:
+            return self.path.stat()
+        except (OSError, ValueError) as error:  # ValueError: a NUL in its name
             raise unreadable(self.path, error) from None
 
 
@@ -120,6 +129,8 @@ class Csv(Source):
         def texts() -> Iterator[str]:
             nonlocal behind
             for line, end in lines(self, position):
+                if behind == 0:
+                    line = line.removeprefix(_BOM)  # before the reader sees it: a quote is one only where a cell begins
                 behind = end
                 yield line.decode("utf-8", "surrogateescape")  # what isn't UTF-8 is refused with its row, since it is no Unicode
 
@@ -129,8 +140,6 @@ class Csv(Source):
                 yield cells, behind
         except csv.Error as error:
             raise ConfigError(f"{self.path}: not CSV from byte {behind} on: {error}") from None
-                if behind == 0:
-                    line = line.removeprefix(_BOM)  # before the reader sees it: a quote is one only where a cell begins
 
 
 def lines(source: Source, position: int) -> Iterator[tuple[bytes, int]]:
@@ -177,5 +186,5 @@ def with_json_read(fields: Fields) -> Fields:
     return {**fields, **read}
 
 
-def unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"input: {path}: can't be read: {error.strerror or error}")
+def unreadable(path: Path, error: OSError | ValueError) -> ConfigError:
+    return ConfigError(f"input: {path}: can't be read: {getattr(error, 'strerror', None) or error}")
