@@ -138,7 +138,14 @@ def test_what_is_not_implemented_is_refused_by_name(said: dict[str, Any], why: s
     ("said", "why"),
     [
         ({"bits": 4}, "expected quant_method, the name of a way of storing weights, got None"),
-        (DEEPSEEK_V3 | {"weight_block_size": [128]}, "a value in it can't be used"),
+        (DEEPSEEK_V3 | {"weight_block_size": [128]}, r"weight_block_size must be two numbers, of outputs and of inputs, got \[128\]"),
+        (DEEPSEEK_V3 | {"weight_block_size": [0, 128]}, r"weight_block_size must be two numbers, of outputs and of inputs, got \[0, 128\]"),
+        (GPTQ | {"modules_in_block_to_quantize": 5}, "a value in it can't be used: TypeError"),
+        (of_group(weights={**INT4, "group_size": 0}, format="pack-quantized"), r"config_groups.group_0.weights: group_size must be .* got 0"),
+        (of_group(weights={**FLOAT8, "strategy": "block"}), "config_groups.group_0.weights: block_structure must be two numbers, .* got None"),
+        (of_group(weights=[1]), r"config_groups.group_0.weights: expected keys and values, got \[1\]"),
+        (of_group(weights=FLOAT8) | {"config_groups": {"a": None}}, "config_groups.a: expected keys and values, got None"),
+        (of_group(weights=FLOAT8) | {"ignore": ["re:("]}, r"^somewhere/config.json: quantization_config: 're:\(' is no regular expression"),
         (AWQ | {"group_size": "many"}, "group_size must be a number of inputs, or -1 for all, got 'many'"),
         (of_group(weights=FLOAT8) | {"ignore": "lm_head"}, "ignore must be a list of names"),
     ],
@@ -164,6 +171,14 @@ def test_two_plugins_that_know_the_same_method_are_told_apart_by_their_names() -
     theirs = QuantizationRef("acme:awq", "awq", "dovetail.nn.format.awq:Awq", False)
     with pytest.raises(UnsupportedError, match="known to dovetail:awq and acme:awq; deny one of them"):
         choose(AWQ, installed=(*QUANTIZATIONS, theirs))
+
+
+def test_a_config_that_is_no_object_is_named(tmp_path: Path) -> None:
+    directory = copied("qwen3-fp8", tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": []}))
+    with pytest.raises(ModelLoadError, match=r"config.json: quantization_config: expected keys and values, got \[\]"):
+        find_architecture(directory, MODELS)
 
 
 def test_an_architecture_sees_nothing_of_how_weights_are_stored(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def test_a_checkpoint_with_scales_is_served_as_well_without_fp8(checkpoint: Any)
         ({"model.layers.0.self_attn.k_scale": torch.tensor(0.5)}, "lacks v_scale of layer 0; set kv_cache_scales: calibrate"),
         ({"model.layers.3.self_attn.v_scale": torch.tensor(-1.0)}, "layers.3.self_attn.v_scale: expected one positive number for the whole layer"),
         ({"model.layers.3.self_attn.v_scale": torch.tensor(torch.nan)}, "layers.3.self_attn.v_scale: expected one positive number"),
+        ({"model.layers.3.self_attn.k_scale": torch.ones(4000)}, r"expected one positive number .*, got \[1\.0.{73}\.\.\.$"),
         ({"model.layers.3.self_attn.k_scale": torch.ones(4)}, "layers.3.self_attn.k_scale: expected one positive number"),
     ],
 )

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from dovetail.api.attention import AttentionLayer, FusedCache, KVScales, LayerSpec
+from dovetail.checks import shown
 from dovetail.errors import ModelLoadError
 from dovetail.runtime.weights import tensors_named
 
@@ -61,7 +62,7 @@ class CacheScales:
             if match is None or int(match["layer"]) not in self._scales:
                 continue
             if tensor.numel() != 1 or not 0 < float(tensor) < float("inf"):
-                raise ModelLoadError(f"{model_dir}: {name}: expected one positive number for the whole layer, got {tensor.tolist()}")
+                raise ModelLoadError(f"{model_dir}: {name}: expected one positive number for the whole layer, got {shown(tensor.tolist())}")
             found |= {(int(match["layer"]), of): float(tensor) for of in match["of"]}
         lacking = [f"{of}_scale of layer {layer}" for layer in self._scales for of in "kv" if (layer, of) not in found]
         if not found or self._calibrate:

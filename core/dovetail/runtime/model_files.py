@@ -55,7 +55,11 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
 def stored_as(model_dir: str | Path) -> Mapping[str, Any] | None:
     """Return the `quantization_config` of a directory's config; None if its weights are plain. Raises `ModelLoadError` where it can't be read."""
     path = Path(model_dir) / "config.json"
-    stored = read_json_object(path).get("quantization_config")
+    return _stored_as(path, read_json_object(path))
+
+
+def _stored_as(path: Path, raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    stored = raw.get("quantization_config")
     if stored is not None and not isinstance(stored, Mapping):
         raise ModelLoadError(f"{path}: quantization_config: expected keys and values, got {shown(stored)}")
     return stored
@@ -85,6 +89,7 @@ def read_config(model_dir: str | Path) -> Any:
     for key, value in raw.items():
         if isinstance(value, int) and abs(value) >= 2**63:
             raise ModelLoadError(f"{path}: {key}: {value} is more than any size can be")
+    _stored_as(path, raw)  # transformers reads it too, and wouldn't name it
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers import __version__ as version
 

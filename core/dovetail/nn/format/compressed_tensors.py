@@ -15,7 +15,7 @@ from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.float8 import Float8
 from dovetail.nn.format.int4 import Int4, Unpacked
 from dovetail.nn.format.packing import PACKED, share_of, unpacked
-from dovetail.nn.format.reading import matches, names, refuse_others
+from dovetail.nn.format.reading import block_size, group_size, keys_and_values, matches, names, refuse_others
 from dovetail.nn.format.stored import TensorShape
 from dovetail.nn.parameter import Part
 
@@ -59,7 +59,9 @@ class CompressedTensors(Quantization):
         groups = config.get("config_groups") or {}
         if not isinstance(groups, Mapping) or not groups:
             raise ModelLoadError(f"quantization_config: config_groups must map names to groups, got {shown(groups)}")
-        self._groups = [(names(group, "targets"), _format_of(name, group, config.get("format"))) for name, group in groups.items()]
+        self._groups = [(_targets(name, group), _format_of(name, group, config.get("format"))) for name, group in groups.items()]
+        for pattern in (*self._ignored, *(target for targets, _ in self._groups for target in targets)):
+            matches("", pattern)  # so that one which can't be read is refused here
 
     def of_module(self, name: str) -> WeightFormat:
         if any(pattern == _LINEAR or matches(name, pattern) for pattern in self._ignored):
@@ -73,10 +75,15 @@ class CompressedTensors(Quantization):
         return " and ".join(dict.fromkeys(str(form) for _, form in self._groups))
 
 
+def _targets(name: str, group: Any) -> tuple[str, ...]:
+    return names(keys_and_values(group, f"quantization_config: config_groups.{name}"), "targets")
+
+
 def _format_of(name: str, group: Mapping[str, Any], fallback: Any) -> WeightFormat:
     where = f"quantization_config: config_groups.{name}"
     refuse_others(group, _READ_OF_GROUP, where)
-    weights, inputs, packing = group.get("weights") or {}, group.get("input_activations"), group.get("format") or fallback
+    weights = keys_and_values(group.get("weights") or {}, f"{where}.weights")
+    inputs, packing = group.get("input_activations"), group.get("format") or fallback
     refuse_others(weights, _READ_OF_NUMBERS, f"{where}.weights")
     kind = (weights.get("type"), weights.get("num_bits"))
     if kind == ("float", 8) and packing in ("float-quantized", "naive-quantized"):
@@ -89,14 +96,13 @@ def _format_of(name: str, group: Mapping[str, Any], fallback: Any) -> WeightForm
 
 def _float8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Float8:
     if inputs is not None:
-        refuse_others(inputs, _READ_OF_NUMBERS, f"{where}.input_activations")
+        refuse_others(keys_and_values(inputs, f"{where}.input_activations"), _READ_OF_NUMBERS, f"{where}.input_activations")
         if (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
             raise UnsupportedError(f"{where}.input_activations: {shown(dict(inputs))} is not implemented (only float of 8 bits)")
     static, bits = inputs is not None and not inputs.get("dynamic"), 16 if inputs is None else 8
     strategy = weights.get("strategy")
     if strategy == "block":
-        outputs, along = weights["block_structure"]
-        return Float8("block", (int(outputs), int(along)), "weight_scale", static, bits)  # type: ignore[arg-type]
+        return Float8("block", block_size(weights, "block_structure", f"{where}.weights"), "weight_scale", static, bits)  # type: ignore[arg-type]
     if strategy in ("tensor", "channel"):
         return Float8(strategy, static=static, inputs=bits)  # type: ignore[arg-type]
     raise UnsupportedError(f"{where}.weights: strategy = {shown(strategy)} is not implemented for 8 bits (only tensor, channel, block)")
@@ -107,4 +113,5 @@ def _int4(where: str, weights: Mapping[str, Any]) -> PackedInt4:
         raise UnsupportedError(f"{where}.weights: actorder = {shown(weights['actorder'])} is not implemented (only weight)")
     if (strategy := weights.get("strategy")) not in ("group", "channel"):
         raise UnsupportedError(f"{where}.weights: strategy = {shown(strategy)} is not implemented for 4 bits (only group, channel)")
-    return PackedInt4(int(weights["group_size"]) if strategy == "group" else None, bool(weights.get("symmetric", True)))
+    group = group_size(weights, "group_size", f"{where}.weights") if strategy == "group" else None
+    return PackedInt4(group, bool(weights.get("symmetric", True)))

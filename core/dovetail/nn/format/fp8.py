@@ -12,7 +12,7 @@ from dovetail.errors import UnsupportedError
 from dovetail.nn.format.base import Quantization, WeightFormat
 from dovetail.nn.format.dense import DENSE
 from dovetail.nn.format.float8 import Float8
-from dovetail.nn.format.reading import names, refuse_others, within
+from dovetail.nn.format.reading import block_size, names, refuse_others, within
 
 _READ = {
     "quant_method",
@@ -44,14 +44,10 @@ class Fp8(Quantization):
         if (scheme := config.get("activation_scheme", "dynamic")) not in ("dynamic", "static"):
             raise UnsupportedError(f"quantization_config: activation_scheme = {shown(scheme)} is not implemented (only dynamic, static)")
         self._left_out = names(config, "modules_to_not_convert") + names(config, "ignored_layers")
-        block = config.get("weight_block_size")
-        if block is None:
+        if config.get("weight_block_size") is None:
             self.format = Float8("tensor", static=scheme == "static")
             return
-        outputs, inputs = (int(size) for size in block)
-        if outputs < 1 or inputs < 1:
-            raise UnsupportedError(f"quantization_config: weight_block_size = {shown(block)}: sizes must be at least 1")
-        self.format = Float8("block", (outputs, inputs), "weight_scale_inv", static=scheme == "static")
+        self.format = Float8("block", block_size(config, "weight_block_size"), "weight_scale_inv", static=scheme == "static")
 
     def of_module(self, name: str) -> WeightFormat:
         return DENSE if any(within(name, other) for other in self._left_out) else self.format

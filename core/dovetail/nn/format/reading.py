@@ -43,9 +43,24 @@ def matches(module: str, pattern: str) -> bool:
         raise ModelLoadError(f"quantization_config: {shown(pattern)} is no regular expression: {error}") from error
 
 
-def group_size(config: Mapping[str, Any], key: str) -> int | None:
+def group_size(config: Mapping[str, Any], key: str, where: str = "quantization_config") -> int | None:
     """Return how many inputs have a scale in common; None for all, which is written -1. Raises `ModelLoadError` for what can't be a size."""
     size = config.get(key)
     if type(size) is not int or (size < 1 and size != -1):
-        raise ModelLoadError(f"quantization_config: {key} must be a number of inputs, or -1 for all, got {shown(size)}")
+        raise ModelLoadError(f"{where}: {key} must be a number of inputs, or -1 for all, got {shown(size)}")
     return None if size == -1 else size
+
+
+def block_size(config: Mapping[str, Any], key: str, where: str = "quantization_config") -> tuple[int, int]:
+    """Return how many outputs and inputs a block of weights with one scale has. Raises `ModelLoadError` for what can't be sizes."""
+    sizes = config.get(key)
+    if not isinstance(sizes, list | tuple) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise ModelLoadError(f"{where}: {key} must be two numbers, of outputs and of inputs, got {shown(sizes)}")
+    return sizes[0], sizes[1]
+
+
+def keys_and_values(value: Any, where: str) -> Mapping[str, Any]:
+    """Return a value that is to be an object. Raises `ModelLoadError` if it is something else."""
+    if not isinstance(value, Mapping):
+        raise ModelLoadError(f"{where}: expected keys and values, got {shown(value)}")
+    return value
