@@ -13,10 +13,10 @@ from transformers import Qwen3Config
 from dovetail import LLM, SamplingParams
 from dovetail.api.executor import QuantizationRef
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
-from dovetail.nn.format import DENSE
+from dovetail.nn.format import DENSE, Quantization
 from dovetail.runtime.model_files import find_architecture, stored_as
-from dovetail.runtime.quantization import choose_quantization
-from tests.models.oracle import MODELS, context
+from dovetail.runtime.quantization import choose_quantization, place_weights
+from tests.models.oracle import CPU, MODELS, context
 from tests.models.test_quantized_checkpoints import QUANTIZATIONS, loaded
 
 SMALL = Path(__file__).parent / "quantized"
@@ -140,7 +140,7 @@ def test_what_is_not_implemented_is_refused_by_name(said: dict[str, Any], why: s
         ({"bits": 4}, "expected quant_method, the name of a way of storing weights, got None"),
         (DEEPSEEK_V3 | {"weight_block_size": [128]}, r"weight_block_size must be two numbers, of outputs and of inputs, got \[128\]"),
         (DEEPSEEK_V3 | {"weight_block_size": [0, 128]}, r"weight_block_size must be two numbers, of outputs and of inputs, got \[0, 128\]"),
-        (GPTQ | {"modules_in_block_to_quantize": 5}, "a value in it can't be used: TypeError"),
+        (GPTQ | {"modules_in_block_to_quantize": 5}, "a value in it can't be used by dovetail:gptq: TypeError"),
         (of_group(weights={**INT4, "group_size": 0}, format="pack-quantized"), r"config_groups.group_0.weights: group_size must be .* got 0"),
         (of_group(weights={**FLOAT8, "strategy": "block"}), "config_groups.group_0.weights: block_structure must be two numbers, .* got None"),
         (of_group(weights=[1]), r"config_groups.group_0.weights: expected keys and values, got \[1\]"),
@@ -171,6 +171,48 @@ def test_two_plugins_that_know_the_same_method_are_told_apart_by_their_names() -
     theirs = QuantizationRef("acme:awq", "awq", "dovetail.nn.format.awq:Awq", False)
     with pytest.raises(UnsupportedError, match="known to dovetail:awq and acme:awq; deny one of them"):
         choose(AWQ, installed=(*QUANTIZATIONS, theirs))
+
+
+class Faulty(Quantization):
+    """Somebody else's, which `fault` says how to break."""
+
+    fault = ""
+
+    def __init__(self, config: Any) -> None:
+        if self.fault == "init":
+            raise RuntimeError("boom")
+        super().__init__(config)
+
+    def of_module(self, name: str) -> Any:
+        if self.fault == "of_module":
+            raise RuntimeError("boom")
+        return None
+
+
+def made_nonsense(config: Any) -> int:
+    return 5
+
+
+@pytest.mark.parametrize(
+    ("target", "fault", "why"),
+    [
+        (f"{__name__}:Faulty", "init", "quantization acme:bits failed: RuntimeError: boom"),
+        (f"{__name__}:made_nonsense", "", "quantization acme:bits: expected a class of .*Quantization`, its target makes 5"),
+        ("nowhere.at_all:Bits", "", "quantization acme:bits failed: ModuleNotFoundError"),
+        (f"{__name__}:Faulty", "of_module", "q_proj, .*: Faulty failed: RuntimeError: boom"),
+        (f"{__name__}:Faulty", "", "q_proj, .*: Faulty: expected a .*WeightFormat`, got None"),
+    ],
+)
+@pytest.mark.parametrize("asked", [None, "bits"])
+def test_a_fault_of_somebody_elses_quantization_is_told_as_theirs(
+    monkeypatch: pytest.MonkeyPatch, target: str, fault: str, why: str, asked: str | None
+) -> None:
+    monkeypatch.setattr(Faulty, "fault", fault)
+    arch, config = find_architecture(SMALL / "qwen3-fp8", MODELS)
+    module = arch.build(config, context(weights_later=True))
+    said, installed = {"quant_method": "bits"} if asked is None else None, (QuantizationRef("acme:bits", "bits", target, True),)
+    with pytest.raises(UnsupportedError, match=why):
+        place_weights(module, choose(said, asked, installed), CPU)
 
 
 def test_a_config_that_is_no_object_is_named(tmp_path: Path) -> None:

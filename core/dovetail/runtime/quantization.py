@@ -10,8 +10,8 @@ import torch
 
 from dovetail.api.executor import QuantizationRef
 from dovetail.checks import shown
-from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
-from dovetail.nn.format import DENSE, Quantization
+from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError, describe
+from dovetail.nn.format import DENSE, Quantization, WeightFormat
 from dovetail.nn.linear import LinearLayer
 
 METHOD = "quant_method"
@@ -34,12 +34,9 @@ def choose_quantization(
     if asked not in (None, ref.method, ref.name):
         raise ConfigError(f"quantization: {shown(asked)} is asked for, and the checkpoint is {ref.method} already: leave the key out")
     try:
-        made: Quantization = ref.load()(said)
+        return _made(ref, said)
     except DovetailError as error:
         raise type(error)(f"{path}: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ModelLoadError(f"{path}: quantization_config: a value in it can't be used: {type(error).__name__}: {error}") from error
-    return made
 
 
 def _quantizing(asked: str, installed: Sequence[QuantizationRef]) -> Quantization:
@@ -47,7 +44,23 @@ def _quantizing(asked: str, installed: Sequence[QuantizationRef]) -> Quantizatio
     if not ref.quantizes:
         able = ", ".join(other.method for other in installed if other.quantizes)
         raise ConfigError(f"quantization: {shown(asked)}: the checkpoint's weights are plain; they can be quantized while they load to {able}")
-    made: Quantization = ref.load()(None)
+    return _made(ref, None)
+
+
+def _made(ref: QuantizationRef, said: Mapping[str, Any] | None) -> Quantization:
+    """Import a quantization and make it; it may be anybody's."""
+    try:
+        made = ref.load()(said)
+    except DovetailError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if said is None:
+            raise UnsupportedError(f"quantization {ref.name} failed: {describe(error)}") from error
+        raise ModelLoadError(f"quantization_config: a value in it can't be used by {ref.name}: {describe(error)}") from error
+    except Exception as error:
+        raise UnsupportedError(f"quantization {ref.name} failed: {describe(error)}") from error
+    if not isinstance(made, Quantization):
+        raise UnsupportedError(f"quantization {ref.name}: expected a class of `dovetail.nn.format.Quantization`, its target makes {shown(made)}")
     return made
 
 
@@ -60,6 +73,19 @@ def _named(name: str, installed: Sequence[QuantizationRef], error: type[Dovetail
     return fitting[0]
 
 
+def _format_of(quantization: Quantization, modules: Sequence[str]) -> WeightFormat:
+    """Return the format of a layer, as a quantization says, which may be anybody's. Raises `UnsupportedError` where it says none."""
+    try:
+        form = quantization.format_of(modules)
+    except DovetailError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(f"{type(quantization).__name__} failed: {describe(error)}") from error
+    if not isinstance(form, WeightFormat):
+        raise UnsupportedError(f"{type(quantization).__name__}: expected a `dovetail.nn.format.WeightFormat`, got {shown(form)}")
+    return form
+
+
 def place_weights(module: Any, quantization: Quantization, device: torch.device) -> None:
     """Give each linear layer of `module` (a `CausalLM` built with `weights_later`) its format, by the names that the model's rules have for it, and
     memory on `device`. Raises `UnsupportedError` if nothing of the model can be stored so, or something of it can't."""
@@ -70,7 +96,7 @@ def place_weights(module: Any, quantization: Quantization, device: torch.device)
     for layer in layers:
         modules = names.get(id(layer.weight), [])
         try:
-            layer.take_format(quantization.format_of(modules) if modules else DENSE, device)
+            layer.take_format(_format_of(quantization, modules) if modules else DENSE, device)
         except UnsupportedError as error:
             raise UnsupportedError(f"{', '.join(modules)}: {error}") from error
     if all(layer.format == DENSE for layer in layers):
