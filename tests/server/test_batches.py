@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import openai
@@ -17,8 +17,9 @@ from openai.types import Batch
 
 from dovetail_server.batches import worker
 from dovetail_server.batches.lines import BatchLine, answered_in, checked, requests_in
-from dovetail_server.batches.store import BatchStore
+from dovetail_server.batches.store import BatchStore, derived_file_id
 from dovetail_server.errors import HttpError
+from dovetail_server.protocol.batches import Batch as StoredBatch
 from dovetail_server.settings import ServerSettings
 from dovetail_server.testing import FakeEngine
 from tests.server.serving import PATIENCE_S, serving
@@ -290,6 +291,24 @@ async def test_a_batch_that_meets_a_fault_of_ours_has_failed_and_the_next_gets_i
         assert [error.message for error in (failed.errors and failed.errors.data) or []] == ["the server failed: RuntimeError: a fault at b"]
         assert (await ended(client, one.id)).status == "completed"
     assert f"{two.id} is given up" in caplog.text
+
+
+def test_what_a_killed_upload_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path, 1 << 20)
+    known = store.add_file("known.jsonl", lambda to: to.write(b"1"))
+    store.add_batch(batch := StoredBatch("batch_" + 32 * "0", CHAT, known.id, 0, 1, "in_progress"))
+    with store.appended(derived_file_id(batch.id, "output")) as answers:
+        answers.write(b"2")
+    (left := store.content("file-" + 32 * "a")).write_bytes(b"3")
+
+    def upload(to: IO[bytes]) -> None:
+        store.remove_abandoned()  # as another front end does while this one is written
+        to.write(b"4")
+
+    late = store.add_file("late.jsonl", upload)
+    assert not left.exists()
+    assert [store.content(one).read_bytes() for one in (known.id, derived_file_id(batch.id, "output"), late.id)] == [b"1", b"2", b"4"]
+    assert store.file(late.id).bytes == 1
 
 
 async def test_one_front_end_answers_and_the_folder_has_bounds(tmp_path: Path) -> None:

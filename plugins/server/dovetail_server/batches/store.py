@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Literal, TypeVar
+from typing import IO, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -28,6 +28,9 @@ from dovetail_server.protocol.batches import ENDED, Batch, FileObject
 
 T = TypeVar("T")
 
+AnswersKind = Literal["output", "error"]
+
+_ANSWERS: tuple[AnswersKind, ...] = get_args(AnswersKind)
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _LOCK = ".lock"
 
@@ -53,8 +56,12 @@ class BatchStore:
         with self._writing():
             try:
                 with open(self.content(file_id), "xb", opener=_private) as file:
+                    fcntl.flock(file, fcntl.LOCK_EX)  # until it is known: see `remove_abandoned`
+                    if not os.fstat(file.fileno()).st_nlink:  # which was quicker
+                        return self.add_file(name, copy)
                     copy(file)
-                return self.finish_file(file_id, name, "batch")
+                    file.flush()
+                    return self.finish_file(file_id, name, "batch")
             except BaseException:
                 self.content(file_id).unlink(missing_ok=True)
                 raise
@@ -100,6 +107,17 @@ class BatchStore:
             raise HttpError(409, f"{using} needs this file: cancel it first", code="file_in_use")
         self._path(file_id).unlink(missing_ok=True)
         self.content(file_id).unlink(missing_ok=True)
+
+    def remove_abandoned(self) -> None:
+        """Remove the content of uploads whose process was killed: of files that nobody knows, and nobody writes. For who has batches answered."""
+        answers = {derived_file_id(batch.id, kind) for batch in self.batches() for kind in _ANSWERS}
+        for content in self._directory.glob("file-*"):
+            if content.suffix or content.name in answers or self._path(content.name).exists():
+                continue
+            with suppress(OSError), content.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not self._path(content.name).exists():  # nor has it become known meanwhile
+                    content.unlink()
 
     def check_room(self) -> None:
         """Raise `HttpError` 507 if the files are as large together as they may be."""
@@ -196,7 +214,7 @@ class BatchStore:
             raise HttpError(507, f"the server can't store this: {error.strerror or error}", code="storage_full") from None
 
 
-def derived_file_id(batch_id: str, kind: Literal["output", "error"]) -> str:
+def derived_file_id(batch_id: str, kind: AnswersKind) -> str:
     """Return the id of a batch's file of answers, or of errors: the same whenever it is asked for."""
     return f"file-{hashlib.sha256(f'{batch_id} {kind}'.encode()).hexdigest()[:32]}"
 

@@ -44,6 +44,8 @@ class BatchWorker:
         """Work until cancelled, whenever no other front end does."""
         while True:
             with self._store.owned() as owned:
+                if owned:
+                    self._store.remove_abandoned()
                 while owned:
                     batch = self._oldest()
                     if batch is None:
