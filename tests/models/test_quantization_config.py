@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from dovetail import LLM, SamplingParams
@@ -258,6 +259,18 @@ def test_a_checkpoint_that_is_not_as_its_config_says_is_refused(
 ) -> None:
     with pytest.raises(error, match=why):
         loaded(copied(name, tmp_path, **change))
+
+
+@pytest.mark.parametrize(("name", "word", "why"), [("ct-w4a16", "weight_scale", "no finite number"), ("qwen3-fp8", "weight_scale_inv", "no finite")])
+def test_a_wrong_tensor_is_told_with_those_that_are_stored_with_it(tmp_path: Path, name: str, word: str, why: str) -> None:
+    directory = copied(name, tmp_path)
+    [path] = directory.glob("*.safetensors")
+    tensors = load_file(path)
+    next(tensor for key, tensor in tensors.items() if key.endswith(f".{word}")).fill_(float("inf"))
+    save_file(tensors, path)
+    with pytest.raises(ModelLoadError, match=rf"tensor model\.layers\.\d+\.\S+: (with \S*{word}\b.* of the same module: )?.*{why}") as caught:
+        loaded(directory)
+    assert word in str(caught.value)
 
 
 def test_two_ranks_write_what_a_quantized_checkpoint_writes_and_tell_its_format() -> None:

@@ -119,11 +119,17 @@ class StoredWeight(nn.Parameter):
             self.format.quantize(self, part, at, some.read(source, transform, self.device))
 
     def hold(self, name: str, shard_id: str | None, tensor: torch.Tensor) -> None:
-        """Keep a tensor of a part until the others are there that the checkpoint has, then have all stored."""
+        """Keep a tensor of a part until the others are there that the checkpoint has, then have all stored. Raises `ModelLoadError` where they
+        can't be."""
         waiting = self._waiting.setdefault(shard_id, {})
         waiting[name] = tensor
         if all(name in waiting for name, piece in self.tensors(shard_id) if shard_id in piece.expected):
-            self.format.store(self, self.parts[shard_id], {name: value.to(self.device) for name, value in self._waiting.pop(shard_id).items()})
+            tensors = {name: value.to(self.device) for name, value in self._waiting.pop(shard_id).items()}
+            try:
+                self.format.store(self, self.parts[shard_id], tensors)
+            except ModelLoadError as error:  # whichever of them is wrong, this one came last
+                others = ", ".join(other for other in tensors if other != name)
+                raise ModelLoadError(f"with {others} of the same module: {error}" if others else str(error)) from error
 
 
 class CheckpointTensor:
