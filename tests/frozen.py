@@ -1,5 +1,5 @@
-"""What tests have imported is a million things. `conftest.py` has the garbage collector leave them alone; `count_once` keeps them from being counted
-for each engine."""
+"""Tests import a million things. `conftest.py` has the garbage collector leave them alone; `count_once` keeps them from being counted for each
+engine."""
 
 from __future__ import annotations
 

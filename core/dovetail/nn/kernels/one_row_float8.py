@@ -15,7 +15,7 @@ weights likewise. Of the products of each slice of weights with each slice of in
 
 Weights become float16, which is exact. Inputs become float16 as well, multiplied by a power of two for each slice, with which the slice's largest
 is from 2**14 to 2**15: of a bfloat16 nothing is lost unless it is below 2**-31 of that one. A thread loads the 16 weights that its matrix unit
-takes from it, so nothing goes through shared memory. Twin: `Float8.dequantized` and a product.
+takes from it, so that neither weights nor inputs go through shared memory. Twin: `Float8.dequantized` and a product.
 """
 
 from __future__ import annotations
