@@ -84,7 +84,7 @@ def test_both_sides_are_told_why_a_host_is_refused(key: bytes, hello: dict[str, 
     with nothing_left(), reception(remote()) as (one, port):
         with pytest.raises(DovetailError, match=why):
             Wire(come(port), key, hello, accepting=False)
-        wait_until(one.refused, "the host is refused")
+        wait_until(lambda: one.refused() and caplog.messages, "the host is refused, and the log says so")
         assert one.waits_for() == [THERE]
         assert caplog.messages == [f"executor.hosts: {THERE} was refused: {one.refused()[0].removeprefix(f'{THERE}: ')}"]
 
