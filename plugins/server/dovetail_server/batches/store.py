@@ -112,7 +112,7 @@ class BatchStore:
         """Remove the content of uploads whose process was killed: of files that nobody knows, and nobody writes. For who has batches answered."""
         answers = {derived_file_id(batch.id, kind) for batch in self.batches() for kind in _ANSWERS}
         for content in self._directory.glob("file-*"):
-            if content.suffix or content.name in answers or self._path(content.name).exists():
+            if not _ID.fullmatch(content.name) or content.name in answers or self._path(content.name).exists():
                 continue
             with suppress(OSError), content.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
