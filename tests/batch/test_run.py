@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Mapping
@@ -41,6 +42,10 @@ class ThreadLink(EngineLink):
         self._received: queue.SimpleQueue[list[Row] | None] = queue.SimpleQueue()
         for thread in self._threads:
             thread.start()
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
 
     def _receive(self) -> None:
         try:
@@ -344,6 +349,17 @@ def test_a_job_runs_where_the_program_gives_all_sockets_a_time_limit(tmp_path: P
 def test_an_engine_that_cannot_start_is_told(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", toy_rows(2))
     assert "engine: " in run_job(write_job(tmp_path, engine=str(tmp_path / "no-model")), code=2)
+
+
+def test_an_engine_whose_process_is_stopped_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class StoppedLink(EngineLink):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            os.kill(self.pid, signal.SIGSTOP)
+
+    monkeypatch.setattr(runner, "EngineLink", StoppedLink)
+    write_rows(tmp_path / "rows.jsonl", toy_rows(2))
+    assert "engine 0 has failed: it had been stopped (SIGSTOP) for 5 s" in run_job(write_job(tmp_path), code=1)
 
 
 @pytest.mark.slow

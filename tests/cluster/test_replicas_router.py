@@ -181,7 +181,7 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(worker: str, monkey
 def test_up_serves_status_tells_a_killed_replica_is_replaced_and_nothing_outlives_a_killed_cluster(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     file = tmp_path / "cluster.yaml"
-    file.write_text(json.dumps({"engine": "demo", "name": "live", "replicas": 1, "router": {"port": free_port()}}))
+    file.write_text(json.dumps({"engine": "demo", "name": "live", "replicas": 1, "unhealthy_after_s": 4, "router": {"port": free_port()}}))
 
     def command(*words: str) -> list[str]:
         return [sys.executable, "-m", "dovetail", "cluster", *words]
@@ -201,6 +201,10 @@ def test_up_serves_status_tells_a_killed_replica_is_replaced_and_nothing_outlive
         body = {"model": "demo", "prompt": "ROMEO:", "max_tokens": 2}
         assert ask(f"{found['router']['url']}/v1/completions", method="POST", body=body, timeout_s=60)[0] == 200
         first = found["replicas"][0]["pid"]
+        up.send_signal(signal.SIGSTOP)
+        time.sleep(8)  # after a suspension, nobody is blamed for the answers that weren't read
+        up.send_signal(signal.SIGCONT)
+        assert until(serving)["deaths"] == 0
         os.kill(first, signal.SIGKILL)
         again = until(lambda: (now := serving()) and now["replicas"][0]["pid"] != first and now)
         assert again["deaths"] == 1

@@ -133,6 +133,18 @@ def test_a_template_that_was_stopped_leaves_the_next_one_unharmed() -> None:
     renderer.close()
 
 
+def test_a_process_that_is_stopped_is_replaced() -> None:
+    renderer = TemplateRenderer(Limits(max_template_s=0.25))
+    assert renderer.render(HELLO, {"name": "you"}) == "Hello you!"
+    [process] = processes_of(renderer)
+    process.send_signal(signal.SIGSTOP)
+    with pytest.raises(RequestError, match=r"limits.max_template_s"):
+        renderer.render(HELLO, {"name": "you"})
+    assert renderer.render(HELLO, {"name": "you"}) == "Hello you!"
+    assert processes_of(renderer) != [process]
+    renderer.close()
+
+
 def test_many_threads_each_get_their_own_text(renderer: TemplateRenderer, hurried: TemplateRenderer) -> None:
     """While others give templates that never end."""
     never = ChatTemplate(loops(3), given=True)

@@ -93,6 +93,14 @@ def test_a_rank_that_hangs_is_named_once_its_step_is_too_slow() -> None:
         )
 
 
+def test_a_rank_that_is_stopped_is_named_long_before_its_step_is_too_slow() -> None:
+    with nothing_left(), engine(2) as one:
+        [pid] = processes_of_ranks()
+        os.kill(pid, signal.SIGSTOP)
+        generate(one, PROMPTS)
+        assert str(one.core.dead) == f"executor tensor: rank 1 (cpu), process {pid}, had been stopped (SIGSTOP) for 5 s"
+
+
 @pytest.mark.slow
 def test_of_several_ranks_the_one_is_named_that_died_first() -> None:
     with nothing_left(), engine(4) as one:

@@ -201,16 +201,82 @@ def test_a_step_that_hangs_ends_the_server_and_everybody_is_told(start: Callable
     until(lambda: not server.left(pids), "nothing is left")
 
 
-def test_an_engine_that_says_nothing_any_more_ends_the_server(start: Callable[..., Server]) -> None:
-    server = start("--step-timeout", "1", toy={"step_s": 0.05})
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--step-timeout", "1"), "it had sent no heartbeat for 1 s (--step-timeout)"),  # as with code that never lets another thread run
+        ((), "it had been stopped (SIGSTOP) for 5 s"),
+    ],
+)
+def test_an_engine_that_says_nothing_any_more_ends_the_server(start: Callable[..., Server], options: tuple[str, ...], said: str) -> None:
+    server = start(*options, toy={"step_s": 0.05})
     pids = server.children()
-    [stream] = begin(server, 1)
-    os.kill(server.children("engine_process")[0], signal.SIGSTOP)  # as code does that never lets another thread run
+    [stream] = begin(server, 1, max_tokens=8000)
+    os.kill(server.children("engine_process")[0], signal.SIGSTOP)
     until(lambda: server.get("/health")[0] == 503, "it isn't healthy")
     assert stream.over.wait(PATIENCE_S)
-    assert "--step-timeout" in stream.events[-1]
+    assert said in stream.events[-1]
     assert server.end() == 1
     until(lambda: not server.left(pids), "nothing is left")
+
+
+def test_a_front_end_that_is_stopped_is_replaced_and_takes_no_waiting_request_with_it(start: Callable[..., Server]) -> None:
+    server = start("--front-ends", "2")
+    stopped = server.children("front_end")[0]
+    os.kill(stopped, signal.SIGSTOP)
+    waiting = [server.complete(prompt="ROMEO:", max_tokens=3) for _ in range(12)]
+    for stream in waiting:
+        assert stream.over.wait(PATIENCE_S)
+        assert stream.events[-1] == "[DONE]"
+    until(lambda: len(server.children("front_end")) == 2 and stopped not in server.children(), "there is another")
+    assert "it had been stopped (SIGSTOP) for 5 s; it is started again" in server.told()
+
+
+HANGS_AT_A_SIGNAL = """
+import signal, sys, time
+if any("front_end" in word for word in sys.orig_argv):
+    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))
+"""
+
+
+@pytest.mark.slow
+def test_a_front_end_whose_event_loop_hangs_is_replaced(start: Callable[..., Server], directory: Path) -> None:
+    (directory / "toy").mkdir()
+    installed_in(directory / "toy")
+    (directory / "toy" / "sitecustomize.py").write_text(HANGS_AT_A_SIGNAL)
+    server = start(toy={"step_s": 0.01})
+    [hung] = server.children("front_end")
+    os.kill(hung, signal.SIGUSR1)
+    until(lambda: server.children("front_end") and hung not in server.children(), "there is another")
+    assert "it had sent no heartbeat for 10 s; it is started again" in server.told()
+    assert until(lambda: _status(server), "it serves") == 200
+
+
+def test_while_the_supervisor_hangs_the_server_is_not_healthy(start: Callable[..., Server]) -> None:
+    server = start()
+    server.process.send_signal(signal.SIGSTOP)
+    status, told = until(lambda: (answer := server.get("/health"))[0] != 200 and answer, "it isn't healthy")
+    assert (status, told["error"]["code"]) == (503, "supervisor_hangs")
+    assert server.get("/ready")[0] == 503
+    server.process.send_signal(signal.SIGCONT)
+    until(lambda: server.get("/health")[0] == 200, "it is healthy again")
+
+
+@pytest.mark.slow
+def test_a_server_that_is_suspended_as_a_whole_goes_on_where_it_was(start: Callable[..., Server]) -> None:
+    server = start("--front-ends", "2", "--step-timeout", "2", toy={"step_s": 0.05})
+    pids = server.children()
+    streams = begin(server, 4, max_tokens=100)
+    for pid in [server.process.pid, *pids]:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(12)  # longer than anybody may be silent
+    for pid in [server.process.pid, *pids]:
+        os.kill(pid, signal.SIGCONT)
+    for stream in streams:
+        assert stream.over.wait(PATIENCE_S)
+        assert stream.events[-1] == "[DONE]"
+    assert server.get("/health")[0] == 200
+    assert set(server.children()) == set(pids)
 
 
 class Scraper:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -27,6 +26,8 @@ from dovetail.limits import Limits
 
 _WORKER = Path(__file__).with_name("chat_worker.py")
 _ENVIRONMENT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TZ")  # what Python and the time of day need; no secrets
+_STARTS_S = 60.0  # how long a process may take to start
+_OVERTIME_S = 5.0  # a process that hasn't ended itself for so long after its time was up is stopped, and killed
 _OWN_PROCESSES, _GIVEN_PROCESSES = 4, 2  # at most, for models' own templates and for those that came with requests
 
 
@@ -179,7 +180,7 @@ class _Process:
         except OSError as error:
             raise DovetailError(f"the process that renders chat templates doesn't start: {command[0]}: {error.strerror}") from None
         self.end = weakref.finalize(self, _end, self._process, os.getpid())
-        if self.ask(b"null"):
+        if self.ask(b"null", _STARTS_S):
             raise DovetailError(f"the process that renders chat templates doesn't start: {' '.join(command[:4])}")
 
     @property
@@ -187,15 +188,21 @@ class _Process:
         """False once it has ended, of itself or by `end`."""
         return self.end.alive and self._process.poll() is None
 
-    def ask(self, request: bytes, seconds: float = math.inf) -> list[dict[str, Any]] | str:
+    def ask(self, request: bytes, seconds: float) -> list[dict[str, Any]] | str:
         """Its answers; or why there are none, and the process is no more: "memory", "time" if it ended after so many seconds, else "ended"."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         begun = time.monotonic()
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(request + b"\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        overdue = threading.Timer(seconds + _OVERTIME_S, self._process.kill)
+        overdue.daemon = True
+        overdue.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(request + b"\n")
+                self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        finally:
+            overdue.cancel()
         if line.endswith(b"]\n"):
             answers: list[dict[str, Any]] = json.loads(line)
             return answers

@@ -42,6 +42,11 @@ class EngineLink:
         self._window = 0  # the most rows that it may have; 0 until it is ready
         self.rows = 0  # that it has
         self._ended_in_order = False
+        self._given_up: str | None = None  # why it was killed
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def room(self) -> int:
@@ -69,20 +74,30 @@ class EngineLink:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(ENDS_S)
             code = self._process.returncode
-            if code is None:
+            if self._given_up is not None:
+                why = self._given_up
+            elif code is None:
                 why = "it says nothing more"
             else:
                 why = f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
         return BatchEngineFailed(f"engine {self._place} has failed: {why}; {GO_ON}")
+
+    def give_up(self, why: str) -> None:
+        """Kill a process that hangs; `ended` tells why. Any thread may call it."""
+        self._given_up = why
+        self._kill()
 
     def close(self) -> None:
         """End the process at once, with all that it has started. Twice is as good as once."""
         self.connection.close()
         if self._ended_in_order:
             return  # its id may be another's by now
+        self._kill()
+        self._process.wait()
+
+    def _kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
     def _send(self, message: Any) -> None:
         try:

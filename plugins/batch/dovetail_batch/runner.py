@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from multiprocessing.connection import wait
 
 from dovetail.errors import ConfigError
+from dovetail.process_watch import STOPPED_S, ProcessWatch
 from dovetail_batch.answers import Answer
 from dovetail_batch.engine_link import EngineLink
 from dovetail_batch.job import Plan
@@ -15,6 +17,7 @@ from dovetail_batch.open_job import OpenJob, Summary, job_folder
 from dovetail_batch.rows import Row
 
 ROWS_AT_ONCE = 64  # in one message to an engine's process
+WATCH_S = 0.25
 
 
 def run(plan: Plan, *, anew: bool = False) -> Summary:
@@ -30,7 +33,30 @@ def run(plan: Plan, *, anew: bool = False) -> Summary:
             link = EngineLink(place, engine, gpus)
             stack.callback(link.close)
             links.append(link)
+        stack.enter_context(_stopped_ones_killed(links))
         return _Run(stack.enter_context(folder.open()), links).run()
+
+
+@contextmanager
+def _stopped_ones_killed(links: Sequence[EngineLink]) -> Iterator[None]:
+    """Meanwhile kill engines' processes that are stopped: in a thread, since sending one its rows may block."""
+    over = threading.Event()
+
+    def watch() -> None:
+        clock = ProcessWatch()
+        while not over.wait(WATCH_S):
+            clock.turn()
+            for link in links:
+                if clock.is_stopped(link.pid):
+                    link.give_up(f"it had been stopped (SIGSTOP) for {STOPPED_S:g} s")
+
+    thread = threading.Thread(target=watch, name="dovetail-batch-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 class _Run:

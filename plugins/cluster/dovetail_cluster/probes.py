@@ -20,7 +20,7 @@ class Vitals:
     """The last that a replica said of itself."""
 
     ready: bool = False  # it takes requests
-    healthy_at: float = 0.0  # when it last said that it is well, on the monotonic clock
+    healthy_at: float = 0.0  # when it last said that it is well, on the controller's clock
     waiting: int = 0  # requests that hold no blocks yet
     running: int = 0
 
@@ -38,8 +38,8 @@ class Prober(Protocol):
 class Probes:
     """Asks replicas over HTTP."""
 
-    def __init__(self, key: str | None = None, every_s: float = 0.5) -> None:
-        self._key, self._every_s = key, every_s
+    def __init__(self, key: str | None = None, every_s: float = 0.5, clock: Callable[[], float] = time.monotonic) -> None:
+        self._key, self._every_s, self._clock = key, every_s, clock
         self._vitals: dict[str, Vitals | None] = {}
 
     def vitals(self, url: str) -> Vitals | None:
@@ -54,7 +54,7 @@ class Probes:
     def _watch(self, url: str) -> None:
         last = Vitals()
         while url in self._vitals:
-            last = probe(url, self._key, last)
+            last = probe(url, self._key, last, self._clock)
             if url in self._vitals:
                 self._vitals[url] = last
             time.sleep(self._every_s)

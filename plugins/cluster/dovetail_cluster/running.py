@@ -13,6 +13,7 @@ import typer
 
 from dovetail.cli.streams import OutputError, discard
 from dovetail.errors import DovetailError
+from dovetail.process_watch import ProcessWatch
 from dovetail_cluster.control import ControlSocket
 from dovetail_cluster.controller import Controller, Status
 from dovetail_cluster.here_places import HerePlace
@@ -41,7 +42,9 @@ def run_cluster(settings: ClusterSettings) -> int:
         own = secrets.token_urlsafe(32) if clients else None  # or the router would let in those without a key, by its own
         router = SmgRouter(settings, clients, own)
         place = _place(settings, (*clients, own) if own else ())
-        return _hold(Controller(settings, place, router, Probes(own), say=_say), router, control, signals)
+        clock = ProcessWatch()
+        controller = Controller(settings, place, router, Probes(own, clock=lambda: clock.now), clock=clock.turn, say=_say)
+        return _hold(controller, router, control, signals)
     finally:
         if place is not None:
             place.close()

@@ -56,17 +56,17 @@ class SmgRouter:
     def look(self) -> Mapping[str, Listed] | None:
         if not self._is_running():
             return None
-        self._kill_if_hung()
         status, text = ask(f"{self._base}/workers", key=self._admin_key)
-        if status != 200:
-            return None
         try:
-            workers = json.loads(text)["workers"]
-            self._ids = {worker["url"]: worker["id"] for worker in workers}
-            self._answered, self._has_answered = time.monotonic(), True
-            return {worker["url"]: _listed(worker["status"]) for worker in workers}
+            if status == 200:
+                workers = json.loads(text)["workers"]
+                self._ids = {worker["url"]: worker["id"] for worker in workers}
+                self._answered, self._has_answered = time.monotonic(), True
+                return {worker["url"]: _listed(worker["status"]) for worker in workers}
         except (ValueError, KeyError, TypeError):  # another program listens there, or another version of this one
-            return None
+            pass
+        self._kill_if_hung()  # after it was asked: this process may have been suspended since the last time
+        return None
 
     def add(self, url: str) -> None:
         body = {"url": url} | ({"api_key": self._replica_key} if self._replica_key else {})

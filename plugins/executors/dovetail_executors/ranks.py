@@ -19,10 +19,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from dovetail.errors import DovetailError
+from dovetail.process_watch import STOPPED, STOPPED_S, TRACED, ProcessWatch, process_state
 from dovetail_executors.messages import LENGTH, send, split
 
 TICK_S = 0.2  # a dead process is noticed within this time, even if something keeps its pipes open
@@ -82,6 +82,7 @@ class Ranks:
         self._stopping = False
         self._unspawned: BaseException | None = None
         self._over = False  # the thread is through with its work
+        self._clock = ProcessWatch()
         self._limit: tuple[float, Callable[[], str]] | None = None
         self._broken_off: DovetailError | None = None
         self.failure: DovetailError | None = None
@@ -98,7 +99,7 @@ class Ranks:
     def limit(self, seconds: float | None, late: Callable[[], str] = lambda: "") -> None:
         """From now on, until the next call, all must be well within so many seconds; else the ranks are killed, for the reason that `late`
         returns."""
-        self._limit = None if seconds is None else (time.monotonic() + seconds, late)
+        self._limit = None if seconds is None else (self._clock.now + seconds, late)
 
     def tell(self, **message: Any) -> None:
         """Send a message to every rank. One that is dead is reported by `check`."""
@@ -121,7 +122,7 @@ class Ranks:
     def named(self, index: int) -> str:
         """Return the name of a rank for people, with what its process does if that is a sign: `index` 0 is rank 1."""
         child = self._children[index]
-        return child.named + (", which is stopped" if _state(child.process.pid) in ("T", "t") else "")
+        return child.named + (", which is stopped" if process_state(child.process.pid) in (STOPPED, TRACED) else "")
 
     def check(self) -> None:
         """Raise `DovetailError` if a rank is dead or was too slow."""
@@ -213,7 +214,9 @@ class Ranks:
 
     def _watch(self) -> None:
         """Wait for something to happen, but no longer than a tick, and deal with it."""
-        for key, _ in self._selector.select(TICK_S):
+        readable = self._selector.select(TICK_S)
+        self._clock.turn()
+        for key, _ in readable:
             if key.data is not None:
                 self._read(key)
             else:
@@ -226,7 +229,9 @@ class Ranks:
         dead = [child for child in self._children if child.process.poll() is not None]
         if dead:
             self._fail(self._error(self._culprit(dead).how_it_ended()))
-        elif self._limit is not None and time.monotonic() > self._limit[0]:
+        elif stopped := [child for child in self._children if self._clock.is_stopped(child.process.pid)]:
+            self._fail(self._error(f"{stopped[0].named}, had been stopped (SIGSTOP) for {STOPPED_S:g} s"))
+        elif self._limit is not None and self._clock.now > self._limit[0]:
             self._fail(self._error(self._limit[1]()))
 
     def _read(self, key: selectors.SelectorKey) -> None:
@@ -292,11 +297,3 @@ class Ranks:
                 child.process.wait()
             assert child.process.stdout is not None
             child.process.stdout.close()
-
-
-def _state(pid: int) -> str:
-    """Return the letter that /proc has for what a process does: R, S, D, T, Z."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "?"

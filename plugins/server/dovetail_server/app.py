@@ -56,7 +56,7 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
     batches = BatchStore(Path(settings.batch_directory), settings.max_stored_bytes) if settings.batch_directory is not None else None
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_exception}, lifespan=_lifespan)
     app.state.server = Server(engine, settings, Admission(engine, settings), AnswerParsing(engine, settings), metrics, models, tracing, batches)
-    app.state.draining = False
+    app.state.draining = app.state.is_unsupervised = False
     return app
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+BEAT_S = 0.25  # between heartbeats, in either direction
+
 Message = dict[str, Any]
 
 

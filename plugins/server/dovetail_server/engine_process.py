@@ -12,13 +12,11 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from dovetail_server.channel import Channel, Message, channel_of_process, end_orphaned, heed
+from dovetail_server.channel import BEAT_S, Channel, Message, channel_of_process, end_orphaned, heed
 
 if TYPE_CHECKING:
-    from dovetail_server.host import EngineHost
+    from dovetail_server.host import EngineHost, StepWatch
     from dovetail_server.links import ZmqPost
-
-BEAT_S = 0.25
 
 
 def main() -> int:
@@ -33,7 +31,7 @@ def main() -> int:
     from dovetail.errors import DovetailError, EngineDeadError
     from dovetail.front.assembly import assemble
     from dovetail.front.facts import ranks_in_words
-    from dovetail_server.host import EngineHost
+    from dovetail_server.host import EngineHost, StepWatch
     from dovetail_server.links import ZmqPost
 
     try:
@@ -47,7 +45,7 @@ def main() -> int:
     host = EngineHost(assembly, post)
 
     channel.send(ready=True, ranks=ranks_in_words(assembly.capacity))
-    for target in (partial(_beat, channel, host), partial(_obey, orders, host, post)):
+    for target in (partial(_beat, channel, StepWatch(host)), partial(_obey, orders, host, post)):
         threading.Thread(target=target, daemon=True).start()
     try:
         host.run()
@@ -69,9 +67,9 @@ def _obey(orders: queue.SimpleQueue[Message], host: EngineHost, post: ZmqPost) -
             post.wake()
 
 
-def _beat(channel: Channel, host: EngineHost) -> None:
+def _beat(channel: Channel, steps: StepWatch) -> None:
     while True:
-        channel.send(busy_s=host.busy_s())
+        channel.send(busy_s=steps.busy_s())
         time.sleep(BEAT_S)
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import uvicorn
 
 from dovetail.errors import ConfigError, DovetailError
+from dovetail.process_watch import ProcessWatch
 from dovetail_server.app import create_app
-from dovetail_server.channel import Message, channel_of_process, end_orphaned
+from dovetail_server.channel import BEAT_S, Message, channel_of_process, end_orphaned
 from dovetail_server.links import Line, ZmqLine
 from dovetail_server.remote import RemoteEngine
 from dovetail_server.settings import ServerSettings
@@ -26,6 +27,7 @@ from dovetail_server.wire import DirectProtocol
 
 LAST_ANSWERS_S = 3  # how long connections may take to end once there are no more requests
 FAILED_S = 1.0  # how long a server whose engine has died still says so
+SUPERVISOR_SILENT_S = 5.0  # without a heartbeat of the supervisor, /health says that it hangs
 
 
 class _Server(uvicorn.Server):
@@ -92,6 +94,11 @@ class FrontEnd:
             self._ending.cancel()
             self._ending = None
         self._end_by(asyncio.sleep(FAILED_S))
+
+    def note_supervisor(self, *, hangs: bool) -> None:
+        """Have /health tell whether the supervisor hangs: then nobody notices if the engine dies."""
+        if self._app is not None:
+            self._app.state.is_unsupervised = hangs
 
     def _end_by(self, way: Any) -> None:
         async def end() -> None:
@@ -170,17 +177,28 @@ def main() -> int:
 
         front_end = FrontEnd(line, start["name"], settings, sock, ready, place=start["place"])
         channel.socket.setblocking(False)
+        loop, clock = asyncio.get_running_loop(), ProcessWatch()
+        heard = clock.now
 
         def obey() -> None:
+            nonlocal heard
             messages = channel.receive()
             if messages is None:
                 gone()
+            heard = clock.now
             for message in messages or ():
                 _obey(front_end, message)
 
+        def beat() -> None:
+            """Prove to the supervisor that this loop turns."""
+            front_end.note_supervisor(hangs=clock.turn() - heard > SUPERVISOR_SILENT_S)
+            channel.send(beat=True)
+            loop.call_later(BEAT_S, beat)
+
         for message in early:
             _obey(front_end, message)
-        asyncio.get_running_loop().add_reader(channel.socket, obey)
+        loop.add_reader(channel.socket, obey)
+        beat()
         await front_end.run()
 
     try:

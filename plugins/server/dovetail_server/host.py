@@ -19,6 +19,7 @@ from dovetail.front import bounds
 from dovetail.front.assembly import Assembly
 from dovetail.front.generation_defaults import resolve_sampling
 from dovetail.front.intake import make_samples
+from dovetail.process_watch import ProcessWatch
 from dovetail_server.decisions import DecisionWatch
 from dovetail_server.engine import Load
 from dovetail_server.frames import (
@@ -90,7 +91,7 @@ class _Columns:
 
 
 class EngineHost:
-    """`run` is called once, in the thread whose engine it is from then on; other threads may call `stop` and `busy_s`."""
+    """`run` is called once, in the thread whose engine it is from then on; other threads may call `stop` and `busy_s`, and read `busy_since`."""
 
     def __init__(self, assembly: Assembly, post: Post) -> None:
         self._assembly = assembly
@@ -137,8 +138,13 @@ class EngineHost:
         """Have `run` return, once the step under way is done. Whoever calls it ends the post's wait, too."""
         self._stopping = True
 
+    @property
+    def busy_since(self) -> float | None:
+        """The time at which the present step began to compute, seconds of `time.monotonic`; None between steps and while a step waits for arrivals."""
+        return self._busy_since
+
     def busy_s(self) -> float:
-        """Return for how many seconds the present step has computed; 0 between steps. Steps that wait for an arrival don't count."""
+        """Return for how many seconds the present step has computed; 0 between steps."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -363,3 +369,19 @@ class EngineHost:
 
     def _lost(self) -> list[_FrontEnd]:
         return [front_end for front_end in self._front_ends.values() if front_end.lost_below]
+
+
+class StepWatch:
+    """Measures how long the present step of a host computes, without the time that the process was suspended."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self._host, self._clock = host, ProcessWatch()
+        self._step: float | None = None  # when it began, as the host says
+        self._since = 0.0  # the same on the watch's clock
+
+    def busy_s(self) -> float:
+        """Return the seconds, 0 between steps. To be called several times a second, by one thread."""
+        now, step = self._clock.turn(), self._host.busy_since
+        if step != self._step:
+            self._step, self._since = step, now
+        return 0.0 if step is None else now - self._since

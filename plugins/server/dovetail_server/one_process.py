@@ -13,7 +13,7 @@ from dovetail.errors import DovetailError, EngineDeadError, describe
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.facts import ranks_in_words
 from dovetail_server.front_end import FrontEnd, log_to_stderr, new_event_loop
-from dovetail_server.host import EngineHost
+from dovetail_server.host import EngineHost, StepWatch
 from dovetail_server.links import ThreadLine, ThreadPost
 from dovetail_server.settings import ServerSettings
 from dovetail_server.sockets import allow_open_files, bind
@@ -73,9 +73,10 @@ def serve_in_one_process(source: str, overrides: list[str], settings: ServerSett
             front_end.drain(settings.drain_timeout_s)
 
         async def watch() -> None:
+            steps = StepWatch(thread.host)
             while True:
                 await asyncio.sleep(0.25)
-                if thread.host.busy_s() > settings.step_timeout_s:
+                if steps.busy_s() > settings.step_timeout_s:
                     fail(f"a step took longer than {settings.step_timeout_s:g} s (--step-timeout)")
 
         def fail_soon(reason: str) -> None:

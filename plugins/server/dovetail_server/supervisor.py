@@ -21,7 +21,8 @@ from enum import Enum
 from typing import Any
 
 from dovetail.errors import DovetailError, EngineDeadError
-from dovetail_server.channel import Channel, Message
+from dovetail.process_watch import STOPPED_S, TRACED, ProcessWatch, process_state
+from dovetail_server.channel import BEAT_S, Channel, Message
 from dovetail_server.settings import ServerSettings
 from dovetail_server.sockets import bind
 
@@ -31,6 +32,7 @@ ENGINE_STOPS_S = 10.0  # how long the engine may take to stop, once it is told t
 FRONT_ENDS_END_S = 6.0  # how long front ends may take to tell their clients that the engine is dead, or, once drained, to end
 QUICK_DEATH_S = 30.0  # front ends that die sooner than this after their start, so many in a row, aren't started again
 QUICK_DEATHS = 3
+FRONT_END_SILENT_S = 10.0  # without a heartbeat, which its event loop sends, a front end counts as hung: longer than any call in that loop takes
 
 
 class State(Enum):
@@ -56,8 +58,8 @@ class Child:
     ranks: str = ""  # what an engine with several says of them
     started: float = field(default_factory=time.monotonic)
     refused: str | None = None  # why it couldn't start
-    dead: str | None = None  # why the engine says it died
-    heard: float = field(default_factory=time.monotonic)
+    dead: str | None = None  # why it died, as the engine says, or why it was killed
+    heard: float = 0.0  # on the clock of the watch
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
     def how_it_ended(self) -> str:
@@ -80,6 +82,8 @@ class Supervisor:
         self._source, self._overrides, self._settings = source, overrides, settings
         self._state = State.STARTING
         self._selector = selectors.DefaultSelector()
+        self._clock = ProcessWatch()
+        self._next_beat = 0.0  # on that clock
         self._engine: Child | None = None
         self._front_ends: dict[int, Child] = {}  # by place
         self._generation = 0
@@ -152,7 +156,11 @@ class Supervisor:
 
     def _watch(self) -> int:
         while True:
-            for key, _ in self._selector.select(TICK_S):
+            readable = self._selector.select(TICK_S)
+            if (now := self._clock.turn()) >= self._next_beat:
+                self._next_beat = now + BEAT_S
+                self._tell_front_ends(beat=True)
+            for key, _ in readable:
                 self._read(key)
             if (code := self._heed_signals()) is not None:
                 return code
@@ -193,15 +201,15 @@ class Supervisor:
         child.last_lines.extend(data.decode(errors="replace").splitlines())
 
     def _note(self, child: Child, message: Message) -> None:
-        child.heard = time.monotonic()
+        child.heard = self._clock.now
         if "ready" in message:
             child.ready, child.ranks = True, message.get("ranks", "")
         elif "refused" in message:
             child.refused = message["refused"]
         elif "dead" in message:
             child.dead = message["dead"]
-        elif message.get("busy_s", 0) > self._settings.step_timeout_s:
-            self._give_up(child)
+        elif message.get("busy_s", 0) > (limit := self._settings.step_timeout_s):
+            _give_up(child, f"a step took longer than {limit:g} s (--step-timeout)")
 
     def _heed_signals(self) -> int | None:
         """Return the exit code if a signal ends everything at once."""
@@ -211,16 +219,14 @@ class Supervisor:
                 return 128 + number
             self._state = State.DRAINING
             seconds = self._settings.drain_timeout_s
-            self._deadline = time.monotonic() + seconds + FRONT_ENDS_END_S
+            self._deadline = self._clock.now + seconds + FRONT_ENDS_END_S
             self._tell_front_ends(drain_s=seconds)
         return None
 
     def _check_engine(self) -> None:
         """Raises `DovetailError` if it couldn't start."""
         engine = self._the_engine()
-        if engine.process.poll() is None:
-            if engine.ready and time.monotonic() - engine.heard > self._settings.step_timeout_s:
-                self._give_up(engine)
+        if self._lives(engine, self._settings.step_timeout_s, " (--step-timeout)"):
             return
         self._drain_pipes(engine)
         if engine.refused is not None:
@@ -234,11 +240,17 @@ class Supervisor:
             raise DovetailError("the engine's process wasn't started")
         return self._engine
 
-    def _give_up(self, engine: Child) -> None:
-        """Kill an engine whose step takes too long."""
-        engine.dead = f"a step took longer than {self._settings.step_timeout_s:g} s (--step-timeout)"
-        _kill(engine)
-        engine.process.wait()
+    def _lives(self, child: Child, silence_s: float, option: str = "") -> bool:
+        """Return False if a process has ended. Kill it if it is stopped, or has sent nothing for `silence_s` since it was ready."""
+        if child.process.poll() is not None:
+            return False
+        if process_state(child.process.pid) == TRACED:
+            child.heard = self._clock.now  # a debugger may hold it for as long as it likes
+        elif self._clock.is_stopped(child.process.pid):
+            _give_up(child, f"it had been stopped (SIGSTOP) for {STOPPED_S:g} s")
+        elif child.ready and self._clock.now - child.heard > silence_s:
+            _give_up(child, f"it had sent no heartbeat for {silence_s:g} s{option}")
+        return child.process.returncode is None
 
     def _drain_pipes(self, child: Child) -> None:
         """Read all that a process that has ended still said."""
@@ -251,12 +263,12 @@ class Supervisor:
         self._failure = reason
         if self._state is State.STARTING:
             raise ServeFailed(reason)
-        self._state, self._deadline = State.FAILING, time.monotonic() + FRONT_ENDS_END_S
+        self._state, self._deadline = State.FAILING, self._clock.now + FRONT_ENDS_END_S
         self._tell_front_ends(failed=reason)
 
     def _check_front_ends(self) -> None:
         for place, child in list(self._front_ends.items()):
-            if child.process.poll() is None:
+            if self._lives(child, FRONT_END_SILENT_S):
                 continue
             self._drain_pipes(child)
             del self._front_ends[place]
@@ -278,13 +290,13 @@ class Supervisor:
 
     def _go_on(self) -> int | None:
         """Go to the next state, if it is time for it, or return the exit code. Raises `ServeFailed`."""
-        late = self._deadline is not None and time.monotonic() > self._deadline
+        late = self._deadline is not None and self._clock.now > self._deadline
         engine = self._the_engine()
         if self._state is State.STARTING and engine.ready and all(child.ready for child in self._front_ends.values()):
             self._state = State.SERVING
             print(f"dovetail serves {self._source}{engine.ranks} at {self._url}", flush=True)
         elif self._state is State.DRAINING and (late or not self._front_ends):
-            self._state, self._deadline = State.STOPPING, time.monotonic() + ENGINE_STOPS_S
+            self._state, self._deadline = State.STOPPING, self._clock.now + ENGINE_STOPS_S
             engine.channel.send(stop=True)
         elif self._state is State.STOPPING and (late or engine.process.poll() is not None):
             return 0
@@ -322,6 +334,13 @@ class Supervisor:
                 os.unlink(self._settings.uds)
         shutil.rmtree(self._directory, ignore_errors=True)
         self._selector.close()
+
+
+def _give_up(child: Child, why: str) -> None:
+    """Kill a process that hangs."""
+    child.dead = why
+    _kill(child)
+    child.process.wait()
 
 
 def _kill(child: Child) -> None:

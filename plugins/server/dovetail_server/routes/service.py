@@ -13,7 +13,7 @@ from dovetail_server.exchange import Endpoint, Exchange
 
 
 async def health(exchange: Exchange) -> None:
-    """200 while the engine lives; 503 with the reason when it is dead, or hangs."""
+    """200 while the engine lives; 503 with the reason when it is dead or hangs, or the supervisor hangs."""
     _check_health(exchange)
     await exchange.reply({"status": "ok"})
 
@@ -63,6 +63,8 @@ def _check_health(exchange: Exchange) -> None:
         exchange.engine.check_health()
     except DovetailError as error:
         raise HttpError(503, str(error), code="engine_dead") from None
+    if exchange.scope["app"].state.is_unsupervised:
+        raise HttpError(503, "the server's supervisor hangs: nobody would notice if the engine died", code="supervisor_hangs")
 
 
 ROUTES = [

@@ -1,0 +1,50 @@
+"""`ProcessWatch`: clock of a loop that watches over other processes, and detector of processes that a signal has stopped. Used by the server's
+supervisor, the executor `tensor`, batch jobs and the cluster.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+LONGEST_TURN_S = 1.0  # a loop that takes longer for a turn was itself held up
+STOPPED_S = 5.0  # a process that is stopped for longer counts as hung
+
+STOPPED, TRACED = "T", "t"  # states of a process: by SIGSTOP or its like, by a debugger
+
+
+class ProcessWatch:
+    """One thread calls `turn` and `is_stopped`; any may read `now`."""
+
+    def __init__(self) -> None:
+        self._last_turn = time.monotonic()
+        self._lost = 0.0
+        self._stopped_since: dict[int, float] = {}
+
+    @property
+    def now(self) -> float:
+        """Seconds on a clock that stands still while the loop itself is held up. What suspends all processes at once (a paused container or virtual
+        machine, a stopped process group) thus makes none of them look hung afterwards."""
+        return time.monotonic() - self._lost
+
+    def turn(self) -> float:
+        """Note a turn of the loop, which must take one several times per `LONGEST_TURN_S`, and return `now`."""
+        now = time.monotonic()
+        self._lost += max(0.0, now - self._last_turn - LONGEST_TURN_S)
+        self._last_turn = now
+        return self.now
+
+    def is_stopped(self, pid: int) -> bool:
+        """Return True if all calls of the last `STOPPED_S` found the process stopped by a signal. Always False where there is no /proc."""
+        if process_state(pid) != STOPPED:
+            self._stopped_since.pop(pid, None)
+            return False
+        return self.now - self._stopped_since.setdefault(pid, self.now) > STOPPED_S
+
+
+def process_state(pid: int) -> str:
+    """Return the letter of a process's state in /proc: R, S, D, T, t, Z; "?" if it is gone or there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "?"
