@@ -148,6 +148,11 @@ def references(value: Any) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["dovetail", "dovetail-router"])
+def test_an_image_that_was_loaded_into_the_node_is_used_and_not_pulled(name: str) -> None:
+    assert container(name)["imagePullPolicy"] == "IfNotPresent"  # by default an image with the tag `latest` is always pulled
+
+
+@pytest.mark.parametrize("name", ["dovetail", "dovetail-router"])
 def test_no_pod_is_root_or_may_become_it(name: str) -> None:
     assert pod(name)["securityContext"]["runAsNonRoot"] is True
     assert container(name)["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
