@@ -36,6 +36,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # a box of the drawing -> the modules 
         "dovetail.checks",
         "dovetail.frozen",
         "dovetail.json_files",
+        "dovetail.process_watch",
         "dovetail.whole_files",
         "dovetail.where",
         "dovetail.roadmap",

@@ -22,6 +22,8 @@ from dovetail.registry import hookspecs
 from dovetail.registry.doctor.findings import PROBLEMS
 from dovetail.registry.resolved import BASE_CLASSES
 from dovetail.registry.selection import PluginSelection
+from dovetail_server.command import option_name
+from dovetail_server.settings import ServerSettings
 from tests.docs.pages import DOCS, ROOT, blocks_of, commands_of, pages
 
 HOOKS = [name for name in dir(hookspecs) if name.startswith("dovetail_")]
@@ -51,6 +53,14 @@ def test_every_key_is_on_the_configuration_page_with_its_default_and_meaning() -
         assert row[1], key
     for key in PluginSelection.model_fields:
         assert row_of(page, f"plugins.{key}")[3]
+
+
+def test_no_page_and_no_file_for_deployment_gives_an_option_of_the_server_a_name_that_the_command_does_not_know() -> None:
+    names = ServerSettings.model_fields
+    wrong = {f"--{name.replace('_', '-')}" for name in names} - {option_name(name) for name in names}
+    files = [*map(ROOT.joinpath, pages()), *(path for path in (ROOT / "deploy").rglob("*") if path.is_file())]
+    found = {path: wrong & set(re.findall(r"--[a-z][a-z-]+", path.read_text(encoding="utf-8"))) for path in files}
+    assert not {path: options for path, options in found.items() if options}
 
 
 def test_every_built_in_component_is_on_the_configuration_page_with_its_options() -> None:

@@ -140,7 +140,7 @@ class EngineHost:
 
     @property
     def busy_since(self) -> float | None:
-        """The time at which the present step began to compute, seconds of `time.monotonic`; None between steps and while a step waits for arrivals."""
+        """When the present step began to compute, in seconds of `time.monotonic`; None between steps and while a step waits for arrivals."""
         return self._busy_since
 
     def busy_s(self) -> float:
