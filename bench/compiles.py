@@ -131,13 +131,17 @@ def launch_attention(
 
 def launch_layers(dtype: torch.dtype) -> None:
     """A decoder's layers besides attention, of two sizes, for few tokens and many; and a step's two ends."""
+    addresses, released = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    exchange = rank_sums.Exchange(addresses, addresses, addresses, released, 0)
     for hidden in HIDDEN:
         x, norm = torch.zeros(5, hidden, dtype=dtype), (torch.zeros(hidden, dtype=dtype), 1e-6)
         embedding.embed(torch.zeros(5, dtype=torch.int64), torch.zeros(100, hidden, dtype=dtype))
         rms_norm.rms_norm(x, *norm)
         rms_norm.add_and_norm(x, torch.zeros(3, 5, hidden), *norm)
         for around in (norm, None):
-            rank_sums.add_shares(x, *[torch.zeros(2, dtype=torch.int64)] * 2, 0, around)
+            rank_sums.add_shares(x, addresses, addresses, released, 0, around)
+        rank_sums.sum_parts(x, exchange)
+        rank_sums.gather_parts(torch.zeros(5, 2, hidden, dtype=dtype), hidden, exchange)
         gate.silu_mul(torch.zeros(5, 2 * INTERMEDIATE, dtype=dtype))
         state = RowState(4, 64, 16, torch.device("cpu"))
         rows = torch.arange(4)

@@ -1,5 +1,5 @@
 """Sums over ranks in one kernel, in Triton's interpreter: one rank computes, and the others have left their shares, and the word that they are there.
-That ranks wait for each other is for GPUs to show (`bench/all_reduce.py`)."""
+`tests/runtime/test_rank_shares.py` has several ranks compute, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ PROGRAM = """
     import torch
     from dovetail.nn.kernels.rank_sums import MOST_PROGRAMS, add_shares
 
+    released = torch.zeros(1, dtype=torch.int32)
+    addresses = lambda tensors: torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
+
     def sums(ranks, rank, rows, size, normed, dtype):
         torch.manual_seed(ranks * 1000 + rows)
         shares = [torch.randn(rows, size).to(dtype) for _ in range(ranks)]
@@ -26,8 +29,7 @@ PROGRAM = """
         for share in shares:
             wanted = wanted + share.float()
         wanted = wanted.to(dtype)
-        addresses = lambda tensors: torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
-        normed = add_shares(x, addresses(shares), addresses(flags), rank, (weight, 1e-6) if normed else None)
+        normed = add_shares(x, addresses(shares), addresses(flags), released, rank, (weight, 1e-6) if normed else None)
         torch.testing.assert_close(x, wanted, rtol=0, atol=0)
         if normed is not None:
             expected = torch.nn.functional.rms_norm(wanted.float(), (size,), weight.float(), 1e-6)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from dovetail.errors import DovetailError
 from dovetail.nn.kernels.launch import compiling_ahead
 from dovetail.runtime import groups
 from dovetail.runtime.groups import TorchGroup
-from dovetail.runtime.symmetric import symmetric_buffer
 
 CPU = torch.device("cpu")
 LIMIT_S = 60
@@ -92,7 +90,7 @@ def test_waiting_for_the_others_ends_with_what_they_died_of() -> None:
 
 def test_on_cpus_there_is_no_symmetric_memory_and_it_is_said_why() -> None:
     def act(group: TorchGroup) -> tuple[str, str]:
-        group.reserve(1024, torch.float32)
+        group.reserve(1024, 1024, torch.float32)
         return str(group), group.why_not_symmetric
 
     assert on_ranks(2, act) == [("gloo", "the ranks are on CPUs")] * 2
@@ -100,9 +98,18 @@ def test_on_cpus_there_is_no_symmetric_memory_and_it_is_said_why() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it can be had")
 def test_where_symmetric_memory_cannot_be_had_the_reason_is_told() -> None:
-    made, why = symmetric_buffer(1024, torch.float32, torch.device("cuda", 0), SimpleNamespace(group_name="test"))  # type: ignore[arg-type]
-    assert made is None
-    assert why
+    group = TorchGroup(0, 2, torch.device("cuda", 0), "test", "nowhere", 1.0)
+    group.reserve(1024, 1024, torch.float32)
+    assert group.shares is None
+    assert group.why_not_symmetric
+
+
+def test_a_group_that_was_ended_is_not_joined_again() -> None:
+    with store() as path:
+        ended = TorchGroup(0, 2, CPU, "test", path, 1.0)
+        ended.abort()
+        with pytest.raises(RuntimeError, match="was ended"):
+            ended.all_reduce(torch.ones(1))
 
 
 def test_a_group_remembers_that_a_sum_failed() -> None:

@@ -1,86 +1,176 @@
-"""Sums through memory that GPUs share, between two processes: on two GPUs, or on the one that there is."""
+"""Sums and gatherings through memory that all ranks can read, each rank in a process of its own: with GPUs on two of them, or on the one that there
+is; without, in Triton's interpreter, with memory of the host.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
-RANK = """
-import random, sys
+LIMIT_S = 300
+ON_GPUS = torch.cuda.is_available()
+
+COMMON = """
+import random, sys, threading
 import torch
 import torch.distributed as dist
-from dovetail.runtime.rank_shares import make_rank_shares
+from dovetail.runtime import rank_shares
 
-rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-device = torch.device("cuda", rank % torch.cuda.device_count())
-torch.cuda.set_device(device)
-dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-shares = make_rank_shares(300 * 256, torch.bfloat16, device, dist.group.WORLD)
-weight = torch.ones(256, dtype=torch.bfloat16, device=device)
+rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+on_gpus = torch.cuda.is_available()
+device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpus else torch.device("cpu")
+if on_gpus:
+    torch.cuda.set_device(device)
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", size), rank=rank, world_size=size)
+ROWS, WIDTH = 300, 256
 
 
-def numbers(of, seed, rows):
-    return torch.arange(rows * 256, device=device).add(13 * of + seed).remainder(9).view(rows, 256).bfloat16()
+def make(dtype):
+    if on_gpus:
+        shares = rank_shares.make_rank_shares(ROWS * WIDTH, 0, dtype, device, rank, size)
+        dist.barrier()
+        rank_shares.connect(shares, dist.group.WORLD)
+        return shares
+    part = ROWS * WIDTH * dtype.itemsize
+    count = rank_shares.buffer_bytes(size, part, part)
+    buffers = [torch.from_file(f"{folder}/{dtype} {of}", shared=True, size=count, dtype=torch.uint8) for of in range(size)]
+    shares = rank_shares.RankShares(buffers[rank], rank, size, part, dtype, torch.zeros(1, dtype=torch.int32))
+    shares.connect([buffer.data_ptr() for buffer in buffers])
+    shares.mapped = buffers
+    dist.barrier()
+    return shares
+
+
+def numbers(of, seed, rows, dtype):
+    return torch.arange(rows * WIDTH, device=device).add(13 * of + seed).remainder(9).view(rows, WIDTH).to(dtype)
+
+
+def total(seed, rows, dtype):
+    return sum(numbers(of, seed, rows, dtype).float() for of in range(size)).to(dtype)
+"""
+SUMS = """
+shares = make(torch.bfloat16)
+weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
 
 
 def sums(rows_of_sums):
-    x = torch.zeros(300, 256, dtype=torch.bfloat16, device=device)
+    x = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16, device=device)
     for seed, rows in enumerate(rows_of_sums):
-        shares.place(rows, 256, x.dtype).copy_(numbers(rank, seed, rows))
-        normed = shares.add(x[:rows], (weight, 1e-6) if seed % 2 else None)
+        shares.place(rows, WIDTH, x.dtype).copy_(numbers(rank, seed, rows, x.dtype))
+        shares.add(x[:rows], (weight, 1e-6) if seed % 2 else None)
         if seed % 3 == 0:
             x.remainder_(16)
+        if seed % 4 == 0:
+            x[:rows] += exchanged(seed, rows)
     return x
 
 
+def exchanged(seed, rows):
+    mine = numbers(rank, seed, rows, torch.bfloat16)
+    assert shares.all_reduce(mine)
+    return mine + shares.all_gather(numbers(rank, seed, rows, torch.bfloat16)).view(rows, size, WIDTH)[:, -1]
+
+
 def wanted(rows_of_sums):
-    x = torch.zeros(300, 256, dtype=torch.bfloat16, device=device)
+    x = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16, device=device)
     for seed, rows in enumerate(rows_of_sums):
-        x[:rows] = (x[:rows].float() + sum(numbers(of, seed, rows).float() for of in range(size))).bfloat16()
+        x[:rows] = (x[:rows].float() + total(seed, rows, torch.float32)).bfloat16()
         if seed % 3 == 0:
             x.remainder_(16)
+        if seed % 4 == 0:
+            x[:rows] += total(seed, rows, x.dtype) + numbers(size - 1, seed, rows, x.dtype)
     return x
 
 
 chance = random.Random(0)
-for round in range(4):
-    rows = [chance.choice([1, 2, 17, 64, 265, 300]) for _ in range(20)]
+for round in range(4 if on_gpus else 1):
+    rows = [chance.choice([1, 2, 17, 64, 265, 300] if on_gpus else [1, 2, 5]) for _ in range(20 if on_gpus else 10)]
     assert torch.equal(sums(rows), wanted(rows)), rows
     dist.barrier()
-graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-with torch.cuda.graph(graph):
-    x = sums(rows)
-for _ in range(5):
+if on_gpus:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x = sums(rows)
+    for _ in range(5):
+        dist.barrier()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(x, wanted(rows))
+print("right")
+"""
+EXCHANGES = """
+for dtype in (torch.float32, torch.float16):
+    shares = make(torch.float32)
+    for seed, rows in enumerate([1, 3, 20, 1, 40]):
+        mine = numbers(rank, seed, rows, dtype)
+        assert shares.all_reduce(mine) and torch.equal(mine, total(seed, rows, dtype))
+        turned = numbers(rank, seed, rows, dtype).t()  # it need not be contiguous
+        whole = torch.cat([numbers(of, seed, rows, dtype).t() for of in range(size)], dim=-1)
+        assert torch.equal(shares.all_gather(turned), whole)
+    assert not shares.all_reduce(torch.ones(ROWS * WIDTH + 1, device=device)), "it has no room"
+    assert shares.all_gather(torch.ones(4, dtype=torch.int64, device=device)) is None, "of no dtype that it knows"
     dist.barrier()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(x, wanted(rows))
+print("right")
+"""
+RELEASE = """
+shares = make(torch.float32)
+rank_shares.check(shares, device)
+dist.barrier()
+if rank == 0:
+    x = torch.zeros(3, WIDTH, device=device)
+    threading.Timer(0.5, shares.release).start()
+    for _ in range(3):
+        shares.place(3, WIDTH, x.dtype).fill_(1)
+        shares.add(x, (torch.ones(WIDTH, device=device), 1e-6))
+        shares.all_reduce(x)
+        shares.all_gather(x)
+    if on_gpus:
+        torch.cuda.synchronize()
 print("right")
 """
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_sum_is_that_of_all_ranks_one_by_one_and_in_a_graph(size: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, str(rank), str(size), store],
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"},
-            )
-            for rank in range(size)
+@contextmanager
+def ranks(program: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that run the program."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "OMP_NUM_THREADS": "1"}
+    if not ON_GPUS:
+        environment["TRITON_INTERPRET"] = "1"
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "store").touch()
+        command = [sys.executable, "-c", COMMON + program]
+        started = [
+            subprocess.Popen([*command, str(rank), str(size), folder], stdout=subprocess.PIPE, text=True, env=environment) for rank in range(size)
         ]
         try:
-            assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["right\n"] * size
+            yield started
         finally:
-            for rank in ranks:
+            for rank in started:
                 rank.kill()
+                rank.communicate()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_sum_is_that_of_all_ranks_one_by_one_and_in_a_graph(size: int) -> None:
+    with ranks(SUMS, size) as started:
+        assert [rank.communicate(timeout=LIMIT_S)[0] for rank in started] == ["right\n"] * size
+
+
+def test_what_is_exchanged_is_summed_or_gathered_in_the_order_of_ranks() -> None:
+    with ranks(EXCHANGES, 2) as started:
+        assert [rank.communicate(timeout=LIMIT_S)[0] for rank in started] == ["right\n"] * 2
+
+
+def test_a_rank_that_waits_for_one_that_is_gone_is_released() -> None:
+    """Every kernel that is enqueued by then, or later, returns."""
+    with ranks(RELEASE, 2) as started:
+        assert [rank.communicate(timeout=LIMIT_S)[0] for rank in started] == ["right\n"] * 2

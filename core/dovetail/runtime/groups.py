@@ -3,7 +3,7 @@ gather through one, inside CUDA graphs too. An executor of several ranks makes o
 
 torch's default group isn't used, so that several engines, and programs with a group of their own, can be in one process.
 
-Between CPUs all of it is tested. Between GPUs it hasn't been run as a whole; `docs/several-gpus.md` says which calls were, and how.
+Between GPUs of a host most sums go through memory that all of them can read (`rank_shares`), and NCCL has the rest.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +28,14 @@ from torch.distributed.distributed_c10d import GroupName
 from dovetail.errors import DovetailError
 from dovetail.nn.kernels.available import has_triton
 from dovetail.nn.kernels.launch import KernelUnavailable, is_compiling_ahead
+from dovetail.runtime import rank_shares
 from dovetail.runtime.rank_shares import RankShares, make_rank_shares
-from dovetail.runtime.symmetric import SymmetricBuffer, symmetric_buffer
 
 log = logging.getLogger("dovetail")
 
 JOIN_S = 60.0  # that ranks may take to connect to each other, once all of them are about to
 POLL_S = 0.002
+ABORT_S = 5.0  # that NCCL gets to let go of its memory
 LOOPBACK = "127.0.0.1"
 ENVIRONMENT = {  # of all ranks, unless it says otherwise already
     "NCCL_NVLS_ENABLE": "0",  # no multicast, here …
@@ -68,13 +71,13 @@ class TorchGroup:
         of."""
         self.rank, self.size, self.device = rank, size, device
         self.failure: BaseException | None = None  # the error of the first sum that failed
-        self.symmetric: SymmetricBuffer | None = None
-        self.shares: RankShares | None = None
+        self._shares: RankShares | None = None
         self.why_not_symmetric = "the ranks are on CPUs" if device.type == "cpu" else "it wasn't asked for"
         self._name, self._store, self._timeout_s, self._before_join = name, store, timeout_s, before_join
         self._store_fd, self._address = store_fd, address
         self._group: dist.ProcessGroup | None = None
         self._backend: Any = None
+        self._aborting: threading.Thread | None = None
         self._ended = False
         self._connections: set[tuple[int, str]] = set()  # that joining has made; a lost host doesn't end them
         self._synchronous = dist.AllreduceOptions()
@@ -92,15 +95,26 @@ class TorchGroup:
 
     def __str__(self) -> str:
         """The ways that sums take, for people."""
-        if self.symmetric is None:
+        if self._shares is None:
             return self.transport
-        fused = "" if self.shares is None else f"with the norm, up to {self.shares.numbers * self.shares.dtype.itemsize >> 20} MiB; otherwise "
-        return f"{fused}symmetric memory up to {self.symmetric.most_bytes >> 20} MiB, then {self.transport}"
+        fused = self._shares.numbers * self._shares.dtype.itemsize
+        return (
+            f"with the norm, up to {fused >> 20} MiB; otherwise symmetric memory up to {self._shares.most_exchanged >> 20} MiB, then {self.transport}"
+        )
+
+    @property
+    def shares(self) -> RankShares | None:
+        """The memory that the ranks share: connected, unless kernels are only compiled. Raises as `join` does."""
+        if self._shares is not None and not is_compiling_ahead():
+            self.join()
+        return self._shares
 
     def join(self) -> None:
-        """Connect to the other ranks, if that hasn't been done. Raises `DovetailError` if they don't come in time."""
+        """Connect to the other ranks, if that hasn't been done. Raises `DovetailError` if they don't come in time, `RuntimeError` after `abort`."""
         if self._group is not None:
             return
+        if self._ended:
+            raise RuntimeError("the group of ranks was ended")
         self._before_join()
         store = self._open_store()
         store.set_timeout(timedelta(seconds=JOIN_S))
@@ -108,86 +122,145 @@ class TorchGroup:
             self._wait_for_others(store)
         else:
             store.set(_presence(self.rank), "")
-        group = dist.ProcessGroup(store, self.rank, self.size)
         before = _sockets() if self._over_hosts else set()
         try:
-            kind, backend = self._make_backend(store)
-            group._set_default_backend(kind)
-            group._register_backend(self.device, kind, backend)
-            group._set_group_name(GroupName(self._name))
-            self._group, self._backend = group, backend
-            self.all_reduce(torch.zeros(1, device=self.device))
-            if self._over_hosts:
-                self._connections = _sockets() - before
+            if self.rank == 0 and self.device.type == "cuda":
+                self._while_others_live(lambda: self._connect(store))
+            else:
+                self._connect(store)
         except RuntimeError as error:
             self.failure = error
             raise DovetailError(f"rank {self.rank} can't connect to the other ranks: {error}") from error
+        if self._over_hosts:
+            self._connections = _sockets() - before
 
-    def reserve(self, numbers: int, dtype: torch.dtype) -> None:
-        """Make the symmetric memory for sums of up to so many `numbers`, on every rank at once and before anything is recorded. Where it can't be
-        had, `why_not_symmetric` says why, and all sums go through NCCL. Raises `DovetailError` as `join` does."""
-        self.join()
-        if self.device.type == "cuda" and self.symmetric is None:
-            made, why = symmetric_buffer(numbers, dtype, self.device, self._registered())
-            agreed = torch.tensor([made is not None], dtype=torch.float32, device=self.device)
-            if int(self.all_reduce(agreed).item()) == self.size:
-                self.symmetric, self.why_not_symmetric = made, ""
-                self._reserve_shares(numbers, dtype)
-            else:
-                self.why_not_symmetric = why or "another rank can't have it"
-
-    def _reserve_shares(self, numbers: int, dtype: torch.dtype) -> None:
-        made: RankShares | None = None
+    def reserve(self, share_numbers: int, part_numbers: int, dtype: torch.dtype) -> None:
+        """Make memory for sums of up to `share_numbers` that are added to a residual stream, and for other sums and gatherings of up to as many or
+        `part_numbers` of each rank's, on every rank and before it joins. Where GPUs can't share memory, `why_not_symmetric` says why, once the rank
+        has joined, and all sums go through NCCL."""
+        if self.device.type != "cuda" or self._shares is not None:
+            return
+        self.why_not_symmetric = "" if has_triton() else "Triton isn't installed"
         if has_triton():
             try:
-                made = make_rank_shares(numbers, dtype, self.device, self._joined())
-            except (RuntimeError, KernelUnavailable) as error:
-                log.warning("sums over the ranks and norms aren't computed in one kernel: %s", error)
-        agreed = torch.tensor([made is not None], dtype=torch.float32, device=self.device)
-        if int(self.all_reduce(agreed).item()) == self.size and made is not None and self.symmetric is not None:
-            self.shares = made
-            self.symmetric.also_release(made.flags)
+                self._shares = make_rank_shares(share_numbers, part_numbers, dtype, self.device, self.rank, self.size)
+            except (ImportError, RuntimeError, NotImplementedError) as error:  # ImportError: torch for a system that hasn't got it
+                self.why_not_symmetric = _in_short(error)
+
+    def _connect(self, store: Store) -> None:
+        """Make the group, and have the ranks find each other's memory."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread
+        group = dist.ProcessGroup(store, self.rank, self.size)
+        kind, backend = self._make_backend(store)
+        group._set_default_backend(kind)
+        group._register_backend(self.device, kind, backend)
+        group._set_group_name(GroupName(self._name))
+        self._backend = backend
+        if not self._agree(group, self._shares is not None) or self._shares is None:
+            if self._shares is not None:
+                self.why_not_symmetric = "another rank can't have it"
+            self._shares = None
+        else:
+            self._connect_shares(group, self._shares)
+        self._group = group
+
+    def _connect_shares(self, group: dist.ProcessGroup, shares: RankShares) -> None:
+        """All ranks have memory, which none uses yet."""
+        _register_process_group(group.group_name, group)  # torch finds it by its name
+        acts: list[Callable[[], None]] = [partial(rank_shares.connect, shares, group), partial(rank_shares.check, shares, self.device)]
+        for act in acts:
+            why = ""
+            try:
+                act()
+            except (RuntimeError, NotImplementedError, KernelUnavailable) as error:
+                why = _in_short(error)
+            if not self._agree(group, not why):
+                self._shares, self.why_not_symmetric = None, why or "another rank can't have it"
+                return
+
+    def _agree(self, group: dist.ProcessGroup, fine: bool) -> bool:
+        """Return whether all ranks are fine, once all have said whether they are."""
+        votes = torch.tensor([fine], dtype=torch.float32, device=self.device)
+        if (work := group.allreduce([votes], self._synchronous)) is not None:
+            work.wait()
+        return int(votes.item()) == self.size
+
+    def _while_others_live(self, act: Callable[[], None]) -> None:
+        """Call `act` in a thread and wait for it, but not in vain: some of torch's calls wait for another rank for ever, and nothing can end them.
+        Raises what it raises, or what `before_join` says that a rank died of."""
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                act()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="dovetail-joins", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(POLL_S)
+            self._before_join()
+        if errors:
+            raise errors[0]
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x over the ranks, in place, and return it. Raises what the transport raises."""
-        if is_compiling_ahead() or x.numel() == 0:
-            return x
-        if self.symmetric is not None and self.symmetric.all_reduce(x):
+        shares = self.shares
+        if x.numel() == 0 or (shares is not None and shares.all_reduce(x)) or is_compiling_ahead():
             return x
         self._run(lambda group: group.allreduce([x], self._synchronous))
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenate the ranks' tensors along `dim`, in the order of ranks. Raises what the transport raises."""
+        shares, last = self.shares, dim in (-1, x.dim() - 1)
+        if shares is not None and last and (whole := shares.all_gather(x)) is not None:
+            return whole
         gathered = x.new_empty((self.size, *x.shape))
         if is_compiling_ahead() or x.numel() == 0:
             gathered.zero_()
-        elif self.symmetric is None or not self.symmetric.all_gather(x, gathered):
+        else:
             flat = x.contiguous().view(-1)
             self._run(lambda group: group._allgather_base(gathered.view(-1), flat))
         return torch.cat(gathered.unbind(), dim=dim)
 
     def abort(self) -> None:
-        """End what waits for other ranks, from another thread, as they will not come: NCCL's kernels return, and so do those that wait for symmetric
-        memory, and gloo's connections to other hosts end. What they compute is undefined, and whatever is asked for from now on raises
-        `RuntimeError`. Twice is as good as once. Raises nothing."""
-        if self.symmetric is not None:
-            self.symmetric.release()
+        """End what waits for other ranks, from any thread, as they will not come: kernels return, and gloo's connections to other hosts end. What is
+        computed then is undefined, and whatever is asked for from now on raises `RuntimeError`. Idempotent. Waits for nothing, and raises nothing.
+        """
+        if self._shares is not None:
+            self._shares.release()
         backend, self._backend = self._backend, None
-        if backend is not None and self.device.type == "cuda":
-            try:
-                backend.abort()
-                if self.symmetric is not None:
-                    _unregister_process_group(GroupName(self._name))
-            except RuntimeError as error:
-                self.failure = self.failure or error
         self._ended, self._group = True, None
+        if backend is not None and self.device.type == "cuda":
+            self._aborting = threading.Thread(target=self._abort, args=(backend,), name="dovetail-aborts", daemon=True)
+            self._aborting.start()
         for number, _ in self._connections & _sockets() if self._connections else ():
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 connection.getpeername()  # raises for the one that listens, which gloo can't do without
                 connection.shutdown(socket.SHUT_RDWR)
         if self.failure is not None:  # which may be kept for long, and with it its frames, and with them the connections
             traceback.clear_frames(self.failure.__traceback__)
+
+    def close(self) -> None:
+        """Abort, and let go of all memory, which no kernel uses any more and no CUDA graph: waits for NCCL, but no longer than `ABORT_S`."""
+        self.abort()
+        self._shares = None
+        if self._aborting is not None:
+            self._aborting.join(ABORT_S)
+            if self._aborting.is_alive():
+                log.error("NCCL hasn't let go of its memory after %g s; it does when this process ends", ABORT_S)
+
+    def _abort(self, backend: Any) -> None:
+        """NCCL's kernels return at once. The call returns when no CUDA graph is left in which some are recorded."""
+        try:
+            backend.abort()
+            with suppress(RuntimeError):  # it wasn't registered
+                _unregister_process_group(GroupName(self._name))
+        except RuntimeError as error:
+            self.failure = self.failure or error
 
     def _run(self, start: Callable[[dist.ProcessGroup], Any]) -> None:
         try:
@@ -199,10 +272,7 @@ class TorchGroup:
             raise
 
     def _joined(self) -> dist.ProcessGroup:
-        if self._group is None:
-            if self._ended:
-                raise RuntimeError("the group of ranks was ended")
-            self.join()
+        self.join()
         assert self._group is not None
         return self._group
 
@@ -240,11 +310,9 @@ class TorchGroup:
         nccl._timeout = timeout
         return kinds.NCCL, dist.ProcessGroupNCCL(store, self.rank, self.size, nccl)
 
-    def _registered(self) -> dist.ProcessGroup:
-        """Have torch's operators find the group by its name."""
-        group = self._joined()
-        _register_process_group(group.group_name, group)
-        return group
+
+def _in_short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _presence(rank: int) -> str:

@@ -1,45 +1,73 @@
-"""Memory for sums over GPUs that are added to a residual stream: each rank writes its share of a sum to memory that the others can read, and one
-kernel adds all shares to the stream (`dovetail.nn.kernels.rank_sums`).
+"""Memory of GPUs that all ranks of a host can read, through which they sum and gather (`dovetail.nn.kernels.rank_sums`): a small sum costs one kernel
+instead of NCCL's protocol. It is torch's symmetric memory; its kernels are ours, since torch's wait for ever for a rank that is dead.
 
-There are two places for shares, used in turn, so that a rank need not wait until the others have read its share. What a rank writes next goes to the
-other place. It comes back to this one only after the sum between, for which each other rank has said that its share is there, which it says after
-all its kernels before have ended, those that read included. Two sums in a row on the same place would break this; so all ranks make the same
-sums in the same order, and between what is recorded at different times lies a sum or a gathering of another kind, which waits for everybody: the
+    ┌─────────┬─────────┬──────────┬───────┐
+    │ share 0 │ share 1 │ exchange │ flags │    on each rank; each part has flags of its own
+    └─────────┴─────────┴──────────┴───────┘
+
+Sums that are added to a residual stream use two places for shares in turn, so that a rank need not wait until the others have read its share. What a
+rank writes next goes to the other place. It comes back to this one only after the sum between, for which each other rank has said that its share is
+there, which it says after all its kernels before have ended, those that read included. Two sums in a row on the same place would break this; so all
+ranks make the same sums in the same order, and between what is recorded at different times lies an exchange, which waits for everybody: the
 embedding's, at the start of each step.
+
+All other sums, and what is gathered, are exchanges: each rank writes its part, and at the end waits until all have read it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dovetail.nn.kernels.launch import KernelUnavailable
+
 PLACES = 2
-MOST_BYTES_OF_MANY = 512 << 10  # of a share, with more than two ranks: every rank reads all shares
 MOST_BYTES = 256 << 20  # of a share
+MOST_EXCHANGED = 64 << 20  # bytes of a part
+MOST_BYTES_OF_MANY = 512 << 10  # of a sum's share or part, with more than two ranks: every rank reads all of them
+ALIGNED_BYTES = 512  # at which each part of the memory begins
+EXCHANGED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class RankShares:
-    """A rank's places, and where the others' are. Used by one stream at a time. The executor's ranks make theirs at once (`rank_shares`)."""
+    """A rank's memory, and where the others' is. Used by one stream at a time; `release` may be called by any thread. It can be used once it knows
+    where the others' is (`connect`); until then kernels that use it can be compiled."""
 
-    def __init__(self, buffer: torch.Tensor, numbers: int, handle: Any, dtype: torch.dtype) -> None:
-        """`buffer` [bytes] uint8 is symmetric memory: places of `numbers` numbers, then flags. `handle` is what torch returned for it."""
-        from dovetail.nn.kernels.rank_sums import MOST_PROGRAMS, add_shares
+    def __init__(self, buffer: torch.Tensor, rank: int, size: int, share_bytes: int, dtype: torch.dtype, released: torch.Tensor) -> None:
+        """`buffer` [bytes] uint8, zeros, is the memory: shares of `share_bytes`, which hold numbers of `dtype`, flags, and all else is the exchange.
+        `released` [1] int32 is pinned memory of the host, 0."""
+        from dovetail.nn.kernels.rank_sums import MOST_PROGRAMS, Exchange
 
-        self.rank, self.dtype, self.numbers, self._add_shares = handle.rank, dtype, numbers, add_shares
-        size, at = handle.world_size, PLACES * numbers * dtype.itemsize
-        self.flags = buffer[at:].view(torch.int32)  # 1: another rank's share is there, until this rank has seen it
-        self._places = [buffer[place * numbers * dtype.itemsize :][: numbers * dtype.itemsize].view(dtype) for place in range(PLACES)]
-        starts = [int(start) + handle.offset for start in handle.buffer_ptrs]
-        per_place = MOST_PROGRAMS * size * 4
-
-        def addresses(offset: int) -> torch.Tensor:
-            return torch.tensor([start + offset for start in starts], dtype=torch.int64, device=buffer.device)
-
-        self._addresses = [(addresses(place * numbers * dtype.itemsize), addresses(at + place * per_place)) for place in range(PLACES)]
+        self.rank, self.size, self.dtype, self.numbers = rank, size, dtype, share_bytes // dtype.itemsize
+        flags = [len(buffer) - left * MOST_PROGRAMS * size * 4 for left in range(PLACES + 2, 0, -1)]  # where those of each part begin
+        self._buffer, self._released = buffer, released
+        self._places = [buffer[place * share_bytes :][:share_bytes].view(dtype) for place in range(PLACES)]
+        self._parts = buffer[PLACES * share_bytes : flags[0]]
+        self._offsets = torch.tensor([0, share_bytes, PLACES * share_bytes, *flags], dtype=torch.int64)
+        self._tables = torch.zeros((len(self._offsets), size), dtype=torch.int64, device=buffer.device)  # addresses on each rank
+        *places, parts, first, second, arrived, read = self._tables.unbind()
+        self._addresses = list(zip(places, (first, second), strict=True))
+        self._exchange = Exchange(parts, arrived, read, released, rank)
         self._next = 0
         self._given = 0  # the place that was given last
+
+    @property
+    def most_exchanged(self) -> int:
+        """Bytes of the largest part."""
+        return len(self._parts)
+
+    def connect(self, starts: Sequence[int]) -> None:
+        """From now on use the ranks' buffers that begin at these addresses."""
+        self._next = 0  # compiling may have ended earlier on another rank
+        self._tables.copy_(self._offsets[:, None] + torch.tensor(starts, dtype=torch.int64))
+
+    def release(self) -> None:
+        """Let kernels return that wait for another rank, now and from now on. What they compute is undefined. Waits for nothing."""
+        self._released.fill_(1)
 
     def place(self, rows: int, size: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return memory [rows, size] for this rank's share of the next sum, which `add` must add up before it is asked for again. None, on all
@@ -52,38 +80,91 @@ class RankShares:
     def add(self, x: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> torch.Tensor | None:
         """x [rows, size] += the sum of the shares that the ranks have written to the place given last; `norm` (weight [size], eps): return the
         stream's RMS norm, otherwise None."""
+        from dovetail.nn.kernels.rank_sums import add_shares
+
         shares, flags = self._addresses[self._given]
-        return self._add_shares(x, shares, flags, self.rank, norm)
+        return add_shares(x, shares, flags, self._released, self.rank, norm)
+
+    def all_reduce(self, x: torch.Tensor) -> bool:
+        """Sum x over the ranks, in place. Returns False, having done nothing, if x can't be exchanged, or is better summed in another way: then all
+        ranks return False."""
+        from dovetail.nn.kernels.rank_sums import sum_parts
+
+        if not self._exchanges(x) or not x.is_contiguous() or (self.size > 2 and x.nbytes > MOST_BYTES_OF_MANY):
+            return False
+        self._part(x).copy_(x)
+        with suppress(KernelUnavailable):
+            sum_parts(x, self._exchange)
+            return True
+        return False
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the ranks' x, concatenated along the last dimension in the order of ranks. None as `all_reduce` returns False."""
+        from dovetail.nn.kernels.rank_sums import gather_parts
+
+        if not self._exchanges(x):
+            return None
+        self._part(x).copy_(x)
+        out, columns = x.new_empty((*x.shape[:-1], self.size * x.shape[-1])), x.shape[-1]
+        with suppress(KernelUnavailable):
+            gather_parts(out, columns, self._exchange)
+            return out
+        return None
+
+    def _exchanges(self, x: torch.Tensor) -> bool:
+        return x.dtype in EXCHANGED and 0 < x.nbytes <= len(self._parts) and x.dim() > 0
+
+    def _part(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the next exchange, like x."""
+        return self._parts[: x.nbytes].view(x.dtype).view(x.shape)
 
 
-def make_rank_shares(numbers: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> RankShares:
-    """Make the places together with all other ranks of `group`, which torch must know by its name, for shares of up to so many `numbers`. Raises
-    `RuntimeError` where the GPUs can't read each other's memory."""
-    import torch.distributed._symmetric_memory as symmetric
-
+def buffer_bytes(size: int, share_bytes: int, part_bytes: int) -> int:
+    """Return the size of a buffer for shares and parts of so many bytes, which are multiples of `ALIGNED_BYTES`."""
     from dovetail.nn.kernels.rank_sums import MOST_PROGRAMS
 
-    size = group.size()
-    most = MOST_BYTES if size == 2 else MOST_BYTES_OF_MANY
-    numbers = -(-min(numbers, most // dtype.itemsize) // 128) * 128
-    flags = PLACES * MOST_PROGRAMS * size * 4
-    buffer = symmetric.empty(PLACES * numbers * dtype.itemsize + flags, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(buffer, group.group_name)
+    return PLACES * share_bytes + part_bytes + (PLACES + 2) * MOST_PROGRAMS * size * 4
+
+
+def make_rank_shares(share_numbers: int, part_numbers: int, dtype: torch.dtype, device: torch.device, rank: int, size: int) -> RankShares:
+    """Make this rank's memory, for shares and parts of up to so many numbers; it isn't connected. Raises `ImportError` or `RuntimeError` where there
+    can't be any."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    share_bytes = _aligned(min(share_numbers * dtype.itemsize, MOST_BYTES if size == 2 else MOST_BYTES_OF_MANY))
+    part_bytes = _aligned(min(max(share_numbers, part_numbers) * dtype.itemsize, MOST_EXCHANGED))
+    buffer = symmetric.empty(buffer_bytes(size, share_bytes, part_bytes), dtype=torch.uint8, device=device)
     buffer.zero_()
     torch.cuda.synchronize(device)
-    shares = RankShares(buffer, numbers, handle, dtype)
-    handle.barrier(channel=0)  # nobody signals before everyone's flags are zero
+    return RankShares(buffer, rank, size, share_bytes, dtype, torch.zeros(1, dtype=torch.int32, pin_memory=True))
+
+
+def connect(shares: RankShares, group: dist.ProcessGroup) -> None:
+    """Let the ranks of `group`, which torch must know by its name, find each other's memory, all at once. Raises `RuntimeError` where the GPUs can't
+    read it."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    handle: Any = symmetric.rendezvous(shares._buffer, group.group_name)
+    shares.connect([int(start) + handle.offset for start in handle.buffer_ptrs])
+
+
+def check(shares: RankShares, device: torch.device) -> None:
+    """Raise `RuntimeError` unless sums and a gathering, by all ranks at once, come out right."""
+    total = shares.size * (shares.size + 1) // 2
+    right = []
     for _ in range(PLACES):
-        _try(shares, size, device)
-    return shares
+        x, place = torch.zeros((3, 128), dtype=shares.dtype, device=device), shares.place(3, 128, shares.dtype)
+        assert place is not None
+        place.fill_(shares.rank + 1)
+        shares.add(x, None)
+        right.append(bool((x == total).all()))
+    mine = torch.full((3, 128), float(shares.rank + 1), dtype=shares.dtype, device=device)
+    gathered = shares.all_gather(mine)
+    right.append(gathered is not None and gathered.view(3, shares.size, 128).mean((0, 2)).tolist() == [*range(1, shares.size + 1)])
+    right.append(shares.all_reduce(mine) and bool((mine == total).all()))
+    if not all(right):
+        raise RuntimeError("a sum through memory that the GPUs share came out wrong")
 
 
-def _try(shares: RankShares, size: int, device: torch.device) -> None:
-    """Raise `RuntimeError` unless a sum comes out right."""
-    x = torch.zeros((3, 128), dtype=shares.dtype, device=device)
-    place = shares.place(3, 128, shares.dtype)
-    assert place is not None
-    place.fill_(shares.rank + 1)
-    shares.add(x, None)
-    if not bool((x == size * (size + 1) // 2).all()):
-        raise RuntimeError("a sum through symmetric memory came out wrong")
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +17,10 @@ from dovetail.runtime.groups import LOOPBACK, TorchGroup
 from dovetail.runtime.model_files import find_architecture, resolve_dtype
 from dovetail.runtime.worker import Worker
 
+log = logging.getLogger("dovetail")
+
+IDLE_S = 10.0  # that a GPU gets to end what it computes, once nothing there waits for another rank
+IDLE_POLL_S = 0.001
 CONNECTION_LEFT_S = 10.0  # a sum between CPUs waits for longer than a step may take: the watch is to end it first, which knows whose fault it is
 
 
@@ -27,6 +36,9 @@ class RankSettings:
     threads: int | None
     symmetric: bool
     step_timeout_s: float
+
+
+_stuck: list[Rank] = []  # whose GPU uses their memory for ever
 
 
 class Rank:
@@ -63,13 +75,35 @@ class Rank:
         return capacity
 
     def close(self) -> None:
-        """Release everything, without waiting for other ranks."""
-        self.group.abort()
-        self.worker.stop()
+        """Release everything, without waiting for other ranks.
+
+        If the GPU still computes `IDLE_S` after nothing there waits for another rank, an error is logged and its memory is kept, since releasing it
+        would wait, too. The process then ends by `os._exit`, with status 1, so that nothing waits at its exit: the system ends what it has on GPUs.
+        """
+        if not self._is_idle():
+            self.group.abort()
+        until = time.monotonic() + IDLE_S
+        while not self._is_idle():
+            if time.monotonic() > until:
+                log.error("%s still computes %g s after the ranks were ended: its memory is released when this process ends", self.device, IDLE_S)
+                _stuck.append(self)
+                atexit.register(os._exit, 1)
+                return
+            time.sleep(IDLE_POLL_S)
+        self.worker.stop()  # first its CUDA graphs: NCCL waits for those in which it is recorded
+        self.group.close()
+
+    def _is_idle(self) -> bool:
+        """Return whether the GPU has done all that was asked of it. Waits for nothing."""
+        if self.device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            with suppress(RuntimeError):  # a GPU that has failed computes nothing
+                return torch.cuda.default_stream(self.device).query()
+        return True
 
     def _reserve(self) -> None:
-        """Make the symmetric memory: for the hidden states of the largest step, before anything is recorded."""
+        """Make the memory that the ranks share: for the hidden states of the largest step, and the logits of all rows."""
         config = self._context.config
         _, hf_config = find_architecture(config.model, self._context.models)
         dtype = resolve_dtype(config.dtype, hf_config, self.device)
-        self.group.reserve(config.max_num_batched_tokens * int(hf_config.hidden_size), dtype)
+        logits = config.max_num_seqs * -(-int(hf_config.vocab_size) // self._settings.size)
+        self.group.reserve(config.max_num_batched_tokens * int(hf_config.hidden_size), logits, dtype)

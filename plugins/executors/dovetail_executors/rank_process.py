@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -72,8 +73,10 @@ def main() -> int:
     try:
         import torch
 
+        send(control, {"stage": "importing"})
         joining = partial(send, control, {"joining": True})
-        rank = Rank(job.rank, torch.device(job.device), job.settings, _context(job), joining, address=job.address)
+        context = _context(job, partial(_tell_stage, control))
+        rank = Rank(job.rank, torch.device(job.device), job.settings, context, joining, address=job.address)
         _run(rank, job, control, orders)
     except (WriterGone, EOFError):
         return 0
@@ -102,11 +105,17 @@ def _heed(control: socket.socket, orders: SimpleQueue[Message]) -> None:
         os._exit(0)
 
 
-def _context(job: Job) -> ExecutorContext:
+def _tell_stage(control: socket.socket, what: str, done: int, total: int) -> None:
+    """Tell the engine what of starting is done, for its log."""
+    if done == total:
+        send(control, {"stage": what})
+
+
+def _context(job: Job, progress: Callable[[str, int, int], None]) -> ExecutorContext:
     from dovetail.api.clock import WallClock
     from dovetail.api.executor import ExecutorContext
 
-    return ExecutorContext(config=job.config, clock=WallClock(), **job.components)
+    return ExecutorContext(config=job.config, clock=WallClock(), progress=progress, **job.components)
 
 
 def _run(rank: Rank, job: Job, control: socket.socket, orders: SimpleQueue[Message]) -> None:

@@ -7,6 +7,7 @@ come.
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import signal
@@ -25,9 +26,12 @@ from dovetail.errors import DovetailError
 from dovetail.process_watch import STOPPED, STOPPED_S, TRACED, ProcessWatch, process_state
 from dovetail_executors.messages import LENGTH, send, split
 
+log = logging.getLogger("dovetail")
+
 TICK_S = 0.2  # a dead process is noticed within this time, even if something keeps its pipes open
 GRACE_S = 0.5  # when a rank failed because another one didn't answer, so long is waited for that one's own end
 STOP_S = 2.0  # that ranks get to end when told to; then they are killed
+KILLED_S = 10.0  # that the system gets to end one that was killed
 LAST_LINES = 8  # of what a rank wrote, told when it dies
 LONGEST_LINE = 500  # characters of each
 
@@ -52,6 +56,7 @@ class _Child:
     job: RankJob
     process: subprocess.Popen[bytes]
     control: socket.socket
+    started: float = field(default_factory=time.monotonic)
     heard: dict[str, Any] = field(default_factory=dict)  # what it said, by kind
     rest: bytes = b""  # of a message that isn't complete
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
@@ -249,6 +254,8 @@ class Ranks:
             with self._changed:
                 for message in messages:
                     child.heard |= message
+                    told = ", ".join(value if key == "stage" else key for key, value in message.items())
+                    log.debug("%s: %s, %.2f s after it was started", child.job.name, told, time.monotonic() - child.started)
                 self._changed.notify_all()
         else:
             self._pass_on(child, data.decode(errors="replace"))
@@ -294,6 +301,9 @@ class Ranks:
             if child.process.returncode is None:
                 with suppress(ProcessLookupError):
                     os.killpg(child.process.pid, signal.SIGKILL)
-                child.process.wait()
+                try:
+                    child.process.wait(KILLED_S)
+                except subprocess.TimeoutExpired:  # the system holds it, in a driver
+                    log.error("%s is still there %g s after SIGKILL", child.named, KILLED_S)
             assert child.process.stdout is not None
             child.process.stdout.close()

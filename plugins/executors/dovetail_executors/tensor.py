@@ -10,6 +10,7 @@ of its own, on this host or on others. All compute every step, and sample the sa
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import resource
 import socket
@@ -18,7 +19,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,6 @@ from numpy.typing import NDArray
 from dovetail.api.executor import Batch, Capacity, Executor, ExecutorCapabilities, ExecutorContext, Masks, Result
 from dovetail.errors import ConfigError, DovetailError, UnsupportedError
 from dovetail.runtime.batch_words import masks_to_words, to_words
-from dovetail.runtime.device_choice import choose_device
 from dovetail.runtime.groups import ENVIRONMENT, LOOPBACK
 from dovetail.runtime.runner import PendingStep
 from dovetail_executors.all_ranks import AllRanks
@@ -42,6 +42,8 @@ from dovetail_executors.options import TensorOptions
 from dovetail_executors.rank import Rank, RankSettings
 from dovetail_executors.rank_process import Job
 from dovetail_executors.ring import Kind
+
+log = logging.getLogger("dovetail")
 
 TOLD_S = 2.0  # when rank 0 misses another rank, so long is waited for the watch to say what that one died of
 DEVICE_POLL_S = 20e-6  # the system makes some 70 of it; with steps in flight the device has work meanwhile
@@ -146,11 +148,12 @@ class TensorExecutor(Executor):
         here = HostRanks(jobs[1:each], names[1:each], "tensor", (store,) if options.hosts is None else ())
         others = [(host, jobs[n * each : (n + 1) * each], names[n * each : (n + 1) * each]) for n, host in enumerate(hosts)][1:]
         ranks = self._ranks = AllRanks(here, others, (hosts[0], options.port), "tensor")
-        self._finalizer = weakref.finalize(self, ranks.stop)
+        self._ends_with(ranks.stop)
         ranks.limit(options.start_timeout_s, partial(_late_at_start, ranks, options.start_timeout_s))
         ranks.start()
-        context = replace(self.context, progress=partial(_progress, self.context.progress, ranks))
+        context = replace(self.context, progress=partial(_progress, self.context.progress, ranks, time.monotonic()))
         rank = self._rank = Rank(0, devices[0], settings, context, partial(_all_joining, ranks), store, hosts[0])
+        self._ends_with(_end, ranks, rank)
         ranks.on_failure = rank.group.abort
         try:
             capacity = self._load(rank, ranks)
@@ -162,9 +165,15 @@ class TensorExecutor(Executor):
         ranks.limit(None)
         return capacity
 
+    def _ends_with(self, end: Callable[..., None], *args: Any) -> None:
+        """Have this called if the executor is forgotten, or the process ends, before `stop`."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, end, *args)
+
     def _load(self, rank: Rank, ranks: AllRanks) -> Capacity:
         own = rank.load()
-        if self.options.all_reduce == "symmetric" and rank.group.symmetric is None:
+        if self.options.all_reduce == "symmetric" and rank.group.shares is None:
             raise UnsupportedError(f"executor.all_reduce: symmetric memory can't be had: {rank.group.why_not_symmetric}")
         others = ranks.heard("loaded")
         num_blocks = min(own.num_blocks, *(blocks for blocks, _ in others))
@@ -173,7 +182,7 @@ class TensorExecutor(Executor):
         ranks.heard("allocated")
         devices = [own.details["device"], *(details["device"] for _, details in others)]
         details = {**own.details, "device": _in_words(devices, self.options.hosts), "ranks": str(self.options.size), "all_reduce": str(rank.group)}
-        if rank.device.type == "cuda" and rank.group.symmetric is None and self.options.all_reduce == "auto":
+        if rank.device.type == "cuda" and rank.group.shares is None and self.options.all_reduce == "auto":
             details["all_reduce"] += f" (no symmetric memory: {rank.group.why_not_symmetric})"
         in_flight = self.options.max_in_flight or own.max_in_flight
         return replace(own, num_blocks=num_blocks, max_in_flight=in_flight, details=details)
@@ -288,7 +297,7 @@ def rank_devices(options: TensorOptions) -> list[torch.device]:
     if size % len(hosts) or len(set(hosts)) != len(hosts):
         raise ConfigError(f"executor.size: {size} ranks can't be dealt evenly to {len(hosts)} different hosts (executor.hosts: {', '.join(hosts)})")
     each = size // len(hosts)
-    if given is not None and (len(given) != each or len(set(given)) != each or options.device == "cpu"):
+    if given is not None and (len(given) != each or len(set(given)) != each or min(given) < 0 or options.device == "cpu"):
         of_host = "" if options.hosts is None else " on each host"
         raise ConfigError(f"executor.devices: expected {each} different CUDA devices{of_host} (executor.size: {size}), got {list(given)}")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -299,17 +308,23 @@ def rank_devices(options: TensorOptions) -> list[torch.device]:
     if max(indices) >= count:
         here = "" if options.hosts is None else " on each host"
         raise UnsupportedError(f"executor.size: {each} ranks{here} need as many CUDA devices, and torch {torch.__version__} sees {count}")
-    chosen = [choose_device(f"cuda:{index}", "executor.devices") for index in reversed(indices)][::-1]  # rank 0's becomes the current one
-    return chosen * len(hosts)
+    return [torch.device("cuda", index) for index in indices] * len(hosts)  # none is used here: this process is to have memory on rank 0's alone
 
 
 def _all_joining(ranks: AllRanks) -> None:
     ranks.heard("joining")
 
 
-def _progress(own: object, ranks: AllRanks, what: str, done: int, total: int) -> None:
+def _end(ranks: AllRanks, rank: Rank) -> None:
+    ranks.stop()
+    rank.close()
+
+
+def _progress(own: object, ranks: AllRanks, started: float, what: str, done: int, total: int) -> None:
     """Report progress, and break off if a rank has died meanwhile."""
     ranks.check()
+    if done == total:
+        log.debug("rank 0: %s, done %.2f s after the other ranks were started", what, time.monotonic() - started)
     if callable(own):
         own(what, done, total)
 
