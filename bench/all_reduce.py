@@ -2,10 +2,12 @@
 
     python -m bench.all_reduce                 # two ranks
     python -m bench.all_reduce --size 4 --hidden 4096 --json out.json
+    python -m bench.all_reduce --device cpu    # gloo between processes, timed on the host's clock
 
 A graph holds 50 sums of [rows, hidden] bfloat16, each added to a residual stream and followed by the stream's RMS norm, since that is what a layer
-does; for NCCL and torch's symmetric memory these are kernels of their own. Each sum is checked against the ranks' own numbers. The median of 20
-replays; the copy into symmetric memory counts where a way needs one.
+does; in all ways but `fused` these are kernels of their own. `one-shot` and `two-shot` are torch's kernels for symmetric memory, which the engine
+doesn't use; `exchange` is the engine's. Each sum is checked against the ranks' own numbers. The median of 20 replays; the copy into symmetric memory
+counts where a way needs one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,11 +33,13 @@ SUMS = 50
 REPLAYS = 20
 EPS = 1e-6
 ROWS = (1, 4, 16, 64, 128, 256, 1024, 2048, 4096, 8192)
+MOST_OF_TORCH = 8 << 20  # bytes of a sum through torch's kernels
+
+Sum = Callable[[torch.Tensor], torch.Tensor]
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # of the stream, this rank's part and the norm's weight
 
 
-def separate(
-    group: TorchGroup, all_reduce: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, part: torch.Tensor, weight: torch.Tensor
-) -> None:
+def separate(all_reduce: Sum, x: torch.Tensor, part: torch.Tensor, weight: torch.Tensor) -> None:
     """A sum, then the addition and the norm."""
     x.add_(all_reduce(part.clone()))
     rms_norm(x, weight, EPS)
@@ -49,27 +54,39 @@ def fused(group: TorchGroup, x: torch.Tensor, part: torch.Tensor, weight: torch.
     group.shares.add(x, (weight, EPS))
 
 
-def nccl(group: TorchGroup, x: torch.Tensor) -> torch.Tensor:
-    group._run(lambda process_group: process_group.allreduce([x], group._synchronous))
+def exchange(group: TorchGroup, x: torch.Tensor) -> torch.Tensor:
+    assert group.shares is not None
+    assert group.shares.all_reduce(x)
     return x
 
 
-def torch_shot(group: TorchGroup, shots: str, x: torch.Tensor) -> torch.Tensor:
-    assert group.symmetric is not None
-    mine = group.symmetric._buffer[: x.numel()].view(x.shape)
+def torch_shot(shots: str, buffer: torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
+    mine = buffer[: x.numel()].view(x.shape)
     mine.copy_(x)
-    getattr(torch.ops.symm_mem, f"{shots}_shot_all_reduce_out")(mine, "sum", group.symmetric._group_name, x)
+    getattr(torch.ops.symm_mem, f"{shots}_shot_all_reduce_out")(mine, "sum", name, x)
     return x
 
 
-def copied(x: torch.Tensor, part: torch.Tensor, weight: torch.Tensor) -> None:
-    """No sum at all: what the copy, the addition and the norm take."""
-    x.add_(part.clone())
-    rms_norm(x, weight, EPS)
+def no_sum(x: torch.Tensor) -> torch.Tensor:
+    """What the copy, the addition and the norm take."""
+    return x
+
+
+def torchs_buffer(group: TorchGroup, name: str) -> torch.Tensor | None:
+    """Symmetric memory for torch's own kernels, or None where there is none."""
+    if group.shares is None:
+        return None
+    import torch.distributed._symmetric_memory as symmetric
+
+    buffer = symmetric.empty(MOST_OF_TORCH // 2, dtype=torch.bfloat16, device=group.device)
+    symmetric.rendezvous(buffer, name)
+    return buffer
 
 
 def microseconds(act: Callable[[], None], device: torch.device) -> float:
-    """Return the time of one sum of a graph."""
+    """Return the time of one sum, of a graph where there is a GPU."""
+    if device.type == "cpu":
+        return statistics.median(_host_times(act))
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         act()
@@ -89,7 +106,16 @@ def microseconds(act: Callable[[], None], device: torch.device) -> float:
     return statistics.median(times)
 
 
-def right(way: Callable[..., None], group: TorchGroup, rows: int, hidden: int) -> bool:
+def _host_times(act: Callable[[], None]) -> list[float]:
+    times = []
+    for _ in range(REPLAYS):
+        begun = time.perf_counter()
+        act()
+        times.append(1e6 * (time.perf_counter() - begun))
+    return times
+
+
+def right(way: Way, group: TorchGroup, rows: int, hidden: int) -> bool:
     """True if a stream of zeros gets the sum of the ranks' numbers, which are small and whole."""
     x = torch.zeros((rows, hidden), dtype=torch.bfloat16, device=group.device)
     counting = torch.arange(rows * hidden, device=group.device).remainder(7).view(rows, hidden)
@@ -99,23 +125,28 @@ def right(way: Callable[..., None], group: TorchGroup, rows: int, hidden: int) -
     return torch.equal(x, wanted.bfloat16())
 
 
-def of_rank(rank: int, size: int, hidden: int, rows: tuple[int, ...], store: str, out: str) -> None:
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    group = TorchGroup(rank, size, device, "bench", store, 60.0)
-    group.reserve(max(rows) * hidden, torch.bfloat16)
+def of_rank(rank: int, size: int, kind: str, hidden: int, rows: tuple[int, ...], folder: str, out: str) -> None:
+    device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    group, plain = (TorchGroup(rank, size, device, f"bench-{name}", f"{folder}/{name}", 60.0) for name in ("shared", "plain"))
+    group.reserve(max(rows) * hidden, 0, torch.bfloat16)  # the other one has its transport for everything
+    group.join()
+    buffer = torchs_buffer(group, "bench-shared")
     print(f"rank {rank}: {group} {group.why_not_symmetric}", flush=True)
-    weight = torch.randn(hidden, dtype=torch.bfloat16, device=device)
+    weight = torch.randn(hidden, device=device).bfloat16()
     table = []
     for count in rows:
-        ways: dict[str, Callable[..., None]] = {"no sum": copied, "nccl": partial(separate, partial(nccl, group))}
-        if group.symmetric is not None and 2 * count * hidden <= group.symmetric.most_bytes:
-            for shots in ("one", "two"):
-                ways[f"{shots}-shot"] = partial(separate, partial(torch_shot, group, shots))
-        if group.shares is not None and count * hidden <= group.shares.numbers:
+        numbers = count * hidden
+        ways: dict[str, Way] = {"no sum": partial(separate, no_sum), plain.transport: partial(separate, plain.all_reduce)}
+        if buffer is not None and numbers <= buffer.numel():
+            ways |= {f"{shots}-shot": partial(separate, partial(torch_shot, shots, buffer, "bench-shared")) for shots in ("one", "two")}
+        if group.shares is not None and 2 * numbers <= group.shares.most_exchanged:
+            ways["exchange"] = partial(separate, partial(exchange, group))
+        if group.shares is not None and numbers <= group.shares.numbers:
             ways["fused"] = partial(fused, group)
         x, part = (torch.randn(count, hidden, device=device).bfloat16() for _ in range(2))
-        row: dict[str, Any] = {"rows": count, "bytes": 2 * count * hidden}
+        row: dict[str, Any] = {"rows": count, "bytes": 2 * numbers}
         for name, way in ways.items():
             if name != "no sum" and not right(way, group, count, hidden):
                 row[name] = "WRONG"
@@ -127,23 +158,26 @@ def of_rank(rank: int, size: int, hidden: int, rows: tuple[int, ...], store: str
             print(" | ".join(cells), flush=True)
     if rank == 0 and out:
         Path(out).write_text(json.dumps(table, indent=1))
-    torch.cuda.synchronize(device)
-    group.abort()
+    for each in (group, plain):
+        each.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=2, help="ranks")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--json", metavar="FILE", default="")
     args = parser.parse_args()
+    if args.device == "cuda" and torch.cuda.device_count() < args.size:
+        raise SystemExit(f"--size {args.size} needs as many GPUs, and torch {torch.__version__} sees {torch.cuda.device_count()}")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        Path(store).touch()
-        multiprocessing.spawn(of_rank, (args.size, args.hidden, tuple(args.rows), store, args.json), nprocs=args.size)
+        for name in ("shared", "plain"):
+            (Path(folder) / name).touch()
+        multiprocessing.spawn(of_rank, (args.size, args.device, args.hidden, tuple(args.rows), folder, args.json), nprocs=args.size)
 
 
 if __name__ == "__main__":

@@ -123,23 +123,28 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def chosen(wanted: Sequence[str] | None) -> list[Part]:
-    """Return the parts that were asked for, in the order of `PARTS`. Ends the program if a name is not that of a part."""
+def chosen(wanted: Sequence[str] | None, among: Sequence[Part]) -> list[Part]:
+    """Return the parts that were asked for, in the order of `among`. Ends the program if a name is not that of a part."""
     for name in wanted or ():
-        if not any(part.matches(name) for part in PARTS):
-            raise SystemExit(f"--parts {name}: no such part; there are {', '.join(part.name for part in PARTS)}")
-    return [part for part in PARTS if wanted is None or any(part.matches(name) for name in wanted)]
+        if not any(part.matches(name) for part in among):
+            raise SystemExit(f"--parts {name}: no such part; there are {', '.join(part.name for part in among)}")
+    return [part for part in among if wanted is None or any(part.matches(name) for name in wanted)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    run_parts(PARTS, __doc__)
+
+
+def run_parts(among: Sequence[Part], description: str | None) -> None:
+    """The program: read the command line, and run the parts that it asks for."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="DIR", help="where results are, and go")
     parser.add_argument("--parts", nargs="+", metavar="PART")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of all parts together")
     parser.add_argument("--again", action="store_true", help="run parts that have passed already, too")
     parser.add_argument("--list", action="store_true")
     args = parser.parse_args()
-    parts = chosen(args.parts)
+    parts = chosen(args.parts, among)
     if args.list or args.out is None:
         print("\n".join(f"{part.name:24} {part.limit_s:5.0f} s  python {' '.join(part.command)}" for part in parts))
         raise SystemExit(None if args.list else "--out DIR is needed to run them")

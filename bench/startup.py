@@ -1,8 +1,10 @@
 """Measure the time from the start of a process to its first token, with the weights on disk.
 
     python -m bench.startup --json out.json
+    python -m bench.startup --set executor.name=tensor --verbose     # over two ranks, with each one's stages
 
-A random checkpoint of the model's true shape is written first, in safetensors; so the files lie in the page cache when they are read. Runs are made
+A random checkpoint of the model's true shape is written first, in safetensors; so the files lie in the page cache when they are read. With
+`--set load_format=dummy` none is written, and weights are drawn on the device. Runs are made
 with the compiled kernels of earlier runs on disk, as on a machine that has served before, and, the first, without any.
 """
 
@@ -24,12 +26,16 @@ from bench.engines import settings_of
 from bench.shapes import SHAPES, write_checkpoint, write_weights
 
 CHILD = """
-import json, sys, time
+import json, logging, sys, time
+if sys.argv[2:]:
+    logging.basicConfig(format="    %(message)s")
+    logging.getLogger("dovetail").setLevel(logging.DEBUG)
 from dovetail import LLMEngine, SamplingParams
 stages = {"importing dovetail": time.monotonic()}
 def progress(what, done, total):
     stages[what] = time.monotonic()
-with LLMEngine.from_config(json.loads(sys.argv[1]), progress=progress) as engine:
+settings = json.loads(sys.argv[1])
+with LLMEngine.from_config({"model": settings.pop("model")}, progress=progress, **settings) as engine:
     stages["ready"] = time.monotonic()
     engine.add_request("first", list(range(1, 17)), SamplingParams(max_tokens=4, ignore_eos=True))
     while not engine.step():
@@ -39,13 +45,12 @@ with LLMEngine.from_config(json.loads(sys.argv[1]), progress=progress) as engine
 """
 
 
-def first_token(directory: Path, settings: dict[str, Any], kernels: Path) -> dict[str, float]:
+def first_token(directory: Path, settings: dict[str, Any], kernels: Path, *, verbose: bool = False) -> dict[str, float]:
     """Seconds since the process was started, by stage: when each was over."""
     config = json.dumps({"model": str(directory), **settings})
+    command = [sys.executable, "-c", CHILD, config, *(["verbose"] if verbose else [])]
     begun = time.monotonic()  # one clock for all processes of a machine
-    child = subprocess.run(
-        [sys.executable, "-c", CHILD, config], env={**os.environ, "TRITON_CACHE_DIR": str(kernels)}, stdout=subprocess.PIPE, text=True, check=True
-    )
+    child = subprocess.run(command, env={**os.environ, "TRITON_CACHE_DIR": str(kernels)}, stdout=subprocess.PIPE, text=True, check=True)
     return {stage: at - begun for stage, at in json.loads(child.stdout.splitlines()[-1]).items()}
 
 
@@ -54,16 +59,23 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-0.6b", choices=SHAPES)
     parser.add_argument("--runs", type=int, default=3, help="after the first")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of engine.yaml")
+    parser.add_argument("--verbose", action="store_true", help="show what the engine logs, the stages of each rank among it")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as kernels:
         write_checkpoint(SHAPES[args.shape], Path(name))
-        print(f"{write_weights(Path(name)):.2f} GB of weights, in the page cache; {host.told()}")
+        settings = settings_of(args.set)
+        weights = "none" if settings.get("load_format") == "dummy" else f"{write_weights(Path(name)):.2f} GB, in the page cache"
+        print(f"weights on disk: {weights}; {host.told()}", flush=True)
         runs = []
         for run in range(1 + args.runs):
-            stages = first_token(Path(name), settings_of(args.set), Path(kernels))
+            stages = first_token(Path(name), settings, Path(kernels), verbose=args.verbose)
             runs.append(stages)
-            print("no kernels compiled" if run == 0 else "kernels compiled   ", "  ".join(f"{stage} {at:.2f} s" for stage, at in stages.items()))
+            print(
+                "no kernels compiled" if run == 0 else "kernels compiled   ",
+                "  ".join(f"{stage} {at:.2f} s" for stage, at in stages.items()),
+                flush=True,
+            )
     median = statistics.median(stages["first token"] for stages in runs[1:]) if args.runs else None
     print(f"first token after {runs[0]['first token']:.1f} s, later {median:.1f} s" if median else "")
     if args.json:

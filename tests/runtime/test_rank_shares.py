@@ -15,6 +15,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from dovetail.runtime.groups import ENVIRONMENT
+
 LIMIT_S = 300
 ON_GPUS = torch.cuda.is_available()
 
@@ -142,7 +144,7 @@ print("right")
 def ranks(program: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes that run the program."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **ENVIRONMENT, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "OMP_NUM_THREADS": "1"}
     if not ON_GPUS:
         environment["TRITON_INTERPRET"] = "1"
     with TemporaryDirectory() as folder:
