@@ -120,8 +120,9 @@ class TorchGroup:
         store.set_timeout(timedelta(seconds=JOIN_S))
         if self.rank == 0:
             self._wait_for_others(store)
-        else:
-            store.set(_presence(self.rank), "")
+        store.set(_presence(self.rank), "")
+        while not store.check([_presence(0)]):  # it may have to load and compile for longer than connecting may take
+            time.sleep(POLL_S)
         before = _sockets() if self._over_hosts else set()
         try:
             if self.rank == 0 and self.device.type == "cuda":
