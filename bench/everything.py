@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -98,11 +100,12 @@ class Folder:
         command = [sys.executable, *(places.get(word, word) for word in part.command)]
         begun = time.monotonic()
         with open(self.path / f"{part.name}.txt", "w") as text:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=text, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, cwd=ROOT, stdout=text, stderr=subprocess.STDOUT, start_new_session=True)
             try:
                 status: int | None = process.wait(part.limit_s)
             except subprocess.TimeoutExpired:
                 status = None
+            finally:
                 stop(process)
         self.ended[part.name] = Ended(status, time.monotonic() - begun)
         self._parts.write_text(json.dumps({name: asdict(ended) for name, ended in self.ended.items()}, indent=1))
@@ -114,13 +117,13 @@ class Folder:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask it, so that it can stop what it has started; if that doesn't help, kill it."""
+    """Ask it, so that it can stop what it has started; then kill what is left of its session."""
     process.send_signal(signal.SIGINT)
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def chosen(wanted: Sequence[str] | None, among: Sequence[Part]) -> list[Part]:

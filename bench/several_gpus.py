@@ -1,8 +1,10 @@
 """All that docs/several-gpus.md says of two GPUs, in one call: tests, faults and measurements, part by part, as bench/everything.py does it.
 
-python -m bench.several_gpus --list                                     # the parts, and the seconds that each may take
-python -m bench.several_gpus --out DIR --seconds 570                    # those that may end in time; the rest in the next call
-python -m bench.several_gpus --out DIR --parts faults two --again
+    python -m bench.several_gpus --list                                     # the parts, and the seconds that each may take
+    python -m bench.several_gpus --out DIR --seconds 570                    # those that may end in time; the rest in the next call
+    python -m bench.several_gpus --out DIR --parts faults two --again
+
+A fault that leaves something behind is reported by its own part, and what a part leaves behind is killed before the next one.
 """
 
 from __future__ import annotations
