@@ -1,20 +1,28 @@
-"""Clients that mean harm below HTTP, with heads that never end, connections that say nothing, and requests sent ahead: each harms itself alone."""
+"""Clients that mean harm below HTTP, with heads, trailers and bodies that never end, connections that say nothing or are lost, and requests sent
+ahead: each harms itself alone."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 import pytest
 
 from dovetail_server import wire
+from dovetail_server.settings import ServerSettings
 from dovetail_server.testing import FakeEngine
 from tests.server.serving import PATIENCE_S, serving
 from tests.support import FULL
 
 pytestmark = pytest.mark.anyio
 ASK = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+KEYS = ServerSettings(api_keys=("k",))
+MANY = 100 * 2**20  # bytes, more than the operating system holds of a connection that nobody reads
 
 
 async def connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -33,20 +41,81 @@ async def ending(reader: asyncio.StreamReader) -> bytes:
     return bytes(got)
 
 
+def completion(**fields: object) -> bytes:
+    """A request to complete a text."""
+    body = json.dumps({"prompt": "ROMEO:", "max_tokens": 10_000, **fields}).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """End a connection by RST."""
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+async def is_cut(url: str, begin: bytes, more: bytes) -> bool:
+    """True if a connection ends on which `begin` is sent, and then `more` without end."""
+    _, writer = await connected(url)
+    writer.write(begin)
+    try:
+        for _ in range(MANY // len(more)):
+            writer.write(more)
+            await writer.drain()
+    except ConnectionError:
+        return True
+    finally:
+        writer.close()
+    return False
+
+
 @pytest.mark.parametrize("begin", [b"GET / HTTP/1.1\r\nX: ", b"GET /", ASK + b"GET / HTTP/1.1\r\nX: "])
 async def test_a_head_without_end_is_cut(fake: Callable[..., FakeEngine], begin: bytes) -> None:
     async with serving(fake()) as url:
-        _, writer = await connected(url)
-        writer.write(begin)
-        sent = 0
-        try:
-            while sent < 100 * 2**20:
-                writer.write(b"a" * 65536)
-                sent += 65536
-                await writer.drain()
-        except ConnectionError:
-            pass
-        assert sent < 100 * 2**20
+        assert await is_cut(url, begin, b"a" * 65536)
+
+
+@pytest.mark.parametrize("settings", [ServerSettings(), KEYS])
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (b"0\r\n", b"a:\r\n" * 16384),
+        (b"0\r\n", b"a" * 65536),
+        (b"1\r\nx\r\n0\r\na:", b"a" * 65536),
+        (b"1;", b"a" * 65536),
+        (b"1\r\nx\r\n1;", b"a" * 65536),
+    ],
+)
+async def test_trailers_and_chunk_sizes_without_end_are_cut(
+    fake: Callable[..., FakeEngine], settings: ServerSettings, begin: bytes, more: bytes
+) -> None:
+    async with serving(fake(), settings) as url:
+        assert await is_cut(url, CHUNKED + begin, more)
+
+
+async def test_blank_lines_without_end_are_cut(fake: Callable[..., FakeEngine]) -> None:
+    async with serving(fake()) as url:
+        assert await is_cut(url, ASK, b"\r\n" * 32768)
+
+
+async def test_a_body_of_many_small_chunks_is_taken(fake: Callable[..., FakeEngine]) -> None:
+    async with serving(fake()) as url, httpx.AsyncClient(base_url=url) as http:
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield b'{"max_tokens": 2, "prompt": "'
+            for _ in range(2 * wire.MAX_HEAD_BYTES // 6):
+                yield b"a"
+            yield b'"}'
+
+        answer = await http.post("/v1/completions", content=pieces(), headers={"content-type": "application/json"})
+        assert answer.status_code == 200
+
+
+async def test_a_trailer_is_no_header(fake: Callable[..., FakeEngine]) -> None:
+    body = b'{"prompt": "ROMEO:"}'
+    async with serving(fake(), KEYS) as url:
+        reader, writer = await connected(url)
+        writer.write(CHUNKED + b"%x\r\n%b\r\n0\r\nAuthorization: Bearer k\r\nX-Api-Key: k\r\n\r\n" % (len(body), body))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
         writer.close()
 
 
@@ -72,6 +141,44 @@ async def test_who_never_ends_a_head_is_cut(fake: Callable[..., FakeEngine], sen
         writer.close()
 
 
+@pytest.mark.parametrize("sent", [CHUNKED, CHUNKED + b"1\r\nx\r\n", CHUNKED + b"0\r\na:"])
+async def test_who_never_ends_an_answered_request_is_cut(fake: Callable[..., FakeEngine], sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HEAD_S", 0.1)
+    async with serving(fake(), KEYS, timeout_keep_alive=3600) as url:
+        reader, writer = await connected(url)
+        writer.write(sent)
+        assert (await ending(reader)).startswith(b"HTTP/1.1 401 ")
+        writer.close()
+
+
+async def test_blank_lines_keep_no_connection_open(fake: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HEAD_S", 0.1)
+    async with serving(fake(), KEYS, timeout_keep_alive=3600) as url:
+        reader, writer = await connected(url)
+        writer.write(ASK)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        writer.write(b"\r\n")
+        await ending(reader)
+        writer.close()
+
+
+@pytest.mark.parametrize("lose", [asyncio.StreamWriter.close, reset])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("ahead", [b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", completion(), completion() * 3 + b"POST"])
+async def test_all_requests_of_a_lost_connection_are_aborted(
+    fake: Callable[..., FakeEngine], lose: Callable[[asyncio.StreamWriter], None], stream: bool, ahead: bytes
+) -> None:
+    engine = fake(*["x"] * 100, paced=True)
+    async with serving(engine) as url:
+        _, writer = await connected(url)
+        writer.write(completion(stream=stream) + ahead)
+        await engine.until_requests(1)
+        engine.step()
+        lose(writer)
+        await engine.until_aborted(1)
+    assert len(engine.submitted) == 1
+
+
 async def test_requests_sent_ahead_are_answered_in_order(fake: Callable[..., FakeEngine]) -> None:
     async with serving(fake()) as url:
         reader, writer = await connected(url)
@@ -93,6 +200,11 @@ async def test_too_many_requests_sent_ahead_end_their_connection(fake: Callable[
         assert (await ending(reader)).count(b"200 OK") < 10_000
         writer.close()
         assert (await http.get("/health")).status_code == 200
+
+
+async def test_bodies_too_large_sent_ahead_end_their_connection(fake: Callable[..., FakeEngine]) -> None:
+    async with serving(fake(paced=True)) as url:
+        assert await is_cut(url, completion() + b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % MANY, b"a" * 65536)
 
 
 async def test_connections_that_only_wait_are_in_nobodys_way(fake: Callable[..., FakeEngine]) -> None:
