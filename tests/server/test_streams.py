@@ -10,8 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+import dovetail_server.outbox
 from dovetail.errors import EngineDeadError
 from dovetail_server.app import create_app
+from dovetail_server.outbox import Outbox
 from dovetail_server.settings import ServerSettings
 from dovetail_server.testing import FakeEngine
 from tests.server.serving import serving
@@ -172,3 +174,43 @@ async def test_a_sample_that_fails_ends_the_others(fake: Callable[..., FakeEngin
         request.send("", "error", sample=1, stop_reason="the grammar failed")
         assert "the grammar failed" in (await asking).text
         await engine.until_aborted(1)
+
+
+class Stream:
+    """A stream that notes what happens to it."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        """`error`: what writing it raises."""
+        self.error = error
+        self.flushed, self.broken = 0, False
+
+    def flush(self) -> None:
+        if self.error is not None:
+            raise self.error
+        self.flushed += 1
+
+    def break_off(self) -> None:
+        self.broken = True
+
+
+async def test_a_stream_that_cant_be_written_ends_alone() -> None:
+    outbox, bad, good = Outbox(), Stream(RuntimeError("the handler is closed")), [Stream() for _ in range(100)]
+    for turns in (1, 2):
+        for stream in (bad, *good):
+            outbox.put(stream)
+        while any(stream.flushed < turns for stream in good):
+            await asyncio.sleep(0)
+    assert bad.broken
+    assert not any(stream.broken for stream in good)
+    outbox.check_health()
+
+
+async def test_health_tells_that_streams_are_no_longer_written(fake: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dovetail_server.outbox, "STALLED_S", 0.0)
+    app = create_app(fake())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+        assert (await http.get("/health")).status_code == 200
+        app.state.server.outbox.put(Stream(asyncio.CancelledError()))  # which ends the callback that writes streams
+        while (answer := await http.get("/health")).status_code == 200:
+            await asyncio.sleep(0)
+        assert "streams haven't been written" in answer.text

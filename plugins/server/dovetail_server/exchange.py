@@ -31,7 +31,7 @@ from dovetail_server.metrics import RequestMeter, ServerMetrics
 from dovetail_server.outbox import Outbox
 from dovetail_server.protocol.decoding import decode
 from dovetail_server.settings import ServerSettings
-from dovetail_server.streams import EventStream, SlowReaderError, until_disconnected
+from dovetail_server.streams import ClientGone, EventStream, SlowReaderError, until_disconnected
 from dovetail_server.tracing import Tracing
 
 T = TypeVar("T")
@@ -68,6 +68,11 @@ class Server:
     batches: BatchStore | None = None  # None: this server keeps no files
     outbox: Outbox = field(default_factory=Outbox)
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
+
+    def check_health(self) -> None:
+        """Raises `DovetailError` if the engine, or a part of this front end, is dead or hangs."""
+        self.engine.check_health()
+        self.outbox.check_health()
 
     def model_named(self, name: str | None) -> str:
         """Return the name that the answer tells. Raises `HttpError` 404 for an unknown one."""
@@ -333,10 +338,6 @@ class Exchange:
     async def _send(self, message: Any) -> None:
         self.started = True
         await self.send(message)
-
-
-class ClientGone(DovetailError):
-    """The client went away: nobody is there to be told."""
 
 
 def _expire(scope: asyncio.Timeout) -> None:

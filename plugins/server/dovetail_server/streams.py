@@ -42,6 +42,7 @@ class EventStream:
         self._news = asyncio.Event()
         self._begun = self._ended = self._finished = False
         self._error: DovetailError | None = None
+        self._broken = False  # nothing more can be written
         self.dropped = False  # because its reader was too slow
         self._silence = 0  # looks since the last event
         self._timer: asyncio.TimerHandle | None = None
@@ -57,7 +58,7 @@ class EventStream:
         self._silence = 0
         if self._direct is not None:
             if not self._waiting:
-                self._outbox.put(self._flush)
+                self._outbox.put(self)
             self._waiting.append(data)
         else:
             if self._waiting_bytes > self._bound:
@@ -83,9 +84,26 @@ class EventStream:
             self._error = error
         self.end()
 
+    def flush(self) -> None:
+        """Write what waits, the direct way."""
+        waiting, direct = self._waiting, self._direct
+        if direct is None or not waiting:
+            return
+        if direct.backlog() > self._bound:  # of what was written before: one large event is nobody's fault
+            self._drop()
+            return
+        direct.write(waiting[0] if len(waiting) == 1 else b"".join(waiting))
+        waiting.clear()
+
+    def break_off(self) -> None:
+        """Nothing more can be written."""
+        self._broken, self._direct = True, None
+        self._waiting.clear()
+        self.end()
+
     async def serve(self) -> None:
-        """Send what is written, until the end. Raises the error of `fail` if that came before any event; and `SlowReaderError` if the reader was
-        dropped."""
+        """Send what is written, until the end. Raises the error of `fail` if that came before any event, `SlowReaderError` if the reader was dropped,
+        and `ClientGone` if the stream was broken off."""
         await self._news.wait()
         if self._error is not None:
             raise self._error
@@ -93,11 +111,13 @@ class EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         if self._extension is not None and not self.dropped:
             self._direct = self._extension
-            self._flush()
+            self.flush()
         while not self._ended:
             self._news.clear()
             await self._pass_on()
             await self._news.wait()
+        if self._broken:
+            raise ClientGone
         if self.dropped:
             await self._pass_on()
             raise SlowReaderError
@@ -124,19 +144,8 @@ class EventStream:
         if not self._ended:
             self.ping(ping)
 
-    def _flush(self) -> None:
-        """Write what waits, the direct way."""
-        waiting, direct = self._waiting, self._direct
-        if direct is None or not waiting:
-            return
-        if direct.backlog() > self._bound:  # of what was written before: one large event is nobody's fault
-            self._drop()
-            return
-        direct.write(waiting[0] if len(waiting) == 1 else b"".join(waiting))
-        waiting.clear()
-
     async def _pass_on(self) -> None:
-        self._flush()
+        self.flush()
         while self._waiting:
             data, self._waiting, self._waiting_bytes = b"".join(self._waiting), [], 0
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
@@ -158,6 +167,10 @@ class EventStream:
     def _told(self, error: HttpError) -> bytes:
         body = error.body(self._shape)
         return b"data: %b\n\n" % body if self._error_event is None else b"event: %b\ndata: %b\n\n" % (self._error_event.encode(), body)
+
+
+class ClientGone(DovetailError):
+    """The client went away: nobody is there to be told."""
 
 
 class SlowReaderError(DovetailError):

@@ -21,8 +21,9 @@ from starlette.routing import Route
 from dovetail.checks import shown
 from dovetail_server.batches.store import BatchStore
 from dovetail_server.errors import HttpError
-from dovetail_server.exchange import ClientGone, Endpoint, Exchange
+from dovetail_server.exchange import Endpoint, Exchange
 from dovetail_server.protocol.batches import ENDPOINTS, WINDOW, WINDOW_S, Batch, CreateBatchRequest, FileObject
+from dovetail_server.streams import ClientGone
 
 T = TypeVar("T", FileObject, Batch)
 

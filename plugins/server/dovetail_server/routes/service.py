@@ -13,7 +13,7 @@ from dovetail_server.exchange import Endpoint, Exchange
 
 
 async def health(exchange: Exchange) -> None:
-    """200 while the engine lives; 503 with the reason when it is dead or hangs, or the supervisor hangs."""
+    """200 while the server works; 503 with the reason when the engine, this front end or the supervisor is dead or hangs."""
     _check_health(exchange)
     await exchange.reply({"status": "ok"})
 
@@ -60,7 +60,7 @@ def _model(exchange: Exchange, name: str) -> dict[str, Any]:
 
 def _check_health(exchange: Exchange) -> None:
     try:
-        exchange.engine.check_health()
+        exchange.server.check_health()
     except DovetailError as error:
         raise HttpError(503, str(error), code="engine_dead") from None
     if exchange.scope["app"].state.is_unsupervised:
