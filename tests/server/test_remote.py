@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dovetail import LLM, SamplingParams
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
+from dovetail.front.assembly import assemble
 from dovetail.request import RequestOutput
-from dovetail_server.links import ZmqLine
+from dovetail_server.frames import StepFrame, ToEngine, ToFrontEnd
+from dovetail_server.host import EngineHost
+from dovetail_server.links import Line, Take, ThreadPost, ZmqLine
 from dovetail_server.remote import RemoteEngine
 from tests.server.engines import DEMO, PATIENCE_S, Collector, Link, Served, served
 
@@ -260,3 +265,72 @@ def test_a_front_end_that_takes_nothing_loses_its_requests_and_is_told(tmp_path:
             assert (await ask(at.engine, "next", "ROMEO:", SamplingParams(max_tokens=2))).outputs[-1].finished
 
     run(main())
+
+
+def test_a_message_that_cant_be_read_fails_the_front_end_once(tmp_path: Path) -> None:
+    class Torn:
+        """A line whose frames can be torn."""
+
+        def __init__(self, line: Line) -> None:
+            self.line, self.torn, self.several = line, 0, asyncio.Event()
+            self.send, self.close = line.send, line.close
+
+        def open(self, take: Take) -> None:
+            self.line.open(lambda message: take(self._torn(message)))
+
+        def tear(self) -> None:
+            self.torn = 1
+
+        def _torn(self, message: ToFrontEnd) -> ToFrontEnd:
+            if not self.torn or not isinstance(message, StepFrame):
+                return message
+            self.torn += 1
+            if self.torn > 3:
+                self.several.set()
+            return msgspec.structs.replace(message, numbers=b"x")
+
+    async def main() -> None:
+        async with served("zmq", tmp_path):
+            line, reasons = Torn(ZmqLine(f"ipc://{tmp_path}/engine", b"another")), []
+
+            def failed(reason: str) -> None:
+                reasons.append(reason)
+                other.fail(reason)
+
+            other = await RemoteEngine.connect(line, "another", failed)
+            try:
+                listener = Collector()
+                await other.submit("endless", "ROMEO:", SamplingParams(ignore_eos=True, max_tokens=500), listener)
+                await listener.begun.wait()
+                line.tear()
+                await line.several.wait()
+                assert isinstance(listener.error, EngineDeadError)
+                with pytest.raises(EngineDeadError, match="couldn't read a message"):
+                    other.check_health()
+                assert len(reasons) == 1
+            finally:
+                other.close()
+
+    run(main())
+
+
+def test_a_host_that_hangs_between_steps_is_seen() -> None:
+    class Stuck(ThreadPost):
+        stuck, release = threading.Event(), threading.Event()
+
+        def take(self) -> list[tuple[bytes, ToEngine]]:
+            self.stuck.set()
+            self.release.wait(PATIENCE_S)
+            return super().take()
+
+    post = Stuck()
+    host = EngineHost(assemble(DEMO, {}), post)
+    thread = threading.Thread(target=host.run, daemon=True)
+    thread.start()
+    assert post.stuck.wait(PATIENCE_S)
+    assert 0 < host.busy_s() < host.busy_s()
+    post.release.set()
+    host.stop()
+    post.wake()
+    thread.join(PATIENCE_S)
+    assert host.busy_s() == 0

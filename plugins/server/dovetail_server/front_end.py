@@ -57,11 +57,11 @@ class FrontEnd:
         self._app: Any = None
         self._server: _Server | None = None
         self._ending: asyncio.Task[None] | None = None
-        self._failure: str | None = None
+        self.failure: str | None = None  # why it can't go on
 
     async def run(self) -> None:
         """Serve until `drain` or `fail` has ended it. Raises `DovetailError` if it can't start."""
-        self._engine = engine = await RemoteEngine.connect(self._line, self._name)
+        self._engine = engine = await RemoteEngine.connect(self._line, self._name, self.fail)
         try:
             self._app = create_app(engine, self._settings, front_end=self._place)
             self._app.state.draining, self._app.state.failure = False, None
@@ -71,8 +71,8 @@ class FrontEnd:
             except OSError as error:  # of TLS files
                 raise ConfigError(f"tls_cert, tls_key: {self._settings.tls_cert}, {self._settings.tls_key}: {error}") from None
             self._server = _Server(config, self._ready)
-            if self._failure is not None:
-                raise DovetailError(self._failure)
+            if self.failure is not None:
+                raise DovetailError(self.failure)
             listen(self._socket)
             await self._server.serve([self._socket])
             if not self._server.started:
@@ -85,8 +85,8 @@ class FrontEnd:
         self._end_by(self._drain(seconds))
 
     def fail(self, reason: str) -> None:
-        """Take notice that the engine is dead: tell all who wait, and end."""
-        self._failure = reason
+        """Tell all who wait that the engine is dead, or can't be understood, and end."""
+        self.failure = reason
         if self._engine is not None and self._app is not None:
             self._app.state.failure = reason
             self._engine.fail(reason)

@@ -113,21 +113,19 @@ class EngineHost:
 
     def run(self) -> None:
         """Serve until `stop` is called. Raises `EngineDeadError` if the engine fails; front ends have had then what it computed before."""
-        core, post = self._core, self._post
+        core = self._core
         try:
             while not self._stopping:
+                self._busy_since = time.monotonic()
                 self._hear()
                 if core.has_unfinished():
-                    self._busy_since = time.monotonic()
-                    delivery = core.step()
-                    self._busy_since = None
-                    self._deliver(delivery)
+                    self._deliver(core.step())
                 if core.dead is not None:
                     raise EngineDeadError(f"{type(core.dead).__name__}: {core.dead}") from core.dead
                 if not core.has_unfinished():
                     if self._changed:
                         self._tell_load()
-                    post.wait(IDLE_CHECK_S if not self._lost() else 0.1)
+                    self._rest(IDLE_CHECK_S if not self._lost() else 0.1)
                     core.check_executor()
         finally:
             self._busy_since = None
@@ -140,13 +138,19 @@ class EngineHost:
 
     @property
     def busy_since(self) -> float | None:
-        """When the present step began to compute, in seconds of `time.monotonic`; None between steps and while a step waits for arrivals."""
+        """When the present turn of the loop began, or its last wait for messages ended, in seconds of `time.monotonic`; None while it waits."""
         return self._busy_since
 
     def busy_s(self) -> float:
-        """Return for how many seconds the present step has computed; 0 between steps."""
+        """Return for how many seconds the loop has been at work since it last rested or began a turn: in a step, or around it."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
+
+    def _rest(self, seconds: float) -> None:
+        """Wait for messages."""
+        self._busy_since = None
+        self._post.wait(seconds)
+        self._busy_since = time.monotonic()
 
     # What comes in
 
@@ -242,10 +246,9 @@ class EngineHost:
     def _wait_until(self, instant: float) -> None:
         """The core's wait. Requests that come meanwhile are given to it, so that the step it is about to plan has them; while it is idle they end
         the wait. What else comes is heeded after the step."""
-        busy, self._busy_since = self._busy_since, None
         core = self._core
         while (remaining := instant - core.clock.now()) > 0 and not self._stopping and not self._later:
-            self._post.wait(remaining)
+            self._rest(remaining)
             messages = self._post.take()
             for place, (sender, message) in enumerate(messages):
                 if not isinstance(message, Add) or sender not in self._front_ends:
@@ -254,7 +257,6 @@ class EngineHost:
                 self._add(self._front_ends[sender], message)
             if not core.is_computing:
                 break
-        self._busy_since = None if busy is None else time.monotonic()
 
     # What goes out
 
@@ -372,7 +374,7 @@ class EngineHost:
 
 
 class StepWatch:
-    """Measures how long the present step of a host computes, without the time that the process was suspended."""
+    """Measures how long the present turn of a host's loop takes, a step as a rule, without the time that the process was suspended."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host, self._clock = host, ProcessWatch()
@@ -380,7 +382,7 @@ class StepWatch:
         self._since = 0.0  # the same on the watch's clock
 
     def busy_s(self) -> float:
-        """Return the seconds, 0 between steps. To be called several times a second, by one thread."""
+        """Return the seconds, 0 while it waits. To be called several times a second, by one thread."""
         now, step = self._clock.turn(), self._host.busy_since
         if step != self._step:
             self._step, self._since = step, now

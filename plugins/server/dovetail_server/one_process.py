@@ -100,6 +100,8 @@ def serve_in_one_process(source: str, overrides: list[str], settings: ServerSett
                 thread.close()
         if failures:
             raise EngineDeadError(failures[0])
+        if front_end.failure is not None:
+            raise DovetailError(front_end.failure)
         return 0
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:

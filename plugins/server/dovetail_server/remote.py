@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from typing import Any
 
 from dovetail.api.executor import HostLogprobs
 from dovetail.engine.finish import Finish, TokenWatcher
-from dovetail.errors import DovetailError, EngineDeadError, RequestError
+from dovetail.errors import DovetailError, EngineDeadError, RequestError, describe
 from dovetail.front import bounds
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.detokenizer import IncrementalText, byte_pieces
@@ -111,9 +111,10 @@ class _Open:
 class RemoteEngine:
     """A `ServedEngine` at the other end of a line."""
 
-    def __init__(self, line: Line, facts: Facts, tokenizer: Tokenizer, name: str) -> None:
+    def __init__(self, line: Line, facts: Facts, tokenizer: Tokenizer, name: str, failed: Callable[[str], None] | None) -> None:
         """Made by `connect`."""
         self._line = line
+        self._failed = failed or self.fail
         self._facts = facts
         self.tokenizer = tokenizer
         intake = facts.intake
@@ -148,9 +149,10 @@ class RemoteEngine:
         self._idle.set()
 
     @classmethod
-    async def connect(cls, line: Line, name: str) -> RemoteEngine:
+    async def connect(cls, line: Line, name: str, failed: Callable[[str], None] | None = None) -> RemoteEngine:
         """Wait until the engine answers, load the tokenizer, and make a first prompt of a conversation. `name` is the front end's, by which seeds of
-        requests differ that name none. Raises `ModelLoadError` if the model has no tokenizer."""
+        requests differ that name none. `failed` is called if a message of the engine can't be read, instead of `fail`. Raises `ModelLoadError` if the
+        model has no tokenizer."""
         answer: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
         engine: RemoteEngine | None = None
 
@@ -164,7 +166,7 @@ class RemoteEngine:
         line.open(take)
         line.send(Hello())
         facts = await answer
-        engine = cls(line, facts, await asyncio.to_thread(_load_tokenizer, facts.tokenizer_dir), name)
+        engine = cls(line, facts, await asyncio.to_thread(_load_tokenizer, facts.tokenizer_dir), name, failed)
         await asyncio.to_thread(engine._warm_up)
         return engine
 
@@ -296,6 +298,15 @@ class RemoteEngine:
     # On its way out
 
     def _take(self, message: ToFrontEnd) -> None:
+        if self._failure is not None:
+            return
+        try:
+            self._heed(message)
+        except Exception as error:  # tokens are lost: no answer under way would be right, and none would end
+            logger.exception("a message of the engine couldn't be read")
+            self._failed(f"the front end couldn't read a message of the engine: {describe(error)}")
+
+    def _heed(self, message: ToFrontEnd) -> None:
         match message:
             case StepFrame():
                 self._take_frame(message)
