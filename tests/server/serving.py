@@ -43,9 +43,10 @@ def _server(app: Starlette, **config: Any) -> tuple[uvicorn.Server, socket.socke
 
 
 @asynccontextmanager
-async def serving(engine: ServedEngine, settings: ServerSettings | None = None, **config: Any) -> AsyncIterator[str]:
-    """Serve an engine in this event loop; the URL."""
-    server, listening, url = _server(create_app(engine, settings or ServerSettings()), **config)
+async def serving(engine: ServedEngine | Starlette, settings: ServerSettings | None = None, **config: Any) -> AsyncIterator[str]:
+    """Serve an engine, or an app with one, in this event loop; the URL."""
+    app = engine if isinstance(engine, Starlette) else create_app(engine, settings or ServerSettings())
+    server, listening, url = _server(app, **config)
     task = asyncio.create_task(server._serve([listening]))
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -53,7 +54,7 @@ async def serving(engine: ServedEngine, settings: ServerSettings | None = None, 
     finally:
         server.should_exit, server.force_exit = True, config.get("lifespan") != "on"  # or the app's own end wouldn't come
         await task
-        engine.chat.close()
+        app.state.server.engine.chat.close()
 
 
 @contextmanager

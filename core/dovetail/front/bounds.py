@@ -10,22 +10,33 @@ from dovetail.limits import Limits
 from dovetail.sampling_params import SamplingParams
 from dovetail.structured import Structured
 
+_COUNTS = {  # of lists and mappings: what an error calls their length, and its limit
+    "stop": ("the number of strings", "max_stop_strings"),
+    "stop_sequences": ("the number of strings", "max_stop_strings"),  # Anthropic's name
+    "stop_token_ids": ("their number", "max_stop_token_ids"),
+    "bad_words": ("their number", "max_bad_words"),
+    "logit_bias": ("the number of tokens", "max_logit_bias"),
+    "allowed_token_ids": ("their number", "max_allowed_token_ids"),
+}
+
+
+def check_counts(asked: Any, limits: Limits) -> None:
+    """Raise `RequestError` if a list of `SamplingParams`, or of an HTTP body with fields of the same names, is too long. Looks at no entry, so that a
+    body of megabytes is refused before anything is made of it."""
+    for name, (what, limit) in _COUNTS.items():
+        value = getattr(asked, name, None)
+        if value is not None and not isinstance(value, str):
+            at_most(f"{name}: {what}", len(value), limits, limit)
+
 
 def check_params(params: SamplingParams, limits: Limits) -> None:
     """Raises `RequestError` naming the parameter, the limit and its value. `max_bad_word_tokens` is known only later."""
     at_most("n", params.n, limits, "max_n")
+    check_counts(params, limits)
     if params.stop:
-        at_most("stop: the number of strings", len(params.stop), limits, "max_stop_strings")
         at_most("stop: the characters of all strings together", sum(map(len, params.stop)), limits, "max_stop_chars")
-    if params.stop_token_ids:
-        at_most("stop_token_ids: their number", len(params.stop_token_ids), limits, "max_stop_token_ids")
     if params.bad_words:
-        at_most("bad_words: their number", len(params.bad_words), limits, "max_bad_words")
         at_most("bad_words: the characters of all together", sum(map(len, params.bad_words)), limits, "max_bad_word_chars")
-    if params.logit_bias:
-        at_most("logit_bias: the number of tokens", len(params.logit_bias), limits, "max_logit_bias")
-    if params.allowed_token_ids:
-        at_most("allowed_token_ids: their number", len(params.allowed_token_ids), limits, "max_allowed_token_ids")
     if params.logprobs:
         at_most("logprobs", params.logprobs, limits, "max_logprobs")
     if params.prompt_logprobs:

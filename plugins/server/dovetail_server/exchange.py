@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import DovetailError, RequestError
-from dovetail.front.bounds import check_params
+from dovetail.front.bounds import check_counts, check_params
 from dovetail.front.prompts import Prompt, content_of
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput
@@ -36,6 +36,7 @@ from dovetail_server.tracing import Tracing
 
 T = TypeVar("T")
 
+SLOWEST_BYTES_S = 65_536  # at which a body may come, on average, once `body_timeout_s` is over
 _FAILURES = ("rejected", "error", "abort")
 _CHARS_A_TOKEN = 4  # guessed, of a text that isn't tokenized yet
 
@@ -182,6 +183,7 @@ class Exchange:
         self.stream: EventStream | None = None
         self.jobs: Sequence[Job] = ()  # what the engine was given
         self.answer_id = ""
+        self._held_bytes = 0  # of its body, until the prompt is made
         self._ticket: Ticket | None = None  # while the prompt is made
         self._parts: dict[str, Part] = {}  # by the engine's request id
         self.on_finished: Callable[[], None] = lambda: None  # called when the last part has ended, to write last events
@@ -193,15 +195,39 @@ class Exchange:
         return self.server.engine
 
     async def body(self, kind: type[T]) -> T:
-        """Read the body as a msgspec struct. Raises `HttpError` 400, 408 or 413."""
-        timeout_s = self.server.settings.request_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                data = await read_body(self.scope, self.receive, self.server.settings.max_body_bytes)
-        except TimeoutError:
-            raise HttpError(408, f"the body took longer than {timeout_s:g} s (request_timeout_s)", code="timeout") from None
+        """Read the body as a msgspec struct. Raises `HttpError` 400 and what `received` does, and `RequestError` for lists that are too long."""
+        most = self.server.settings.max_body_bytes
+        too_large = HttpError(413, f"the body is larger than {most} bytes (max_body_bytes)", code="body_too_large")
+        data = b"".join([part async for part in self.received(most, too_large)])
         self.fields = getattr(kind, "__struct_encode_fields__", ())
-        return decode(data, kind)
+        body = decode(data, kind)
+        check_counts(body, self.engine.facts.limits)
+        return body
+
+    async def received(self, most: int, too_large: HttpError, most_held: int | None = None) -> AsyncGenerator[bytes, None]:
+        """Yield the body as it comes. `most_held`: the most bytes of it that stay in memory, if not all. Raises `HttpError` 408 if it takes too long,
+        429 if bodies of all requests are too much, `too_large` if this one is, and `ClientGone`."""
+        for name, value in self.scope["headers"]:
+            if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > most):
+                raise too_large
+        time_s, began = self.server.settings.body_timeout_s, asyncio.get_running_loop().time()
+        size, more = 0, True
+        while more:
+            try:
+                async with asyncio.timeout_at(None if time_s is None else began + time_s + size / SLOWEST_BYTES_S):
+                    message = await self.receive()
+            except TimeoutError:
+                raise HttpError(408, f"the body took too long: {size} bytes have come (body_timeout_s is {time_s:g})", code="timeout") from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            data, more = message.get("body", b""), message.get("more_body", False)
+            size += len(data)
+            if size > most:
+                raise too_large
+            held = size if most_held is None else min(size, most_held)
+            self.server.admission.receive(held - self._held_bytes, self._held_bytes)
+            self._held_bytes = held
+            yield data
 
     def admit(self) -> None:
         """Let the request in, to wait for its prompt to be made: that takes time, too, and memory. Raises `HttpError` 429, and 503 while the server
@@ -216,6 +242,8 @@ class Exchange:
             raise HttpError(503, "the server is shutting down: it ends what is under way, and takes nothing new", code="draining")
 
     def _leave(self) -> None:
+        self.server.admission.release(self._held_bytes)
+        self._held_bytes = 0
         if self._ticket is not None:
             self._ticket.leave(begun=False)
 
@@ -353,25 +381,6 @@ def _tokens_of(prompt: Prompt) -> int:
         return len(prompt.token_ids)
     content = content_of(prompt)
     return len(content) // _CHARS_A_TOKEN + 1 if isinstance(content, str) else len(content)
-
-
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """Return the body of a request. Raises `HttpError` 413 if it is larger, and `ClientGone` if the client goes away."""
-    too_large = HttpError(413, f"the body is larger than {max_bytes} bytes (max_body_bytes)", code="body_too_large")
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > max_bytes):
-            raise too_large
-    parts, size = [], 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > max_bytes:
-            raise too_large
-        if not message.get("more_body", False):
-            return b"".join(parts)
 
 
 def new_id(prefix: str) -> str:

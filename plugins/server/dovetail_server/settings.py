@@ -58,10 +58,18 @@ class ServerSettings(BaseModel):
     finds nobody waiting is always let in. `null`: no limit."""
 
     request_timeout_s: Seconds | None = 3600.0
-    """The longest that a request may take, in seconds, until its last byte is sent; then its client gets an error. `null`: no limit."""
+    """The longest that a request may take once its body has come, in seconds, until its last byte is sent; then its client gets an error. `null`: no
+    limit."""
+
+    body_timeout_s: Seconds | None = 30.0
+    """The longest that a request's body may take to come, in seconds, and one second more for each 64 KiB of it. `null`: no limit."""
 
     max_body_bytes: Count = 16 * 2**20
     """The largest body of a request, in bytes."""
+
+    max_received_bytes: Count = 256 * 2**20
+    """The most bytes of bodies that a front end holds of all requests that are being received or made prompts of; more get 429 with `Retry-After`. A
+    body of up to 64 KiB is always let in."""
 
     max_backlog_bytes: Count = 2**20
     """The most bytes of a stream that may wait for a slow reader. With more it gets an error and is dropped."""

@@ -66,7 +66,7 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
-    kinds = {type(one) for one in prompt}
+    kinds = set(map(type, prompt))
     if kinds == {int}:
         return [{"prompt_token_ids": prompt}]
     if len(kinds) != 1:

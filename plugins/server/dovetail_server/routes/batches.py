@@ -23,13 +23,13 @@ from dovetail_server.batches.store import BatchStore
 from dovetail_server.errors import HttpError
 from dovetail_server.exchange import Endpoint, Exchange
 from dovetail_server.protocol.batches import ENDPOINTS, WINDOW, WINDOW_S, Batch, CreateBatchRequest, FileObject
-from dovetail_server.streams import ClientGone
 
 T = TypeVar("T", FileObject, Batch)
 
 LISTED = 20  # of a list, unless `limit` says how many
 MOST_LISTED = 10_000
-FORM_BYTES = 65_536  # of a form besides its file
+FIELDS, FORM_BYTES = 8, 65_536  # of a form besides its file
+HELD_BYTES = MultiPartParser.spool_max_size + FIELDS * FORM_BYTES  # in memory, of a form that is being received: the rest is on disk
 MAX_METADATA = 16  # pairs, as OpenAI's
 PIECE_BYTES = 2**18  # of a file that is sent
 
@@ -39,7 +39,8 @@ async def upload(exchange: Exchange) -> None:
     store = _store(exchange)
     exchange.check_open()
     largest = exchange.server.settings.max_file_bytes
-    parser = MultiPartParser(Request(exchange.scope).headers, _bounded(exchange, largest + FORM_BYTES), max_files=1, max_fields=8)
+    body = _and_end(exchange.received(largest + FORM_BYTES, _too_large(largest), HELD_BYTES))
+    parser = MultiPartParser(Request(exchange.scope).headers, body, max_files=1, max_fields=FIELDS, max_part_size=FORM_BYTES)
     if not Request(exchange.scope).headers.get("content-type", "").startswith("multipart/form-data"):
         raise HttpError(400, "the body must be a form (multipart/form-data) with `purpose` and `file`", code="invalid_form")
     try:
@@ -146,19 +147,10 @@ def _page(exchange: Exchange, found: Sequence[T]) -> dict[str, Any]:
     return {"object": "list", "data": [msgspec.to_builtins(one) for one in some], "has_more": begin + len(some) < len(found), **ends}
 
 
-async def _bounded(exchange: Exchange, most: int) -> AsyncGenerator[bytes, None]:
-    """Yield a body as it comes. Raises `HttpError` 413 when it is larger, and `ClientGone`."""
-    size, more = 0, True
-    while more:
-        message = await exchange.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        data = message.get("body", b"")
-        size += len(data)
-        if size > most:
-            raise _too_large(exchange.server.settings.max_file_bytes)
-        more = message.get("more_body", False)
-        yield data
+async def _and_end(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    """Yield parts of a body, and an empty one, which `MultiPartParser` waits for."""
+    async for part in parts:
+        yield part
     yield b""
 
 

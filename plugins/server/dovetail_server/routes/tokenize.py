@@ -47,11 +47,17 @@ async def detokenize(exchange: Exchange) -> None:
     """Tell the text of tokens."""
     body = await exchange.body(DetokenizeRequest)
     exchange.server.model_named(body.model)
-    vocab_size = exchange.engine.facts.vocab_size
-    for index, token in enumerate(body.tokens):
+    await exchange.reply({"prompt": await asyncio.to_thread(_text, exchange, body.tokens)})
+
+
+def _text(exchange: Exchange, tokens: list[int]) -> str:
+    vocab_size, most = exchange.engine.facts.vocab_size, exchange.engine.facts.max_model_len
+    if len(tokens) > most:
+        raise HttpError(400, f"tokens: at most {most} (max_model_len), got {len(tokens)}", param="tokens")
+    for index, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
             raise HttpError(400, f"tokens[{index}]: a token id must be 0 to {vocab_size - 1}, got {token}", param=f"tokens[{index}]")
-    await exchange.reply({"prompt": await asyncio.to_thread(exchange.engine.tokenizer.decode, body.tokens)})
+    return exchange.engine.tokenizer.decode(tokens)
 
 
 ROUTES = [Route("/tokenize", Endpoint(tokenize), methods=["POST"]), Route("/detokenize", Endpoint(detokenize), methods=["POST"])]
