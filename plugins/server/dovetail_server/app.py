@@ -24,15 +24,16 @@ from dovetail_server.errors import HttpError, anthropic_shape, openai_shape, spe
 from dovetail_server.exchange import Server
 from dovetail_server.live_page import page_routes
 from dovetail_server.metrics import ServerMetrics, metrics_route
-from dovetail_server.middleware import ApiKeys, RequestLog
+from dovetail_server.middleware import ApiKeys, BrowserGuard, RequestLog
 from dovetail_server.routes import all_routes
 from dovetail_server.settings import ServerSettings
 from dovetail_server.tracing import Tracing
 
 
-def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, front_end: int = 0) -> Starlette:
-    """Return the app that serves an engine. `front_end`: its number among the processes that speak HTTP. `app.state.draining` set to True makes
-    /ready say 503. Raises `ConfigError` for settings that name what isn't there, and `MissingExtraError`."""
+def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, front_end: int = 0, on_loopback: bool = False) -> Starlette:
+    """Return the app that serves an engine. `front_end`: its number among the processes that speak HTTP. `on_loopback`: True if only this machine can
+    reach it. `app.state.draining` set to True makes /ready say 503. Raises `ConfigError` for settings that name what isn't there, and
+    `MissingExtraError`."""
     settings = settings or ServerSettings()
     middleware = [Middleware(RequestLog, settings)]
     if settings.cors_origins:
@@ -45,8 +46,7 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
                 expose_headers=["x-request-id", "request-id", "retry-after"],
             )
         )
-    if settings.api_keys:
-        middleware.append(Middleware(ApiKeys, settings))
+    middleware.append(Middleware(ApiKeys, settings) if settings.api_keys else Middleware(BrowserGuard, settings, on_loopback))
     metrics = ServerMetrics(engine, front_end=front_end)
     models = settings.served_model_name or (engine.facts.model,)
     routes = [*all_routes(settings), Route("/metrics", metrics_route(metrics), include_in_schema=False)]

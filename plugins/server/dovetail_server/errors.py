@@ -15,6 +15,7 @@ logger = logging.getLogger("dovetail.server")
 _TYPES = {  # status -> type in OpenAI's shape, in Anthropic's
     400: ("invalid_request_error", "invalid_request_error"),
     401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
     404: ("not_found_error", "not_found_error"),
     405: ("invalid_request_error", "invalid_request_error"),
     408: ("timeout_error", "timeout_error"),

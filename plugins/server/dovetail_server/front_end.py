@@ -22,7 +22,7 @@ from dovetail_server.channel import BEAT_S, Message, channel_of_process, end_orp
 from dovetail_server.links import Line, ZmqLine
 from dovetail_server.remote import RemoteEngine
 from dovetail_server.settings import ServerSettings
-from dovetail_server.sockets import allow_open_files, listen
+from dovetail_server.sockets import allow_open_files, is_on_loopback, listen
 from dovetail_server.wire import DirectProtocol
 
 LAST_ANSWERS_S = 3  # how long connections may take to end once there are no more requests
@@ -63,7 +63,7 @@ class FrontEnd:
         """Serve until `drain` or `fail` has ended it. Raises `DovetailError` if it can't start."""
         self._engine = engine = await RemoteEngine.connect(self._line, self._name, self.fail)
         try:
-            self._app = create_app(engine, self._settings, front_end=self._place)
+            self._app = create_app(engine, self._settings, front_end=self._place, on_loopback=is_on_loopback(self._socket))
             self._app.state.draining, self._app.state.failure = False, None
             config = self._config()
             try:

@@ -1,13 +1,15 @@
-"""Bare ASGI middleware: a request id and a log line for each request, and API keys."""
+"""Bare ASGI middleware: a request id and a log line for each request, API keys, and what keeps other sites' pages out where there are none."""
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import logging
 import re
 import time
 import uuid
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,6 +22,7 @@ logger = logging.getLogger("dovetail.server")
 
 OPEN_PATHS = frozenset({"/health", "/ready", *live_page.FILES})  # without an API key: for those who watch over processes, and for browsers
 QUIET_PATHS = frozenset({"/page/live"})  # asked for each second by every page that is open: no line in the log
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # they change nothing
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/=+-]{1,128}")
 _TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?")
 
@@ -96,14 +99,73 @@ class ApiKeys:
             await self._app(scope, receive, send)
             return
         message = "this server needs an API key: send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
-        error = HttpError(401, message, code="invalid_api_key")
-        body = error.body(anthropic_shape if speaks_anthropic(scope["path"]) else openai_shape)
-        head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"www-authenticate", b"Bearer")]
-        await send({"type": "http.response.start", "status": 401, "headers": head})
-        await send({"type": "http.response.body", "body": body})
+        await _refuse(scope, send, HttpError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"}))
 
     def _has_key(self, headers: dict[bytes, bytes]) -> bool:
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         offered = [headers.get(b"x-api-key", b""), bearer.strip() if scheme.lower() == b"bearer" else b""]
         found = [hmac.compare_digest(key, one) for key in self._keys for one in offered]  # all, so that the time tells nothing
         return any(found)
+
+
+class BrowserGuard:
+    """Refuses what a browser sends for pages of other sites, which reach this machine but have no API key: for servers without keys.
+
+    Requests that change nothing are let through, since a page can't read the answers. A page whose name was made to point to this machine (DNS
+    rebinding) could read them: on loopback, a server answers only to addresses, `localhost` and the names that it was given.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, on_loopback: bool) -> None:
+        self._app = app
+        self._origins = frozenset(settings.cors_origins)
+        self._hosts = frozenset(name.lower() for name in settings.allowed_hosts)
+        self._checks_host = on_loopback and "*" not in self._hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := self._objection(scope)) is not None:
+            await _refuse(scope, send, error)
+        else:
+            await self._app(scope, receive, send)
+
+    def _objection(self, scope: Scope) -> HttpError | None:
+        headers = {name: value.decode("latin-1").lower() for name, value in scope["headers"]}
+        host, origin = headers.get(b"host", ""), headers.get(b"origin", "")
+        if self._checks_host and host and not self._is_known(host):
+            message = f"host {host[:200]!r} isn't known here: call this server by its address, or start it with --allowed-host"
+            return HttpError(403, message, code="unknown_host")
+        if scope["method"] not in _SAFE_METHODS and not self._may_send(headers.get(b"sec-fetch-site"), origin, host):
+            message = f"pages of {origin[:200] or 'other sites'} may not call this server: start it with --cors-origin to let them"
+            return HttpError(403, message, code="foreign_origin")
+        return None
+
+    def _is_known(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        return name in self._hosts or name == "localhost" or name.endswith(".localhost") or _is_address(name)
+
+    def _may_send(self, site: str | None, origin: str, host: str) -> bool:
+        """`site`: what the browser says of the page, if it is one that does so and takes this server for trustworthy."""
+        if not self._origins.isdisjoint((origin, "*")):
+            return True
+        if site is not None:
+            return site in ("same-origin", "none")
+        return not origin or origin.partition("://")[2] == host
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+async def _refuse(scope: Scope, send: Send, error: HttpError) -> None:
+    """Answer with an error, in the shape that the path's API has."""
+    body = error.body(anthropic_shape if speaks_anthropic(scope["path"]) else openai_shape)
+    head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    head += [(name.encode(), value.encode()) for name, value in error.headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": head})
+    await send({"type": "http.response.body", "body": body})

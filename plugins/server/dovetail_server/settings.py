@@ -38,6 +38,10 @@ class ServerSettings(BaseModel):
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages may call the server, such as `https://example.com`; `*` is all."""
 
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which clients may call a server that listens on loopback and has no API keys, such as that of a proxy before it; `*` is all. Addresses
+    and `localhost` are always known."""
+
     tls_cert: str | None = None
     """A file with the server's certificate chain, PEM: the server then speaks HTTPS."""
 

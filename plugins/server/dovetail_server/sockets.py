@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import sys
@@ -44,6 +45,11 @@ def listen(sock: socket.socket) -> None:
     except OSError as error:
         host, port = sock.getsockname()[:2] if sock.family != socket.AF_UNIX else (sock.getsockname(), "")
         raise ConfigError(f"{host}:{port}: {error.strerror}: give another --port or --host") from None
+
+
+def is_on_loopback(sock: socket.socket) -> bool:
+    """Return True for a socket whose address only programs on this machine can reach, browsers among them. They can't reach a Unix socket."""
+    return sock.family != socket.AF_UNIX and ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def allow_open_files() -> None:
