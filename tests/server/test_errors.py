@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -159,6 +163,49 @@ async def test_bodies_have_a_limit(fake: Callable[..., FakeEngine]) -> None:
         answers = [await http.post("/v1/completions", content=b" " * 2000), await http.post("/v1/completions", content=chunks())]
     assert [answer.status_code for answer in answers] == [413, 413]
     assert "max_body_bytes" in answers[0].json()["error"]["message"]
+
+
+@contextmanager
+def no_file_descriptors() -> Iterator[None]:
+    """This process can't open one file more."""
+    import resource
+
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+        for descriptor in held:
+            os.close(descriptor)
+
+
+@pytest.mark.anyio
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+@pytest.mark.parametrize(
+    ("path", "request_of"),
+    [
+        ("/v1/chat/completions", {"json": {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ messages[0].content }}"}}),
+        ("/tokenize", {"json": {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ messages[0].content }}"}}),
+        ("/v1/files", {"data": {"purpose": "batch"}, "files": {"file": ("a", b"{}", "text/plain")}}),
+    ],
+)
+async def test_without_file_descriptors_a_request_may_come_again(
+    fake: Callable[..., FakeEngine], path: str, request_of: dict[str, Any], tmp_path: Path
+) -> None:
+    engine = fake()
+    app = create_app(engine, ServerSettings(batch_directory=str(tmp_path)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
+        with no_file_descriptors():
+            answer = await http.post(path, **request_of)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "Too many open files" in answer.json()["error"]["message"]
+        assert (await http.post(path, **request_of)).status_code == 200
+    engine.chat.close()
 
 
 @pytest.mark.anyio

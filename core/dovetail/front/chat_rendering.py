@@ -178,7 +178,7 @@ class _Process:
         try:  # in a session of its own: Ctrl-C in a terminal is for the engine
             self._process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
         except OSError as error:
-            raise DovetailError(f"the process that renders chat templates doesn't start: {command[0]}: {error.strerror}") from None
+            raise DovetailError(f"the process that renders chat templates doesn't start: {command[0]}: {error.strerror}") from error
         self.end = weakref.finalize(self, _end, self._process, os.getpid())
         if self.ask(b"null", _STARTS_S):
             raise DovetailError(f"the process that renders chat templates doesn't start: {' '.join(command[:4])}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import re
@@ -25,6 +26,7 @@ _TYPES = {  # status -> type in OpenAI's shape, in Anthropic's
     503: ("service_unavailable_error", "overloaded_error"),
     504: ("timeout_error", "timeout_error"),
 }
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})  # files, processes or memory: there may be some again soon
 _RULE = re.compile(r"structured\b(\.[a-z_]+)?(?=:)")  # the name of an answer's rule, at the beginning of an error's text
 _NAME = re.compile(r"[a-z][a-z0-9_]*(?:\[\d+\]|\.[a-z_]+)*")
 
@@ -69,6 +71,8 @@ def http_error(error: BaseException, fields: Sequence[str] = (), renamed: Mappin
     """
     if isinstance(error, HttpError):
         return error
+    if (lack := lack_of(error)) is not None:
+        return HttpError(503, f"the server is out of resources ({lack}): try again in a moment", code="overloaded", headers={"Retry-After": "1"})
     if isinstance(error, RequestError):
         message = str(error)
         param = _param_of(message, fields, renamed or {})
@@ -83,6 +87,14 @@ def http_error(error: BaseException, fields: Sequence[str] = (), renamed: Mappin
         logger.error("an unexpected error in a request: %s", describe(error), exc_info=error)
         return HttpError(500, "the server failed to answer this request; its log says why", code="internal_error")
     return HttpError(500, str(error))
+
+
+def lack_of(error: BaseException) -> str | None:
+    """Return the operating system's words if an error, or its cause, says that it has no more files, processes or memory."""
+    for one in (error, error.__cause__):
+        if isinstance(one, OSError) and one.errno in _EXHAUSTED:
+            return one.strerror
+    return None
 
 
 def _param_of(message: str, fields: Sequence[str], renamed: Mapping[str, str]) -> str | None:

@@ -23,7 +23,7 @@ import msgspec
 
 from dovetail.errors import ConfigError
 from dovetail.whole_files import write_whole
-from dovetail_server.errors import HttpError
+from dovetail_server.errors import HttpError, lack_of
 from dovetail_server.protocol.batches import ENDED, Batch, FileObject
 
 T = TypeVar("T")
@@ -211,6 +211,8 @@ class BatchStore:
         try:
             yield
         except OSError as error:
+            if lack_of(error) is not None:
+                raise
             raise HttpError(507, f"the server can't store this: {error.strerror or error}", code="storage_full") from None
 
 

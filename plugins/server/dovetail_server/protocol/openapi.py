@@ -23,13 +23,14 @@ _REASONS = {
     200: "The answer",
     400: "Something is wrong with the request; the message says what",
     401: "An API key is missing, or wrong",
+    403: "A page of another site sent it, or it came by an unknown name: for servers without API keys",
     404: "The model isn't served here",
     408: "The body took too long to come",
     409: "It is in use, or has ended",
     413: "The body is too large",
-    429: "Too many requests wait already; `Retry-After` says when to try again",
+    429: "Too many requests wait already, or too many bodies come at once; `Retry-After` says when to try again",
     500: "The server failed",
-    503: "The engine is dead or hangs, or the server shuts down",
+    503: "The engine is dead or hangs, or the server shuts down, or is out of file descriptors",
     504: "The request took too long",
     507: "The server can't store more",
 }
@@ -50,7 +51,7 @@ NO_EFFECT: Mapping[type[Struct], Sequence[str]] = {  # parameters that are accep
 _IN_PATH = re.compile(r"{(\w+)}")  # names of parameters
 _TAKES_BODY = (400, 404, 408, 413, 429, 500, 503)
 _GENERATES = (*_TAKES_BODY, 504)
-_UPLOADS = (400, 404, 413, 503, 507)
+_UPLOADS = (400, 404, 408, 413, 429, 503, 507)
 
 
 class OpenAIErrorDetail(Struct):
@@ -70,7 +71,7 @@ class OpenAIError(Struct):
 
 @dataclass(frozen=True)
 class Operation:
-    """One endpoint. `answer` None: an object that isn't described further; `errors`: the statuses besides 200 and 401."""
+    """One endpoint. `answer` None: an object that isn't described further; `errors`: the statuses besides 200, 401 and 403."""
 
     method: str
     path: str
@@ -162,7 +163,8 @@ def _only(values: Sequence[Any], reason: str) -> dict[str, Any]:
 
 
 def _described(operation: Operation, schemas: Mapping[type[Struct], Any], has_keys: bool) -> dict[str, Any]:
-    statuses = sorted({200, *operation.errors, *((401,) if has_keys and operation.needs_key else ())})
+    turned_away = 401 if operation.needs_key else 200
+    statuses = sorted({200, *operation.errors, turned_away if has_keys else 403})
     described: dict[str, Any] = {
         "summary": operation.summary,
         "tags": [operation.tag],
