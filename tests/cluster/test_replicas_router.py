@@ -101,6 +101,18 @@ def test_replicas_come_and_go(worker: str) -> None:
 
 
 @needs_smg
+def test_the_router_takes_no_larger_bodies_than_its_replicas(worker: str) -> None:
+    limited = ClusterSettings.model_validate({"engine": "demo", "router": {"port": free_port()}, "serve": {"max_body_bytes": 10_000}})
+    with closing(SmgRouter(limited)) as router:
+        until(lambda: router.look() is not None)
+        router.add(worker)
+        until(lambda: router.look() == {worker: Listed.READY})
+        assert complete(router.url) == 200
+        body = {"model": "m", "prompt": "a" * 10_000}
+        assert ask(f"{router.url}/v1/completions", method="POST", body=body, timeout_s=20)[0] == 413
+
+
+@needs_smg
 @pytest.mark.slow
 def test_a_router_that_was_killed_is_started_again_without_replicas(worker: str) -> None:
     with closing(SmgRouter(settings())) as router:

@@ -119,6 +119,7 @@ class SmgRouter:
             "--health-failure-threshold": 2,
             "--load-monitor-interval": 1,
             "--shutdown-grace-period-secs": 1,
+            "--max-payload-size": self._settings.server.max_body_bytes,
             "--history-backend": "none",  # answers are kept by nobody
             "--log-level": "warn",
             "--control-plane-api-keys": f"cluster:cluster:admin:{self._admin_key}",
