@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import gc
+import errno
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+import os
+import re
+import resource
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 import httpx
+import msgspec
 import openai
 import pytest
 from openai.types import Batch
 
 from dovetail_server.batches import worker
-from dovetail_server.batches.lines import BatchLine, answered_in, checked, requests_in
-from dovetail_server.batches.store import BatchStore, derived_file_id
+from dovetail_server.batches.lines import BatchLine, answered_in, request_at, scan
+from dovetail_server.batches.store import BatchStore, derived_file_id, new_id
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol.batches import Batch as StoredBatch
 from dovetail_server.settings import ServerSettings
@@ -26,7 +31,7 @@ from tests.server.serving import PATIENCE_S, serving
 
 pytestmark = pytest.mark.anyio
 
-CHAT = "/v1/chat/completions"
+CHAT: Final = "/v1/chat/completions"
 
 
 def line(name: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
@@ -41,6 +46,7 @@ def jsonl(*lines: dict[str, Any] | str) -> bytes:
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "LOOK_S", 0.01)
     monkeypatch.setattr(worker, "TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr(worker, "MOST_PAUSE_S", 0.05)
 
 
 @asynccontextmanager
@@ -55,11 +61,32 @@ async def begun(client: openai.AsyncOpenAI, content: bytes, endpoint: Any = CHAT
     return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"for": "test"})
 
 
+def stored(directory: Path, content: bytes, **fields: Any) -> StoredBatch:
+    """Keep a batch, as another front end does."""
+    store, now = BatchStore(directory, 1 << 30), int(time.time())
+    file = store.add_file("rows.jsonl", lambda to: to.write(content))
+    store.add_batch(batch := StoredBatch(new_id("batch_"), CHAT, file.id, now, now + 3600, **fields))
+    return batch
+
+
+def told_of(batch: Batch) -> list[str | None]:
+    """The messages of a batch's errors."""
+    return [error.message for error in (batch.errors and batch.errors.data) or []]
+
+
 async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Batch:
     async with asyncio.timeout(PATIENCE_S):
         while (batch := await client.batches.retrieve(batch_id)).status not in ("completed", "failed", "cancelled", "expired"):
             await asyncio.sleep(0.01)
     return batch
+
+
+async def until_health_says(client: openai.AsyncOpenAI, told: str) -> None:
+    """Wait until /health says this of batches."""
+    async with asyncio.timeout(PATIENCE_S), httpx.AsyncClient() as plain:
+        while (answer := await plain.get(str(client.base_url.join("/health")))).json()["batches"] != told:
+            assert answer.status_code == 200
+            await asyncio.sleep(0.01)
 
 
 async def lines_of(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, Any]:
@@ -92,8 +119,8 @@ async def test_a_batch_is_answered_and_what_is_wrong_says_why(fake: Callable[...
         assert (await client.files.delete(batch.input_file_id)).deleted
         with pytest.raises(openai.NotFoundError, match="there is no file"):
             await client.files.retrieve(batch.input_file_id)
-    assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "kept").iterdir()} == {"0o600"}
-    assert oct((tmp_path / "kept").stat().st_mode & 0o777) == "0o700"
+    for path in (tmp_path / "kept", *(tmp_path / "kept").rglob("*")):
+        assert oct(path.stat().st_mode & 0o777) == ("0o700" if path.is_dir() else "0o600")
 
 
 @pytest.mark.parametrize(
@@ -112,8 +139,7 @@ async def test_a_batch_is_answered_and_what_is_wrong_says_why(fake: Callable[...
 )
 async def test_a_batch_with_a_wrong_line_fails_as_a_whole(tmp_path: Path, content: bytes, told: str) -> None:
     (tmp_path / "rows").write_bytes(jsonl(line("good")) * (len(content) > 0) + content)
-    _, errors = checked(tmp_path / "rows", CHAT, 2000)
-    assert told in errors[0].message
+    assert told in scan(tmp_path / "rows", CHAT, 2000).errors[0].message
 
 
 async def test_what_is_no_file_or_batch_is_refused(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
@@ -136,7 +162,7 @@ async def test_what_is_no_file_or_batch_is_refused(fake: Callable[..., FakeEngin
         for kind in ("multipart/form-data", "multipart/form-data; boundary=b"):
             answer = await httpx.AsyncClient().post(f"{client.base_url}files", content=b"--b\r\nx", headers={"content-type": kind})
             assert answer.status_code == 400
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [".lock"]
 
 
 async def test_a_file_may_have_any_name(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
@@ -220,49 +246,46 @@ async def test_requests_wait_while_the_server_is_full_and_expire_with_their_batc
 async def test_a_full_disk_holds_a_batch_up_and_loses_nothing(
     fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six lines find room for a part alone, the first three of them at once."""
-    monkeypatch.setattr(worker, "TROUBLE_S", 0.01)
-    append, full, call = worker._append, [True] * 6, worker.call
-    answered, three = [], asyncio.Event()
+    append, full = BatchStore.append, [True] * 6
 
-    async def together(*request: Any) -> Any:
-        answered.append(answer := await call(*request))
-        if len(answered) >= 3:
-            three.set()
-        await three.wait()
-        return answer
-
-    def partly(file: Any, text: bytes) -> None:
+    def refused(store: BatchStore, file_id: str, lines: bytes) -> None:
         if full:
             full.pop()
-            append(file, text[:10])
-            raise OSError(28, "No space left on device")
-        append(file, text)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(store, file_id, lines)
 
-    monkeypatch.setattr(worker, "_append", partly)
-    monkeypatch.setattr(worker, "call", together)
-    async with client_of(fake(), tmp_path) as client:
-        done = await ended(client, (await begun(client, jsonl(*(line(f"q{at}") for at in range(9))))).id)
-        assert not full
-        gc.collect()  # a task whose error nobody looked at tells it now
+    monkeypatch.setattr(BatchStore, "append", refused)
+    engine = fake()
+    async with client_of(engine, tmp_path) as client:
+        batch = await begun(client, jsonl(*(line(f"q{at}") for at in range(9))))
+        await until_health_says(client, "No space left on device")
+        done = await ended(client, batch.id)
+        await until_health_says(client, "ok")
         assert done.status == "completed"
         assert len(await lines_of(client, done.output_file_id)) == 9
+        assert len(engine.submitted) == 9, "no answer was computed twice"
+
+
+def test_an_answer_that_finds_room_for_a_part_only_leaves_nothing(tmp_path: Path) -> None:
+    store, file_id = BatchStore(tmp_path, 1 << 20), new_id("file-")
+    store.append(file_id, b"one\n")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            store.append(file_id, b"a longer one\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    store.append(file_id, b"two\n")
+    assert store.content(file_id).read_bytes() == b"one\ntwo\n"
 
 
 async def test_a_batch_whose_input_is_gone_has_failed(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
-    engine = fake()
-    engine.refusal = HttpError(503, "later")
-    async with client_of(engine, tmp_path) as client:
-        first = await begun(client, jsonl(line("a")))
-        second = await begun(client, jsonl(line("b")))
-        (tmp_path / second.input_file_id).unlink()
-        engine.refusal = None
-        assert (await ended(client, first.id)).status == "completed"
-        done = await ended(client, second.id)
-        assert done.status == "failed"
-        assert done.errors is not None
-        assert done.errors.data is not None
-        assert done.errors.data[0].message == "the input file is gone"
+    batch = stored(tmp_path, jsonl(line("a")))
+    (tmp_path / batch.input_file_id).unlink()
+    async with client_of(fake(), tmp_path) as client:
+        done = await ended(client, batch.id)
+        assert (done.status, told_of(done)) == ("failed", ["the input file is gone"])
 
 
 async def test_a_body_that_is_no_text_is_a_failure_of_its_own(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
@@ -278,17 +301,17 @@ async def test_a_body_that_is_no_text_is_a_failure_of_its_own(fake: Callable[...
 async def test_a_batch_that_meets_a_fault_of_ours_has_failed_and_the_next_gets_its_turn(
     fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(path: Path, done: set[str], max_line_bytes: int) -> Iterator[BatchLine]:
-        yield next(lines := requests_in(path, done, max_line_bytes))
-        if (second := next(lines, None)) is not None:
-            raise RuntimeError(f"a fault at {second.custom_id}")
+    def broken(path: Path, offset: int, max_line_bytes: int) -> BatchLine:
+        if (line := request_at(path, offset, max_line_bytes)).custom_id == "b":
+            raise RuntimeError("a fault at b")
+        return line
 
-    monkeypatch.setattr(worker, "requests_in", broken)
+    monkeypatch.setattr(worker, "request_at", broken)
     async with client_of(fake(), tmp_path) as client:
         two, one = [await begun(client, jsonl(*map(line, names))) for names in ("ab", "c")]
         failed = await ended(client, two.id)
         assert (failed.status, failed.failed_at is not None) == ("failed", True)
-        assert [error.message for error in (failed.errors and failed.errors.data) or []] == ["the server failed: RuntimeError: a fault at b"]
+        assert told_of(failed) == ["the server failed: RuntimeError: a fault at b"]
         assert (await ended(client, one.id)).status == "completed"
     assert f"{two.id} is given up" in caplog.text
 
@@ -297,12 +320,11 @@ def test_what_a_killed_upload_left_is_removed_and_nothing_else(tmp_path: Path) -
     store = BatchStore(tmp_path, 1 << 20)
     known = store.add_file("known.jsonl", lambda to: to.write(b"1"))
     store.add_batch(batch := StoredBatch("batch_" + 32 * "0", CHAT, known.id, 0, 1, "in_progress"))
-    with store.appended(derived_file_id(batch.id, "output")) as answers:
-        answers.write(b"2")
+    store.append(derived_file_id(batch.id, "output"), b"2")
     (left := store.content("file-" + 32 * "a")).write_bytes(b"3")
 
     def upload(to: IO[bytes]) -> None:
-        store.remove_abandoned()  # as another front end does while this one is written
+        store.tidy()  # as another front end does while this one is written
         to.write(b"4")
 
     late = store.add_file("late.jsonl", upload)
@@ -320,3 +342,241 @@ async def test_one_front_end_answers_and_the_folder_has_bounds(tmp_path: Path) -
     store.add_file("a", lambda file: file.write(b"x" * 200))
     with pytest.raises(HttpError, match="max_stored_bytes is 100: delete some"):
         store.add_file("b", lambda file: file.write(b"x"))
+
+
+async def test_the_worker_survives_a_folder_that_cannot_be_read_and_health_says_so(
+    fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listing, troubles = os.listdir, [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), RuntimeError("a fault of ours")]
+
+    def refused(directory: Path) -> list[str]:
+        if troubles and Path(directory).name == "open":
+            raise troubles[0]
+        return listing(directory)
+
+    async with client_of(fake(), tmp_path) as client:
+        monkeypatch.setattr(os, "listdir", refused)
+        batch = await begun(client, jsonl(line("a")))
+        await until_health_says(client, "failing: Too many open files")
+        with pytest.raises(openai.InternalServerError, match="can't be used now: Too many open files"):
+            await client.batches.list()
+        assert (await client.batches.retrieve(batch.id)).status == "validating"
+        troubles.pop(0)
+        await until_health_says(client, "failing: RuntimeError")
+        troubles.clear()
+        assert (await ended(client, batch.id)).status == "completed"
+        await until_health_says(client, "ok")
+
+
+def damage_of(kind: str, path: Path) -> None:
+    """Damage a JSON file of the store."""
+    whole = path.read_bytes()
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "of another":
+        path.write_bytes(re.sub(rb"[0-9a-f]{32}", b"0" * 32, whole))
+    elif kind == "outside":
+        path.write_bytes(re.sub(rb"file-[0-9a-f]{32}", b"../../etc/passwd", whole))
+    else:
+        path.write_bytes(
+            {"empty": b"", "cut": whole[:-10], "no text": b"\xff", "no object": b"[]", "huge": whole + b" " * 2**20, "deep": b"[" * 10**5}[kind]
+        )
+
+
+@pytest.mark.parametrize("kind", ["empty", "cut", "no text", "no object", "huge", "deep", "folder", "pipe", "of another", "outside"])
+async def test_a_damaged_batch_fails_and_no_other(fake: Callable[..., FakeEngine], tmp_path: Path, kind: str) -> None:
+    damaged, fine = (stored(tmp_path, jsonl(line(name))) for name in "ab")
+    damage_of(kind, tmp_path / "open" / f"{damaged.id}.json")
+    async with client_of(fake(), tmp_path) as client:
+        assert (await ended(client, fine.id)).status == "completed"
+        failed = await ended(client, damaged.id)
+        assert (failed.status, told_of(failed)) == ("failed", ["what the server kept of this batch can't be read any more"])
+        assert [one.id async for one in client.batches.list()] == [fine.id, damaged.id]
+        assert (await ended(client, (await begun(client, jsonl(line("c")))).id)).status == "completed"
+
+
+async def test_a_batch_and_a_file_that_are_damaged_later_can_be_listed_and_deleted(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+    async with client_of(fake(), tmp_path) as client:
+        done = await ended(client, (await begun(client, jsonl(line("a")))).id)
+        damage_of("empty", tmp_path / f"{done.id}.json")
+        damage_of("empty", tmp_path / f"{done.input_file_id}.json")
+        assert [one.status async for one in client.batches.list()] == ["failed"]
+        assert {one.id: one.status async for one in client.files.list()} == {done.input_file_id: "error", done.output_file_id: "processed"}
+        with pytest.raises(openai.BadRequestError, match="upload it again"):
+            await client.batches.create(input_file_id=done.input_file_id, endpoint=CHAT, completion_window="24h")
+        await client.files.delete(done.input_file_id)
+        await client.delete(f"/batches/{done.id}", cast_to=object)
+        assert not [one async for one in client.batches.list()]
+        assert not [one async for one in client.files.list()]
+
+
+async def test_a_request_that_the_scheduler_rejects_is_not_made_again(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+    engine = fake(finish="rejected")
+    async with client_of(engine, tmp_path) as client:
+        done = await ended(client, (await begun(client, jsonl(line("a")))).id)
+        assert done.status == "completed"
+        failure = (await lines_of(client, done.error_file_id))["a"]["response"]
+        assert (failure["status_code"], failure["body"]["error"]["code"]) == (503, "rejected")
+        assert len(engine.submitted) == 1
+
+
+async def test_requests_that_are_refused_delay_no_other_batch(
+    fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More batches wait than are answered side by side, and more requests than there are seats."""
+    monkeypatch.setattr(worker, "AT_ONCE", 2)
+    call: Callable[..., Any] = worker.call  # type: ignore[attr-defined]
+    refused: set[str] = set()
+
+    async def refuses(app: Any, path: str, body: bytes, request_id: str) -> Any:
+        if b"stuck" in body and open_again is False:
+            refused.add(json.loads(body)["messages"][0]["content"])
+            return 429, b"{}"
+        return await call(app, path, body, request_id)
+
+    open_again = False
+    monkeypatch.setattr(worker, "call", refuses)
+    async with client_of(fake(), tmp_path, batch_requests=2) as client:
+        stuck = [await begun(client, jsonl(*(line(f"stuck {at} {row}") for row in range(3)))) for at in range(5)]
+        async with asyncio.timeout(PATIENCE_S):
+            while len({name.split()[1] for name in refused}) < 5:
+                await asyncio.sleep(0.01)
+        assert (await ended(client, (await begun(client, jsonl(line("a"), line("b")))).id)).status == "completed"
+        await until_health_says(client, "ok")
+        open_again = True
+        for batch in stuck:
+            assert len(await lines_of(client, (await ended(client, batch.id)).output_file_id)) == 3
+
+
+async def test_a_batch_gets_seats_while_a_larger_one_is_answered(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+    engine = fake(paced=True)
+    async with client_of(engine, tmp_path, batch_requests=2) as client:
+        large = await begun(client, jsonl(*(line(f"q{at}") for at in range(40))))
+        await engine.until_requests(2)
+        small = await begun(client, jsonl(line("a")))
+        while (await client.batches.retrieve(small.id)).status != "completed":
+            assert len(engine.requests) <= 2
+            engine.step()
+            await asyncio.sleep(0.01)
+        assert (await client.batches.retrieve(large.id)).status == "in_progress"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "told"),
+    [
+        ({"k": "x" * 513}, "metadata: expected `str` of length <= 512"),
+        ({"k" * 65: "x"}, "metadata: a key: Expected `str` of length <= 64"),
+        ({str(at): "x" for at in range(17)}, "metadata: expected `object` of length <= 16"),
+        ({"k": 1}, "metadata: expected `str`"),
+    ],
+)
+async def test_metadata_has_the_bounds_of_openai(fake: Callable[..., FakeEngine], tmp_path: Path, metadata: Any, told: str) -> None:
+    async with client_of(fake(), tmp_path) as client:
+        file = await client.files.create(file=("rows.jsonl", jsonl(line("a"))), purpose="batch")
+        with pytest.raises(openai.BadRequestError, match=told):
+            await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata=metadata)
+        most = {f"{at:x}" * 64: "ü" * 512 for at in range(16)}
+        assert (await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata=most)).metadata == most
+
+
+async def test_lists_are_paged_as_openai_pages_them(fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, read = msgspec.json.decode, []
+
+    def counting(data: bytes, **options: Any) -> Any:
+        read.append(data)
+        return decode(data, **options)
+
+    made = [stored(tmp_path, jsonl(line("a"))) for _ in range(7)]
+    newest = [batch.id for batch in reversed(made)]
+    files = [batch.input_file_id for batch in made]
+    engine = fake()
+    engine.refusal = HttpError(429, "full")
+    async with client_of(engine, tmp_path) as client:
+        await until_health_says(client, "ok")
+        assert [one.id async for one in client.batches.list(limit=3)] == newest
+        page = await client.batches.list(limit=3)
+        assert ([one.id for one in page.data], page.has_more) == (newest[:3], True)
+        assert page.model_extra == {"object": "list", "first_id": newest[0], "last_id": newest[2]}
+        for batch in made:
+            await client.batches.cancel(batch.id)
+            await ended(client, batch.id)
+        monkeypatch.setattr(msgspec.json, "decode", counting)
+        await client.delete(f"/batches/{newest[2]}", cast_to=object)
+        read.clear()
+        page = await client.batches.list(limit=3, after=newest[2])
+        assert ([one.id for one in page.data], page.has_more) == (newest[3:6], True), "the one before may have been deleted"
+        assert len(read) <= 4, "no more is read than a page"
+        page = await client.batches.list(limit=1, after=newest[5])
+        assert ([one.id for one in page.data], page.has_more) == (newest[6:], False)
+        assert [one.id async for one in client.files.list(limit=2, order="asc", purpose="batch")] == files
+        assert [one.id async for one in client.files.list(limit=2)] == files[::-1]
+        assert [one async for one in client.files.list(purpose="batch_output")] == []
+        wrong: list[tuple[Any, str]] = [
+            (client.batches.list(limit=101), "limit must be an integer from 1 to 100"),
+            (client.batches.list(after="x"), "after must be an id"),
+            (client.files.list(limit=10_001), "limit must be an integer from 1 to 10000"),
+            (client.files.list(order="up"), "order must be asc or desc"),  # type: ignore[arg-type]
+        ]
+        for refused, told in wrong:
+            with pytest.raises(openai.BadRequestError, match=told):
+                await refused
+
+
+async def test_a_look_for_batches_reads_none_that_has_ended(tmp_path: Path) -> None:
+    store, batch = BatchStore(tmp_path, 1 << 20), stored(tmp_path, b"x")
+    assert store.open_batches() == ([batch.id], set())
+    batch.status = "completed"
+    store.end_batch(batch)
+    assert store.open_batches() == ([], set())
+    assert store.batch(batch.id).status == "completed"
+
+
+async def test_a_batch_that_has_ended_is_deleted_with_its_answers(fake: Callable[..., FakeEngine], tmp_path: Path) -> None:
+    engine = fake(paced=True)
+    async with client_of(engine, tmp_path) as client:
+        batch = await begun(client, jsonl(line("a"), line("b", nonsense=1)))
+        await engine.until_requests(1)
+        with pytest.raises(openai.ConflictError, match="cancel it first"):
+            await client.delete(f"/batches/{batch.id}", cast_to=object)
+        while (done := await client.batches.retrieve(batch.id)).status != "completed":
+            engine.step()
+            await asyncio.sleep(0.01)
+        assert done.output_file_id
+        assert done.error_file_id
+        deleted = await client.delete(f"/batches/{batch.id}", cast_to=dict[str, Any])
+        assert deleted == {"id": batch.id, "object": "batch", "deleted": True}
+        assert [one.id async for one in client.files.list()] == [batch.input_file_id]
+        with pytest.raises(openai.NotFoundError, match="there is no batch"):
+            await client.delete(f"/batches/{batch.id}", cast_to=object)
+
+
+async def test_files_and_batches_expire(fake: Callable[..., FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an open batch needs stays."""
+    async with client_of(fake(), tmp_path, batch_keep_days=2) as client:
+        rows = ("rows.jsonl", jsonl(line("a")))
+        brief = await client.files.create(file=rows, purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})
+        batch = await client.batches.create(
+            input_file_id=brief.id,
+            endpoint=CHAT,
+            completion_window="24h",
+            extra_body={"output_expires_after": {"anchor": "created_at", "seconds": 7200}},
+        )
+        usual = await client.files.create(file=rows, purpose="batch")
+        done = await ended(client, batch.id)
+        now = time.time()
+        output = await client.files.retrieve(str(done.output_file_id))
+        assert [round(((one.expires_at or 0) - now) / 3600) for one in (brief, output, usual)] == [1, 2, 48]
+        for wrong in ({"anchor": "created_at", "seconds": 60}, {"anchor": "last_active_at", "seconds": 3600}):
+            with pytest.raises(openai.BadRequestError, match="expires_after: "):
+                await client.files.create(file=rows, purpose="batch", expires_after=wrong)  # type: ignore[arg-type]
+    store = BatchStore(tmp_path, 1 << 20, 2)
+    waiting = stored(tmp_path, b"x")
+    store.keep_batch(waiting)
+    for hours, files, batches in [(0, 4, 2), (1.1, 3, 2), (2.1, 2, 2), (49, 1, 1)]:
+        monkeypatch.setattr("time.time", lambda hours=hours: now + 3600 * hours)
+        store.tidy()
+        assert (len(store.files().items), len(store.batches().items)) == (files, batches)
+    assert store.file(waiting.input_file_id).id

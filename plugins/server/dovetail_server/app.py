@@ -53,10 +53,13 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
     if settings.page:
         routes += page_routes(metrics, engine, models[0])
     tracing = Tracing.to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
-    batches = BatchStore(Path(settings.batch_directory), settings.max_stored_bytes) if settings.batch_directory is not None else None
+    batches = None
+    if settings.batch_directory is not None:
+        batches = BatchStore(Path(settings.batch_directory), settings.max_stored_bytes, settings.batch_keep_days)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_exception}, lifespan=_lifespan)
     app.state.server = Server(engine, settings, Admission(engine, settings), AnswerParsing(engine, settings), metrics, models, tracing, batches)
     app.state.draining = app.state.is_unsupervised = False
+    app.state.batch_worker = None if batches is None else BatchWorker(app, batches, settings)
     return app
 
 
@@ -67,10 +70,14 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
         if server.tracing is not None:
             stack.callback(server.tracing.close)
-        if server.batches is not None:
-            worker = asyncio.create_task(BatchWorker(app, server.batches, server.settings).run())
-            stack.callback(worker.cancel)
+        if (worker := app.state.batch_worker) is not None:
+            stack.push_async_callback(_cancel, asyncio.create_task(worker.run()))
         yield
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 def _http_exception(request: Request, error: Exception) -> Response:

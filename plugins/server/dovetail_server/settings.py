@@ -102,6 +102,9 @@ class ServerSettings(BaseModel):
     batch_requests: Count = 64
     """The most requests of batches that are under way at once. They take seats beside those of other clients."""
 
+    batch_keep_days: Annotated[float, Field(gt=0, le=36_500)] | None = 30.0
+    """How many days an uploaded file is kept, and a batch that has ended with its answers. `null`: until they are deleted."""
+
     otlp_traces_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
     """The URL to which a span of OpenTelemetry is sent for each request, by OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`. It needs the
     extra `tracing`."""

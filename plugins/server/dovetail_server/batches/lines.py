@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
@@ -25,34 +25,53 @@ class BatchLine(msgspec.Struct):
     method: str = "POST"
 
 
+class _Answered(msgspec.Struct):
+    """The part of an answer's line by which its request is known."""
+
+    custom_id: str
+
+
 _DECODER = msgspec.json.Decoder(BatchLine)
+_ANSWERED = msgspec.json.Decoder(_Answered)
 
 
-def checked(path: Path, endpoint: str, max_line_bytes: int) -> tuple[int, list[BatchError]]:
-    """Return the number of requests in a file, and what is wrong with them: then none is answered."""
+class Scan(NamedTuple):
+    """A file of requests."""
+
+    requests: int
+    errors: list[BatchError]  # if there is one, none of the requests is answered
+    left: list[int]  # offsets of the lines without an answer
+
+
+def scan(path: Path, endpoint: str, max_line_bytes: int, done: Container[str] = ()) -> Scan:
+    """Check the requests in a file, and find those that aren't `done`. Raises `OSError`."""
     names: set[str] = set()
     errors: list[BatchError] = []
-    for number, text in _lines(path, max_line_bytes):
-        if (error := _error_in(text, number, endpoint, names, max_line_bytes)) is not None:
-            errors.append(error)
+    left: list[int] = []
+    for number, offset, text in _lines(path, max_line_bytes):
+        line = _checked(text, number, endpoint, names, max_line_bytes)
+        if isinstance(line, BatchError):
+            errors.append(line)
+        elif line.custom_id not in done:
+            left.append(offset)
         if len(errors) >= MAX_TOLD or len(names) > MAX_REQUESTS:
             break
     if len(names) > MAX_REQUESTS:
         errors = [BatchError("too_many_requests", f"a batch has at most {MAX_REQUESTS} requests")]
     elif not names and not errors:
         errors = [BatchError("empty_file", "there is no request in the file")]
-    return len(names), errors
+    return Scan(len(names), errors, left)
 
 
-def requests_in(path: Path, done: set[str], max_line_bytes: int) -> Iterator[BatchLine]:
-    """Yield the requests of a checked file, without those that have been answered."""
-    for _, text in _lines(path, max_line_bytes):
-        if (line := _DECODER.decode(text)).custom_id not in done:
-            yield line
+def request_at(path: Path, offset: int, max_line_bytes: int) -> BatchLine:
+    """Return the request at an offset of a file that was checked. Raises `OSError`, and `msgspec.MsgspecError` if the file has changed."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return _DECODER.decode(file.readline(max_line_bytes + 1))
 
 
 def answered_in(path: Path) -> set[str]:
-    """Return the `custom_id`s in a file of answers, whose last line, if it was cut short, is cut off. It needn't be there."""
+    """Return the `custom_id`s in a file of answers, and truncate it at the first line that isn't whole. It may be missing. Raises `OSError`."""
     names: set[str] = set()
     whole = 0
     try:
@@ -61,8 +80,8 @@ def answered_in(path: Path) -> set[str]:
                 try:
                     if not line.endswith(b"\n"):
                         break
-                    names.add(orjson.loads(line)["custom_id"])
-                except (ValueError, KeyError, TypeError):  # blocks of a disk that lost its power
+                    names.add(_ANSWERED.decode(line).custom_id)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # blocks of a disk that lost its power
                     break
                 whole += len(line)
             file.truncate(whole)
@@ -83,20 +102,21 @@ def error_line(name: str, request_id: str, code: str, message: str) -> bytes:
     return orjson.dumps(line) + b"\n"
 
 
-def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield lines that aren't blank with their numbers from 1; one that is too long is cut."""
+def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
+    """Yield lines that aren't blank with their numbers from 1 and their offsets; one that is too long is cut."""
     with path.open("rb") as file:
-        number = 0
+        number = offset = 0
         while text := file.readline(max_line_bytes + 1):
             number += 1
             if text.strip():
-                yield number, text
+                yield number, offset, text
             if len(text) > max_line_bytes:
                 return
+            offset += len(text)
 
 
-def _error_in(text: bytes, number: int, endpoint: str, names: set[str], max_line_bytes: int) -> BatchError | None:
-    """Return what is wrong with a line, and note its `custom_id`."""
+def _checked(text: bytes, number: int, endpoint: str, names: set[str], max_line_bytes: int) -> BatchLine | BatchError:
+    """Return a line's request, or what is wrong with it, and note its `custom_id`."""
     if len(text) > max_line_bytes:
         return BatchError("line_too_long", f"the line has more than {max_line_bytes} bytes (max_body_bytes)", number)
     try:
@@ -116,4 +136,4 @@ def _error_in(text: bytes, number: int, endpoint: str, names: set[str], max_line
         return BatchError("mismatched_url", f"url must be the batch's endpoint, {endpoint}, got {shown(line.url)}", number, "url")
     if not bytes(line.body).lstrip().startswith(b"{"):
         return BatchError("invalid_request", "body must be an object", number, "body")
-    return None
+    return line

@@ -1,224 +1,462 @@
 """`BatchStore`: files and batches in a folder, which outlives the server. All front ends read and write it; one of them has the batches answered.
 
-file-<32 digits>        a file's content; of answers that are still coming, as far as they have come
-file-<32 digits>.json   what is known of a file that is whole
-batch_<32 digits>.json  a batch: written by who made it, and from then on by who has it answered
-batch_<32 digits>.cancel  somebody wants it to end
+file-<id>               a file's content; of answers that are still coming, as far as they have come
+file-<id>.json          what is known of a file that is whole
+open/batch_<id>.json    a batch that hasn't ended: written by its creator, and from then on by the process that has it answered
+open/batch_<id>.cancel  somebody wants it to end
+batch_<id>.json         a batch that has ended
+
+The folder is its own index: an id begins with the time of its creation, so that names alone give the order of lists, and `open` holds only batches
+that are left to do. A JSON file that can't be decoded stands for a failed batch, or a file in error, so that it can be listed and deleted.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import re
+import secrets
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, TypeVar, get_args
+from typing import IO, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
+from dovetail.checks import shown
 from dovetail.errors import ConfigError
-from dovetail.whole_files import write_whole
-from dovetail_server.errors import HttpError, lack_of
-from dovetail_server.protocol.batches import ENDED, Batch, FileObject
+from dovetail.whole_files import BESIDE, write_whole
+from dovetail_server.errors import HttpError
+from dovetail_server.protocol.batches import ENDED, ENDPOINTS, WINDOW_S, Batch, BatchError, BatchErrors, ExpiresAfter, FileObject
 
-T = TypeVar("T")
+T = TypeVar("T", Batch, FileObject)
 
 AnswersKind = Literal["output", "error"]
 
+DAY_S = 24 * 3600
+COUNT_AGAIN_S = 60.0  # between two counts of the bytes that are stored
+LEFT_BEHIND_S = 3600.0  # age of a half-written file whose writer was killed
 _ANSWERS: tuple[AnswersKind, ...] = get_args(AnswersKind)
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
+_MOST_BYTES = 2**20  # of a JSON file here
 _LOCK = ".lock"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_TRANSIENT = (*_FULL, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT, errno.ENOLCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """A part of a list."""
+
+    items: list[T]
+    has_more: bool
+
+
+class Open(NamedTuple):
+    """Ids of the batches that haven't ended, the oldest first, and of those among them that are to be cancelled."""
+
+    batches: list[str]
+    cancelled: set[str]
 
 
 class BatchStore:
-    """The folder. Raises `HttpError` 404 for ids that it doesn't know, and 507 if the disk takes no more."""
+    """The folder. Its methods block on the disk: call them in a thread. Those for clients raise `HttpError`: 404 for unknown ids, 507 if the disk is
+    full, and 503 if it fails otherwise. Those for `BatchWorker` raise `OSError`."""
 
-    def __init__(self, directory: Path, max_stored_bytes: int) -> None:
-        """Make the folder if it isn't there, for this user alone. Raises `ConfigError` if it can't be written to."""
+    def __init__(self, directory: Path, max_stored_bytes: int, keep_days: float | None = None) -> None:
+        """Make the folder if it isn't there, for this user alone. `keep_days`: how long files are kept, and batches that have ended; None: until
+        they are deleted. Raises `ConfigError` if the folder can't be written to."""
         self._directory, self._max_stored_bytes = directory, max_stored_bytes
+        self._keep_s = None if keep_days is None else int(keep_days * DAY_S)
+        self._open_directory = directory / "open"
+        self._counted_at, self._stored = -COUNT_AGAIN_S, 0
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._open_directory.mkdir(mode=0o700, exist_ok=True)
             (directory / _LOCK).touch(mode=0o600)
         except OSError as error:
             raise ConfigError(f"--batch-directory: {directory}: can't be written to: {error.strerror or error}") from None
 
     # Files
 
-    def add_file(self, name: str, copy: Callable[[IO[bytes]], object]) -> FileObject:
+    def add_file(self, name: str, copy: Callable[[IO[bytes]], object], expires: ExpiresAfter | None = None) -> FileObject:
         """Keep an uploaded file, whose content `copy` writes."""
-        self.check_room()
-        file_id = f"file-{uuid.uuid4().hex}"
-        with self._writing():
+        with _disk():
+            self._check_room()
+            file_id = new_id("file-")
             try:
                 with open(self.content(file_id), "xb", opener=_private) as file:
-                    fcntl.flock(file, fcntl.LOCK_EX)  # until it is known: see `remove_abandoned`
+                    fcntl.flock(file, fcntl.LOCK_EX)  # until it is known: see `_remove_abandoned`
                     if not os.fstat(file.fileno()).st_nlink:  # which was quicker
-                        return self.add_file(name, copy)
+                        return self.add_file(name, copy, expires)
                     copy(file)
                     file.flush()
-                    return self.finish_file(file_id, name, "batch")
+                    known = self._finish_file(file_id, name, "batch", expires)
+                    self._stored += known.bytes
+                    return known
             except BaseException:
                 self.content(file_id).unlink(missing_ok=True)
                 raise
 
-    def finish_file(self, file_id: str, name: str, purpose: Literal["batch", "batch_output"]) -> FileObject:
-        """Make known that a file is whole."""
-        known = FileObject(file_id, self.content(file_id).stat().st_size, int(time.time()), name, purpose)
-        self._write(file_id, known)
-        return known
-
-    @contextmanager
-    def appended(self, file_id: str) -> Iterator[IO[bytes]]:
-        """Open a file of answers to add some: each `write` is with the kernel when it returns, and all are on the disk at the end."""
+    def append(self, file_id: str, lines: bytes) -> None:
+        """Add lines to a file of answers: all of them, or none and `OSError`."""
         with open(self.content(file_id), "ab", buffering=0, opener=_private) as file:
-            yield file
-            os.fsync(file.fileno())
+            size = os.fstat(file.fileno()).st_size
+            try:
+                if file.write(lines) < len(lines):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                os.ftruncate(file.fileno(), size)
+                raise
 
-    def finish_answers(self, file_id: str, name: str) -> str | None:
-        """Make known that a batch's file is whole, and return its id; None if there is nothing in it, which removes it, or if it was never begun."""
-        if not (content := self.content(file_id)).exists():
+    def finish_answers(self, batch: Batch, kind: AnswersKind) -> str | None:
+        """Publish a batch's file of answers once it is on the disk, and return its id; None if it holds nothing. Raises `OSError`."""
+        file_id = derived_file_id(batch.id, kind)
+        content = self.content(file_id)
+        try:
+            with content.open("rb") as file:
+                os.fsync(file.fileno())
+                size = os.fstat(file.fileno()).st_size
+        except (FileNotFoundError, IsADirectoryError):
             return None
-        if content.stat().st_size == 0:
+        if not size:
             content.unlink()
             return None
-        return self.finish_file(file_id, name, "batch_output").id
+        return self._finish_file(file_id, f"{batch.id}_{kind}.jsonl", "batch_output", batch.output_expires_after).id
 
     def file(self, file_id: str) -> FileObject:
         """Return what is known of a file that is whole."""
-        return self._read(file_id, "file-", FileObject)
+        with _disk():
+            return _found(self._file(file_id), "file", file_id)
 
     def content(self, file_id: str) -> Path:
         """Return where a file's content is, or will be."""
         return self._directory / file_id
 
-    def files(self) -> list[FileObject]:
-        """Return all files that are whole, the newest first."""
-        return sorted(self._all("file-", FileObject), key=lambda file: (-file.created_at, file.id))
+    def open_content(self, file_id: str) -> IO[bytes]:
+        """Open the content of a file that is whole."""
+        self.file(file_id)
+        with _disk():
+            try:
+                return self.content(file_id).open("rb")
+            except FileNotFoundError:
+                raise HttpError(404, f"the content of {file_id} is gone", code="file_not_found") from None
+
+    def files(self, after: str | None = None, limit: int = 10_000, *, ascending: bool = False, purpose: str | None = None) -> Page[FileObject]:
+        """Return a part of the list of files that are whole, the newest first unless `ascending`: those that follow the id `after`."""
+        with _disk():
+            return _page(
+                _ids(os.listdir(self._directory), "file-"), self._file, after, limit, ascending, lambda file: purpose in (None, file.purpose)
+            )
 
     def delete_file(self, file_id: str) -> None:
-        """Forget a file. Raises `HttpError` 409 while a batch needs it."""
+        """Delete a file. Raises `HttpError` 409 while a batch needs it."""
         self.file(file_id)
-        if using := next((batch.id for batch in self.batches() if batch.status not in ENDED and batch.input_file_id == file_id), None):
-            raise HttpError(409, f"{using} needs this file: cancel it first", code="file_in_use")
-        self._path(file_id).unlink(missing_ok=True)
-        self.content(file_id).unlink(missing_ok=True)
-
-    def remove_abandoned(self) -> None:
-        """Remove the content of uploads whose process was killed: of files that nobody knows, and nobody writes. For who has batches answered."""
-        answers = {derived_file_id(batch.id, kind) for batch in self.batches() for kind in _ANSWERS}
-        for content in self._directory.glob("file-*"):
-            if not _ID.fullmatch(content.name) or content.name in answers or self._path(content.name).exists():
-                continue
-            with suppress(OSError), content.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not self._path(content.name).exists():  # nor has it become known meanwhile
-                    content.unlink()
-
-    def check_room(self) -> None:
-        """Raise `HttpError` 507 if the files are as large together as they may be."""
-        stored = sum(entry.stat().st_size for entry in os.scandir(self._directory))
-        if stored >= self._max_stored_bytes:
-            told = f"the files here have {stored} bytes, and max_stored_bytes is {self._max_stored_bytes}: delete some"
-            raise HttpError(507, told, code="storage_full")
+        with _disk():
+            if using := next((batch.id for batch in self._open_batches() if batch.input_file_id == file_id), None):
+                raise HttpError(409, f"{using} needs this file: cancel it first", code="file_in_use")
+            self._remove_file(file_id)
 
     # Batches
 
     def add_batch(self, batch: Batch) -> None:
-        self.check_room()
-        with self._writing():
-            self._write(batch.id, batch)
-
-    def keep_batch(self, batch: Batch) -> None:
-        """Write what has become of a batch. Raises `OSError`."""
-        self._write(batch.id, batch)
+        """Keep a new batch, which is answered from then on. Raises `HttpError` 400 for an input file that isn't one."""
+        file = self.file(batch.input_file_id)
+        if file.purpose != "batch" or file.status == "error":
+            told = (
+                "this file holds answers" if file.status != "error" else "what the server kept of this file can't be read any more: upload it again"
+            )
+            raise HttpError(400, f"input_file_id: {told}", param="input_file_id")
+        with _disk():
+            self._check_room()
+            self._write(self._open_path(batch.id), batch)
 
     def batch(self, batch_id: str) -> Batch:
         """Return a batch as it stands."""
-        return self._cancelling(self._read(batch_id, "batch_", Batch))
+        with _disk():
+            return _found(self._batch(batch_id), "batch", batch_id)
 
-    def batches(self) -> list[Batch]:
-        """Return all batches, the newest first."""
-        return sorted(map(self._cancelling, self._all("batch_", Batch)), key=lambda batch: (-batch.created_at, batch.id))
+    def batches(self, after: str | None = None, limit: int = 100) -> Page[Batch]:
+        """Return a part of the list of batches, the newest first: those that follow the id `after`."""
+        with _disk():
+            return _page({*_ids(os.listdir(self._open_directory), "batch_"), *_ids(os.listdir(self._directory), "batch_")}, self._batch, after, limit)
 
     def cancel(self, batch_id: str) -> Batch:
         """Ask for a batch's end, and return it. Raises `HttpError` 409 if it has ended."""
         batch = self.batch(batch_id)
         if batch.status in ENDED:
             raise HttpError(409, f"{batch_id} is {batch.status}: it can't be cancelled any more", code="batch_ended")
-        with self._writing():
+        with _disk():
             self._cancel_path(batch_id).touch(mode=0o600)
         return self.batch(batch_id)
 
-    def wants_end(self, batch_id: str) -> bool:
-        """Return True if somebody has asked for a batch's end."""
-        return self._cancel_path(batch_id).exists()
+    def delete_batch(self, batch_id: str) -> None:
+        """Delete a batch that has ended, and its answers. Raises `HttpError` 409 if it hasn't."""
+        batch = self.batch(batch_id)
+        if batch.status not in ENDED:
+            raise HttpError(409, f"{batch_id} is {batch.status}: cancel it first", code="batch_not_ended")
+        with _disk():
+            for kind in _ANSWERS:
+                self._remove_file(derived_file_id(batch_id, kind))
+            self._path(batch_id).unlink(missing_ok=True)
+            self._leave_open(batch_id)
 
-    def ended(self, batch: Batch) -> None:
-        """Write a batch that has ended. Raises `OSError`."""
-        self.keep_batch(batch)
-        self._cancel_path(batch.id).unlink(missing_ok=True)
+    # For `BatchWorker`
 
     @contextmanager
     def owned(self) -> Iterator[bool]:
         """Within, True if no other process has batches answered: the kernel sees to it, and to its end."""
-        with open(self._directory / _LOCK, "w", opener=_private) as file:
+        with open(self._directory / _LOCK, "a", opener=_private) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 yield False
             else:
                 yield True
 
-    def _cancelling(self, batch: Batch) -> Batch:
-        with suppress(OSError):
+    def open_batches(self) -> Open:
+        """Return what is left to do."""
+        names = os.listdir(self._open_directory)
+        return Open(sorted(_ids(names, "batch_")), set(_ids(names, "batch_", ".cancel")))
+
+    def keep_batch(self, batch: Batch) -> None:
+        """Write what has become of a batch that hasn't ended."""
+        self._write(self._open_path(batch.id), batch)
+
+    def end_batch(self, batch: Batch) -> None:
+        """Write a batch that has ended."""
+        self._write(self._path(batch.id), batch)
+        self._leave_open(batch.id)
+
+    def tidy(self) -> None:
+        """Remove what a killed process has left behind, and what has expired. What can't be removed stays."""
+        opened = self.open_batches()
+        for batch_id in {*opened.batches, *opened.cancelled}:
+            if self._path(batch_id).exists() or batch_id not in opened.batches:  # killed amidst `end_batch`; or cancelled as it ended
+                self._leave_open(batch_id)
+        self._remove_abandoned(opened.batches)
+        self._remove_expired()
+        for entry in (*os.scandir(self._directory), *os.scandir(self._open_directory)):
+            with suppress(OSError):
+                if entry.name.endswith(BESIDE) and entry.stat().st_mtime < time.time() - LEFT_BEHIND_S:
+                    os.unlink(entry)
+
+    def _remove_abandoned(self, open_batches: list[str]) -> None:
+        """Remove the content of uploads whose process was killed: of files that nobody knows, and nobody writes."""
+        answers = {derived_file_id(batch_id, kind) for batch_id in open_batches for kind in _ANSWERS}
+        names = {entry.name for entry in os.scandir(self._directory)}
+        for name in names:
+            if not _ID.fullmatch(name) or name in answers or f"{name}.json" in names:
+                continue
+            with suppress(OSError), self.content(name).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not self._path(name).exists():  # nor has it become known meanwhile
+                    self.content(name).unlink()
+
+    def _remove_expired(self) -> None:
+        now = int(time.time())
+        used = {batch.input_file_id for batch in self._open_batches()}
+        for file_id in _ids(os.listdir(self._directory), "file-"):
+            with suppress(OSError):
+                if file_id not in used and (file := self._file(file_id)) is not None and (file.expires_at or now + 1) <= now:
+                    self._remove_file(file_id)
+        if self._keep_s is None:
+            return
+        for batch_id in _ids(os.listdir(self._directory), "batch_"):
+            with suppress(OSError):
+                if (batch := self._batch_at(self._path(batch_id))) is not None and (batch.ended_at or now) + self._keep_s <= now:
+                    self._path(batch_id).unlink()
+
+    # The folder
+
+    def _check_room(self) -> None:
+        """Raise `HttpError` 507 if the files are as large together as they may be. What other processes store counts within a minute."""
+        if time.monotonic() - self._counted_at >= COUNT_AGAIN_S or self._stored >= self._max_stored_bytes:
+            self._stored = sum(_size(entry) for folder in (self._directory, self._open_directory) for entry in os.scandir(folder))
+            self._counted_at = time.monotonic()
+        if self._stored >= self._max_stored_bytes:
+            told = f"the files here have {self._stored} bytes, and max_stored_bytes is {self._max_stored_bytes}: delete some"
+            raise HttpError(507, told, code="storage_full")
+
+    def _finish_file(self, file_id: str, name: str, purpose: Literal["batch", "batch_output"], expires: ExpiresAfter | None) -> FileObject:
+        """Publish a file that is whole."""
+        keep_s = self._keep_s if expires is None else expires.seconds
+        expires_at = None if keep_s is None else int(time.time()) + keep_s
+        known = FileObject(file_id, self.content(file_id).stat().st_size, _made_at(file_id), name, purpose, expires_at=expires_at)
+        self._write(self._path(file_id), known)
+        return known
+
+    def _file(self, file_id: str) -> FileObject | None:
+        """Return what is known of a file, or None if nothing is."""
+        if not _ID.fullmatch(file_id) or not file_id.startswith("file-"):
+            return None
+        path = self._path(file_id)
+        try:
+            found = _read(path, FileObject)
+            if found is None or found.id == file_id:
+                return found
+        except ValueError:
+            pass
+        with suppress(FileNotFoundError):
+            made = int(path.lstat().st_mtime)
+            return FileObject(file_id, 0, made, file_id, status="error", expires_at=None if self._keep_s is None else made + self._keep_s)
+        return None
+
+    def _batch(self, batch_id: str) -> Batch | None:
+        """Return a batch as it stands, or None if there is none."""
+        if not _ID.fullmatch(batch_id) or not batch_id.startswith("batch_"):
+            return None
+        batch = self._batch_at(self._open_path(batch_id))
+        if batch is None:
+            return self._batch_at(self._path(batch_id))  # where it is before it leaves `open`
+        with suppress(FileNotFoundError):
             if batch.status not in ENDED:
-                batch.cancelling_at = int(self._cancel_path(batch.id).stat().st_mtime)
+                batch.cancelling_at = int(self._cancel_path(batch_id).stat().st_mtime)
                 batch.status = "cancelling"
         return batch
+
+    def _batch_at(self, path: Path) -> Batch | None:
+        try:
+            found = _read(path, Batch)
+            if found is None or (found.id == path.stem and _ID.fullmatch(found.input_file_id)):
+                return found
+        except ValueError:
+            pass
+        with suppress(FileNotFoundError):
+            made = int(path.lstat().st_mtime)
+            errors = BatchErrors([BatchError("damaged_batch", "what the server kept of this batch can't be read any more")])
+            return Batch(path.stem, ENDPOINTS[0], "", made, made + WINDOW_S, status="failed", errors=errors, failed_at=made)
+        return None
+
+    def _open_batches(self) -> Iterator[Batch]:
+        return (batch for batch_id in _ids(os.listdir(self._open_directory), "batch_") if (batch := self._batch(batch_id)) is not None)
+
+    def _remove_file(self, file_id: str) -> None:
+        """Remove a file, its content last: without the rest it is an abandoned one."""
+        self._path(file_id).unlink(missing_ok=True)
+        self.content(file_id).unlink(missing_ok=True)
+
+    def _leave_open(self, batch_id: str) -> None:
+        self._open_path(batch_id).unlink(missing_ok=True)
+        self._cancel_path(batch_id).unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         return self._directory / f"{name}.json"
 
+    def _open_path(self, batch_id: str) -> Path:
+        return self._open_directory / f"{batch_id}.json"
+
     def _cancel_path(self, batch_id: str) -> Path:
-        return self._directory / f"{batch_id}.cancel"
+        return self._open_directory / f"{batch_id}.cancel"
 
-    def _read(self, name: str, prefix: str, kind: type[T]) -> T:
-        if _ID.fullmatch(name) and name.startswith(prefix):
-            with suppress(OSError):
-                return msgspec.json.decode(self._path(name).read_bytes(), type=kind)
-        what = "file" if prefix == "file-" else "batch"
-        raise HttpError(404, f"there is no {what} {name[:100]!r} here", code=f"{what}_not_found")
-
-    def _all(self, prefix: str, kind: type[T]) -> Iterator[T]:
-        for path in self._directory.glob(f"{prefix}*.json"):
-            with suppress(HttpError):  # it was deleted meanwhile
-                yield self._read(path.stem, prefix, kind)
-
-    def _write(self, name: str, value: object) -> None:
-        def write(path: Path) -> None:
-            with open(path, "wb", opener=_private) as file:
+    def _write(self, path: Path, value: Batch | FileObject) -> None:
+        def write(beside: Path) -> None:
+            with open(beside, "wb", opener=_private) as file:
                 file.write(msgspec.json.encode(value))
 
-        write_whole(self._path(name), write)
+        write_whole(path, write)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if lack_of(error) is not None:
-                raise
-            raise HttpError(507, f"the server can't store this: {error.strerror or error}", code="storage_full") from None
+
+def new_id(prefix: Literal["file-", "batch_"]) -> str:
+    """Return an id that nobody can guess. Ids sort by the time of their creation."""
+    return f"{prefix}{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
 def derived_file_id(batch_id: str, kind: AnswersKind) -> str:
-    """Return the id of a batch's file of answers, or of errors: the same whenever it is asked for."""
-    return f"file-{hashlib.sha256(f'{batch_id} {kind}'.encode()).hexdigest()[:32]}"
+    """Return the id of a batch's file of answers, or of errors: always the same. It sorts with its batch."""
+    return f"file-{batch_id[6:22]}{hashlib.sha256(f'{batch_id} {kind}'.encode()).hexdigest()[:16]}"
+
+
+def _ids(names: Iterable[str], prefix: str, suffix: str = ".json") -> list[str]:
+    """Return the ids in names of files."""
+    found = (name.removesuffix(suffix) for name in names if name.startswith(prefix) and name.endswith(suffix))
+    return [name for name in found if _ID.fullmatch(name)]
+
+
+def _made_at(name: str) -> int:
+    """Return when an id was made, in seconds since 1970."""
+    return int(name[-32:-16], 16) // 10**9
+
+
+def _page(
+    ids: Iterable[str],
+    read: Callable[[str], T | None],
+    after: str | None,
+    limit: int,
+    ascending: bool = False,
+    wanted: Callable[[T], bool] = lambda _: True,
+) -> Page[T]:
+    """Read no more of a list than a page of it."""
+    if after is not None and not _ID.fullmatch(after):
+        raise HttpError(400, f"after must be an id of this list, got {shown(after)}", param="after")
+    found: list[T] = []
+    for name in sorted(ids, reverse=not ascending):
+        if after is not None and (name <= after if ascending else name >= after):
+            continue
+        if (one := read(name)) is None or not wanted(one):  # None: it was deleted meanwhile
+            continue
+        if len(found) == limit:
+            return Page(found, True)
+        found.append(one)
+    return Page(found, False)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return True if the disk, or the system, may take later what it refuses now."""
+    return isinstance(error, OSError) and error.errno in _TRANSIENT
+
+
+def _found(value: T | None, what: str, name: str) -> T:
+    if value is None:
+        raise HttpError(404, f"there is no {what} {name[:100]!r} here", code=f"{what}_not_found")
+    return value
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    """Return what a JSON file holds, or None if there is none. Raises `ValueError` if it is damaged, and `OSError`."""
+    try:
+        with open(path, "rb", opener=_regular) as file:
+            data = file.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if is_transient(error):
+            raise
+        raise ValueError from error
+    if len(data) > _MOST_BYTES:
+        raise ValueError
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError from error
+
+
+@contextmanager
+def _disk() -> Iterator[None]:
+    """Raise `HttpError` instead of `OSError`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        if error.errno in _FULL:
+            raise HttpError(507, f"the server can't store this: {reason}", code="storage_full") from None
+        raise HttpError(503, f"the folder of batches can't be used now: {reason}", code="storage_failed") from None
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_size if entry.is_file() else 0
+    except FileNotFoundError:  # deleted meanwhile
+        return 0
+
+
+def _regular(path: str, flags: int) -> int:
+    """Open without waiting, as opening a pipe would."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _private(path: str, flags: int) -> int:

@@ -1,196 +1,387 @@
-"""`BatchWorker`: has batches answered, the oldest first, in one of the front ends that share a `BatchStore`.
+"""`BatchWorker`: has batches answered, several side by side, in one of the front ends that share a `BatchStore`.
 
-A batch's answers are appended to its files as they come, so that a server which starts again goes on with those that are missing.
+A batch's answers are appended to its files as they come, so that a server which starts again goes on with those that are missing. The event loop
+never waits for the disk: a few threads do. No error ends the worker: one of a batch fails that batch, one of the disk is retried.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import time
 import uuid
-from collections.abc import Iterator
-from typing import IO, Literal
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from copy import copy
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import orjson
 from starlette.applications import Starlette
 
-from dovetail.errors import DovetailError, describe
+from dovetail.errors import describe
 from dovetail_server.batches.calls import call
-from dovetail_server.batches.lines import BatchLine, answer_line, answered_in, checked, error_line, requests_in
-from dovetail_server.batches.store import BatchStore, derived_file_id
+from dovetail_server.batches.lines import BatchLine, answer_line, answered_in, error_line, request_at, scan
+from dovetail_server.batches.store import AnswersKind, BatchStore, derived_file_id, is_transient
 from dovetail_server.errors import HttpError, openai_shape
-from dovetail_server.protocol.batches import ENDED, Batch, BatchError, BatchErrors, Counts
+from dovetail_server.protocol.batches import Batch, BatchError, BatchErrors, Counts
 from dovetail_server.settings import ServerSettings
+
+T = TypeVar("T")
 
 logger = logging.getLogger("dovetail.batches")  # not among the lines of requests, which are JSON
 
 LOOK_S = 0.5  # between looks for new batches, for an end that was asked for, and for the counts to be written
-TRY_AGAIN_S = 1.0  # after an answer that says so
-TROUBLE_S = 10.0  # after the disk refused something
+TRY_AGAIN_S, MOST_PAUSE_S = 1.0, 30.0  # before a batch goes on that was told to come again: twice as long each time
+TIDY_S = 3600.0  # between two looks for what has expired
+STALLED_S = 60.0  # without a look before /health says so
+AT_ONCE = 8  # batches that are answered side by side
+MOST_OPEN = 256  # those included that wait before they try again
+GATHER_S = 0.05  # so long answers are gathered to be written at once
+READ_BYTES = 2**18  # of requests that are read at once
+_THREADS = AT_ONCE + 4
 _NO_STREAM = HttpError(400, "stream: a batch's answers are whole", param="stream").body(openai_shape)
-TRY_AGAIN = (429, 503)  # full, shutting down, or the engine has died: none of them is the request's fault
+_BUSY = (429, 503)  # full, shutting down, or the engine has died: none of them is the request's fault
+_REJECTED = "rejected"  # the code of a 503 that is final: the scheduler's decision about this very request
+
+End = Literal["completed", "failed", "cancelled", "expired"]
+
+
+class _Ready(NamedTuple):
+    """A request that has been read."""
+
+    offset: int
+    line: BatchLine
+    is_stream: bool
+
+
+class InThread(Protocol):
+    """Calls something that blocks in a thread."""
+
+    async def __call__(self, work: Callable[..., T], *arguments: Any) -> T: ...
 
 
 class BatchWorker:
-    """One for each front end."""
+    """One for each front end; all methods are called in its event loop."""
 
     def __init__(self, app: Starlette, store: BatchStore, settings: ServerSettings) -> None:
         self._app, self._store, self._settings = app, store, settings
+        self._threads = ThreadPoolExecutor(_THREADS, "batches")
+        self._seats = asyncio.Semaphore(settings.batch_requests)  # fair: each batch waits for one at a time
+        self._works: dict[str, _Work] = {}
+        self._looked_at = time.monotonic()
+        self._status = "ok"
+
+    @property
+    def status(self) -> str:
+        """What /health says: "ok", "standby" while another front end has batches answered, or what is wrong."""
+        if time.monotonic() - self._looked_at > STALLED_S:
+            return "stalled: the disk doesn't answer"
+        return next((work.trouble for work in self._works.values() if work.trouble), self._status)
 
     async def run(self) -> None:
         """Work until cancelled, whenever no other front end does."""
-        while True:
-            with self._store.owned() as owned:
-                if owned:
-                    self._store.remove_abandoned()
-                while owned:
-                    batch = self._oldest()
-                    if batch is None:
+        try:
+            while True:
+                try:
+                    with self._store.owned() as owned:
+                        if owned:
+                            await self._work()
+                    self._looked("standby")
+                except Exception as error:
+                    self._failed(error)
+                await asyncio.sleep(LOOK_S)
+        finally:
+            self._threads.shutdown(wait=False)
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Call something that blocks, and return what it does. Cancelled, it waits for its end first: nothing writes unseen."""
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise
+
+    async def _work(self) -> None:
+        """Have batches answered until cancelled."""
+        tasks: set[asyncio.Task[None]] = set()
+        tidied_at = -TIDY_S
+        try:
+            while True:
+                try:
+                    if time.monotonic() - tidied_at >= TIDY_S:
+                        tidied_at = time.monotonic()  # before: what can't be tidied holds no batch up
+                        await self._in_thread(self._store.tidy)
+                    tasks |= await self._look()
+                    self._looked("ok")
+                    if not tasks:
                         await asyncio.sleep(LOOK_S)
                         continue
-                    await self._work_on(batch)
-            await asyncio.sleep(LOOK_S)
+                    ended, tasks = await asyncio.wait(tasks, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                    for task in ended:
+                        task.result()
+                except Exception as error:
+                    self._failed(error)
+                    await asyncio.sleep(TRY_AGAIN_S)
+        finally:
+            await _end_all(tasks)
 
-    async def _work_on(self, batch: Batch) -> None:
-        """Have a batch answered, or fail it, so that those behind it get their turn."""
-        work = _Work(self._app, self._store, self._settings, batch)
-        try:
-            try:
-                await work.run()
-            except (OSError, DovetailError):
-                raise
-            except Exception as error:  # our own fault, which would be met again at each start
-                logger.exception("%s is given up", batch.id)
-                work.fail([BatchError("internal_error", f"the server failed: {describe(error)}")])
-        except (OSError, DovetailError) as error:  # the disk is full: the next try may find room
-            logger.warning("%s waits: %s", batch.id, describe(error))
-            await asyncio.sleep(TROUBLE_S)
+    async def _look(self) -> set[asyncio.Task[None]]:
+        """Begin with batches that are due, and tell those that are cancelled."""
+        opened = await self._in_thread(self._store.open_batches)
+        busy = sum(not work.waits for work in self._works.values())
+        begun = set()
+        for batch_id in opened.batches:
+            is_cancelled = batch_id in opened.cancelled
+            if (work := self._works.get(batch_id)) is not None:
+                work.is_cancelled = is_cancelled
+            elif is_cancelled or (busy < AT_ONCE and len(self._works) < MOST_OPEN):
+                work = _Work(self._app, self._store, self._settings, self._seats, self._in_thread, batch_id, is_cancelled)
+                self._works[batch_id] = work
+                begun.add(task := asyncio.create_task(work.run()))
+                task.add_done_callback(partial(self._forget, batch_id))
+                busy += 1
+        return begun
 
-    def _oldest(self) -> Batch | None:
-        waiting = [batch for batch in self._store.batches() if batch.status not in ENDED]
-        return min(waiting, key=lambda batch: (batch.created_at, batch.id), default=None)
+    def _forget(self, batch_id: str, _: asyncio.Task[None]) -> None:
+        del self._works[batch_id]
+
+    def _looked(self, status: str) -> None:
+        self._looked_at, self._status = time.monotonic(), status
+
+    def _failed(self, error: Exception) -> None:
+        logger.warning("batches wait: %s", describe(error), exc_info=None if is_transient(error) else error)
+        self._looked(f"failing: {reason_of(error)}")
 
 
 class _Work:
     """One batch."""
 
-    def __init__(self, app: Starlette, store: BatchStore, settings: ServerSettings, batch: Batch) -> None:
-        self._app, self._store, self._settings, self._batch = app, store, settings, batch
-        self._source = store.content(batch.input_file_id)
-        self._output_id, self._error_id = derived_file_id(batch.id, "output"), derived_file_id(batch.id, "error")
-        self._looked = 0.0
+    def __init__(
+        self,
+        app: Starlette,
+        store: BatchStore,
+        settings: ServerSettings,
+        seats: asyncio.Semaphore,
+        in_thread: InThread,
+        batch_id: str,
+        is_cancelled: bool,
+    ) -> None:
+        self._app, self._store, self._settings, self._seats, self._in_thread = app, store, settings, seats, in_thread
+        self._id, self.is_cancelled = batch_id, is_cancelled
+        self.trouble: str | None = None  # the reason why the disk doesn't take or give something now
+        self._left: deque[int] = deque()  # offsets of the requests that are to be made
+        self._ready: deque[_Ready] = deque()  # the next ones, which have been read
+        self._unwritten: dict[AnswersKind, list[bytes]] = {"output": [], "error": []}  # answers
+        self._kept: Counts | None = None  # as written
+        self._pause_s = self._resumes_at = self._kept_at = self._used_disk_at = 0.0
+
+    @property
+    def waits(self) -> bool:
+        """True while it begins nothing, because it was told to try again later."""
+        return time.monotonic() < self._resumes_at
 
     async def run(self) -> None:
-        """Have all requests answered that are not, or as many as there is time for. Raises `OSError`."""
-        batch = self._batch
+        """Have the batch ended, however long the disk refuses that."""
+        while True:
+            try:
+                return await self._run_once()
+            except Exception as error:
+                self._note(error)
+                await asyncio.sleep(self._pause_s)
+
+    async def _run_once(self) -> None:
+        """Have those requests answered that are not, as far as there is time. Raises what the disk does."""
         try:
-            total, errors = await asyncio.to_thread(checked, self._source, batch.endpoint, self._settings.max_body_bytes)
-        except FileNotFoundError:
-            total, errors = 0, [BatchError("file_not_found", "the input file is gone")]
-        batch.request_counts = Counts(total)
-        if errors:
-            self.fail(errors)
-            return
+            batch = await self._in_thread(self._store.batch, self._id)
+        except HttpError as error:
+            if error.status == 404:  # it was removed by hand
+                return
+            raise
+        try:
+            end = await self._answer_all(batch)
+        except Exception as error:
+            if is_transient(error):
+                raise
+            logger.exception("%s is given up", self._id)  # it would fail again at each start
+            reason = reason_of(error) if isinstance(error, OSError) else describe(error)
+            batch.errors = BatchErrors([BatchError("internal_error", f"the server failed: {reason}")])
+            end = "failed"
+        await self._in_thread(self._end, batch, end)
+
+    async def _answer_all(self, batch: Batch) -> End:
+        """Return how the batch came to its end."""
+        if batch.status == "failed":  # it is damaged
+            return "failed"
+        if errors := await self._in_thread(self._scan, batch):
+            batch.errors = BatchErrors(errors)
+            return "failed"
         batch.in_progress_at = batch.in_progress_at or int(time.time())
         batch.status, batch.cancelling_at = "in_progress", None
-        with self._store.appended(self._output_id) as output, self._store.appended(self._error_id) as failures:
-            end = await self._answer_all(self._left(), output, failures)
+        await self._in_thread(self._store.keep_batch, batch)
+        end = await self._answer_left(batch)
         batch.finalizing_at = int(time.time())
         if end == "expired":
-            with self._store.appended(self._error_id) as failures:
-                for line in self._left():
-                    self._failed(failures, error_line(line.custom_id, _request_id(), "batch_expired", "there was no time left for this request"))
-        self._end(end)
+            await self._in_thread(self._expire_left, batch)
+        return end
 
-    def fail(self, errors: list[BatchError]) -> None:
-        """End the batch without answering what is left. Raises `OSError`."""
-        self._batch.errors = BatchErrors(errors)
-        self._end("failed")
-
-    def _left(self) -> Iterator[BatchLine]:
-        """Count the requests that are answered, and yield the others."""
-        well, badly = (answered_in(self._store.content(one)) for one in (self._output_id, self._error_id))
-        self._batch.request_counts = Counts(self._batch.request_counts.total, len(well), len(badly))
-        return requests_in(self._source, well | badly, self._settings.max_body_bytes)
-
-    def _end(self, status: Literal["completed", "failed", "expired", "cancelled"]) -> None:
-        """Keep the batch as ended, with what has come of its answers."""
-        batch, store = self._batch, self._store
-        batch.output_file_id = store.finish_answers(self._output_id, f"{batch.id}_output.jsonl")
-        batch.error_file_id = store.finish_answers(self._error_id, f"{batch.id}_error.jsonl")
-        setattr(batch, f"{status}_at", int(time.time()))
-        batch.status = status
-        store.ended(batch)
-
-    async def _answer_all(self, lines: Iterator[BatchLine], output: IO[bytes], failures: IO[bytes]) -> Literal["completed", "cancelled", "expired"]:
-        """Return how it came to its end."""
+    async def _answer_left(self, batch: Batch) -> End:
+        """Make the requests, one more for each seat, until all are answered or the batch is to end. One at a time: when the server is full, one is
+        refused and the others wait."""
         under_way: set[asyncio.Task[None]] = set()
-        more = True
+        seat: asyncio.Task[Any] | None = None
         try:
-            while more or under_way:
-                while more and len(under_way) < self._settings.batch_requests:
-                    if (line := next(lines, None)) is None:
-                        more = False
+            while self._left or self._ready or under_way or any(self._unwritten.values()):
+                is_over = self.is_cancelled or time.time() >= batch.expires_at
+                is_due = time.monotonic() >= self._used_disk_at + GATHER_S or not under_way or (self._left and not self._ready)
+                if not self.waits and (is_due or is_over):
+                    await self._use_disk(batch)
+                if is_over:
+                    return "cancelled" if self.is_cancelled else "expired"
+                if seat is None and self._ready and not self.waits:
+                    seat = asyncio.create_task(self._seats.acquire())
+                tasks: set[asyncio.Task[Any]] = under_way if seat is None else {seat, *under_way}
+                if not tasks:
+                    await asyncio.sleep(LOOK_S if self.waits else 0)
+                    continue
+                ended, _ = await asyncio.wait(tasks, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended & under_way:
+                    under_way.discard(task)
+                    task.result()
+                if seat in ended:
+                    seat = None
+                    if self._ready and not self.waits:
+                        under_way.add(task := asyncio.create_task(self._answer(self._ready.popleft())))
+                        task.add_done_callback(lambda _: self._seats.release())  # also if it is cancelled before it begins
                     else:
-                        under_way.add(asyncio.create_task(self._answer(line, output, failures)))
-                if (end := self._look()) is not None:
-                    return end
-                if under_way:
-                    ended, under_way = await asyncio.wait(under_way, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-                    errors = [error for task in ended if (error := task.exception()) is not None]  # of all: one left unread would be told later
-                    if errors:
-                        raise errors[0]
+                        self._seats.release()
             return "completed"
         finally:
-            for task in under_way:
-                task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)  # none may write any more
+            if seat is not None and not seat.cancel():
+                self._seats.release()
+            await _end_all(under_way)  # none may write any more
 
-    def _look(self) -> Literal["cancelled", "expired"] | None:
-        """Now and then, write the counts, and see whether the batch is to end."""
-        if time.monotonic() - self._looked < LOOK_S:
-            return None
-        self._looked = time.monotonic()
-        self._store.keep_batch(self._batch)
-        if self._store.wants_end(self._batch.id):
-            return "cancelled"
-        return "expired" if time.time() >= self._batch.expires_at else None
+    async def _answer(self, request: _Ready) -> None:
+        """Make a request, and keep its answer to be written."""
+        line, request_id = request.line, _request_id()
+        status, answer = (400, _NO_STREAM) if request.is_stream else await call(self._app, line.url, bytes(line.body), request_id)
+        if status in _BUSY and _code_of(answer) != _REJECTED:
+            self._left.append(request.offset)
+            self._pause()
+            return
+        self._pause_s = 0.0
+        self._unwritten["output" if status == 200 else "error"].append(answer_line(line.custom_id, request_id, status, answer))
 
-    async def _answer(self, line: BatchLine, output: IO[bytes], failures: IO[bytes]) -> None:
-        body, request_id = bytes(line.body), _request_id()
-        status, answer = 400, _NO_STREAM
-        if not _asks_for_stream(body):
-            status, answer = await call(self._app, line.url, body, request_id)
-            while status in TRY_AGAIN:
-                await asyncio.sleep(TRY_AGAIN_S)
-                status, answer = await call(self._app, line.url, body, request_id)
-        told = answer_line(line.custom_id, request_id, status, answer)
-        if status == 200:
-            _append(output, told)
-            self._batch.request_counts.completed += 1
-        else:
-            self._failed(failures, told)
+    async def _use_disk(self, batch: Batch) -> None:
+        """Write the answers that have come, and now and then the counts; read the next requests. What the disk refuses now waits."""
+        counts = batch.request_counts
+        try:
+            for kind, lines in self._unwritten.items():
+                if number := len(lines):
+                    await self._in_thread(self._store.append, derived_file_id(self._id, kind), b"".join(lines))
+                    del lines[:number]  # others may have come meanwhile
+                    counts.completed += number if kind == "output" else 0
+                    counts.failed += number if kind == "error" else 0
+            if time.monotonic() - self._kept_at >= LOOK_S and counts != self._kept:
+                self._kept_at, self._kept = time.monotonic(), copy(counts)
+                await self._in_thread(self._store.keep_batch, batch)
+            if self._left and not self._ready:
+                await self._in_thread(self._read, batch)
+            self._used_disk_at, self.trouble = time.monotonic(), None
+        except OSError as error:
+            if not is_transient(error):
+                raise
+            self._note(error)
 
-    def _failed(self, failures: IO[bytes], told: bytes) -> None:
-        _append(failures, told)
-        self._batch.request_counts.failed += 1
+    def _note(self, error: Exception) -> None:
+        """Say that the disk has failed, and pause."""
+        reason = reason_of(error)
+        if self.trouble != reason:
+            logger.warning("%s waits: %s", self._id, describe(error), exc_info=None if isinstance(error, OSError | HttpError) else error)
+        self.trouble = reason
+        self._pause()
+
+    def _pause(self) -> None:
+        """Begin nothing for a while, longer each time until a request is answered."""
+        if not self.waits:
+            self._pause_s = min(2 * self._pause_s or TRY_AGAIN_S, MOST_PAUSE_S)
+            self._resumes_at = time.monotonic() + self._pause_s
+
+    # In a thread
+
+    def _scan(self, batch: Batch) -> list[BatchError]:
+        """Return what is wrong with the input, and note which of its requests are to be made."""
+        well, badly = (answered_in(self._store.content(derived_file_id(self._id, kind))) for kind in self._unwritten)
+        try:
+            total, errors, left = scan(self._input(batch), batch.endpoint, self._settings.max_body_bytes, well | badly)
+        except FileNotFoundError:
+            total, errors, left = 0, [BatchError("file_not_found", "the input file is gone")], []
+        batch.request_counts = Counts(total, len(well), len(badly))
+        self._left, self._ready = deque(left), deque()
+        self._unwritten, self._kept = {"output": [], "error": []}, None
+        return errors
+
+    def _read(self, batch: Batch) -> None:
+        """Read the next requests, some at once."""
+        size = 0
+        while self._left and size < READ_BYTES:
+            line = request_at(self._input(batch), self._left[0], self._settings.max_body_bytes)
+            size += len(body := bytes(line.body))
+            self._ready.append(_Ready(self._left.popleft(), line, _asks_for_stream(body)))
+
+    def _expire_left(self, batch: Batch) -> None:
+        """Write a failure for each request without an answer."""
+        if errors := self._scan(batch):
+            raise RuntimeError(f"the input file has changed: {errors[0].message}")
+        while self._left:
+            self._read(batch)
+            lines = [error_line(one.line.custom_id, _request_id(), "batch_expired", "there was no time left for this request") for one in self._ready]
+            self._store.append(derived_file_id(self._id, "error"), b"".join(lines))
+            batch.request_counts.failed += len(lines)
+            self._ready.clear()
+
+    def _end(self, batch: Batch, status: End) -> None:
+        """Keep the batch as ended, with what has come of its answers."""
+        batch.output_file_id, batch.error_file_id = (self._store.finish_answers(batch, kind) for kind in self._unwritten)
+        setattr(batch, f"{status}_at", int(time.time()))
+        batch.status = status
+        self._store.end_batch(batch)
+
+    def _input(self, batch: Batch) -> Path:
+        return self._store.content(batch.input_file_id)
+
+
+async def _end_all(tasks: set[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error's reason without names of files or batches: /health is open to all."""
+    if isinstance(error, HttpError):  # of the store: it names none
+        return error.message
+    return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
 
 
 def _asks_for_stream(body: bytes) -> bool:
     """True if a body, which begins as an object does, wants its answer in pieces. What else is wrong with it the endpoint says."""
     try:
         return b'"stream"' in body and bool(orjson.loads(body).get("stream"))
-    except orjson.JSONDecodeError:  # `checked` has looked at the line, not into the body
+    except orjson.JSONDecodeError:  # `scan` has looked at the line, not into the body
         return False
 
 
-def _append(file: IO[bytes], line: bytes) -> None:
-    """Add a line. Raises `OSError`, also if only a part of it found room: who goes on with the file cuts that off."""
-    if file.write(line) < len(line):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def _code_of(answer: bytes) -> str | None:
+    """Return the code of an error in OpenAI's shape."""
+    with suppress(ValueError, KeyError, TypeError):
+        code: str | None = orjson.loads(answer)["error"]["code"]
+        return code
+    return None
 
 
 def _request_id() -> str:

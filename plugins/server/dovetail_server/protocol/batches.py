@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+ENDPOINTS: tuple[Endpoint, ...] = get_args(Endpoint)
 WINDOW = "24h"
 WINDOW_S = 24 * 3600
+
+Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: tuple[Status, ...] = ("failed", "completed", "expired", "cancelled")
 
 
+class ExpiresAfter(Struct, forbid_unknown_fields=True):
+    """How long a file is kept."""
+
+    seconds: Annotated[int, Meta(ge=3600, le=30 * 24 * 3600)]
+    anchor: Literal["created_at"] = "created_at"
+
+
 class FileObject(Struct):
-    """A file that was uploaded, or that holds a batch's answers."""
+    """A file that was uploaded, or that holds a batch's answers. Its status is `error` if what is known of it can't be read any more."""
 
     id: str
     bytes: int
@@ -23,7 +33,8 @@ class FileObject(Struct):
     filename: str
     purpose: Literal["batch", "batch_output"] = "batch"
     object: Literal["file"] = "file"
-    status: Literal["processed"] = "processed"
+    status: Literal["processed", "error"] = "processed"
+    expires_at: int | None = None
 
 
 class BatchError(Struct):
@@ -52,14 +63,15 @@ class CreateBatchRequest(Struct, forbid_unknown_fields=True):
     input_file_id: str
     endpoint: str
     completion_window: str
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 class Batch(Struct):
     """A batch. Times are seconds since 1970."""
 
     id: str
-    endpoint: str
+    endpoint: Endpoint
     input_file_id: str
     created_at: int
     expires_at: int
@@ -76,5 +88,10 @@ class Batch(Struct):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: Counts = field(default_factory=Counts)
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
     object: Literal["batch"] = "batch"
+
+    @property
+    def ended_at(self) -> int | None:
+        return self.completed_at or self.failed_at or self.expired_at or self.cancelled_at

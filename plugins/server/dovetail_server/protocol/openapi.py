@@ -110,6 +110,7 @@ OPERATIONS = (
     Operation("post", "/v1/batches", "Have a file of requests answered", "Batches", CreateBatchRequest, Batch, (*_TAKES_BODY, 507)),
     Operation("get", "/v1/batches", "List the batches", "Batches", errors=(400, 404)),
     Operation("get", "/v1/batches/{batch}", "Describe a batch", "Batches", answer=Batch, errors=(404,)),
+    Operation("delete", "/v1/batches/{batch}", "Delete a batch that has ended, and its answers", "Batches", errors=(404, 409)),
     Operation("post", "/v1/batches/{batch}/cancel", "End a batch", "Batches", answer=Batch, errors=(404, 409, 507)),
     Operation("post", "/tokenize", "Show the tokens of a text or a conversation", "Tokens", TokenizeRequest, errors=_TAKES_BODY),
     Operation("post", "/detokenize", "Show the text of tokens", "Tokens", DetokenizeRequest, errors=_TAKES_BODY),

@@ -6,31 +6,28 @@ They are there if the server has a folder for them (`--batch-directory`).
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import time
-import uuid
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator
+from typing import Any
 
 import msgspec
-from starlette.datastructures import UploadFile
+from starlette.datastructures import FormData, QueryParams, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.routing import Route
 
 from dovetail.checks import shown
-from dovetail_server.batches.store import BatchStore
+from dovetail_server.batches.store import BatchStore, Page, new_id
 from dovetail_server.errors import HttpError
 from dovetail_server.exchange import Endpoint, Exchange
-from dovetail_server.protocol.batches import ENDPOINTS, WINDOW, WINDOW_S, Batch, CreateBatchRequest, FileObject
+from dovetail_server.protocol.batches import ENDPOINTS, WINDOW, WINDOW_S, Batch, CreateBatchRequest, ExpiresAfter
 
-T = TypeVar("T", FileObject, Batch)
-
-LISTED = 20  # of a list, unless `limit` says how many
-MOST_LISTED = 10_000
+MOST_FILES_LISTED = 10_000  # on a page, which is the default, too: as OpenAI's
+BATCHES_LISTED, MOST_BATCHES_LISTED = 20, 100
 FIELDS, FORM_BYTES = 8, 65_536  # of a form besides its file
 HELD_BYTES = MultiPartParser.spool_max_size + FIELDS * FORM_BYTES  # in memory, of a form that is being received: the rest is on disk
-MAX_METADATA = 16  # pairs, as OpenAI's
 PIECE_BYTES = 2**18  # of a file that is sent
 
 
@@ -56,19 +53,26 @@ async def upload(exchange: Exchange) -> None:
         if (file.size or 0) > largest:
             raise _too_large(largest)
         content = file.file
+        expires = _expires_after(form)
         name = (file.filename or "file.jsonl")[:200].encode(errors="replace").decode()  # the form's charset may make half a surrogate pair
-        kept = await asyncio.to_thread(store.add_file, name, lambda to: shutil.copyfileobj(content, to))
+        kept = await asyncio.to_thread(store.add_file, name, lambda to: shutil.copyfileobj(content, to), expires)
     finally:
         await form.close()
     await exchange.reply(msgspec.json.encode(kept))
 
 
 async def files(exchange: Exchange) -> None:
-    await exchange.reply(_page(exchange, await asyncio.to_thread(_store(exchange).files)))
+    """List files: `limit`, `after`, `order` and `purpose` as OpenAI has them."""
+    query = Request(exchange.scope).query_params
+    if (order := query.get("order", "desc")) not in ("asc", "desc"):
+        raise HttpError(400, f"order must be asc or desc, got {shown(order)}", param="order")
+    limit, store = _limit(query, MOST_FILES_LISTED, MOST_FILES_LISTED), _store(exchange)
+    page = await asyncio.to_thread(store.files, query.get("after"), limit, ascending=order == "asc", purpose=query.get("purpose"))
+    await exchange.reply(_as_list(page))
 
 
 async def file(exchange: Exchange) -> None:
-    await exchange.reply(msgspec.json.encode(_store(exchange).file(exchange.scope["path_params"]["file"])))
+    await exchange.reply(msgspec.json.encode(await asyncio.to_thread(_store(exchange).file, exchange.scope["path_params"]["file"])))
 
 
 async def delete_file(exchange: Exchange) -> None:
@@ -79,19 +83,19 @@ async def delete_file(exchange: Exchange) -> None:
 
 async def content(exchange: Exchange) -> None:
     """Send a file, piece by piece."""
-    store, file_id = _store(exchange), exchange.scope["path_params"]["file"]
-    known = store.file(file_id)
-    with store.content(file_id).open("rb") as opened:
-        head = [(b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % known.bytes)]
+    with await asyncio.to_thread(_store(exchange).open_content, exchange.scope["path_params"]["file"]) as opened:
+        left = os.fstat(opened.fileno()).st_size
+        head = [(b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % left)]
         exchange.started = True
         await exchange.send({"type": "http.response.start", "status": 200, "headers": head})
-        left = known.bytes
-        while left:
+        more = True
+        while more:
             piece = await asyncio.to_thread(opened.read, min(left, PIECE_BYTES))
+            if left and not piece:
+                raise HttpError(500, "the file was truncated while it was sent")
             left -= len(piece)
-            await exchange.send({"type": "http.response.body", "body": piece, "more_body": bool(left)})
-        if not known.bytes:
-            await exchange.send({"type": "http.response.body", "body": b""})
+            more = left > 0
+            await exchange.send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
 async def create(exchange: Exchange) -> None:
@@ -103,22 +107,29 @@ async def create(exchange: Exchange) -> None:
         raise HttpError(400, f"endpoint must be one of {', '.join(ENDPOINTS)}, got {shown(body.endpoint)}", param="endpoint")
     if body.completion_window != WINDOW:
         raise HttpError(400, f"completion_window must be {WINDOW}, got {shown(body.completion_window)}", param="completion_window")
-    if len(body.metadata or {}) > MAX_METADATA:
-        raise HttpError(400, f"metadata must have at most {MAX_METADATA} pairs, got {len(body.metadata or {})}", param="metadata")
-    if store.file(body.input_file_id).purpose != "batch":
-        raise HttpError(400, "input_file_id: this file holds answers", param="input_file_id")
     now = int(time.time())
-    batch = Batch(f"batch_{uuid.uuid4().hex}", body.endpoint, body.input_file_id, now, now + WINDOW_S, metadata=body.metadata)
+    batch = Batch(new_id("batch_"), body.endpoint, body.input_file_id, now, now + WINDOW_S)
+    batch.metadata, batch.output_expires_after = body.metadata, body.output_expires_after
     await asyncio.to_thread(store.add_batch, batch)
     await exchange.reply(msgspec.json.encode(batch))
 
 
 async def batches(exchange: Exchange) -> None:
-    await exchange.reply(_page(exchange, await asyncio.to_thread(_store(exchange).batches)))
+    """List batches: `limit` and `after` as OpenAI has them."""
+    query = Request(exchange.scope).query_params
+    limit, store = _limit(query, BATCHES_LISTED, MOST_BATCHES_LISTED), _store(exchange)
+    await exchange.reply(_as_list(await asyncio.to_thread(store.batches, query.get("after"), limit)))
 
 
 async def batch(exchange: Exchange) -> None:
-    await exchange.reply(msgspec.json.encode(_store(exchange).batch(exchange.scope["path_params"]["batch"])))
+    await exchange.reply(msgspec.json.encode(await asyncio.to_thread(_store(exchange).batch, exchange.scope["path_params"]["batch"])))
+
+
+async def delete_batch(exchange: Exchange) -> None:
+    """Delete a batch that has ended, and its answers. OpenAI's API has nothing like it."""
+    batch_id = exchange.scope["path_params"]["batch"]
+    await asyncio.to_thread(_store(exchange).delete_batch, batch_id)
+    await exchange.reply({"id": batch_id, "object": "batch", "deleted": True})
 
 
 async def cancel(exchange: Exchange) -> None:
@@ -133,18 +144,28 @@ def _store(exchange: Exchange) -> BatchStore:
     return store
 
 
-def _page(exchange: Exchange, found: Sequence[T]) -> dict[str, Any]:
-    """Return a part of a list, newest first: `limit` at most, behind the one whose id is `after`."""
-    query = Request(exchange.scope).query_params
-    text = query.get("limit", str(LISTED))
-    if not text.isascii() or not text.isdecimal() or not 1 <= len(text) <= 6 or not 1 <= int(text) <= MOST_LISTED:
-        raise HttpError(400, f"limit must be an integer from 1 to {MOST_LISTED}, got {shown(text)}", param="limit")
-    begin = 0
-    if (after := query.get("after")) is not None:
-        begin = next((place + 1 for place, one in enumerate(found) if one.id == after), len(found))
-    some = found[begin : begin + int(text)]
-    ends = {"first_id": some[0].id, "last_id": some[-1].id} if some else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": [msgspec.to_builtins(one) for one in some], "has_more": begin + len(some) < len(found), **ends}
+def _limit(query: QueryParams, default: int, most: int) -> int:
+    """Return how many of a list are asked for."""
+    text = query.get("limit", str(default))
+    if not text.isascii() or not text.isdecimal() or not 1 <= len(text) <= 6 or not 1 <= int(text) <= most:
+        raise HttpError(400, f"limit must be an integer from 1 to {most}, got {shown(text)}", param="limit")
+    return int(text)
+
+
+def _as_list(page: Page[Any]) -> bytes:
+    ends = {"first_id": page.items[0].id, "last_id": page.items[-1].id} if page.items else {"first_id": None, "last_id": None}
+    return msgspec.json.encode({"object": "list", "data": page.items, "has_more": page.has_more, **ends})
+
+
+def _expires_after(form: FormData) -> ExpiresAfter | None:
+    """Return the fields of `expires_after` in a form, as OpenAI's client sends them."""
+    given = {name[len("expires_after[") : -1]: value for name, value in form.items() if name.startswith("expires_after[")}
+    if not given:
+        return None
+    try:
+        return msgspec.convert(given, ExpiresAfter, strict=False)
+    except msgspec.ValidationError as error:
+        raise HttpError(400, f"expires_after: {error}", param="expires_after") from None
 
 
 async def _and_end(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
@@ -167,5 +188,6 @@ ROUTES = [
     Route("/v1/batches", Endpoint(create), methods=["POST"]),
     Route("/v1/batches", Endpoint(batches), methods=["GET"]),
     Route("/v1/batches/{batch}", Endpoint(batch), methods=["GET"]),
+    Route("/v1/batches/{batch}", Endpoint(delete_batch), methods=["DELETE"]),
     Route("/v1/batches/{batch}/cancel", Endpoint(cancel), methods=["POST"]),
 ]

@@ -8,14 +8,17 @@ from typing import Any
 from starlette.routing import Route
 
 from dovetail.errors import DISTRIBUTION, DovetailError
+from dovetail_server.batches.worker import BatchWorker
 from dovetail_server.errors import HttpError
 from dovetail_server.exchange import Endpoint, Exchange
 
 
 async def health(exchange: Exchange) -> None:
-    """200 while the server works; 503 with the reason when the engine, this front end or the supervisor is dead or hangs."""
+    """200 while the server works; 503 with the reason when the engine, this front end or the supervisor is dead or hangs. `batches` is the state of
+    /v1/batches."""
     _check_health(exchange)
-    await exchange.reply({"status": "ok"})
+    worker: BatchWorker | None = exchange.scope["app"].state.batch_worker
+    await exchange.reply({"status": "ok"} | ({"batches": worker.status} if worker is not None else {}))
 
 
 async def ready(exchange: Exchange) -> None:
