@@ -63,3 +63,10 @@ async def test_what_waits_in_the_engine_counts_too(fake: Callable[..., FakeEngin
     engine.load = Load(waiting=10)
     async with serving(engine, ServerSettings(max_queued_requests=10)) as url, httpx.AsyncClient(base_url=url) as http:
         assert (await http.post("/v1/completions", json=ASKED)).status_code == 429
+
+
+async def test_more_prompts_than_may_ever_wait_are_no_reason_to_try_again(fake: Callable[..., FakeEngine]) -> None:
+    async with serving(fake(), ServerSettings(max_queued_requests=2)) as url, httpx.AsyncClient(base_url=url) as http:
+        answer = await http.post("/v1/completions", json={**ASKED, "prompt": ["a", "b", "c"]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+        assert (await http.post("/v1/completions", json={**ASKED, "prompt": ["a", "b"]})).status_code == 200

@@ -43,9 +43,11 @@ class Admission:
         self._began: deque[float] = deque(maxlen=_REMEMBERED)
 
     def check(self, requests: int, tokens: int) -> None:
-        """Raises `HttpError` 429 if so many more are too many."""
+        """Raises `HttpError` 429 if so many more are too many now, and 400 if they always are: trying again wouldn't help."""
         waiting = max(self.queued_requests, self._engine.load.waiting)
         most, most_tokens = self._settings.max_queued_requests, self._settings.max_queued_tokens
+        if most is not None and requests > most:
+            raise HttpError(400, f"the request has {requests} prompts, and max_queued_requests is {most}: send fewer at once", param="prompt")
         if most is not None and waiting + requests > most:
             raise self._refusal(f"{waiting} requests are waiting, and max_queued_requests is {most}", waiting + requests - most)
         if most_tokens is not None and self.queued_requests and self.queued_tokens + tokens > most_tokens:
