@@ -160,17 +160,109 @@ def test_clients_need_their_own_key_and_may_not_change_the_replicas(worker: str)
         assert [complete(router.url, key) for key in (None, "other", "internal", "mine", "yours")] == [401, 401, 401, 200, 200]
         for key in (None, "mine", "internal"):
             status, _ = ask(f"{router.url}/workers", key=key, method="POST", body={"url": "http://127.0.0.1:1"})
-            assert status in (401, 403)
+            assert status in (401, 404)
         assert router.look() == {worker: Listed.READY}
         command = Path(f"/proc/{router.pid}/cmdline").read_bytes()
         assert not any(secret in command for secret in (b"mine", b"internal", router._admin_key.encode()))
+
+
+SMG_ROUTES = [
+    "/health",
+    "/ready",
+    "/readiness",
+    "/liveness",
+    "/health_generate",
+    "/engine_metrics",
+    "/get_model_info",
+    "/get_server_info",
+    "/server_info",
+    "/model_info",
+    "/loads",
+    "/get_loads",
+    "/v1/loads",
+    "/v1/models",
+    "/v1/models/m",
+    "/metrics",
+    "/workers",
+    "/workers/w",
+    "/wasm",
+    "/wasm/m",
+    "/v1/tokenizers",
+    "/v1/tokenizers/t",
+    "/v1/rl",
+    "/flush_cache",
+    "/start_profile",
+    "/stop_profile",
+    "/heap_profile",
+    "/parse/function_call",
+    "/parse/reasoning",
+    "/generate",
+    "/rerank",
+    "/v1/rerank",
+    "/v1/embeddings",
+    "/v1/classify",
+    "/v1/decisions",
+    "/v1/tokenize",
+    "/v1/detokenize",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/v1/responses/r",
+    "/v1/responses/r/cancel",
+    "/v1/conversations",
+    "/v1/conversations/c",
+    "/v1/conversations/c/items",
+    "/v1/interactions",
+    "/v1/realtime",
+    "/v1/realtime/sessions",
+    "/v1/realtime/calls",
+    "/v1/audio/transcriptions",
+    "/",
+    "/openapi.json",
+    "/v1/batches",
+    "/v1/files",
+    "/version",
+    "/tokenize",
+    "//health",
+    "/v1/models/..%2F..%2Floads",
+]
+SERVED = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/v1/models",
+    "/v1/models/m",
+    "/v1/models/..%2F..%2Floads",
+)
+
+
+@needs_smg
+def test_every_route_of_the_router_but_health_and_readiness_needs_a_key_and_clients_reach_those_of_replicas_only(worker: str) -> None:
+    with closing(SmgRouter(settings(), ("mine",), "internal")) as router:
+        until(lambda: router.look() is not None)
+        router.add(worker)
+        until(lambda: router.look() == {worker: Listed.READY})
+        for path in SMG_ROUTES:
+            for method, body in (("GET", None), ("POST", {}), ("DELETE", None)):
+                told = {key: ask(f"{router.url}{path}", key=key, method=method, body=body) for key in (None, "other", "internal", "mine")}
+                assert worker not in str(told)
+                if path in ("/health", "/ready"):
+                    assert {status for status, _ in told.values()} == {200 if method == "GET" else 405}
+                    continue
+                assert [told[key][0] for key in (None, "other", "internal")] == [401, 401, 401], path
+                if path not in SERVED:
+                    assert told["mine"][0] == 404, path
 
 
 @needs_smg
 def test_without_keys_too_strangers_may_not_change_the_replicas() -> None:
     with closing(SmgRouter(settings())) as router:
         until(lambda: router.look() is not None)
-        assert ask(f"{router.url}/workers", method="POST", body={"url": "http://127.0.0.1:1"})[0] in (401, 403)
+        assert ask(f"{router.url}/workers", method="POST", body={"url": "http://127.0.0.1:1"})[0] == 404
 
 
 def test_without_the_router_the_error_names_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 from collections.abc import Iterator
 from typing import Any, cast
@@ -9,9 +11,11 @@ from typing import Any, cast
 import pytest
 import yaml
 
+from dovetail_cluster.gate import ASKED, serve_gate
 from dovetail_cluster.probes import WAITING
+from dovetail_cluster.smg_router import ARGUMENTS
 from dovetail_server.routes import all_routes
-from dovetail_server.settings import ServerSettings
+from dovetail_server.settings import API_KEYS_VARIABLE, ServerSettings
 from tests.docs.pages import ROOT
 
 FOLDER = ROOT / "deploy/kubernetes"
@@ -112,7 +116,6 @@ def test_the_router_finds_the_pods_of_the_deployment_and_may() -> None:
     key, label = words["selector"].split("=")
     assert named("Deployment", "dovetail")["spec"]["template"]["metadata"]["labels"][key] == label
     assert int(words["service-discovery-port"]) == container("dovetail")["ports"][0]["containerPort"]
-    assert int(words["port"]) == container("dovetail-router")["ports"][0]["containerPort"]
     [rule] = named("Role", "dovetail-router")["rules"]
     assert rule == {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
     binding = named("RoleBinding", "dovetail-router")
@@ -126,7 +129,8 @@ def test_the_router_finds_the_pods_of_the_deployment_and_may() -> None:
 
 def test_every_variable_in_arguments_is_in_the_environment_and_secrets_are_those_that_the_head_makes() -> None:
     router = container("dovetail-router")
-    assert {name for word in router["args"] for name in re.findall(r"\$\((\w+)\)", word)} == {one["name"] for one in router["env"]}
+    words = (*router["args"], *(one.get("value", "") for one in router["env"]))
+    assert {name for word in words for name in re.findall(r"\$\((\w+)\)", word)} <= {one["name"] for one in router["env"]}
     head = (FOLDER / "engine.yaml").read_text().split("apiVersion")[0]
     [secret] = set(re.findall(r"create secret generic (\S+)", head))
     made = set(re.findall(r"--from-literal=(\w+)=", head))
@@ -134,6 +138,19 @@ def test_every_variable_in_arguments_is_in_the_environment_and_secrets_are_those
         for reference in references(one):
             assert reference["name"] == secret
             assert reference["key"] in made
+
+
+def test_the_router_is_reached_through_its_gate_only() -> None:
+    router = container("dovetail-router")
+    words = dict(word.removeprefix("--").split("=", 1) for word in router["args"] if "=" in word)
+    environment = {one["name"]: one.get("value") for one in router["env"]}
+    gate = json.loads(environment[ARGUMENTS])["gate"]
+    assert gate.keys() == inspect.signature(serve_gate).parameters.keys()
+    assert (words["host"], int(words["port"])) == ("127.0.0.1", gate["router_port"])
+    assert gate["port"] == router["ports"][0]["containerPort"]
+    assert words["api-key"] == gate["key"] == environment[API_KEYS_VARIABLE]
+    assert not ServerSettings.model_validate(gate["settings"]).page
+    assert {router[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")} == {"/health", "/ready"} <= ASKED.keys()
 
 
 def references(value: Any) -> Iterator[dict[str, Any]]:

@@ -46,6 +46,16 @@ def _server(app: Starlette, **config: Any) -> tuple[uvicorn.Server, socket.socke
 async def serving(engine: ServedEngine | Starlette, settings: ServerSettings | None = None, **config: Any) -> AsyncIterator[str]:
     """Serve an engine, or an app with one, in this event loop; the URL."""
     app = engine if isinstance(engine, Starlette) else create_app(engine, settings or ServerSettings())
+    try:
+        async with serving_app(app, **config) as url:
+            yield url
+    finally:
+        app.state.server.engine.chat.close()
+
+
+@asynccontextmanager
+async def serving_app(app: Starlette, **config: Any) -> AsyncIterator[str]:
+    """Serve an app in this event loop; the URL."""
     server, listening, url = _server(app, **config)
     task = asyncio.create_task(server._serve([listening]))
     try:
@@ -54,7 +64,6 @@ async def serving(engine: ServedEngine | Starlette, settings: ServerSettings | N
     finally:
         server.should_exit, server.force_exit = True, config.get("lifespan") != "on"  # or the app's own end wouldn't come
         await task
-        app.state.server.engine.chat.close()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dovetail_server import exchange
+from dovetail_server import bodies
 from dovetail_server.app import create_app
 from dovetail_server.settings import ServerSettings
 from dovetail_server.testing import FakeEngine
@@ -35,7 +35,7 @@ async def begun(url: str, body: bytes, path: str = "/v1/completions", content_ty
 
 
 async def until_held(app: Any, held: Callable[[int], bool]) -> None:
-    while not held(app.state.server.admission.received_bytes):
+    while not held(app.state.server.admission.bodies.held):
         await asyncio.sleep(0.01)
 
 
@@ -66,7 +66,7 @@ async def test_a_body_is_held_no_longer_than_its_prompt_is_made(fake: Callable[.
     async with serving(app) as url, httpx.AsyncClient(base_url=url) as http:
         asking = asyncio.create_task(http.post("/v1/completions", content=body_of(LARGE), headers={"content-type": "application/json"}))
         await engine.until_requests(1)
-        assert app.state.server.admission.received_bytes == 0
+        assert app.state.server.admission.bodies.held == 0
         engine.step()
         engine.step()
         assert (await asking).status_code == 200
@@ -78,7 +78,7 @@ async def test_of_a_file_only_what_is_in_memory_counts(fake: Callable[..., FakeE
         writer = await begun(url, FORM + b"x" * 10_000_000, "/v1/files", "multipart/form-data; boundary=b")
         await until_held(app, lambda held: held > 1_000_000)
         await asyncio.wait_for(writer.drain(), 10)
-        assert app.state.server.admission.received_bytes < 2_000_000
+        assert app.state.server.admission.bodies.held < 2_000_000
         writer.close()
         await until_held(app, lambda held: held == 0)
 
@@ -106,7 +106,7 @@ async def test_a_body_that_takes_too_long_is_told(
 
 
 async def test_a_body_that_comes_steadily_has_the_time_that_its_size_takes(fake: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "SLOWEST_BYTES_S", 1.0)
+    monkeypatch.setattr(bodies, "SLOWEST_BYTES_S", 1.0)
     async with serving(fake(), ServerSettings(body_timeout_s=0.1)) as url, httpx.AsyncClient(base_url=url) as http:
 
         async def slowly() -> AsyncIterator[bytes]:

@@ -1,18 +1,25 @@
-"""`python -m dovetail_cluster.router_process`: the router's own command line, with arguments from the environment: nobody else reads keys there."""
+"""`python -m dovetail_cluster.router_process`: the router, and the gate in front of it in a thread. Arguments come from the environment, where nobody
+else reads keys; the router's may be on the command line, too."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import threading
 
+from dovetail_cluster.gate import serve_gate
 from dovetail_cluster.smg_router import ARGUMENTS
+from dovetail_server.settings import ServerSettings
 
 
 def main() -> None:
     from smg.cli import main as smg_main
 
-    sys.argv = ["smg", *json.loads(os.environ.pop(ARGUMENTS))]
+    arguments = json.loads(os.environ.pop(ARGUMENTS))
+    gate = {**arguments["gate"], "settings": ServerSettings.model_validate(arguments["gate"]["settings"])}
+    threading.Thread(target=serve_gate, kwargs=gate, daemon=True).start()
+    sys.argv = ["smg", *arguments["router"], *sys.argv[1:]]
     smg_main()
 
 

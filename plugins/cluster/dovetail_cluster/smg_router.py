@@ -1,4 +1,4 @@
-"""`SmgRouter`: the router of the package `smg`, as a process of its own that is started again when it dies, and asked over HTTP."""
+"""`SmgRouter`: the router of the package `smg`, behind a `gate`, as a process of its own that is started again when it dies, and asked over HTTP."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
+from typing import Any
 
 from dovetail.errors import ConfigError, DovetailError, MissingExtraError
 from dovetail_cluster.bound_process import start_bound
@@ -30,24 +31,29 @@ class SmgRouter:
     """The router in front of the replicas."""
 
     def __init__(self, settings: ClusterSettings, api_keys: tuple[str, ...] = (), replica_key: str | None = None) -> None:
-        """`api_keys`: of clients, whom the router lets in. `replica_key`: the key with which it asks replicas itself.
+        """`api_keys`: of clients, whom the gate lets in. `replica_key`: the key with which the router asks replicas itself.
 
         Raises `MissingExtraError` without the package, `ConfigError` if a port is taken.
         """
         check_installed()
         self._settings, self._keys, self._replica_key = settings, api_keys, replica_key
-        self._admin_key = secrets.token_urlsafe(32)
+        self._admin_key, self._gate_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
         self.metrics_port = settings.router.metrics_port or _free_port()
         self._address = _free_address(settings.router.host, settings.router.port)
         _free_address("127.0.0.1", self.metrics_port)
         host = settings.router.host
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{settings.router.port}"
-        self._base = f"http://{_reached_at(self._address)}:{settings.router.port}"
+        self._gate = f"http://{_reached_at(self._address)}:{settings.router.port}"
+        self._port = 0  # of loopback, at which the router itself listens; another one at each start
         self._process: subprocess.Popen[bytes] | None = None
         self._started = self._answered = -RESTART_S
         self._has_answered = False
         self._starts = 0
         self._ids: dict[str, str] = {}  # URL -> the router's name for it
+
+    @property
+    def _base(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
 
     @property
     def pid(self) -> int | None:
@@ -58,7 +64,7 @@ class SmgRouter:
             return None
         status, text = ask(f"{self._base}/workers", key=self._admin_key)
         try:
-            if status == 200:
+            if status == 200 and ask(f"{self._gate}/health")[0] == 200:
                 workers = json.loads(text)["workers"]
                 self._ids = {worker["url"]: worker["id"] for worker in workers}
                 self._answered, self._has_answered = time.monotonic(), True
@@ -97,7 +103,9 @@ class SmgRouter:
             if self._starts >= FUTILE_STARTS and not self._has_answered:
                 raise DovetailError("the router ends before it answers: its last words are above")
             self._started, self._starts = time.monotonic(), self._starts + 1
-            environment = {**os.environ, ARGUMENTS: json.dumps(self._arguments())}
+            self._port = _free_port()
+            arguments = {"router": self._arguments(), "gate": self._gate_arguments()}
+            environment = {**os.environ, ARGUMENTS: json.dumps(arguments)}
             self._process = start_bound(["dovetail_cluster.router_process"], environment=environment, stdout=subprocess.DEVNULL)
         return False
 
@@ -109,8 +117,8 @@ class SmgRouter:
     def _arguments(self) -> list[str]:
         router = self._settings.router
         arguments = {
-            "--host": self._address,
-            "--port": router.port,
+            "--host": "127.0.0.1",
+            "--port": self._port,
             "--policy": router.policy,
             "--prometheus-host": "127.0.0.1",  # or it would listen everywhere
             "--prometheus-port": self.metrics_port,
@@ -123,13 +131,17 @@ class SmgRouter:
             "--history-backend": "none",  # answers are kept by nobody
             "--log-level": "warn",
             "--control-plane-api-keys": f"cluster:cluster:admin:{self._admin_key}",
+            "--tenant-api-key": f"gate:{self._gate_key}",
         }
         words = [str(word) for pair in arguments.items() for word in pair]
         if self._settings.server.request_timeout_s is not None:
             words += ["--request-timeout-secs", str(int(self._settings.server.request_timeout_s) + 1)]
-        for number, key in enumerate(self._keys):
-            words += ["--tenant-api-key", f"client-{number}:{key}"]
         return ["launch", *words, "--disable-tokenizer-autoload"]
+
+    def _gate_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `serve_gate`."""
+        settings = {**self._settings.serve, "api_keys": self._keys, "page": False}
+        return {"host": self._address, "port": self._settings.router.port, "settings": settings, "router_port": self._port, "key": self._gate_key}
 
 
 def check_installed() -> None:

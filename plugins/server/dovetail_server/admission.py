@@ -7,13 +7,13 @@ import math
 import time
 from collections import deque
 
+from dovetail_server.bodies import HeldBytes
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
 from dovetail_server.settings import ServerSettings
 
 _REMEMBERED = 128  # first tokens by which the queue's speed is judged
 _LONGEST_RETRY_S = 60
-_SMALL_BODY_BYTES = 65_536  # a body of up to this size is always let in: others' large ones keep no ordinary request out
 
 
 class Ticket:
@@ -39,7 +39,7 @@ class Admission:
         self._engine, self._settings = engine, settings
         self.queued_requests = 0
         self.queued_tokens = 0
-        self.received_bytes = 0  # of bodies that are held
+        self.bodies = HeldBytes(settings.max_received_bytes)
         self._began: deque[float] = deque(maxlen=_REMEMBERED)
 
     def check(self, requests: int, tokens: int) -> None:
@@ -64,17 +64,6 @@ class Admission:
         self.queued_tokens -= ticket.tokens
         if begun:
             self._began.append(time.monotonic())
-
-    def receive(self, size: int, before: int) -> None:
-        """Count bytes of a body, of which `before` are counted already, until `release`. Raises `HttpError` 429 if those of all are too many."""
-        most = self._settings.max_received_bytes
-        if self.received_bytes + size > most and before + size > _SMALL_BODY_BYTES:
-            raise self._refusal(f"bodies of {self.received_bytes} bytes are being received, and max_received_bytes is {most}", 1)
-        self.received_bytes += size
-
-    def release(self, size: int) -> None:
-        """Count bytes of a body no more."""
-        self.received_bytes -= size
 
     def _refusal(self, reason: str, excess: int) -> HttpError:
         retry = self._retry_after_s(excess)

@@ -35,7 +35,26 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
     reach it. `app.state.draining` set to True makes /ready say 503. Raises `ConfigError` for settings that name what isn't there, and
     `MissingExtraError`."""
     settings = settings or ServerSettings()
-    middleware = [Middleware(RequestLog, settings)]
+    middleware = [Middleware(RequestLog, settings), *middleware_of(settings, on_loopback)]
+    metrics = ServerMetrics(engine, front_end=front_end)
+    models = settings.served_model_name or (engine.facts.model,)
+    routes = [*all_routes(settings), Route("/metrics", metrics_route(metrics), include_in_schema=False)]
+    if settings.page:
+        routes += page_routes(metrics, engine, models[0])
+    tracing = Tracing.to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
+    batches = None
+    if settings.batch_directory is not None:
+        batches = BatchStore(Path(settings.batch_directory), settings.max_stored_bytes, settings.batch_keep_days)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: http_exception}, lifespan=_lifespan)
+    app.state.server = Server(engine, settings, Admission(engine, settings), AnswerParsing(engine, settings), metrics, models, tracing, batches)
+    app.state.draining = app.state.is_unsupervised = False
+    app.state.batch_worker = None if batches is None else BatchWorker(app, batches, settings)
+    return app
+
+
+def middleware_of(settings: ServerSettings, on_loopback: bool) -> list[Middleware]:
+    """Return the middleware that decides who is let in."""
+    middleware = []
     if settings.cors_origins:
         middleware.append(
             Middleware(
@@ -47,20 +66,7 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
             )
         )
     middleware.append(Middleware(ApiKeys, settings) if settings.api_keys else Middleware(BrowserGuard, settings, on_loopback))
-    metrics = ServerMetrics(engine, front_end=front_end)
-    models = settings.served_model_name or (engine.facts.model,)
-    routes = [*all_routes(settings), Route("/metrics", metrics_route(metrics), include_in_schema=False)]
-    if settings.page:
-        routes += page_routes(metrics, engine, models[0])
-    tracing = Tracing.to(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
-    batches = None
-    if settings.batch_directory is not None:
-        batches = BatchStore(Path(settings.batch_directory), settings.max_stored_bytes, settings.batch_keep_days)
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _http_exception}, lifespan=_lifespan)
-    app.state.server = Server(engine, settings, Admission(engine, settings), AnswerParsing(engine, settings), metrics, models, tracing, batches)
-    app.state.draining = app.state.is_unsupervised = False
-    app.state.batch_worker = None if batches is None else BatchWorker(app, batches, settings)
-    return app
+    return middleware
 
 
 @asynccontextmanager
@@ -80,8 +86,11 @@ async def _cancel(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])
 
 
-def _http_exception(request: Request, error: Exception) -> Response:
-    """An unknown path or method, in the API's own shape."""
+def http_exception(request: Request, error: Exception) -> Response:
+    """Return the answer for an error, such as an unknown path or method, in the API's own shape."""
+    shape = anthropic_shape if speaks_anthropic(request.url.path) else openai_shape
+    if isinstance(error, HttpError):
+        return Response(error.body(shape), error.status, error.headers, "application/json")
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict((error.headers if isinstance(error, HTTPException) else None) or {})
     if status == 404:
@@ -90,6 +99,4 @@ def _http_exception(request: Request, error: Exception) -> Response:
         message = f"{request.url.path[:200]} takes {headers.get('Allow', 'another method')}, not {request.method}"
     else:
         message = str(error)
-    told = HttpError(status, message)
-    shape = anthropic_shape if speaks_anthropic(request.url.path) else openai_shape
-    return Response(told.body(shape), status, headers, "application/json")
+    return Response(HttpError(status, message).body(shape), status, headers, "application/json")

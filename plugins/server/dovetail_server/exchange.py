@@ -25,6 +25,7 @@ from dovetail.sampling_params import SamplingParams
 from dovetail_server.admission import Admission, Ticket
 from dovetail_server.answer_parsing import AnswerParsing
 from dovetail_server.batches.store import BatchStore
+from dovetail_server.bodies import receive_body
 from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import ErrorShape, HttpError, http_error, openai_shape
 from dovetail_server.metrics import RequestMeter, ServerMetrics
@@ -36,7 +37,6 @@ from dovetail_server.tracing import Tracing
 
 T = TypeVar("T")
 
-SLOWEST_BYTES_S = 65_536  # at which a body may come, on average, once `body_timeout_s` is over
 _FAILURES = ("rejected", "error", "abort")
 _CHARS_A_TOKEN = 4  # guessed, of a text that isn't tokenized yet
 
@@ -204,30 +204,16 @@ class Exchange:
         check_counts(body, self.engine.facts.limits)
         return body
 
-    async def received(self, most: int, too_large: HttpError, most_held: int | None = None) -> AsyncGenerator[bytes, None]:
+    def received(self, most: int, too_large: HttpError, most_held: int | None = None) -> AsyncGenerator[bytes, None]:
         """Yield the body as it comes. `most_held`: the most bytes of it that stay in memory, if not all. Raises `HttpError` 408 if it takes too long,
         429 if bodies of all requests are too much, `too_large` if this one is, and `ClientGone`."""
-        for name, value in self.scope["headers"]:
-            if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > most):
-                raise too_large
-        time_s, began = self.server.settings.body_timeout_s, asyncio.get_running_loop().time()
-        size, more = 0, True
-        while more:
-            try:
-                async with asyncio.timeout_at(None if time_s is None else began + time_s + size / SLOWEST_BYTES_S):
-                    message = await self.receive()
-            except TimeoutError:
-                raise HttpError(408, f"the body took too long: {size} bytes have come (body_timeout_s is {time_s:g})", code="timeout") from None
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            data, more = message.get("body", b""), message.get("more_body", False)
-            size += len(data)
-            if size > most:
-                raise too_large
+
+        def hold(size: int) -> None:
             held = size if most_held is None else min(size, most_held)
-            self.server.admission.receive(held - self._held_bytes, self._held_bytes)
+            self.server.admission.bodies.take(held - self._held_bytes, self._held_bytes)
             self._held_bytes = held
-            yield data
+
+        return receive_body(self.scope, self.receive, most, too_large, self.server.settings.body_timeout_s, hold)
 
     def admit(self) -> None:
         """Let the request in, to wait for its prompt to be made: that takes time, too, and memory. Raises `HttpError` 429, and 503 while the server
@@ -242,7 +228,7 @@ class Exchange:
             raise HttpError(503, "the server is shutting down: it ends what is under way, and takes nothing new", code="draining")
 
     def _leave(self) -> None:
-        self.server.admission.release(self._held_bytes)
+        self.server.admission.bodies.release(self._held_bytes)
         self._held_bytes = 0
         if self._ticket is not None:
             self._ticket.leave(begun=False)

@@ -20,7 +20,7 @@ from dovetail_server.settings import ServerSettings
 
 logger = logging.getLogger("dovetail.server")
 
-OPEN_PATHS = frozenset({"/health", "/ready", *live_page.FILES})  # without an API key: for those who watch over processes, and for browsers
+OPEN_PATHS = frozenset({"/health", "/ready"})  # without an API key, for those who watch over processes; and the page's frame, for browsers
 QUIET_PATHS = frozenset({"/page/live"})  # asked for each second by every page that is open: no line in the log
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # they change nothing
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/=+-]{1,128}")
@@ -93,9 +93,10 @@ class ApiKeys:
         self._app = app
         self._keys = tuple(key.encode() for key in settings.api_keys)
         self._root = settings.root_path.rstrip("/")
+        self._open = OPEN_PATHS | set(live_page.FILES if settings.page else ())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].removeprefix(self._root) in OPEN_PATHS or self._has_key(dict(scope["headers"])):
+        if scope["type"] != "http" or scope["path"].removeprefix(self._root) in self._open or self._has_key(dict(scope["headers"])):
             await self._app(scope, receive, send)
             return
         message = "this server needs an API key: send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"

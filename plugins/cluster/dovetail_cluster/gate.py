@@ -1,0 +1,179 @@
+"""`Gate`: the router's public side. It asks for keys, and passes on to the router only requests of the APIs that replicas serve.
+
+The router itself, which listens on loopback, answers several of its own routes to anybody: lists of replicas with their addresses, their metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import traceback
+from contextlib import suppress
+from typing import NoReturn
+
+import httptools
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from dovetail_server.app import http_exception, middleware_of
+from dovetail_server.bodies import HeldBytes, receive_body
+from dovetail_server.errors import HttpError
+from dovetail_server.front_end import new_event_loop
+from dovetail_server.settings import ServerSettings
+from dovetail_server.sockets import BACKLOG, allow_open_files, is_on_loopback
+from dovetail_server.streams import ClientGone, until_disconnected
+from dovetail_server.wire import DirectProtocol
+
+POSTED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
+ASKED = {"/health": b"/health", "/ready": b"/readiness", "/v1/models": None, "/v1/models/{model:path}": None}  # with the router's name for it
+READ_BYTES = 2**16
+_OWN = frozenset({b"authorization", b"x-api-key", b"host", b"content-length", b"expect"})  # headers that the gate writes itself
+_OF_CONNECTION = frozenset(
+    {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
+)
+
+
+def create_gate(settings: ServerSettings, port: int, key: str, *, on_loopback: bool = False) -> Starlette:
+    """Return the app. `settings` are those of the replicas, with the keys of clients; the router listens at `port` of loopback and asks for `key`.
+    `on_loopback`: True if only this machine can reach the gate."""
+    bodies = HeldBytes(settings.max_received_bytes)
+    routes = [Route(path, Forward(settings, bodies, port, key, b"POST"), methods=["POST"]) for path in POSTED]
+    routes += [Route(path, Forward(settings, bodies, port, key, b"GET", name), methods=["GET"]) for path, name in ASKED.items()]
+    handlers = {HTTPException: http_exception, HttpError: http_exception}
+    return Starlette(routes=routes, middleware=middleware_of(settings, on_loopback), exception_handlers=handlers)
+
+
+def serve_gate(host: str, port: int, settings: ServerSettings, router_port: int, key: str) -> NoReturn:
+    """Serve the gate, in a thread of the router's process, which it ends if it fails."""
+    try:
+        allow_open_files()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        app = create_gate(settings, router_port, key, on_loopback=is_on_loopback(listening))
+        config = uvicorn.Config(
+            app,
+            http=DirectProtocol,
+            ws="none",
+            loop="none",
+            lifespan="off",
+            access_log=False,
+            log_level="warning",
+            server_header=False,
+            date_header=False,
+        )
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(uvicorn.Server(config).serve([listening]))
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+class Forward:
+    """A route whose requests are passed on, each on a connection of its own. What comes back is sent on as it comes."""
+
+    def __init__(self, settings: ServerSettings, bodies: HeldBytes, port: int, key: str, method: bytes, path: bytes | None = None) -> None:
+        """`path`: the router's, if it has another."""
+        self._settings, self._bodies, self._port, self._key = settings, bodies, port, key.encode()
+        self._method, self._path = method, path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientGone):
+            await self._forward(scope, receive, send)
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        held, most = 0, self._settings.max_body_bytes
+
+        def hold(size: int) -> None:
+            nonlocal held
+            self._bodies.take(size - held, held)
+            held = size
+
+        try:
+            too_large = HttpError(413, f"the body is larger than {most} bytes (max_body_bytes)", code="body_too_large")
+            body = b"".join([part async for part in receive_body(scope, receive, most, too_large, self._settings.body_timeout_s, hold)])
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            except OSError:
+                raise HttpError(503, "the router doesn't answer: try again", code="router_down", headers={"Retry-After": "1"}) from None
+            watch = asyncio.create_task(until_disconnected(receive))
+            watch.add_done_callback(lambda _: writer.transport.abort())
+            try:
+                writer.write(self._head(scope, len(body)) + body)
+                del body
+                with suppress(OSError):  # the answer says what became of it
+                    await writer.drain()
+                self._bodies.release(held)
+                held = 0
+                await self._pass_on(reader, send, watch)
+            finally:
+                watch.cancel()
+                writer.close()
+        finally:
+            self._bodies.release(held)
+
+    def _head(self, scope: Scope, size: int) -> bytes:
+        path = self._path or scope["raw_path"]
+        if scope["query_string"]:
+            path += b"?" + scope["query_string"]
+        lines = [
+            b"%b %b HTTP/1.1" % (self._method, path),
+            b"host: 127.0.0.1",
+            b"connection: close",
+            b"authorization: Bearer " + self._key,
+        ]
+        lines += [b"%b: %b" % (name, value) for name, value in scope["headers"] if name not in _OWN | _OF_CONNECTION]
+        if size:
+            lines.append(b"content-length: %d" % size)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    async def _pass_on(self, reader: asyncio.StreamReader, send: Send, watch: asyncio.Task[None]) -> None:
+        """Send the answer on. If the router ends amidst it, it stays incomplete, which closes the client's connection."""
+        answer = _Answer()
+        parser = httptools.HttpResponseParser(answer)
+        is_begun = False
+        while not answer.is_whole:
+            try:
+                data = await reader.read(READ_BYTES)
+                parser.feed_data(data)
+            except (OSError, httptools.HttpParserError):
+                data = b""
+            if watch.done():
+                return
+            if not data:
+                if is_begun:
+                    return
+                raise HttpError(503, "the router ended before it answered: try again", code="router_down", headers={"Retry-After": "1"})
+            if answer.has_head and not is_begun:
+                is_begun = True
+                await send({"type": "http.response.start", "status": parser.get_status_code(), "headers": answer.headers})
+            if is_begun and (answer.parts or answer.is_whole):
+                parts, answer.parts = answer.parts, []
+                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": not answer.is_whole})
+
+
+class _Answer:
+    """An answer of the router, as the parser calls it."""
+
+    def __init__(self) -> None:
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.parts: list[bytes] = []  # of the body, not yet sent on
+        self.has_head = self.is_whole = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if (name := name.lower()) not in _OF_CONNECTION:
+            self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self.has_head = True
+
+    def on_body(self, data: bytes) -> None:
+        self.parts.append(data)
+
+    def on_message_complete(self) -> None:
+        self.is_whole = True
