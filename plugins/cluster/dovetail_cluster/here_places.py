@@ -109,7 +109,10 @@ class HerePlace:
         if len(gpus) < self._settings.gpus:
             raise DovetailError(f"no {self._settings.gpus} GPUs are free")
         environment = {**keys_variable(self._keys), **({VISIBLE: ",".join(gpus)} if gpus else {})}
-        replica = HereReplica(ServerProcess(name, serve_command(self._settings, "127.0.0.1"), environment), gpus)
+        try:
+            replica = HereReplica(ServerProcess(name, serve_command(self._settings, "127.0.0.1"), environment), gpus)
+        except OSError as error:
+            raise DovetailError(f"its process can't be started: {error.strerror or error}") from None
         self._replicas.append(replica)
         return replica
 

@@ -102,11 +102,13 @@ class SmgRouter:
                     print(f"dovetail cluster: the router ended with {self._process.returncode}; it is started again", file=sys.stderr, flush=True)
             if self._starts >= FUTILE_STARTS and not self._has_answered:
                 raise DovetailError("the router ends before it answers: its last words are above")
-            self._started, self._starts = time.monotonic(), self._starts + 1
-            self._port = _free_port()
-            arguments = {"router": self._arguments(), "gate": self._gate_arguments()}
-            environment = {**os.environ, ARGUMENTS: json.dumps(arguments)}
-            self._process = start_bound(["dovetail_cluster.router_process"], environment=environment, stdout=subprocess.DEVNULL)
+            self._started = time.monotonic()
+            with suppress(OSError):  # of this machine, which may have room for another process, or file, when it is tried again
+                self._port = _free_port()
+                arguments = {"router": self._arguments(), "gate": self._gate_arguments()}
+                environment = {**os.environ, ARGUMENTS: json.dumps(arguments)}
+                self._process = start_bound(["dovetail_cluster.router_process"], environment=environment, stdout=subprocess.DEVNULL)
+                self._starts += 1
         return False
 
     def _kill_if_hung(self) -> None:
