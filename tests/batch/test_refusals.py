@@ -151,7 +151,10 @@ def test_answers_without_a_manifest_are_nobodys(tmp_path: Path) -> None:
     assert "there is part-000000.jsonl and no manifest that says what it is of" in run_job(write_job(tmp_path), code=2)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"version": 2}', json.dumps({"version": 1, "sha256": "x"})])
+MANIFEST_OF_TEXTS = json.dumps({"version": 1, "sha256": "x", "settings": {}, "rows": "1", "starts": ["0"]})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"version": 2}', json.dumps({"version": 1, "sha256": "x"}), MANIFEST_OF_TEXTS, "[" * 10**5])
 def test_a_manifest_that_is_none_is_told(tmp_path: Path, text: str) -> None:
     write_rows(tmp_path / "rows.jsonl", [GOOD])
     (tmp_path / "answers").mkdir()

@@ -106,6 +106,31 @@ def test_a_last_line_cut_anywhere_is_computed_again(tmp_path: Path) -> None:
     assert store_in(tmp_path).left(0) == {1, 3}
 
 
+@pytest.mark.parametrize(
+    "line", [b"{}", b"[]", b"5", b'{"row": 1}', b'{"row": []}', json.dumps(answer(2)).encode(), json.dumps(answer(9)).encode(), b"[" * 10**5]
+)
+def test_a_line_that_is_no_answer_of_its_shard_and_those_behind_it_are_computed_again(tmp_path: Path, line: bytes) -> None:
+    store = store_in(tmp_path)
+    store.left(0)
+    store.add([answer(2)])
+    opened = tmp_path / "part-000000.jsonl.open"
+    first = opened.read_bytes()
+    opened.write_bytes(first + line + b"\n" + json.dumps(answer(1)).encode() + b"\n")
+    again = store_in(tmp_path)
+    assert again.left(0) == {1, 3}
+    complete(again, seed=0)
+    assert answered(tmp_path) == list(range(1, ROWS + 1))
+
+
+def test_a_shard_whose_file_is_empty_is_computed_again(tmp_path: Path) -> None:
+    complete(store_in(tmp_path), seed=0)
+    (tmp_path / "part-000001.jsonl").write_bytes(b"")
+    again = store_in(tmp_path)
+    assert left_in(again) == [4, 5, 6]
+    complete(again, seed=0)
+    assert answered(tmp_path) == list(range(1, ROWS + 1))
+
+
 def test_a_full_disk_ends_the_job_with_a_sentence_and_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

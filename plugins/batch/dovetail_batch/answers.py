@@ -40,6 +40,9 @@ def failure_of(number: int, id: str | None, why: str, form: str = "prompt") -> A
     return {"id": id, "row": number, "error": why, "prompt_tokens": 0, "outputs": [], "form": form}
 
 
+KEYS = frozenset({"id", "row", "error", "prompt_tokens", "outputs"})  # that every answer has
+
+
 def output_tokens(answer: Answer) -> int:
     """Return the number of tokens that were generated."""
     return sum(len(sample["token_ids"]) for sample in answer["outputs"])

@@ -42,10 +42,13 @@ class Manifest:
             values = json.loads(path.read_text(encoding="utf-8"))
             if values.pop("version") != VERSION:
                 raise ValueError("another version of Dovetail wrote it")
-            return cls(values["sha256"], values["settings"], values["rows"], tuple(values["starts"]))
+            found = cls(values["sha256"], values["settings"], values["rows"], tuple(values["starts"]))
+            if not all(type(number) is int for number in (found.rows, *found.starts)) or not isinstance(found.settings, dict):
+                raise ValueError("it isn't a manifest")
+            return found
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path}: can't be read: {error}; {ANEW}") from None
 
     def check_settings(self, directory: Path, settings: Mapping[str, Any]) -> None:

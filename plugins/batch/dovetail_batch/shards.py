@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.whole_files import BESIDE, write_whole
-from dovetail_batch.answers import Answer
+from dovetail_batch.answers import KEYS, Answer
 from dovetail_batch.errors import GO_ON, UnwritableOutput
 from dovetail_batch.files import writing
 from dovetail_batch.manifest import NAME as MANIFEST
@@ -38,8 +38,9 @@ class ShardStore:
         self._rows, self._shard_rows, self._shards = manifest.rows, int(manifest.settings["shard_rows"]), len(manifest.starts)
         self._left: dict[int, set[int]] = {}  # rows without an answer, of the shards that are open
         with writing(directory):
-            names = {entry.name for entry in os.scandir(directory) if _OURS.fullmatch(entry.name)}
-            self._whole = bytearray(self._path(shard).name in names for shard in range(self._shards))
+            sizes = {entry.name: entry.stat().st_size for entry in os.scandir(directory) if _OURS.fullmatch(entry.name)}
+            names = sizes.keys()
+            self._whole = bytearray(sizes.get(self._path(shard).name, 0) > 0 for shard in range(self._shards))  # an empty one has lost its answers
             for name in (name for name in names if name.endswith(BESIDE)):
                 (directory / name).unlink()
             for name in (name for name in names if name.endswith(OPEN)):
@@ -84,7 +85,7 @@ class ShardStore:
     def _finish(self, shard: int) -> None:
         path, opened = self._path(shard), self._open_path(shard)
         with writing(path):
-            answers = _answers_in(opened)
+            answers = _answers_in(opened, self._numbers(shard))
             if {answer["row"] for answer in answers} != set(self._numbers(shard)) or len(answers) > len(self._numbers(shard)):
                 raise UnwritableOutput(f"{opened}: somebody else has changed it: remove it, and {GO_ON}")
             write_whole(path, lambda beside: self._writer(sorted(answers, key=lambda answer: int(answer["row"])), beside))
@@ -98,7 +99,7 @@ class ShardStore:
         if self._whole[shard]:
             opened.unlink()
             return
-        self._left[shard] = set(self._numbers(shard)) - {answer["row"] for answer in _answers_in(opened)}
+        self._left[shard] = set(self._numbers(shard)) - {answer["row"] for answer in _answers_in(opened, self._numbers(shard))}
         if not self._left[shard]:
             self._finish(shard)
 
@@ -132,17 +133,22 @@ class LeftNow:
         return () if self.whole[shard] else self.begun.get(shard, numbers_of(shard, self.shard_rows, self.rows))
 
 
-def _answers_in(opened: Path) -> list[Answer]:
-    """Return the answers in an open shard's file. What is behind the last whole line is cut off."""
+def _answers_in(opened: Path, rows: Collection[int]) -> list[Answer]:
+    """Return the answers in the file of an open shard with these rows. It is truncated at the first line that isn't one of them."""
     data = opened.read_bytes()
     answers: list[Answer] = []
+    left = set(rows)
     whole = 0
     for line in data.splitlines(keepends=True):
         try:
             if not line.endswith(b"\n"):
                 break
-            answers.append(json.loads(line))
-        except ValueError:  # blocks of a disk that lost its power
+            answer: Answer = json.loads(line)
+            left.remove(answer["row"])
+            if not answer.keys() >= KEYS:
+                break
+            answers.append(answer)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # blocks of a disk that lost its power
             break
         whole += len(line)
     if whole < len(data):

@@ -41,7 +41,7 @@ def _as_openai(model: str, answer: Answer) -> Mapping[str, Any]:
     line = {"id": f"batch_req_{answer['row']}", "custom_id": answer["id"], "response": None, "error": None}
     if answer["error"] is not None:
         return {**line, "error": {"code": "request_failed", "message": answer["error"]}}
-    chat, made = answer["form"] == "messages", output_tokens(answer)
+    chat, made = answer.get("form") == "messages", output_tokens(answer)
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{answer['row']}",
         "object": "chat.completion" if chat else "text_completion",
