@@ -22,12 +22,15 @@ from dovetail_server.metrics import MAX_CLIENT_CHARS, MAX_CLIENTS, OTHER_CLIENTS
 
 @dataclass
 class IdleEngine:
-    """An engine that has facts and a load, and does nothing."""
+    """An engine that has facts and a load, and does nothing. Its clock stands still."""
 
     load: Load = field(default_factory=Load)
     facts: EngineFacts = field(
         default_factory=lambda: EngineFacts("demo", 256, 64, 16, 100, 8, Limits(), True, parts={"scheduler": "dovetail-llm:fcfs"})
     )
+
+    def now(self) -> float:
+        return 21.0
 
 
 @dataclass
@@ -90,6 +93,16 @@ def test_the_engines_times_part_a_request_into_queue_prefill_and_decode(metrics:
     parts = {name: value(metrics, f"vllm:request_{name}_time_seconds_sum") for name in ("queue", "prefill", "decode", "inference")}
     assert parts == {"queue": 2.0, "prefill": 3.0, "decode": 4.0, "inference": 7.0}
     assert value(metrics, "vllm:num_preemptions_total") == 3
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_a_request_that_goes_away_after_its_first_token_is_in_the_histograms_of_engine_times(metrics: ServerMetrics, reason: FinishReason) -> None:
+    meter = metrics.meter()
+    meter.saw(output(1, times=RequestMetrics(10.0, 12.0, 15.0)))
+    meter.saw_token()
+    meter.ended(reason)
+    parts = {name: value(metrics, f"vllm:request_{name}_time_seconds_sum") for name in ("queue", "prefill", "decode", "inference")}
+    assert parts == {"queue": 2.0, "prefill": 3.0, "decode": 6.0, "inference": 9.0}
 
 
 def test_samples_of_one_prompt_have_a_gap_each_and_a_mean_of_their_own(metrics: ServerMetrics, clock: Clock) -> None:

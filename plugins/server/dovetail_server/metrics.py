@@ -74,7 +74,7 @@ class Finish(NamedTuple):
     generated_tokens: int
     latency_s: float  # from its arrival at the server to its end
     per_token_s: float | None  # mean time from one token to the next, of requests with at least two tokens
-    engine: RequestMetrics | None  # the times of the engine's events, on the engine's clock
+    engine: RequestMetrics | None  # the times of the engine's events, on the engine's clock; without an end if it ended before the engine heard of it
 
 
 class ServerMetrics(Collector):
@@ -150,14 +150,14 @@ class ServerMetrics(Collector):
 
     def _engine_times(self, times: RequestMetrics) -> None:
         self.preemptions += times.preemptions
-        scheduled, first, end = times.first_scheduled_time, times.first_token_time, times.finished_time
+        scheduled, first = times.first_scheduled_time, times.first_token_time
+        end = self._engine.now() if times.finished_time is None else times.finished_time
         if scheduled is not None:
             self.queue.add(scheduled - times.arrival_time)
-            if end is not None:
-                self.inference.add(end - scheduled)
+            self.inference.add(end - scheduled)
             if first is not None:
                 self.prefill.add(first - scheduled)
-        if first is not None and end is not None:
+        if first is not None:
             self.decode.add(end - first)
 
     def _client(self, client: str | None) -> ClientCounts:
@@ -236,13 +236,14 @@ class ServerMetrics(Collector):
 class RequestMeter:
     """The figures of one request while it runs. Its listener calls `saw` with each output, and `ended` or `refused` if no last output came."""
 
-    __slots__ = ("_arrived", "_client", "_clock", "_ended", "_first", "_last", "_metrics", "_prompt_tokens", "_samples", "_tokens")
+    __slots__ = ("_arrived", "_client", "_clock", "_ended", "_first", "_last", "_metrics", "_prompt_tokens", "_samples", "_times", "_tokens")
 
     def __init__(self, metrics: ServerMetrics, client: str | None, samples: int, clock: Callable[[], float], arrived: float) -> None:
         self._metrics, self._client, self._samples, self._clock = metrics, client, samples, clock
         self._arrived = arrived
         self._first = self._last = 0.0  # when its first and latest tokens came
         self._tokens = self._prompt_tokens = 0
+        self._times: RequestMetrics | None = None
         self._ended = False
 
     def saw(self, output: RequestOutput) -> None:
@@ -263,9 +264,10 @@ class RequestMeter:
             self._last = now
             self._tokens += tokens
             self._metrics.generated_tokens += tokens
+        self._times = output.metrics
         if output.finished:
             self._prompt_tokens = len(output.prompt_token_ids)
-            self.ended(next((sample.finish_reason for sample in output.outputs if sample.finish_reason), "stop"), output.metrics)
+            self.ended(next((sample.finish_reason for sample in output.outputs if sample.finish_reason), "stop"))
 
     def saw_token(self) -> None:
         """Count a token that came alone, and isn't the first: the quick way of `saw`."""
@@ -281,7 +283,7 @@ class RequestMeter:
         """Count nothing more: the engine didn't take the request."""
         self._ended = True
 
-    def ended(self, reason: FinishReason, times: RequestMetrics | None = None) -> None:
+    def ended(self, reason: FinishReason) -> None:
         """Count the request's end. Does nothing if it has ended already."""
         if self._ended:
             return
@@ -289,7 +291,7 @@ class RequestMeter:
         gaps = self._tokens / self._samples - 1  # from token to token, in a sample of mean length
         per_token = (self._last - self._first) / gaps if gaps > 0 else None
         latency = self._clock() - self._arrived
-        self._metrics.request_finished(Finish(reason, self._client, self._prompt_tokens, self._tokens, latency, per_token, times))
+        self._metrics.request_finished(Finish(reason, self._client, self._prompt_tokens, self._tokens, latency, per_token, self._times))
 
 
 def gauge(name: str, documentation: str, labels: dict[str, str], value: float) -> Metric:
