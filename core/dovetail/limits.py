@@ -24,8 +24,9 @@ class Limits(BaseModel):
     """The most samples of one request (`n`)."""
 
     max_prompt_chars: Count | None = None
-    """The longest text that is tokenized. `null`: `max_model_len` times the characters of the tokenizer's longest token, which no text that fits the
-    model exceeds. It holds before `truncate_prompt_tokens` cuts anything: raise it for prompts that are to be cut."""
+    """The longest text that is tokenized, in characters. A conversation, tools included, may have twice as many before it is rendered. `null`:
+    `max_model_len` times the characters of the tokenizer's longest token, which no text that fits the model exceeds. It is checked before
+    `truncate_prompt_tokens` cuts anything: raise it for prompts that are to be cut."""
 
     max_name_chars: Count = 512
     """The longest `request_id`, `client` and `cache_salt`."""

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -26,7 +26,7 @@ class Echo:
 
     def __init__(self, config: Any) -> None:
         self.config, self.requests, self.closed = config, dict[str, tuple[str, SamplingParams]](), False
-        self.tokenizer = self
+        self.tokenizer, self.capacity = self, SimpleNamespace(max_model_len=1024)
         self.asked: dict[str, SamplingParams] = {}
         Echo.made = self
 

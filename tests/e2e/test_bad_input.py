@@ -849,6 +849,12 @@ def test_messages_that_are_none_are_refused(llm: LLM, messages: Any) -> None:
         llm.chat(messages, use_tqdm=False)
 
 
+def test_a_conversation_that_cannot_fit_is_refused_before_it_is_rendered(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "a" * (2 * MAX_LEN * llm.engine.tokenizer.longest_token)}]
+    with pytest.raises(RequestError, match=r"^the prompt's conversation has more than \d+ characters: .* \(limits.max_prompt_chars\)"):
+        llm.chat(messages, use_tqdm=False)
+
+
 def test_chat_without_a_template_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm.engine.tokenizer, "chat_templates", {})
     with pytest.raises(RequestError, match=r"no chat template: it completes text; use generate\(\)"):

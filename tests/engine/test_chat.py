@@ -372,6 +372,37 @@ def test_the_wrong_one_of_several_conversations_is_named(fronts: dict[str, ChatF
         front.prompts([[USER], [{"role": "user"}]])
 
 
+def test_a_conversation_that_is_too_long_is_refused_before_it_is_rendered() -> None:
+    length = 100
+    ours = tokenizer("{{ raise_exception('it was rendered') }}")
+    front = ChatFrontEnd(ours, Limits(), length)
+    text = "a" * (2 * length * ours.longest_token)
+    with pytest.raises(RequestError, match="it was rendered"):
+        front.render([{"role": "user", "content": text[:-100]}])
+    for message in ({"content": text}, {"content": [{"type": "text", "text": text[:700]}] * 4}, {"content": "a", "reasoning": text}):
+        with pytest.raises(RequestError, match=r"limits.max_prompt_chars"):
+            front.render([{"role": "user", **message}])
+    front.close()
+
+
+def test_a_template_that_makes_too_long_a_text_is_refused() -> None:
+    front = ChatFrontEnd(tokenizer(PLAIN), Limits(max_prompt_chars=1000), 10_000)
+    assert len(front.render([{"role": "user", "content": "a" * 900}])) > 900
+    with pytest.raises(RequestError, match=r"^the prompt has 3000 characters: at most 1000 are tokenized \(limits.max_prompt_chars\)$"):
+        front.render([{"role": "user", "content": "a"}], ChatOptions(chat_template="{{ messages[0].content * 3000 }}"))
+    front.close()
+
+
+@pytest.mark.parametrize("content", [" CORIOLANUS", "a", [{"type": "text", "text": "a"}]])
+def test_a_conversation_that_fits_the_model_is_never_too_long(content: Any) -> None:
+    length = 100
+    front = ChatFrontEnd(Tokenizer.load(DEMO), Limits(), length)
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    messages = [{"role": "assistant", "content": content}] * (length - 1)
+    assert front.prompt(messages, ChatOptions(chat_template=template)).token_ids
+    front.close()
+
+
 def test_several_threads_make_the_prompts_that_one_makes() -> None:
     front = ChatFrontEnd(Tokenizer.load(DEMO), Limits())
     conversations = [[{"role": "user", "content": f"{i}" * (i + 1)}] for i in range(40)]

@@ -169,20 +169,16 @@ def test_an_id_in_use_is_refused(tmp_path: Path) -> None:
     run(main())
 
 
-def test_a_long_text_is_tokenized_elsewhere_and_may_be_aborted_meanwhile(tmp_path: Path) -> None:
+def test_a_text_that_was_tokenized_before_is_answered_as_one_that_was_not(tmp_path: Path) -> None:
     async def main() -> None:
         async with served("thread", tmp_path) as at:
-            listener, params = Collector(), SamplingParams(max_tokens=2, truncate_prompt_tokens=20)
-            submitting = asyncio.create_task(at.engine.submit("long", "To be. " * 400, params, listener))
-            await asyncio.sleep(0)
-            assert at.engine.num_unfinished == 1
-            at.engine.abort("long")
-            with pytest.raises(asyncio.CancelledError):
-                await submitting
-            assert at.engine.num_unfinished == 0
-            again = await ask(at.engine, "long", "To be. " * 400, params)
-            assert len(again.samples()[0].token_ids) == 2
-            assert listener.outputs == []
+            text, params = "To be. " * 20, SamplingParams(max_tokens=5, seed=1)
+            before = await asyncio.to_thread(at.engine.tokenized, text)
+            first, second = await ask(at.engine, "before", before, params), await ask(at.engine, "not before", text, params)
+            assert essence(first.samples()) == essence(second.samples())
+            assert first.outputs[0].prompt == text
+            with pytest.raises(RequestError, match=r"limits.max_prompt_chars"):
+                at.engine.tokenized("To be. " * 10_000)
 
     run(main())
 

@@ -131,7 +131,7 @@ def _with_chats_rendered(engine: LLMEngine, prompts: list[Prompt]) -> list[Promp
     from dovetail.front.chat import ChatFrontEnd
 
     rendered = []
-    with closing(ChatFrontEnd(engine.tokenizer, engine.config.limits)) as chat:
+    with closing(ChatFrontEnd(engine.tokenizer, engine.config.limits, engine.capacity.max_model_len)) as chat:
         for prompt in prompts:
             try:
                 rendered.append(prompt if prompt.messages is None else prompt._replace(prompt=chat.prompt(prompt.messages), messages=None))

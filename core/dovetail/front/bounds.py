@@ -1,8 +1,9 @@
-"""Holds what one request asks for against `Limits`, at the door: `LLMEngine` calls it before anything is made of the request."""
+"""Validation of a request against `Limits`, before anything is allocated for it."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from dovetail.checks import is_larger
 from dovetail.errors import RequestError
@@ -10,6 +11,8 @@ from dovetail.limits import Limits
 from dovetail.sampling_params import SamplingParams
 from dovetail.structured import Structured
 
+if TYPE_CHECKING:
+    from dovetail.front.tokenizer import Tokenizer
 _COUNTS = {  # of lists and mappings: what an error calls their length, and its limit
     "stop": ("the number of strings", "max_stop_strings"),
     "stop_sequences": ("the number of strings", "max_stop_strings"),  # Anthropic's name
@@ -52,6 +55,40 @@ def check_structured(structured: Structured, limits: Limits) -> None:
     at_most(f"structured.{structured.kind}: brackets within each other", structured.depth(), limits, "max_grammar_depth")
     if structured.after is not None:
         at_most("structured.after: its characters", len(structured.after), limits, "max_stop_chars")
+
+
+def check_prompt_chars(text: str, limits: Limits, max_model_len: int, tokenizer: Tokenizer) -> None:
+    """Raise `RequestError` if a prompt's text is too long to be tokenized."""
+    most = limits.max_prompt_chars
+    if most is None and len(text) > max_model_len:  # else the vocabulary needn't be looked through
+        most = max_model_len * tokenizer.longest_token
+    if most is not None and len(text) > most:
+        raise RequestError(f"the prompt has {len(text)} characters: at most {most} are tokenized (limits.max_prompt_chars)")
+
+
+def check_conversation_chars(source: Any, limits: Limits, max_model_len: int, tokenizer: Tokenizer) -> None:
+    """Raise `RequestError` if a conversation is too long to be rendered. `source`: its messages, tools and variables. They may have twice the
+    characters of a prompt, since they hold roles, too, and text that the chat template leaves out."""
+    most = limits.max_prompt_chars
+    if most is None and _has_more_chars(source, 2 * max_model_len):
+        most = max_model_len * tokenizer.longest_token
+    if most is not None and _has_more_chars(source, 2 * most):
+        raise RequestError(
+            f"the prompt's conversation has more than {2 * most} characters: of a prompt, at most {most} are tokenized (limits.max_prompt_chars)"
+        )
+
+
+def _has_more_chars(value: Any, most: int) -> bool:
+    """Return True if a value holds more than `most` characters and items, nested ones included. Unlike `is_larger` it leaves out keys, which
+    templates seldom write."""
+    left, counted = [value], 0
+    while left and counted <= most:
+        one = left.pop()
+        if isinstance(one, Mapping | Sequence):
+            counted += len(one)
+            if counted <= most and not isinstance(one, str | bytes | bytearray | memoryview):
+                left += one.values() if isinstance(one, Mapping) else one
+    return counted > most
 
 
 def check_size(name: str, value: Any, limits: Limits) -> None:

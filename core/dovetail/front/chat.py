@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from dovetail.checks import shown
 from dovetail.errors import RequestError
+from dovetail.front import bounds
 from dovetail.front.chat_messages import Message, read_conversation, read_tools
 from dovetail.front.chat_rendering import ChatTemplate, TemplateRenderer
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
@@ -93,8 +94,10 @@ class ChatFrontEnd:
     are joined by a newline. An assistant's `tool_calls` may have their arguments as JSON or as mappings: the template gets what it wants.
     """
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, max_model_len: int | None = None) -> None:
+        """`max_model_len`: of the model, in tokens; None if there is no model, and prompts may be of any length."""
         self._tokenizer = tokenizer
+        self._limits, self._max_model_len = limits, max_model_len
         self._renderer = TemplateRenderer(limits)
         self._reads = lru_cache(maxsize=64)(self._find_reads)
         self._call_form = lru_cache(maxsize=16)(self._find_call_form)
@@ -103,6 +106,9 @@ class ChatFrontEnd:
         """The text of a prompt. Raises `RequestError` if the model has no chat template, something is wrong with the messages or the options, the
         template refuses them, or a limit is passed."""
         options = options or ChatOptions()
+        if (length := self._max_model_len) is not None:
+            source = [messages, options.tools, options.chat_template_kwargs]
+            bounds.check_conversation_chars(source, self._limits, length, self._tokenizer)
         template = self._template(options)
         conversation = read_conversation(messages, template.text)
         given = options.chat_template_kwargs or {}
@@ -118,6 +124,8 @@ class ChatFrontEnd:
             "add_generation_prompt": options.begins_answer,
         }
         text = self._renderer.render(template, variables, must_read)
+        if length is not None:
+            bounds.check_prompt_chars(text, self._limits, length, self._tokenizer)
         _check_calls(conversation, text)
         return _until(text, mark) if options.continue_final_message else text
 

@@ -150,7 +150,7 @@ class Intake:
         """Do as `tokenized` with each, in a fraction of the time that the texts would take one by one."""
         texts = {place: content for place, content in enumerate(map(content_of, prompts)) if isinstance(content, str)}
         for text in texts.values():
-            self._check_text(text)
+            bounds.check_prompt_chars(text, self.facts.limits, self.facts.max_model_len, self._tokenizer())
         ids = iter(self._tokenizer().encode_all(list(texts.values())) if texts else ())
         return [TokenizedText(texts[place], next(ids)) if place in texts else prompt for place, prompt in enumerate(prompts)]
 
@@ -177,14 +177,6 @@ class Intake:
             raise RequestError(f"priority must be an integer from {INT64[0]} to {INT64[1]}, got {shown(priority)}")
         if predicted is not None and not (is_integer(predicted) and 0 <= predicted <= INT64[1]):
             raise RequestError(f"predicted_tokens must be an integer from 0 to {INT64[1]} or None, got {shown(predicted)}")
-
-    def _check_text(self, text: str) -> None:
-        """Before it is tokenized, which takes a while for a text that is far too long."""
-        most = self.facts.limits.max_prompt_chars
-        if most is None and len(text) > self.facts.max_model_len:
-            most = self.facts.max_model_len * self._tokenizer().longest_token
-        if most is not None and len(text) > most:
-            raise RequestError(f"the prompt has {len(text)} characters: at most {most} are tokenized (limits.max_prompt_chars)")
 
     def _read_prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, tuple[int, ...], NDArray[np.int64]]:
         """Its text, if it was one, and its token ids, twice."""

@@ -110,7 +110,7 @@ class LLM:
 
     @cached_property
     def _chat(self) -> ChatFrontEnd:
-        return ChatFrontEnd(self.engine.tokenizer, self.engine.config.limits)
+        return ChatFrontEnd(self.engine.tokenizer, self.engine.config.limits, self.engine.capacity.max_model_len)
 
     @property
     def llm_engine(self) -> LLMEngine:

@@ -171,7 +171,7 @@ class EngineWorker:
     def _chat(self) -> ChatFrontEnd:
         from dovetail.front.chat import ChatFrontEnd
 
-        return ChatFrontEnd(self._engine.tokenizer, self._engine.config.limits)
+        return ChatFrontEnd(self._engine.tokenizer, self._engine.config.limits, self._engine.capacity.max_model_len)
 
     # In the thread that sends answers
 

@@ -3,6 +3,7 @@ should come again."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import deque
@@ -14,6 +15,11 @@ from dovetail_server.settings import ServerSettings
 
 _REMEMBERED = 128  # first tokens by which the queue's speed is judged
 _LONGEST_RETRY_S = 60
+
+
+def busy(reason: str, retry_s: int = 1) -> HttpError:
+    """Return the error for a request that is turned away, and when it should come again."""
+    return HttpError(429, f"the server is busy: {reason}; try again in {retry_s} s", code="too_many_requests", headers={"Retry-After": str(retry_s)})
 
 
 class Ticket:
@@ -41,6 +47,7 @@ class Admission:
         self.queued_tokens = 0
         self.bodies = HeldBytes(settings.max_received_bytes)
         self._began: deque[float] = deque(maxlen=_REMEMBERED)
+        self._left = asyncio.Event()
 
     def check(self, requests: int, tokens: int) -> None:
         """Raises `HttpError` 429 if so many more are too many now, and 400 if they always are: trying again wouldn't help."""
@@ -64,10 +71,16 @@ class Admission:
         self.queued_tokens -= ticket.tokens
         if begun:
             self._began.append(time.monotonic())
+        self._left.set()
+
+    async def wait_until_empty(self) -> None:
+        """Wait until every request that was let in has its first token, or has ended."""
+        while self.queued_requests:
+            self._left.clear()
+            await self._left.wait()
 
     def _refusal(self, reason: str, excess: int) -> HttpError:
-        retry = self._retry_after_s(excess)
-        return HttpError(429, f"the server is busy: {reason}; try again in {retry} s", code="too_many_requests", headers={"Retry-After": str(retry)})
+        return busy(reason, self._retry_after_s(excess))
 
     def _retry_after_s(self, excess: int) -> int:
         """Seconds until so many will have left the queue, at the speed of the last ones; 1 if nothing is known."""

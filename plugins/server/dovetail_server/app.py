@@ -25,6 +25,7 @@ from dovetail_server.exchange import Server
 from dovetail_server.live_page import page_routes
 from dovetail_server.metrics import ServerMetrics, metrics_route
 from dovetail_server.middleware import ApiKeys, BrowserGuard, RequestLog
+from dovetail_server.preparing import Preparing
 from dovetail_server.routes import all_routes
 from dovetail_server.settings import ServerSettings
 from dovetail_server.tracing import Tracing
@@ -46,7 +47,8 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
     if settings.batch_directory is not None:
         batches = BatchStore(Path(settings.batch_directory), settings.max_stored_bytes, settings.batch_keep_days)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: http_exception}, lifespan=_lifespan)
-    app.state.server = Server(engine, settings, Admission(engine, settings), AnswerParsing(engine, settings), metrics, models, tracing, batches)
+    admission, parsing, preparing = Admission(engine, settings), AnswerParsing(engine, settings), Preparing(settings.max_body_bytes)
+    app.state.server = Server(engine, settings, admission, parsing, preparing, metrics, models, tracing, batches)
     app.state.draining = app.state.is_unsupervised = False
     app.state.batch_worker = None if batches is None else BatchWorker(app, batches, settings)
     return app

@@ -65,7 +65,7 @@ class LocalModel:
                 f"{config.model} has no chat template: it completes text and holds no conversation; "
                 f"try `dovetail generate {config.model} TEXT`, or name a file with a template: --chat-template FILE"
             )
-        self._chat = ChatFrontEnd(self._llm.engine.tokenizer, self._llm.engine.config.limits)
+        self._chat = ChatFrontEnd(self._llm.engine.tokenizer, self._llm.engine.config.limits, self._llm.engine.capacity.max_model_len)
 
     def answer(self, messages: Messages) -> Generator[Piece]:
         with self._llm.stream([self._chat.prompt(messages, self._options)], self._params) as outputs:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -18,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import DovetailError, RequestError
 from dovetail.front.bounds import check_counts, check_params
-from dovetail.front.prompts import Prompt, content_of
+from dovetail.front.prompts import Prompt, content_of, is_text
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput
 from dovetail.sampling_params import SamplingParams
@@ -30,6 +31,7 @@ from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import ErrorShape, HttpError, http_error, openai_shape
 from dovetail_server.metrics import RequestMeter, ServerMetrics
 from dovetail_server.outbox import Outbox
+from dovetail_server.preparing import Preparing
 from dovetail_server.protocol.decoding import decode
 from dovetail_server.settings import ServerSettings
 from dovetail_server.streams import ClientGone, EventStream, SlowReaderError, until_disconnected
@@ -39,6 +41,7 @@ T = TypeVar("T")
 
 _FAILURES = ("rejected", "error", "abort")
 _CHARS_A_TOKEN = 4  # guessed, of a text that isn't tokenized yet
+_SHORT = 2000  # characters that the engine tokenizes in the event loop: a thread would take longer
 
 
 @dataclass(slots=True)
@@ -63,6 +66,7 @@ class Server:
     settings: ServerSettings
     admission: Admission
     parsing: AnswerParsing
+    preparing: Preparing
     metrics: ServerMetrics
     models: tuple[str, ...]  # the names that a request may give; the first is the model's own
     tracing: Tracing | None = None
@@ -185,6 +189,8 @@ class Exchange:
         self.answer_id = ""
         self._held_bytes = 0  # of its body, until the prompt is made
         self._ticket: Ticket | None = None  # while the prompt is made
+        self._body_bytes = 0
+        self._client: str | None = None  # as the body names it
         self._parts: dict[str, Part] = {}  # by the engine's request id
         self.on_finished: Callable[[], None] = lambda: None  # called when the last part has ended, to write last events
         self._left = 0  # parts that haven't ended
@@ -202,6 +208,7 @@ class Exchange:
         self.fields = getattr(kind, "__struct_encode_fields__", ())
         body = decode(data, kind)
         check_counts(body, self.engine.facts.limits)
+        self._body_bytes, self._client = len(data), getattr(body, "client", None)
         return body
 
     def received(self, most: int, too_large: HttpError, most_held: int | None = None) -> AsyncGenerator[bytes, None]:
@@ -215,12 +222,40 @@ class Exchange:
 
         return receive_body(self.scope, self.receive, most, too_large, self.server.settings.body_timeout_s, hold)
 
-    def admit(self) -> None:
-        """Let the request in, to wait for its prompt to be made: that takes time, too, and memory. Raises `HttpError` 429, and 503 while the server
-        drains."""
+    @property
+    def client(self) -> Hashable:
+        """The client whose share of what is prepared this request takes: told apart by API key, address and the body's `client`."""
+        address = self.scope.get("client") or (None,)
+        return self.scope.get("dovetail.key"), address[0], self._client
+
+    async def prepared(self, work: Callable[[], T], *, given_template: bool = False) -> T:
+        """Let the request in, and return what `work` makes of it in a thread, in its client's turn. `given_template`: it renders a chat template that
+        came with the request. Raises `HttpError` 429, and 503 while the server drains; what `attended` raises; and what `work` does."""
+        async with self._admitted():
+            return await self.server.preparing.run(self.client, self._body_bytes, work, given_template=given_template)
+
+    async def tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Return prompts with texts tokenized one by one, unless they are short enough for the engine to do it. Raises what `prepared` does."""
+        lengths = [len(content_of(prompt)) if is_text(prompt) else 0 for prompt in prompts]
+        if sum(lengths) <= _SHORT:
+            return list(prompts)
+        async with self._admitted():
+            preparing, engine = self.server.preparing, self.engine
+            return [
+                await preparing.run(self.client, length, partial(engine.tokenized, prompt)) if length else prompt
+                for prompt, length in zip(prompts, lengths, strict=True)
+            ]
+
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
+        """Let the request in, to wait for its prompt to be made: that takes time, too, and memory."""
         self.check_open()
-        self.server.admission.check(1, 0)
-        self._ticket = self.server.admission.enter(0)
+        tokens = self._body_bytes // _CHARS_A_TOKEN
+        self.server.admission.check(1, tokens)
+        self._ticket = self.server.admission.enter(tokens)
+        with self.server.preparing.admitted(self.client, self._body_bytes):
+            async with self.attended():
+                yield
 
     def check_open(self) -> None:
         """Raises `HttpError` 503 while the server drains."""
@@ -265,8 +300,9 @@ class Exchange:
         of the first job that fails before an event was written."""
         async with self.attended():
             tokens = [_tokens_of(job.prompt) for job in jobs]
+            if self._ticket is None:  # else it was let in before
+                self.check_open()
             self._leave()
-            self.check_open()
             self.server.admission.check(len(jobs), sum(tokens))
             self._left = len(jobs)
             self.jobs, self.answer_id = jobs, name

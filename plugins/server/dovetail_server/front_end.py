@@ -117,7 +117,9 @@ class FrontEnd:
             return
         app.state.draining = True
         with suppress(TimeoutError):
-            await asyncio.wait_for(engine.wait_until_idle(), seconds)
+            async with asyncio.timeout(seconds):
+                await app.state.server.admission.wait_until_empty()
+                await engine.wait_until_idle()
         engine.end_all("the server is shutting down")
 
     def _config(self) -> uvicorn.Config:

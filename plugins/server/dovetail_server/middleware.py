@@ -96,17 +96,21 @@ class ApiKeys:
         self._open = OPEN_PATHS | set(live_page.FILES if settings.page else ())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].removeprefix(self._root) in self._open or self._has_key(dict(scope["headers"])):
+        key = self._key(dict(scope["headers"])) if scope["type"] == "http" else None
+        if key is not None:
+            scope["dovetail.key"] = key
+        if scope["type"] != "http" or scope["path"].removeprefix(self._root) in self._open or key is not None:
             await self._app(scope, receive, send)
             return
         message = "this server needs an API key: send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
         await _refuse(scope, send, HttpError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"}))
 
-    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
+    def _key(self, headers: dict[bytes, bytes]) -> int | None:
+        """Return the number of the key that a request has; None if it has none."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         offered = [headers.get(b"x-api-key", b""), bearer.strip() if scheme.lower() == b"bearer" else b""]
-        found = [hmac.compare_digest(key, one) for key in self._keys for one in offered]  # all, so that the time tells nothing
-        return any(found)
+        found = [[hmac.compare_digest(key, one) for one in offered] for key in self._keys]  # all, so that the time tells nothing
+        return next((number for number, same in enumerate(found) if any(same)), None)
 
 
 class BrowserGuard:

@@ -12,7 +12,6 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +24,7 @@ from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.detokenizer import IncrementalText, byte_pieces
 from dovetail.front.intake import CheckedRequest, Intake, RequestFields
 from dovetail.front.outputs import OutputBuilder, RequestGroup
-from dovetail.front.prompts import Prompt, content_of
+from dovetail.front.prompts import Prompt
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
@@ -51,7 +50,6 @@ from dovetail_server.links import Line
 logger = logging.getLogger("dovetail")
 
 ASK_S = 0.5  # between two questions for decisions
-SHORT = 2000  # characters of a text that is tokenized at once: a thread would take longer
 _FIELDS = tuple(field.name for field in dataclasses.fields(RequestFields))
 
 
@@ -119,7 +117,7 @@ class RemoteEngine:
         self.tokenizer = tokenizer
         intake = facts.intake
         self._intake = Intake(intake, lambda: tokenizer, random.Random(f"{facts.seed} {name}"))
-        self.chat = ChatFrontEnd(tokenizer, intake.limits)
+        self.chat = ChatFrontEnd(tokenizer, intake.limits, facts.max_model_len)
         self.facts = EngineFacts(
             model=facts.model,
             max_model_len=facts.max_model_len,
@@ -138,8 +136,6 @@ class RemoteEngine:
         self._open: dict[str, _Open] = {}  # by request id
         self._samples: dict[int, Sample] = {}  # by number, those that haven't ended
         self._ids: dict[Sample, str] = {}  # of the requests of all samples of `_open`
-        self._arriving: dict[str, bool] = {}  # ids of requests that are being tokenized -> whether they were aborted meanwhile
-        self._tokenizing = ThreadPoolExecutor(1, "dovetail-tokenizer")  # one thread: texts stay in order
         self._next_number = 1
         self._time = 0.0  # of the last frame
         self._failure: str | None = None
@@ -173,7 +169,7 @@ class RemoteEngine:
     @property
     def num_unfinished(self) -> int:
         """Number of requests that haven't ended, samples of n > 1 counted once."""
-        return len(self._open) + len(self._arriving)
+        return len(self._open)
 
     async def wait_until_idle(self) -> None:
         """Wait until no request is left."""
@@ -208,10 +204,12 @@ class RemoteEngine:
             self._tell(entry, DovetailError(reason))
 
     def close(self) -> None:
-        """Let go of the line and the threads. Nothing is told to anybody."""
+        """Let go of the line, and of the processes that render. Nothing is told to anybody."""
         self._line.close()
-        self._tokenizing.shutdown(wait=False)
         self.chat.close()
+
+    def tokenized(self, prompt: Prompt) -> Prompt:
+        return self._intake.tokenized(prompt)
 
     async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams, listener: Listener, **fields: Any) -> None:
         self.check_health()
@@ -225,9 +223,6 @@ class RemoteEngine:
             raise RequestError("extra must map distributions to what their components want to know")
         bounds.at_most("unfinished requests", self.num_unfinished + 1, self._intake.facts.limits, "max_waiting")
         self._check_free(request_id)
-        if isinstance(text := content_of(prompt), str) and len(text) > SHORT:
-            prompt = await self._tokenized(request_id, prompt)
-            self.check_health()
         params = changed_unchecked(params, output_kind=OutputKind.DELTA)
         checked = self._intake.check(request_id, prompt, params, given, extra)
         self._check_free(checked.request_id)
@@ -240,8 +235,6 @@ class RemoteEngine:
                 raise
 
     def abort(self, request_id: str) -> None:
-        if request_id in self._arriving:
-            self._arriving[request_id] = True
         if (entry := self._open.get(request_id)) is None:
             return
         left = [sample.number for sample in entry.group.samples if sample.number in self._samples]
@@ -260,21 +253,8 @@ class RemoteEngine:
             self.chat.prompt([{"role": "user", "content": "Hello"}])
 
     def _check_free(self, request_id: Any) -> None:
-        if isinstance(request_id, str) and (request_id in self._open or request_id in self._arriving):
+        if isinstance(request_id, str) and request_id in self._open:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
-
-    async def _tokenized(self, request_id: str, prompt: Prompt) -> Prompt:
-        """Raises `CancelledError` if the request was aborted meanwhile: nobody waits for it."""
-        self._arriving[request_id] = False
-        self._idle.clear()
-        try:
-            prompt = await asyncio.get_running_loop().run_in_executor(self._tokenizing, self._intake.tokenized, prompt)
-        finally:
-            aborted = self._arriving.pop(request_id)
-            self._note_idle()
-        if aborted:
-            raise asyncio.CancelledError
-        return prompt
 
     def _give(self, checked: CheckedRequest, listener: Listener, extra: Mapping[str, Any] | None) -> _Open:
         """Send the engine a request. Raises `RequestError`, having changed nothing."""
@@ -444,7 +424,7 @@ class RemoteEngine:
             logger.exception("a listener failed")
 
     def _note_idle(self) -> None:
-        if not self._open and not self._arriving:
+        if not self._open:
             self._idle.set()
 
 

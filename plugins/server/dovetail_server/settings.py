@@ -69,7 +69,8 @@ class ServerSettings(BaseModel):
     """The longest that a request's body may take to come, in seconds, and one second more for each 64 KiB of it. `null`: no limit."""
 
     max_body_bytes: Count = 16 * 2**20
-    """The largest body of a request, in bytes."""
+    """The largest body of a request, in bytes. One client's requests of more than 16 KiB may have as many together while they wait to be tokenized or
+    rendered; more get 429. Clients are told apart by API key, address and the `client` of their requests."""
 
     max_received_bytes: Count = 256 * 2**20
     """The most bytes of bodies that a front end holds of all requests that are being received or made prompts of; more get 429 with `Retry-After`. A

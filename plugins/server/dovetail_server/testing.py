@@ -49,7 +49,7 @@ class FakeEngine:
         self.pieces, self.paced, self.finish = pieces, paced, finish
         self.facts = EngineFacts("fake", 4096, tokenizer.vocab_size, 16, 256, 1024, Limits(), has_logprobs=False)
         self.tokenizer = tokenizer
-        self.chat = ChatFrontEnd(tokenizer, Limits())
+        self.chat = ChatFrontEnd(tokenizer, Limits(), self.facts.max_model_len)
         self.default_params = SamplingParams()
         self.load = Load()
         self.requests: dict[str, FakeRequest] = {}  # under way
@@ -59,6 +59,10 @@ class FakeEngine:
         self.refusal: DovetailError | None = None  # of the next requests
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def tokenized(self, prompt: Prompt) -> Prompt:
+        text, ids = _read(prompt, self.tokenizer)
+        return prompt if text is None else TokenizedText(text, ids)
 
     async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams, listener: Listener, **fields: Any) -> None:
         self.check_health()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from dovetail.front.chat import ChatOptions
@@ -63,8 +63,8 @@ class Answer(Part):
 
 
 async def rendered(exchange: Exchange, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> TokenizedText:
-    """Return a conversation's prompt. Raises `RequestError`."""
-    return await asyncio.to_thread(exchange.engine.chat.prompt, messages, options)
+    """Let a conversation in, and return its prompt. Raises what `Exchange.prepared` does, and `RequestError`."""
+    return await exchange.prepared(partial(exchange.engine.chat.prompt, messages, options), given_template=options.chat_template is not None)
 
 
 def answer_parser(exchange: Exchange, prompt: TokenizedText, options: ChatOptions) -> OutputParser | None:

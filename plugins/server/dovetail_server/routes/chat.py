@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from dovetail_server.exchange import Endpoint, Exchange, Job, Part, new_id
 from dovetail_server.parsers import AnswerReader, Content, Event, OutputParser, Reasoning, ToolCallArguments, ToolCallStart, reasoning_tokens_of
 from dovetail_server.protocol.chat import ChatRequest, chat_demand, chat_options, chat_params, renamed_fields
 from dovetail_server.protocol.openai_common import StreamOptions, check_stream, engine_fields, logprobs_json, prompt_logprobs_json, usage
+from dovetail_server.routes.answering import rendered
 from dovetail_server.streams import DONE, event
 
 
@@ -26,9 +26,7 @@ async def chat(exchange: Exchange) -> None:
     exchange.renamed = renamed_fields(body)
     model = exchange.record.model = exchange.server.model_named(body.model)
     params, options, demand = exchange.check(chat_params(body)), chat_options(body), chat_demand(body)
-    exchange.admit()
-    prompt = await asyncio.to_thread(exchange.engine.chat.prompt, body.messages, options)
-    params, prompt = constrained_chat(exchange, params, demand, options, prompt)
+    params, prompt = constrained_chat(exchange, params, demand, options, await rendered(exchange, body.messages, options))
     name = new_id("chatcmpl")
     head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": model}
     fields = engine_fields(body, exchange.engine)

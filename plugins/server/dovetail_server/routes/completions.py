@@ -25,6 +25,7 @@ async def completions(exchange: Exchange) -> None:
     model = exchange.record.model = exchange.server.model_named(body.model)
     params, prompts = exchange.check(completion_params(body)), prompts_of(body)
     params = constrained(exchange, params, completion_demand(body))
+    prompts = await exchange.tokenized(prompts)
     fields = engine_fields(body, exchange.engine)
     name = new_id("cmpl")
     head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model}

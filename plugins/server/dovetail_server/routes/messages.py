@@ -36,7 +36,6 @@ async def messages(exchange: Exchange) -> None:
     check_supported(body)
     params, options = exchange.check(answer_params(body)), chat_options(body, exchange.engine.tokenizer.chat_templates)
     demand = answer_demand(body)
-    exchange.admit()
     params, prompt = constrained_chat(exchange, params, demand, options, await rendered(exchange, conversation(body), options))
     parser = answer_parser(exchange, prompt, options)
     head = MessageAnswer(id=new_id("msg").replace("-", "_"), model=model, content=[], usage=Usage(0, 0))
@@ -53,7 +52,6 @@ async def count_tokens(exchange: Exchange) -> None:
     exchange.record.model = exchange.server.model_named(body.model)
     check_supported(body)
     options = chat_options(body, exchange.engine.tokenizer.chat_templates)
-    exchange.admit()
     prompt = await rendered(exchange, conversation(body), options)
     await exchange.reply(msgspec.json.encode(TokenCount(len(prompt.token_ids))))
 

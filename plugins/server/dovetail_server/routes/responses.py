@@ -41,7 +41,6 @@ async def responses(exchange: Exchange) -> None:
     check_supported(body)
     params, options, demand = exchange.check(answer_params(body)), chat_options(body), answer_demand(body)
     messages = conversation(body.instructions, read_items(body.input))
-    exchange.admit()
     params, prompt = constrained_chat(exchange, params, demand, options, await rendered(exchange, messages, options))
     parser = answer_parser(exchange, prompt, options)
     head = begun_answer(body, new_id("resp").replace("-", "_"), model, int(time.time()))

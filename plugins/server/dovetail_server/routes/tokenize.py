@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
+from typing import Any
 
 from starlette.routing import Route
 
+from dovetail.front.bounds import check_prompt_chars
 from dovetail.front.chat import ChatOptions
+from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
 from dovetail_server.exchange import Endpoint, Exchange
 from dovetail_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
@@ -18,20 +21,23 @@ async def tokenize(exchange: Exchange) -> None:
     exchange.server.model_named(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "prompt: give either a prompt or messages", param="prompt")
-    ids = await asyncio.to_thread(_token_ids, exchange, body)
-    facts = exchange.engine.facts
-    answer = {"count": len(ids), "max_model_len": facts.max_model_len, "tokens": ids}
+    if body.messages is not None:
+        exchange.renamed = {"prompt": "messages"}
+    await exchange.reply(await exchange.prepared(partial(_answer, exchange.engine, body), given_template=body.chat_template is not None))
+
+
+def _answer(engine: ServedEngine, body: TokenizeRequest) -> dict[str, Any]:
+    ids = _token_ids(engine, body)
+    answer = {"count": len(ids), "max_model_len": engine.facts.max_model_len, "tokens": ids}
     if body.return_token_strs:
-        answer["token_strs"] = exchange.engine.tokenizer.transformers.convert_ids_to_tokens(ids)
-    await exchange.reply(answer)
+        answer["token_strs"] = engine.tokenizer.transformers.convert_ids_to_tokens(ids)
+    return answer
 
 
-def _token_ids(exchange: Exchange, body: TokenizeRequest) -> list[int]:
-    engine = exchange.engine
+def _token_ids(engine: ServedEngine, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
-        text, most = body.prompt or "", engine.facts.limits.max_chat_chars
-        if len(text) > most:
-            raise HttpError(400, f"prompt: at most {most} characters (limits.max_chat_chars), got {len(text)}", param="prompt")
+        text = body.prompt or ""
+        check_prompt_chars(text, engine.facts.limits, engine.facts.max_model_len, engine.tokenizer)
         return engine.tokenizer.encode(text, body.add_special_tokens)
     options = ChatOptions(
         tools=body.tools,
@@ -47,17 +53,13 @@ async def detokenize(exchange: Exchange) -> None:
     """Tell the text of tokens."""
     body = await exchange.body(DetokenizeRequest)
     exchange.server.model_named(body.model)
-    await exchange.reply({"prompt": await asyncio.to_thread(_text, exchange, body.tokens)})
-
-
-def _text(exchange: Exchange, tokens: list[int]) -> str:
-    vocab_size, most = exchange.engine.facts.vocab_size, exchange.engine.facts.max_model_len
-    if len(tokens) > most:
-        raise HttpError(400, f"tokens: at most {most} (max_model_len), got {len(tokens)}", param="tokens")
-    for index, token in enumerate(tokens):
-        if not 0 <= token < vocab_size:
-            raise HttpError(400, f"tokens[{index}]: a token id must be 0 to {vocab_size - 1}, got {token}", param=f"tokens[{index}]")
-    return exchange.engine.tokenizer.decode(tokens)
+    facts = exchange.engine.facts
+    if len(body.tokens) > facts.max_model_len:
+        raise HttpError(400, f"tokens: at most {facts.max_model_len} (max_model_len), got {len(body.tokens)}", param="tokens")
+    for index, token in enumerate(body.tokens):
+        if not 0 <= token < facts.vocab_size:
+            raise HttpError(400, f"tokens[{index}]: a token id must be 0 to {facts.vocab_size - 1}, got {token}", param=f"tokens[{index}]")
+    await exchange.reply({"prompt": await exchange.prepared(partial(exchange.engine.tokenizer.decode, body.tokens))})
 
 
 ROUTES = [Route("/tokenize", Endpoint(tokenize), methods=["POST"]), Route("/detokenize", Endpoint(detokenize), methods=["POST"])]
