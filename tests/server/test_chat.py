@@ -9,10 +9,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import transformers
 
+from dovetail.front.grammars import token_speller
+from dovetail.front.tokenizer import Tokenizer
+from dovetail.request import CompletionOutput, Logprob
+from dovetail_server.protocol.openai_common import logprobs_json
 from dovetail_server.settings import ServerSettings
 from dovetail_server.testing import FakeEngine
-from tests.server.serving import serving
+from tests.server.serving import demo_tokenizer, serving
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}" + TEMPLATE
@@ -27,6 +32,7 @@ FURTHER = (
     "continue_final_message",
     "add_generation_prompt",
     "return_token_ids",
+    "allowed_token_ids",
     "prompt_logprobs",
 )
 
@@ -85,6 +91,27 @@ def test_the_first_chunk_says_who_speaks_and_the_last_why_it_ended(openai_client
     chunks = [chunk.choices[0] for chunk in ask(openai_client, stream=True)]
     assert chunks[0].delta.role == "assistant"
     assert [choice.finish_reason for choice in chunks] == [None] * (len(chunks) - 1) + ["length"]
+
+
+def test_logprobs_of_parts_of_a_character_have_the_bytes_that_make_it_up(openai_client: openai.OpenAI) -> None:
+    tokenizer = demo_tokenizer()
+    parts = [token for token in range(1024) if "\ufffd" in tokenizer.decode([token])]
+    options: Any = {"logprobs": True, "top_logprobs": 3, "max_completion_tokens": 40, "return_token_ids": True, "allowed_token_ids": parts}
+    choice = ask(openai_client, **options).choices[0]
+    told = choice.logprobs.content
+    spelled = [token_speller(tokenizer)(token) for token in range(1024)]
+    assert [bytes(one.bytes) for one in told] == [spelled[token] for token in choice.token_ids]
+    assert b"".join(bytes(one.bytes) for one in told).decode(errors="replace") == choice.message.content
+    assert all(bytes(one.bytes) in spelled for position in told for one in position.top_logprobs)
+    chunks = [chunk.choices[0] for chunk in ask(openai_client, **options, stream=True)]
+    assert [one.bytes for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content] == [one.bytes for one in told]
+
+
+def test_bytes_that_a_tokenizer_does_not_tell_are_null() -> None:
+    """One written in Python says only what text it makes of a token."""
+    logprobs = [{5: Logprob(-1.0, 1, "\ufffd")}, {6: Logprob(-1.0, 1, "é")}]
+    told = logprobs_json(CompletionOutput(0, "", (5, 6), logprobs=logprobs), 0, Tokenizer(transformers.ByT5Tokenizer()))
+    assert [one["bytes"] for one in told] == [None, list("é".encode())]
 
 
 def test_logprobs_say_each_token_with_its_bytes(openai_client: openai.OpenAI) -> None:

@@ -268,6 +268,13 @@ def test_a_texts_logprobs_are_told_streamed_or_not(openai_client: OpenAI, tools:
     assert [one.token for one in done.logprobs] == [one.token for one in told]
 
 
+def test_all_tokens_of_a_character_have_logprobs_and_so_has_what_comes_before_it() -> None:
+    parts = AnswerParts()
+    logprobs = [{"token": "\ufffd", "bytes": [byte]} for byte in "\U0001f642".encode()]
+    parts.add([Content("a\U0001f642")], [{"token": "<mark>", "bytes": list(b"<mark>")}, {"token": "a", "bytes": [97]}, *logprobs])
+    assert b"".join(bytes(one["bytes"]) for one in parts.parts[0].logprobs).decode() == "a\U0001f642"
+
+
 def test_only_a_texts_tokens_have_logprobs() -> None:
     parts = AnswerParts()
     reader = AnswerReader(parser_for(tool_parser="hermes", reasoning_parser="think", tools=[TOOL], starts_in_reasoning=False))

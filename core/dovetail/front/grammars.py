@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
@@ -237,25 +237,25 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> tuple[list[bytes | Non
 
     Raises `UnsupportedError` if the tokenizer is of a kind whose tokens have no bytes of their own.
     """
-    backend = tokenizer.backend
-    if backend is None:
-        raise UnsupportedError(
-            "structured: this model's tokenizer is written in Python, and tells no bytes of its tokens: structured output needs them"
-        )
-    spell = _speller(tokenizer)
-    special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+    spell = token_speller(tokenizer)
+    special = {token_id for token_id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
     spelled = [spell(token_id) if token_id < tokenizer.vocab_size else b"" for token_id in range(vocab_size)]
     plain = [None if not piece or token_id in special else piece for token_id, piece in enumerate(spelled)]
     _check(tokenizer, plain)
     return plain, spelled
 
 
-def _speller(tokenizer: Tokenizer) -> Any:
-    """A function from a token id to its bytes."""
+def token_speller(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """Return a function from a token id, which may be a special token's, to the bytes that it adds to a text. Raises `UnsupportedError` if the
+    tokenizer is of a kind whose tokens have no bytes of their own."""
+    backend = tokenizer.backend
+    if backend is None:
+        raise UnsupportedError(
+            "structured: this model's tokenizer is written in Python, and tells no bytes of its tokens: structured output needs them"
+        )
     pieces = byte_pieces(tokenizer, False)
     if pieces is not None:
         return pieces.__getitem__
-    backend = tokenizer.backend
     parts = _decoders(json.loads(backend.to_str())["decoder"])
     kinds = {part["type"] for part in parts}
     spaces = [part["pattern"]["String"] for part in parts if part["type"] == "Replace" and part["content"] == " " and "String" in part["pattern"]]

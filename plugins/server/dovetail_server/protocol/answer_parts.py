@@ -85,12 +85,11 @@ class AnswerParts:
             self._open = None
 
     def _logprobs_of(self, text: str) -> list[dict[str, Any]]:
-        """Take those of the last tokens that make up `text`, and drop the rest: marks. A token that is part of a character has no text of its own."""
+        """Take those of the last tokens that make up `text`, and drop the rest: marks. Tokens that are parts of a character have a text together."""
         waiting, self._logprobs = self._logprobs, []
-        begin, missing = len(waiting), len(text)
-        while begin and (missing > 0 or waiting[begin - 1]["token"].strip("\ufffd") == ""):
+        begin = len(waiting)
+        while begin and (_length(waiting[begin:]) < len(text) or waiting[begin - 1]["token"].strip("\ufffd") == ""):
             begin -= 1
-            missing -= len(waiting[begin]["token"])
         return waiting[begin:]
 
     def _begin(self, part: AnswerPart) -> AnswerPart:
@@ -114,3 +113,8 @@ class AnswerParts:
             part.logprobs += logprobs
         if self._writer is not None:
             self._writer.grew(part, text, logprobs)
+
+
+def _length(logprobs: Sequence[dict[str, Any]]) -> int:
+    """Return the number of characters that tokens have together."""
+    return len(b"".join(bytes(one["bytes"]) if one.get("bytes") else one["token"].encode() for one in logprobs).decode(errors="replace"))

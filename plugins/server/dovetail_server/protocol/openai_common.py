@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
+from dovetail.errors import UnsupportedError
+from dovetail.front.grammars import token_speller
+from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import CompletionOutput, Logprob, TokenLogprobMap
 from dovetail.sampling_params import OutputKind, SamplingParams
 from dovetail_server.engine import ServedEngine
@@ -133,24 +137,34 @@ def at_least(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def likeliest(position: TokenLogprobMap, top: int) -> list[Logprob]:
+def likeliest(position: TokenLogprobMap, top: int) -> list[tuple[int, Logprob]]:
     """Return the `top` likeliest tokens of a position, without the sampled one if that isn't among them."""
-    return sorted(position.values(), key=lambda one: one.rank or 0)[:top]
+    return sorted(position.items(), key=lambda item: item[1].rank or 0)[:top]
 
 
-def logprobs_json(sample: CompletionOutput, top: int) -> list[dict[str, Any]]:
+def logprobs_json(sample: CompletionOutput, top: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """Return a sample's log-probabilities, one item a token, with the `top` likeliest beside each."""
     items = []
     for token, position in zip(sample.token_ids, sample.logprobs or (), strict=False):
-        item = _logprob_json(position[token])
-        item["top_logprobs"] = [_logprob_json(one) for one in likeliest(position, top)]
+        item = _logprob_json(token, position[token], tokenizer)
+        item["top_logprobs"] = [_logprob_json(other, one, tokenizer) for other, one in likeliest(position, top)]
         items.append(item)
     return items
 
 
-def _logprob_json(one: Logprob) -> dict[str, Any]:
-    text = one.decoded_token or ""
-    return {"token": text, "logprob": at_least(one.logprob), "bytes": list(text.encode())}
+def _logprob_json(token: int, one: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
+    """`bytes` are the token's own, which may be part of a character; null if they aren't known."""
+    text, spell = one.decoded_token or "", _speller(tokenizer)
+    spelled = spell(token) if spell is not None else None if "\ufffd" in text else text.encode()
+    return {"token": text, "logprob": at_least(one.logprob), "bytes": None if spelled is None else list(spelled)}
+
+
+@lru_cache(maxsize=8)
+def _speller(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:
+    try:
+        return token_speller(tokenizer)
+    except UnsupportedError:
+        return None
 
 
 def prompt_logprobs_json(prompt_logprobs: list[TokenLogprobMap | None] | None) -> list[dict[str, Any] | None] | None:

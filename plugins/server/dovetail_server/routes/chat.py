@@ -87,11 +87,10 @@ class Choice:
         self.stop_reason: int | str | None = None
         self._finish: str | None = None
 
-    def take(self, sample: CompletionOutput, top: int | None) -> None:
+    def take(self, sample: CompletionOutput, logprobs: Sequence[dict[str, Any]]) -> None:
         self._message.take(self.reader.read(sample))
         self.token_ids += sample.token_ids
-        if top is not None:
-            self.logprobs += logprobs_json(sample, top)
+        self.logprobs += logprobs
         self._finish, self.stop_reason = sample.finish_reason, sample.stop_reason
 
     def message(self) -> tuple[dict[str, Any], str | None]:
@@ -117,7 +116,8 @@ class ChatAnswer(Part):
 
     def take(self, output: RequestOutput) -> None:
         for sample in output.outputs:
-            self._choices[sample.index].take(sample, self._top)
+            logprobs = () if self._top is None else logprobs_json(sample, self._top, self.exchange.engine.tokenizer)
+            self._choices[sample.index].take(sample, logprobs)
         self._last = output
 
     def content(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class ChatStream(Part):
         if deltas or not self._plain:
             choice = self._choice(index, deltas.pop(0) if deltas else {"content": ""})
             if self._top is not None:
-                choice["logprobs"] = {"content": logprobs_json(sample, self._top), "refusal": None}
+                choice["logprobs"] = {"content": logprobs_json(sample, self._top, self.exchange.engine.tokenizer), "refusal": None}
             if self._token_ids:
                 choice["token_ids"] = list(sample.token_ids)
             chunks = [choice, *(self._choice(index, delta) for delta in deltas)]

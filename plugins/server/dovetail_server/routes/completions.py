@@ -64,7 +64,7 @@ class Logprobs:
     def _add(self, made: dict[str, list[Any]], text: str, one: Logprob | None, position: TokenLogprobMap | None) -> None:
         made["tokens"].append(text)
         made["token_logprobs"].append(None if one is None else at_least(one.logprob))
-        top = None if position is None else {other.decoded_token or "": at_least(other.logprob) for other in likeliest(position, self._top)}
+        top = None if position is None else {other.decoded_token or "": at_least(other.logprob) for _, other in likeliest(position, self._top)}
         made["top_logprobs"].append(top)
         made["text_offset"].append(self._offset)
         self._offset += len(text)

@@ -74,7 +74,7 @@ class ToldResponse(Answer):
         return finished_answer(self._head, self.parts.parts, cut, self._usage(), int(time.time()))
 
     def logprobs_of(self, sample: CompletionOutput) -> Sequence[dict[str, Any]]:
-        return () if self.top_logprobs is None else logprobs_json(sample, self.top_logprobs)
+        return () if self.top_logprobs is None else logprobs_json(sample, self.top_logprobs, self.exchange.engine.tokenizer)
 
     def _usage(self) -> ResponseUsage:
         return ResponseUsage(
