@@ -10,6 +10,7 @@ import pickle
 import signal
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,20 @@ import torch
 import tqdm.auto
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
+import dovetail_models
 from dovetail import LLM, CompletionOutput, LLMEngine, OutputKind, RequestOutput, SamplingParams
 from dovetail.api.clock import VirtualClock
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front import llm as llm_module
+from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import Request, TokenLogprobMap
 from tests.support import examples
 
 torch.set_num_threads(1)
 
+DEMO = Path(dovetail_models.__file__).parent / "demo"
 CONFIG: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 EOS = 0
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -116,6 +121,26 @@ def test_in_a_notebook_the_bar_is_a_widget() -> None:
 def test_without_the_bar_nothing_is_printed(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(["A", "B"], GREEDY, use_tqdm=False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_second_bos_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = Tokenizer.load(DEMO).transformers
+    tokenizer.bos_token = bos = "<|endoftext|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 0)])
+    tokenizer.save_pretrained(tmp_path)
+    with LLM("demo", tokenizer=str(tmp_path), **CONFIG) as llm:
+
+        def told() -> int:
+            return sum("two BOS tokens" in record.message for record in caplog.records)
+
+        fine = generate(llm, "ROMEO:", GREEDY)
+        llm.chat([{"role": "user", "content": "ROMEO:"}], GREEDY, use_tqdm=False, chat_template="{{ bos_token }}{{ messages[0].content }}")
+        generate(llm, [0, 0, 5], GREEDY)
+        assert told() == 0
+        doubled = llm.generate(["ROMEO:", f"{bos}ROMEO:"], GREEDY, use_tqdm=False)[1]
+        assert doubled.prompt_token_ids == (0, *fine.prompt_token_ids), "it is told, not changed"
+        generate(llm, f"{bos}ROMEO:", GREEDY)
+        assert told() == 1
 
 
 def test_a_chat_is_its_template_completed(llm: LLM) -> None:

@@ -6,6 +6,7 @@ What is checked is a `CheckedRequest`; `make_samples` makes of it what the core 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     from dovetail.api.sampler import RowSampling
     from dovetail.front.detokenizer import IncrementalText
+
+logger = logging.getLogger("dovetail")
 
 _SEED_BITS = 64
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of samples
@@ -88,6 +91,7 @@ class Intake:
         self.facts = facts
         self._tokenizer = tokenizer
         self._seeds = seeds
+        self._warned = False  # of a second BOS
 
     def check(
         self, request_id: str, prompt: Prompt, params: SamplingParams, fields: RequestFields, extra: Mapping[str, Any] | None
@@ -151,8 +155,20 @@ class Intake:
         texts = {place: content for place, content in enumerate(map(content_of, prompts)) if isinstance(content, str)}
         for text in texts.values():
             bounds.check_prompt_chars(text, self.facts.limits, self.facts.max_model_len, self._tokenizer())
-        ids = iter(self._tokenizer().encode_all(list(texts.values())) if texts else ())
+        encoded = self._tokenizer().encode_all(list(texts.values())) if texts else []
+        self._warn_of_second_bos(encoded)
+        ids = iter(encoded)
         return [TokenizedText(texts[place], next(ids)) if place in texts else prompt for place, prompt in enumerate(prompts)]
+
+    def _warn_of_second_bos(self, encoded: Sequence[list[int]]) -> None:
+        """Warn once if a text begins with BOS, and the tokenizer has added another."""
+        if self._warned or not encoded or (bos := self._tokenizer().bos_token_id) is None or not any(ids[:2] == [bos, bos] for ids in encoded):
+            return
+        self._warned = True
+        logger.warning(
+            "a prompt begins with two BOS tokens: one that its text has, and one that the tokenizer adds, with which the model may answer worse. "
+            "Leave it out of the text; for conversations use chat(), which adds none"
+        )
 
     def _check_fields(self, request_id: Any, fields: RequestFields) -> None:
         if not isinstance(request_id, str) or not request_id:

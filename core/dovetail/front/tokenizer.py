@@ -64,6 +64,11 @@ class Tokenizer:
         return max(map(len, self._tokenizer.get_vocab()), default=0)
 
     @property
+    def bos_token_id(self) -> int | None:
+        token_id: int | None = self._tokenizer.bos_token_id
+        return token_id
+
+    @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's own; what ends a request is the model's business, see `generation_defaults`."""
         token_id: int | None = self._tokenizer.eos_token_id
