@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence, Set
+from decimal import Decimal
 from numbers import Integral, Real
 from typing import Any
 
@@ -44,6 +46,16 @@ def as_number(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def exact_float(text: str) -> float:
+    """Return a decimal number of JSON as a double. Raises `ValueError` if it says more than a double holds: it is too large or too small, or has more
+    than 17 digits, which tell any double, and isn't one."""
+    value = float(text)
+    digits = re.sub(r"[eE].*|[^0-9]", "", text).strip("0")
+    if math.isinf(value) or (digits and not value) or (len(digits) > 17 and Decimal(text) != Decimal(value)):
+        raise ValueError(f"{text if len(text) <= 80 else f'{text[:77]}...'} can't be kept exactly: a double holds about 17 digits, up to 1e308")
+    return value
 
 
 def plain_text(value: Any) -> str | None:

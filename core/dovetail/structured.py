@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
-from dovetail.checks import BINARY, plain_text, shown, unicode_error
+from dovetail.checks import BINARY, exact_float, plain_text, shown, unicode_error
 from dovetail.errors import RequestError
 
 RULES = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")  # the fields of which exactly one is given
@@ -146,7 +146,7 @@ def _loaded(text: str, name: str) -> Any:
         raise _wrong(name, f"{constant} is no JSON")
 
     try:
-        return json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=refuse, parse_float=exact_float)
     except RecursionError:
         raise _wrong(name, "it is nested too deeply") from None
     except RequestError:

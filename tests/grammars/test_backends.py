@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+from pydantic import BaseModel, FilePath, SecretStr, create_model
 
 from dovetail.api.grammar import GrammarContext, GrammarSpec, SpecKind
 from dovetail.errors import DovetailError, RequestError
@@ -64,6 +66,66 @@ def test_refusals_name_the_feature(name: str, kind: SpecKind, text: Any, named: 
     with pytest.raises(RequestError, match=f"^{kind}: .*{named}") as caught:
         compiled(name, kind, text)
     assert "\n" not in str(caught.value)
+
+
+class Library(BaseModel):
+    folder: Path
+    key: SecretStr
+    cover: bytes
+    names: dict[str, FilePath]
+
+
+@pytest.mark.parametrize("form", ["path", "password", "binary", "file-path", "byte", "x-of-ours"])
+def test_a_format_that_json_schema_does_not_define_is_ignored(name: str, form: str) -> None:
+    for schema in ({"type": "string", "format": form}, {"format": form}, {"type": ["null", "string"], "format": form}):
+        assert takes(compiled(name, "json_schema", schema), '"no/such thing"')
+    assert takes(compiled(name, "json_schema", {"type": "string", "format": form, "maxLength": 2}), '"ab"')
+    assert not takes(compiled(name, "json_schema", {"type": "string", "format": form, "maxLength": 2}), '"abc"')
+
+
+def test_a_format_of_strings_says_nothing_of_numbers(name: str) -> None:
+    assert takes(compiled(name, "json_schema", {"type": "integer", "format": "int64"}), "12")
+    assert takes(compiled(name, "json_schema", {"type": "integer", "format": "date"}), "12")
+
+
+def test_paths_and_secrets_of_pydantic_are_strings(name: str) -> None:
+    schema = {**Library.model_json_schema(), "additionalProperties": False}
+    assert takes(compiled(name, "json_schema", schema), '{"folder":"/a","key":"b","cover":"c","names":{"d":"e"}}')
+
+
+@pytest.mark.parametrize(("kind", "keyword"), [(set[str], "uniqueItems"), (dict[Literal["a", "b"], int], "propertyNames")])
+def test_sets_and_named_keys_of_pydantic_are_refused_by_place_and_keyword(name: str, kind: Any, keyword: str) -> None:
+    model = create_model("Model", field=(kind, ...))
+    with pytest.raises(RequestError, match=f"^json_schema: #/properties/field: {keyword} = .*: the backend {name} can't do this keyword$"):
+        compiled(name, "json_schema", model.model_json_schema())
+
+
+@pytest.mark.parametrize("schema", [{"uniqueItems": False}, {"propertyNames": {}}, {"unevaluatedProperties": True}])
+def test_a_keyword_that_rules_nothing_out_is_no_obstacle(name: str, schema: Any) -> None:
+    assert takes(compiled(name, "json_schema", {"type": "object", "additionalProperties": False, **schema}), "{}")
+
+
+def test_the_name_of_a_tool_is_in_the_refusal_of_its_schema(name: str) -> None:
+    structure = {"begin": '<f>{"name": "weather"}', "schema": {"properties": {"id": {"const": 2**70}}}, "end": ""}
+    with pytest.raises(RequestError, match=f"weather.*#/properties/id: const = {2**70}: "):
+        compiled(name, "structural_tag", {"structures": [structure], "triggers": ["<f"]})
+
+
+def test_what_is_no_schema_may_stand_where_no_answer_comes(name: str) -> None:
+    schema = {"type": "null", "x-meta": {"type": "fancy"}, "$defs": {"unused": {"type": 5, "uniqueItems": True}}, "examples": [{"const": 2**70}]}
+    assert takes(compiled(name, "json_schema", schema), "null")
+
+
+def test_parts_of_oneof_that_may_overlap_are_refused_in_plain_words(name: str) -> None:
+    with pytest.raises(RequestError, match=r"oneOf.*anyOf may serve") as caught:
+        compiled(name, "json_schema", {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}})
+    assert "#/properties/a" in str(caught.value)
+
+
+@pytest.mark.parametrize(("lark", "line", "column"), [('start: "a" $', 1, 12), ('start: "a"\n\n$', 3, 1)])
+def test_a_wrong_grammar_is_refused_with_its_own_line_and_column(name: str, lark: str, line: int, column: int) -> None:
+    with pytest.raises(RequestError, match=f"line {line}, column {column}: "):
+        compiled(name, "grammar", lark)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, cast
 
 import llguidance
@@ -22,14 +24,17 @@ from dovetail_grammars.forced import forced_tokens
 from dovetail_grammars.formats import PATTERNS
 from dovetail_grammars.lark import check_lark
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
-from dovetail_grammars.regexes import RUST, rewritten
-from dovetail_grammars.specs import read_choices, read_json, read_schema, read_structural_tag, refuse
+from dovetail_grammars.regexes import RUST, Ranges, demands, rewritten
+from dovetail_grammars.schemas import BOUNDS, EXCLUSIVE_BOUNDS, Part, checked_parts, literals, refuse_others, shown
+from dovetail_grammars.specs import decoder, read_choices, read_json, read_schema, read_structural_tag, refuse
 
 if TYPE_CHECKING:
     from dovetail.api.grammar import UInt32
 
 HEAD = '%llguidance {"no_forcing": true}\n'
 ESCAPES = 'nrbtf\\"'
+MAX_MULTIPLE = 10_000  # of which numbers are multiples: it takes a state for each remainder, and 20 ms to compile; a million takes ten seconds
+MAX_BLAMED = 200  # parts of a schema that are compiled by themselves to find the one at fault
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -46,18 +51,34 @@ class LLGuidance(GrammarBackend):
         self._executor: Any = None  # made when several masks are filled for the first time: its threads aren't for nothing
 
     def compile(self, spec: GrammarSpec) -> Grammar:
+        options = self._json_options()
         try:
-            lark = HEAD + _WRITERS[spec.kind](spec, self._json_options())
-            first = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=self._limits)
-            grammar = _Grammar(first, self.context)
-            grammar.begin().fill(np.zeros(-(-self.context.vocab_size // 32), dtype=np.uint32))
+            return self._compiled(HEAD + _WRITERS[spec.kind](spec, options))
         except RequestError:
             raise
         except DovetailError as error:
-            refuse(spec, str(error))
+            refuse(spec, self._blamed(spec, options) or str(error))
         except Exception as error:  # whatever a library may raise, it is this request's affair
             refuse(spec, describe(error))
+
+    def _compiled(self, lark: str) -> Grammar:
+        first = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=self._limits)
+        grammar = _Grammar(first, self.context)
+        grammar.begin().fill(np.zeros(-(-self.context.vocab_size // 32), dtype=np.uint32))
         return grammar
+
+    def _blamed(self, spec: GrammarSpec, options: Mapping[str, Any]) -> str | None:
+        """Return why a schema can't be compiled, with the place and the values that the library doesn't tell: those of the first part that fails by
+        itself. None if there is none."""
+        parts = _parts(spec)
+        for part in parts[:MAX_BLAMED]:
+            for rule in _rules_of(part.schema):
+                try:
+                    self._compiled(f"{HEAD}start: {_schema([Part('#', rule, rule)], options)}\n")
+                except DovetailError as error:
+                    return f"{part.place}: {', '.join(shown(key, value) for key, value in rule.items())}: {error}"
+        places = [part.place for part in parts if "oneOf" in part.schema]
+        return f"oneOf at {' or '.join(places[:3])}: {_ONE_OF}" if places else None
 
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
         running = [(matcher, line) for line, matcher in enumerate(cast("Sequence[_Matcher]", matchers)) if matcher.running]
@@ -170,72 +191,153 @@ class _Matcher(Matcher):
 # ---- grammars in the library's dialect of Lark
 
 
-def _schema(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+def _schema(parts: Sequence[Part], options: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**parts[0].schema, 'x-guidance': options})}"
 
 
 def _json_schema(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
     return f"start: {_schema(_exact(spec, read_schema(spec, read_json(spec))), options)}\n"
 
 
-def _exact(spec: GrammarSpec, schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema, changed in place, with patterns instead of the formats that the library knows too loosely. Raises `RequestError` for what
-    it gets wrong otherwise: the count of keys, and bounds less than 1 apart."""
-    parts = list(_schemas(schema))
-    merges = any("allOf" in part or (not _COMBINING.isdisjoint(part) and not _BOUNDS.isdisjoint(part)) for part in parts)
+def _parts(spec: GrammarSpec) -> Sequence[Part]:
+    """Return the parts of all schemas in a spec, other than those in a grammar."""
+    if spec.kind == "json_schema":
+        return _exact(spec, read_schema(spec, read_json(spec)))
+    if spec.kind == "structural_tag":
+        return [part for one in read_structural_tag(spec).structures for part in _exact(spec, one.schema, one.place)]
+    return []
+
+
+def _rules_of(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what a schema says of values without a schema in them, then its patterns of keys."""
+    if not _OF_VALUES.isdisjoint(schema):
+        yield {key: value for key, value in schema.items() if key in _OF_VALUES}
+    for pattern in schema.get("patternProperties", ()):
+        yield {"patternProperties": {pattern: {}}, "type": "object"}
+
+
+def _exact(spec: GrammarSpec, schema: dict[str, Any], place: str = "#") -> Sequence[Part]:
+    """Return the parts of a schema, itself first, changed in place: with patterns instead of the formats that the library knows too loosely. Raises
+    `RequestError` for what the library doesn't do or gets wrong."""
+    parts = checked_parts(spec, schema, place)
+    for part in parts:
+        refuse_others(spec, part, DONE, "llguidance")
+        _refuse_rounded(spec, part)
+        _refuse_unwritten(spec, part)
+        _refuse_uncountable(spec, part)
+    merges = any("allOf" in part.schema or (not _COMBINING.isdisjoint(part.schema) and not _BOUNDED.isdisjoint(part.schema)) for part in parts)
     for some in [parts] if merges else ([part] for part in parts):  # bounds that stand apart may meet
         _refuse_narrow(spec, some)
     for part in parts:
-        _refuse_uncountable(spec, part)
-        if (pattern := PATTERNS.get(str(part.get("format")))) is not None:
-            del part["format"]
-            part["allOf"] = [*part.get("allOf", ()), {"pattern": pattern}]
-    return schema
+        if (pattern := PATTERNS.get(str(part.schema.get("format")))) is not None:
+            del part.schema["format"]
+            part.schema["allOf"] = [*part.schema.get("allOf", ()), {"pattern": pattern}]
+    return parts
 
 
+DONE = frozenset(
+    {
+        *("$ref", "type", "const", "enum", "anyOf", "oneOf", "allOf", *BOUNDS, "multipleOf", "minLength", "maxLength", "pattern", "format"),
+        *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
+        *("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties"),
+    }
+)
 _COMBINING = frozenset({"$ref", "anyOf", "oneOf"})
-_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
-_VALUES = frozenset({"const", "enum", "default", "examples"})  # keywords whose values have no schemas
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # whose schemas have names
+_BOUNDED = BOUNDS | {"multipleOf"}
+_OF_VALUES = frozenset({"type", "const", "enum", *_BOUNDED, "minLength", "maxLength", "pattern", "format"})  # keywords without schemas in them
 
 
-def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield each schema within a schema, itself first, wherever a `$ref` may lead."""
-    rest: list[Any] = [schema]
-    while rest:
-        part = rest.pop()
-        if isinstance(part, dict):
-            yield part
-            for key, value in part.items():
-                if key in _NAMED and isinstance(value, dict):
-                    rest += value.values()
-                elif key not in _VALUES:
-                    rest.append(value)
-        elif isinstance(part, list):
-            rest += part
+def _refuse_rounded(spec: GrammarSpec, part: Part) -> None:
+    """The library reads numbers as doubles, some of them as the next one, counts integers in 64 bits, and multiples in 32."""
+    inexact = "the backend llguidance can't keep this number exactly"
+    for key in BOUNDS & part.schema.keys():
+        if not _is_kept(part.schema[key], excluded=key in EXCLUSIVE_BOUNDS):
+            part.refuse(spec, key, inexact)
+    for key, values in (("const", [part.schema.get("const")]), ("enum", part.schema.get("enum", ()))):
+        for value in literals(list(values)):
+            if not isinstance(value, str) and not _is_kept(value):
+                part.refuse(spec, key, inexact, value)
+    if "multipleOf" in part.schema:
+        if (multiple := _decimal(part.schema["multipleOf"])) is None:
+            part.refuse(spec, "multipleOf", inexact)
+        if multiple[0] > MAX_MULTIPLE:
+            part.refuse(spec, "multipleOf", f"the backend llguidance can't do it with digits that are more than {MAX_MULTIPLE}")
 
 
-def _refuse_uncountable(spec: GrammarSpec, part: Mapping[str, Any]) -> None:
+def _is_kept(value: float, *, excluded: bool = False) -> bool:
+    """True if the library neither rounds a number nor, if it is `excluded`, that which comes next."""
+    if isinstance(value, float) and _as_read(value) != value:
+        return False
+    if isinstance(value, float) and not value.is_integer():
+        return True
+    if abs(value) <= 2**53 - excluded or (value == 2**63 - 1 and not excluded):
+        return True
+    return not excluded and abs(value) < 2**63 and Decimal(repr(float(value))) == Decimal(value)  # it writes the shortest digits of the double
+
+
+def _as_read(value: float) -> float:
+    """Return a double as serde_json reads its digits: as an integer, then times or divided by a power of ten, each rounded."""
+    sign, digits, exponent = Decimal(repr(value)).as_tuple()
+    read = float(int("".join(map(str, digits))))
+    left = int(exponent)
+    while left < 0:
+        read /= float(f"1e{min(-left, 308)}")
+        left += 308
+    return (-read if sign else read) * float(f"1e{max(0, int(exponent))}")
+
+
+def _decimal(value: float) -> tuple[int, int] | None:
+    """Return `multipleOf` as the library takes it, multiplied by ten until it is whole: the whole number, and how often. None if that isn't the same
+    number."""
+    scaled, power = min(abs(float(value)), 2.0**32) if abs(value) < 2**32 else 2.0**32, 0
+    while scaled < 2**32 and scaled % 1:
+        scaled, power = scaled * 10, power + 1
+    return (int(scaled), power) if Fraction(int(scaled), 10**power) == abs(Fraction(repr(value))) else None
+
+
+_UNWRITTEN: Ranges = [(0x00, 0x07), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F)]  # JSON has them as \u and digits alone, or the library makes it so
+
+
+def _refuse_unwritten(spec: GrammarSpec, part: Part) -> None:
+    """The library leaves out a character that no escape in `ESCAPES` stands for."""
+    unwritten = "the backend llguidance can't write this control character in a string"
+    for key, values in (("const", [part.schema.get("const")]), ("enum", part.schema.get("enum", ()))):
+        for value in literals(list(values)):
+            if isinstance(value, str) and any(first <= ord(character) <= last for character in value for first, last in _UNWRITTEN):
+                part.refuse(spec, key, unwritten, value)
+    if demands(part.schema.get("pattern", ""), _UNWRITTEN):
+        part.refuse(spec, "pattern", unwritten)
+    for pattern in part.schema.get("patternProperties", ()):
+        if demands(pattern, _UNWRITTEN):
+            part.refuse(spec, "patternProperties", unwritten, pattern)
+
+
+def _refuse_uncountable(spec: GrammarSpec, part: Part) -> None:
     """The library lets keys that the schema doesn't name come twice, and counts them twice."""
-    least, required = part.get("minProperties"), part.get("required", ())
-    if isinstance(least, int) and least > max(1, len(required)):
-        refuse(spec, f"minProperties = {least}: more than one can't be told apart from a key that comes twice; name them in `required`")
+    if part.schema.get("minProperties", 0) > max(1, len(part.schema.get("required", ()))):
+        part.refuse(spec, "minProperties", "more than one can't be told apart from a key that comes twice; name them in `required`")
 
 
-def _refuse_narrow(spec: GrammarSpec, parts: Sequence[Mapping[str, Any]]) -> None:
-    """The library lets an exclusive bound come that is an integer, if the other bound isn't one and less than 1 away."""
+def _refuse_narrow(spec: GrammarSpec, parts: Sequence[Part]) -> None:
+    """The library allows an exclusive bound that is an integer, if the other bound isn't one and less than 1 away; and it combines multiples in 32
+    bits."""
 
     def values(*keys: str) -> set[float]:
-        return {part[key] for part in parts for key in keys if isinstance(part.get(key), int | float)}
+        return {part.schema[key] for part in parts for key in keys if key in part.schema}
 
     wrong = values("exclusiveMinimum") & {math.floor(most) for most in values("maximum", "exclusiveMaximum") if most != int(most)}
     wrong |= values("exclusiveMaximum") & {math.ceil(least) for least in values("minimum", "exclusiveMinimum") if least != int(least)}
     if wrong:
         refuse(spec, f"exclusiveMinimum or exclusiveMaximum = {min(wrong)} less than 1 from the other bound can't be kept; give one that may come")
+    multiples = [multiple for value in values("multipleOf") if (multiple := _decimal(value))]
+    power = max((power for _, power in multiples), default=0)
+    scaled = [number * 10 ** (power - behind) for number, behind in multiples]
+    if len(scaled) > 1 and (math.prod(scaled) >= 2**32 or math.lcm(*scaled) > MAX_MULTIPLE):
+        refuse(spec, f"multipleOf = {' and '.join(map(str, sorted(values('multipleOf'))))}: the backend llguidance can't combine these")
 
 
 def _json_object(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
-    return f"start: {_schema({'type': 'object'}, options)}\n"
+    return f"start: {_schema(_exact(spec, {'type': 'object'}), options)}\n"
 
 
 def _regex(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
@@ -251,7 +353,7 @@ def _structural_tag(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
     tag = read_structural_tag(spec)
     triggers = list(dict.fromkeys(structure.trigger for structure in tag.structures))
     tags = f"({' | '.join(f'tag_{n}' for n in range(len(triggers)))})"
-    schemas = [_schema(_exact(spec, structure.schema), options) for structure in tag.structures]
+    schemas = [_schema(_exact(spec, structure.schema, structure.place), options) for structure in tag.structures]
     whole = [f"{_text(s.begin)} {schema} {_text(s.end)}" for s, schema in zip(tag.structures, schemas, strict=True)]
     first = f"({' | '.join(whole)})"
     if tag.stop_after_first:
@@ -286,7 +388,9 @@ def _with_json_options(spec: GrammarSpec, lark: str, options: Mapping[str, Any])
         if match.start() < position:
             continue  # within the schema before
         try:
-            schema, end = json.JSONDecoder().raw_decode(lark, match.end())
+            schema, end = decoder(spec).raw_decode(lark, match.end())
+        except RequestError:
+            raise
         except (ValueError, RecursionError) as error:
             refuse(spec, f"the JSON behind %json can't be read: {error}")
         parts += [lark[position : match.start()], _schema(_exact(spec, read_schema(spec, schema)), options)]
@@ -305,15 +409,33 @@ _WRITERS: Mapping[SpecKind, Callable[[GrammarSpec, Mapping[str, Any]], str]] = {
 
 
 def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    """Return text as the library's Lark has it: JSON's, but with other escapes of control characters."""
+    escaped = re.sub(r"\\(?:u00(..)|.)", lambda escape: f"\\x{escape[1]}" if escape[1] else escape[0], json.dumps(text, ensure_ascii=False))
+    return escaped.replace("\x7f", r"\x7f")
 
 
 def _pattern(regex: str) -> str:
     return f"/{regex}/" if regex else '""'
 
 
+_ONE_OF = "the backend llguidance can't tell that its parts exclude each other; anyOf may serve"
+_IN_PLAIN_WORDS = (  # what the library says, and what that means to the author of a rule
+    (r"oneOf constraints are not supported.*", f"oneOf: {_ONE_OF}"),
+    (r"Unsatisfiable schema: .*|NoExtensionBias", "nothing follows it"),
+    (r"Failed to generate regex for .*", "the bounds are too large for the backend llguidance"),
+    (r"decimal literal invalid.*", "the count of a repetition is too large"),
+    (r"(fuel exhausted|initial lexer configuration|lexer error: too many expressions).*", "it is too large for the backend llguidance"),
+    (r"lexer error", "it isn't Lark from here on"),
+)
+
+
 def _reason(error: str) -> str:
     """Return the sentence in the library's error, without the place in our Lark and the pictures."""
     lines = [re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", line.strip()) for line in error.splitlines()]
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return said[0] if said else next(iter(lines), "it failed without saying why")
+    reason = said[0] if said else next(iter(lines), "it failed without saying why")
+    place, reason = re.fullmatch(r"(\d+\(\d+\): )?(.*)", reason, re.DOTALL).groups("")  # type: ignore[union-attr]  # it matches anything
+    if place:  # in a user's grammar, which begins behind `HEAD`
+        line, column = map(int, re.findall(r"\d+", place))
+        place = f"line {line - HEAD.count(chr(10))}, column {column}: "
+    return place + next((words for theirs, words in _IN_PLAIN_WORDS if re.fullmatch(theirs, reason, re.DOTALL)), reason)

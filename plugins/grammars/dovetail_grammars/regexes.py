@@ -20,6 +20,7 @@ Ranges = list[tuple[int, int]]  # of code points, first and last
 LAST = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
 UNLIMITED = _constants.MAXREPEAT
+MAX_REPEATED = 2**31 - 1  # XGrammar counts in 32 bits
 CATEGORIES: dict[str, Ranges] = {
     "CATEGORY_DIGIT": [(0x30, 0x39)],
     "CATEGORY_SPACE": [(0x09, 0x0D), (0x20, 0x20)],
@@ -50,15 +51,46 @@ EBNF = Dialect("(", '"', " ")
 IN_JSON = Dialect("(?:", "", "", never=[(0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])  # within a string, where these would have to be escaped
 
 
-def rewritten(spec: GrammarSpec, pattern: str, dialect: Dialect) -> str:
-    """Return `pattern`, in Python's syntax with the flag ASCII, in another dialect. Raises `RequestError` if it is wrong, or isn't regular."""
+def rewritten(spec: GrammarSpec, pattern: str, dialect: Dialect, named: str = "") -> str:
+    """Return `pattern`, in Python's syntax with the flag ASCII, in another dialect. Raises `RequestError` if it is wrong, or isn't regular. `named`
+    begins the error's text."""
     try:
         parsed = _parser.parse(pattern, re.ASCII)
-        return _Writer(spec, dialect).sequence(_without_anchors(parsed), parsed.state.flags)
+        return _Writer(spec, dialect, named).sequence(_without_anchors(parsed), parsed.state.flags)
     except (re.error, OverflowError) as error:
-        refuse(spec, f"wrong regular expression: {error}")
+        refuse(spec, f"{named}wrong regular expression: {error}")
     except RecursionError:
-        refuse(spec, "the regular expression is nested too deeply")
+        refuse(spec, f"{named}the regular expression is nested too deeply")
+
+
+_UNREAD_CONTROLS = re.compile(r"[\x00-\x1f\x7f]|\\(?:[0acefv]|x[01]|x7[fF]|[xu]\{|u00[01]|u007[fF])")
+
+
+def demands(pattern: str, characters: Ranges) -> bool:
+    """Return True if a pattern has a place for these characters alone. In a syntax that Python doesn't read, any control character counts."""
+    try:
+        parsed = _parser.parse(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return _UNREAD_CONTROLS.search(pattern) is not None
+    rest = list(parsed)
+    while rest:
+        name, value = rest.pop()
+        if str(name) in ("LITERAL", "IN"):
+            these = [(value, value)] if str(name) == "LITERAL" else _members(value, 0)
+            if not _others([*_others(these), *characters]):
+                return True
+        elif isinstance(value, tuple | list):
+            rest += [item for part in _flat(value) for item in part]
+    return False
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    """Yield the sequences within an item of a parsed pattern."""
+    for part in value:
+        if isinstance(part, _parser.SubPattern):
+            yield part
+        elif isinstance(part, tuple | list):
+            yield from _flat(part)
 
 
 def _without_anchors(parsed: Iterable[Any]) -> list[Any]:
@@ -77,6 +109,7 @@ class _Writer:
 
     spec: GrammarSpec
     dialect: Dialect
+    named: str
 
     def sequence(self, items: Iterable[Any], flags: int) -> str:
         parts: list[str] = []
@@ -110,6 +143,8 @@ class _Writer:
             return self.group(self.sequence(inner, flags & ~removed | added))
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
             least, most, inner = value
+            if max(least, 0 if most == UNLIMITED else most) > MAX_REPEATED:
+                refuse(self.spec, f"{self.named}a repetition of more than {MAX_REPEATED}")
             return self.group(self.sequence(inner, flags)) + _times(least, most)
         return self.refuse(name, value)
 
@@ -121,7 +156,7 @@ class _Writer:
         merged = _others([*_others(ranges), *self.dialect.never]) if self.dialect.never else _merged(ranges)
         if not merged:
             unwritten = ", other than such as would have to be escaped in JSON" if self.dialect.never else ""
-            refuse(self.spec, f"the regular expression has a class without any character{unwritten}")
+            refuse(self.spec, f"{self.named}the regular expression has a class without any character{unwritten}")
         if len(merged) == 1 and merged[0][0] == merged[0][1]:
             return merged[0][0]
         return f"[{''.join(_escaped(first) if first == last else f'{_escaped(first)}-{_escaped(last)}' for first, last in merged)}]"
@@ -129,7 +164,7 @@ class _Writer:
     def refuse(self, name: str, value: Any) -> NoReturn:
         anchors = {"AT_BOUNDARY": "word boundaries, \\b", "AT_NON_BOUNDARY": "word boundaries, \\B"}
         what = anchors.get(str(value), "anchors within the expression") if name == "AT" else REFUSED.get(name, name.lower())
-        refuse(self.spec, f"{what} can't be followed token by token; write the expression without")
+        refuse(self.spec, f"{self.named}{what} can't be followed token by token; write the expression without")
 
 
 def _members(members: Sequence[Any], flags: int) -> Ranges:

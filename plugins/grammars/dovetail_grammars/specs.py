@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 from dovetail.api.grammar import GrammarSpec
+from dovetail.checks import exact_float
 from dovetail.errors import RequestError
 
 MAX_NESTING = 100  # levels of JSON: the libraries read it by recursion
@@ -20,11 +22,23 @@ def refuse(spec: GrammarSpec, why: str) -> NoReturn:
     raise RequestError(f"{spec.kind}: {why[:MAX_REASON]}")
 
 
+def decoder(spec: GrammarSpec) -> json.JSONDecoder:
+    """Return a reader of JSON that refuses what isn't JSON, or would be another number."""
+
+    def read(text: str) -> float:
+        try:
+            return exact_float(text)
+        except ValueError as error:
+            refuse(spec, str(error))
+
+    return json.JSONDecoder(parse_constant=lambda name: refuse(spec, f"{name} isn't JSON"), parse_float=read)
+
+
 def read_json(spec: GrammarSpec) -> Json:
     """Return the JSON of a spec's text. Raises `RequestError` for text that isn't JSON, or is nested too deeply."""
     too_deep = f"its JSON is nested more than MAX_NESTING = {MAX_NESTING} levels deep"
     try:
-        value = json.loads(spec.text, parse_constant=lambda name: refuse(spec, f"{name} isn't JSON"))
+        value = decoder(spec).decode(spec.text)
     except RecursionError:
         refuse(spec, too_deep)
     except ValueError as error:
@@ -84,7 +98,7 @@ def _follow(spec: GrammarSpec, root: Mapping[str, Json], reference: str, path: l
         return
     known.add(reference)
     path.append(reference)
-    for further in _must_follow(_target(root, reference)):
+    for further in _must_follow(target(root, reference)):
         _follow(spec, root, further, path, known)
     path.pop()
 
@@ -97,12 +111,12 @@ def _must_follow(schema: Json) -> Iterator[str]:
             yield from _must_follow(part)
 
 
-def _target(root: Json, reference: str) -> Json:
+def target(root: Json, reference: str) -> Json:
     """Return what a reference by JSON pointer leads to; None if it leads nowhere, or is of another kind, which the libraries judge."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     target = root
-    for part in reference[1:].split("/")[1:]:
+    for part in unquote(reference[1:]).split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(target, dict):
             target = target.get(part)
@@ -134,6 +148,7 @@ class Structure:
     begin: str
     schema: dict[str, Json]
     end: str
+    place: str  # of the schema, for errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,4 +197,4 @@ def _read_structure(spec: GrammarSpec, place: str, structure: Json, triggers: li
     trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
     if trigger is None:
         refuse(spec, f"{place}: {begin!r} begins with none of the triggers")
-    return Structure(trigger, begin, read_schema(spec, structure["schema"]), end)
+    return Structure(trigger, begin, read_schema(spec, structure["schema"]), end, f"{place}, which begins with {begin[:80]!r}: #")

@@ -88,10 +88,10 @@ class XGrammar(GrammarBackend):
             refuse(spec, "the backend xgrammar can't tell which schemas behind %json it can do; llguidance can")
         return self._compiler.compile_lark(spec.text)
 
-    def _json(self, spec: GrammarSpec, schema: Any) -> str:
+    def _json(self, spec: GrammarSpec, schema: Any, place: str = "#") -> str:
         """Return a schema as the library's grammar, mended: see `_mended`. A further key could be one of the schema's in another spelling, with an
         escape; free arrays and objects have a space behind their commas."""
-        text = str(xgrammar.Grammar.from_json_schema(_dumped(spec, schema), **self._json_options()))
+        text = str(xgrammar.Grammar.from_json_schema(_dumped(spec, schema, place), **self._json_options()))
         lines = []
         for line in text.splitlines():
             name = line.partition(" ::= ")[0]
@@ -112,7 +112,7 @@ class XGrammar(GrammarBackend):
         tag = read_structural_tag(spec)
         tags = []
         for structure in tag.structures:
-            content = {"type": "grammar", "grammar": self._json(spec, structure.schema)}
+            content = {"type": "grammar", "grammar": self._json(spec, structure.schema, structure.place)}
             tags.append({"begin": structure.begin, "content": content, "end": structure.end})
         triggers = list(dict.fromkeys(structure.trigger for structure in tag.structures))
         flags = {"at_least_one": tag.at_least_one, "stop_after_first": tag.stop_after_first}
@@ -245,8 +245,8 @@ def _mended(spec: GrammarSpec, found: re.Match[str]) -> str:
     return rewritten(spec, found["others"], EBNF) if found["others"] else found[0]
 
 
-def _dumped(spec: GrammarSpec, schema: Any) -> str:
-    return json.dumps(done_in_full(spec, read_schema(spec, schema)), ensure_ascii=False)
+def _dumped(spec: GrammarSpec, schema: Any, place: str) -> str:
+    return json.dumps(done_in_full(spec, read_schema(spec, schema), place), ensure_ascii=False)
 
 
 def _text(text: str) -> str:
@@ -254,5 +254,5 @@ def _text(text: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return the library's sentence, without the time and the place in its source."""
-    return re.sub(r"^\[[\d:]+\] \S+?:\d+: ", "", str(error).splitlines()[0]) if str(error) else describe(error)
+    """Return the library's sentence, without the time, the place in its source, and the condition that failed there."""
+    return re.sub(r"\[[\d:]+\] \S+?:\d+: |Check failed: \(.*\) is false: ", "", str(error).splitlines()[0]) if str(error) else describe(error)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from dovetail.api.grammar import GrammarSpec
+from dovetail.checks import INT64
 from dovetail_grammars.formats import PATTERNS
 from dovetail_grammars.regexes import IN_JSON, rewritten
+from dovetail_grammars.schemas import ASSERTIONS, BOUNDS, EXCLUSIVE_BOUNDS, Part, Schema, checked_parts, literals, refuse_others, shown
 from dovetail_grammars.specs import refuse
-
-Schema = dict[str, Any]
 
 DONE: Mapping[str, frozenset[str]] = {  # by the keyword, or the type, that decides over the others
     "$ref": frozenset({"$ref"}),
@@ -28,13 +29,8 @@ DONE: Mapping[str, frozenset[str]] = {  # by the keyword, or the type, that deci
     "array": frozenset({"type", "prefixItems", "items", "minItems", "maxItems"}),
     "object": frozenset({"type", "properties", "required", "additionalProperties"}),
 }
+_DONE_SOMEWHERE = frozenset().union(*DONE.values())
 DECIDING = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-ASSERTIONS = frozenset().union(*DONE.values()) | {  # other keywords have no say in what is valid
-    *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
-    *("multipleOf", "uniqueItems", "contains", "minContains", "maxContains", "additionalItems", "unevaluatedItems"),
-    *("patternProperties", "propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"),
-}
-FORMATS = frozenset({"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 _PLAIN_NAME = re.compile(r"[ !#-\[\]-~]*")
 TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
@@ -47,29 +43,49 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def done_in_full(spec: GrammarSpec, schema: Schema) -> Schema:
+def done_in_full(spec: GrammarSpec, schema: Schema, place: str = "#") -> Schema:
     """Return the schema as XGrammar is to get it: patterns and lengths rewritten. Raises `RequestError` that names a keyword, and where it stands."""
-    return {**_checked(spec, schema, "#"), **_definitions(spec, schema)}
+    parts = checked_parts(spec, schema, place)
+    for part in parts:
+        refuse_others(spec, part, _DONE_SOMEWHERE, "xgrammar")
+        _refuse_rounded(spec, part)
+    definitions = {
+        key: {name: _checked(spec, one, f"{place}/{key}/{name}") for name, one in schema[key].items() if any(one is part.schema for part in parts)}
+        for key in ("$defs", "definitions")
+        if isinstance(schema.get(key), dict)
+    }
+    return {**_checked(spec, schema, place), **definitions}
 
 
-def _definitions(spec: GrammarSpec, root: Schema) -> Schema:
-    found = {}
-    for key in ("$defs", "definitions"):
-        if isinstance(root.get(key), dict):
-            found[key] = {name: _checked(spec, schema, f"#/{key}/{name}") for name, schema in root[key].items()}
-    return found
+def _refuse_rounded(spec: GrammarSpec, part: Part) -> None:
+    """The library has integers of 64 bits; bounds of other numbers are doubles, of which it reads six digits behind the point."""
+    inexact = "the backend xgrammar can't keep this number exactly"
+    for key, values in (("const", [part.schema.get("const")]), ("enum", part.schema.get("enum", ()))):
+        for value in literals(list(values)):
+            if isinstance(value, int) and not INT64[0] <= value <= INT64[1]:
+                part.refuse(spec, key, inexact, value)
+    for key in BOUNDS & part.schema.keys():
+        value, types = part.schema[key], _types(part.schema)
+        whole = "integer" not in types or value == int(value)
+        if not (INT64[0] <= value <= INT64[1] and whole and ("number" not in types or float(value) == value == round(value, 6))):
+            part.refuse(spec, key, inexact)
+    for low, high in product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if low in part.schema and high in part.schema:
+            least, most = part.schema[low], part.schema[high]
+            if least > most or (least == most and not EXCLUSIVE_BOUNDS.isdisjoint((low, high))):
+                part.refuse(spec, low, f"nothing follows it and {shown(high, most)}")
 
 
 def _checked(spec: GrammarSpec, schema: Any, place: str) -> Any:
     if isinstance(schema, bool):
         return schema
-    if not isinstance(schema, dict):
-        refuse(spec, f"{place}: a schema is an object or a boolean")
+    if not isinstance(schema, dict):  # items of old drafts
+        refuse(spec, f"{place}: the backend xgrammar can't do a list of schemas here")
     deciding = next((key for key in DECIDING if key in schema), None)
-    kinds = [deciding] if deciding else _types(spec, schema, place)
+    kinds = [deciding] if deciding else _types(schema)
     done = frozenset().union(*(DONE[kind] for kind in kinds))
     for key in schema:
-        if key in ASSERTIONS and key not in done and not _says_nothing(key, schema[key]):
+        if key in ASSERTIONS and key not in done:
             beside = f" beside {kinds[0]}" if kinds else " without a type"
             refuse(spec, f"{place}: the backend xgrammar can't do {key}{beside}; llguidance may")
     _check_values(spec, schema, deciding, place)
@@ -78,21 +94,13 @@ def _checked(spec: GrammarSpec, schema: Any, place: str) -> Any:
     return {**rest, **_inner(spec, schema, place)}
 
 
-def _says_nothing(key: str, value: Any) -> bool:
-    return (key, value) in (("uniqueItems", False), ("unevaluatedProperties", True), ("unevaluatedItems", True))
-
-
-def _types(spec: GrammarSpec, schema: Schema, place: str) -> list[str]:
+def _types(schema: Schema) -> list[str]:
     """Return the types that the rest of the schema is about; an object or an array may go without saying."""
     if "type" not in schema:
         if "properties" in schema or "additionalProperties" in schema:
             return ["object"]
         return ["array"] if "items" in schema or "prefixItems" in schema else []
-    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    for name in types:
-        if not isinstance(name, str) or name not in TYPES:
-            refuse(spec, f"{place}: unknown type {name!r}")
-    return types
+    return schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
 
 
 def _check_values(spec: GrammarSpec, schema: Schema, deciding: str | None, place: str) -> None:
@@ -100,28 +108,25 @@ def _check_values(spec: GrammarSpec, schema: Schema, deciding: str | None, place
     if deciding == "$ref" and not re.fullmatch(r"#(/(\$defs|definitions)/[^/~%]+)?", str(schema["$ref"])):
         refuse(spec, f"{place}: the backend xgrammar follows $refs to # and into $defs, not to {schema['$ref']!r}")
     if deciding in ("const", "enum") and "type" in schema:
-        types = tuple(kind for name in _types(spec, schema, place) for kind in TYPES[name])
-        values = [schema["const"]] if deciding == "const" else schema["enum"]
-        if not isinstance(values, list) or not all(type(value) in types for value in values):
+        types = tuple(kind for name in _types(schema) for kind in TYPES[name])
+        if not all(type(value) in types for value in ([schema["const"]] if deciding == "const" else schema["enum"])):
             refuse(spec, f"{place}: the values of {deciding} aren't all of the type beside it")
     if deciding == "oneOf" and not _disjoint(schema["oneOf"]):
         refuse(spec, f"{place}: the backend xgrammar can't do oneOf, unless each part has a type or a const of its own; anyOf may serve")
-    if deciding == "allOf" and not (isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1):
+    if deciding == "allOf" and len(schema["allOf"]) > 1:
         refuse(spec, f"{place}: the backend xgrammar can't do allOf of several schemas; llguidance may")
-    names = schema["properties"] if isinstance(schema.get("properties"), dict) else {}
+    names = schema.get("properties", {})
     if unnamed := [name for name in schema.get("required", ()) if name not in names]:
         refuse(spec, f"{place}: the backend xgrammar can't do required for {unnamed[0]!r}, which isn't among the properties; llguidance may")
     if schema.get("additionalProperties") is not False and (odd := [name for name in names if not _PLAIN_NAME.fullmatch(name)]):
         refuse(spec, f"{place}: the backend xgrammar can't do additionalProperties beside {odd[0]!r}: say false, or use plain ASCII names")
-    if "format" in schema and schema["format"] not in FORMATS:
-        refuse(spec, f"{place}: the backend xgrammar doesn't know the format {schema['format']!r}")
     rules = [key for key in ("format", "pattern", "minLength", "maxLength") if key in schema]
     if len(rules) > 1 and rules != ["minLength", "maxLength"]:
         refuse(spec, f"{place}: the backend xgrammar can't do {rules[1]} beside {rules[0]}; llguidance may")
 
 
-def _disjoint(parts: Any) -> bool:
-    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+def _disjoint(parts: list[Any]) -> bool:
+    if not all(isinstance(part, dict) for part in parts):
         return False
     types = [part.get("type") for part in parts]
     consts = [repr(part.get("const")) for part in parts]
@@ -136,19 +141,14 @@ def _inner(spec: GrammarSpec, schema: Schema, place: str) -> Schema:
     for key, part, where in _schemas_in(schema, place):
         inner[key] = _checked(spec, part, where)
     for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        if isinstance(schema.get(key), list):
+        if key in schema:
             inner[key] = [_checked(spec, part, f"{place}/{key}/{index}") for index, part in enumerate(schema[key])]
-    if isinstance(schema.get("properties"), dict):
+    if "properties" in schema:
         inner["properties"] = {name: _checked(spec, part, f"{place}/properties/{name}") for name, part in schema["properties"].items()}
-    if schema.get("format") in PATTERNS:
-        inner["pattern"] = rewritten(spec, PATTERNS[schema["format"]], IN_JSON)
-    if isinstance(schema.get("pattern"), str):
-        inner["pattern"] = rewritten(spec, schema["pattern"], IN_JSON)
+    if (pattern := PATTERNS.get(schema.get("format", ""), schema.get("pattern"))) is not None:
+        inner["pattern"] = rewritten(spec, pattern, IN_JSON, f"{place}: {shown('pattern', pattern)}: ")
     if "minLength" in schema or "maxLength" in schema:
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        if not all(type(length) is int and length >= 0 for length in (least, most or 0)):
-            refuse(spec, f"{place}: minLength and maxLength are integers of 0 or more")
-        inner["pattern"] = rewritten(spec, f"(?s:.){{{least},{most}}}", IN_JSON)
+        inner["pattern"] = rewritten(spec, f"(?s:.){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}", IN_JSON)
     return inner
 
 

@@ -1,0 +1,170 @@
+"""The checks of JSON Schemas that don't depend on the library: `checked_parts` names the place, the keyword and the value of whatever is malformed,
+and settles what the libraries would read in different ways or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from dovetail.api.grammar import GrammarSpec
+from dovetail_grammars.specs import Json, refuse, target
+
+Schema = dict[str, Any]
+
+TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
+EXCLUSIVE_BOUNDS = frozenset({"exclusiveMinimum", "exclusiveMaximum"})
+BOUNDS = EXCLUSIVE_BOUNDS | {"minimum", "maximum"}
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
+MAX_COUNT = 2**31 - 1  # beyond it, libraries wrap
+ASSERTIONS = BOUNDS | {  # the keywords that have a say in what is valid
+    *("$ref", "$dynamicRef", "$recursiveRef", "type", "const", "enum", "anyOf", "oneOf", "allOf", "not", "if", "then", "else"),
+    *("multipleOf", "pattern", "format", "items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "uniqueItems", *COUNTS),
+    *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "propertyNames", "required"),
+    *("dependentRequired", "dependentSchemas", "dependencies"),
+}
+FORMATS = frozenset({"date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})  # those that both backends do
+_STANDARD_FORMATS = FORMATS | {  # JSON Schema has any other one ignored
+    *("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex"),
+}
+_ONE_SCHEMA = ("items", "additionalItems", "additionalProperties")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NAMED = ("properties", "patternProperties")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A schema within a schema."""
+
+    place: str  # as `$ref` would name it
+    schema: Schema
+    root: Schema  # that its `$ref`s start from
+
+    def refuse(self, spec: GrammarSpec, key: str, why: str, value: Json = None) -> NoReturn:
+        """Raise `RequestError` about the keyword `key`, and its value, or the `value` within it."""
+        refuse(spec, f"{self.place}: {shown(key, self.schema[key] if value is None else value)}: {why}")
+
+
+def shown(key: str, value: Json) -> str:
+    """Show a keyword with its value, as the user wrote them."""
+    text = json.dumps(value, ensure_ascii=False)
+    return f"{key} = {text if len(text) <= 80 else f'{text[:77]}...'}"
+
+
+def checked_parts(spec: GrammarSpec, root: Schema, place: str = "#") -> list[Part]:
+    """Return each schema that an answer can come to: `root`, then those within it and those that `$ref`s lead to.
+
+    They are changed in place: keywords that say nothing are left out, as are formats that JSON Schema doesn't define. Raises `RequestError` for a
+    keyword whose value has a wrong form, and for a `$ref` that isn't a JSON pointer.
+    """
+    parts: list[Part] = []
+    seen: set[int] = set()
+    rest: list[tuple[str, Json, Schema]] = [(place, root, root)]
+    while rest:
+        where, schema, base = rest.pop()
+        if isinstance(schema, bool) or id(schema) in seen:
+            continue
+        if not isinstance(schema, dict):
+            refuse(spec, f"{where}: a schema is an object or a boolean, got {json.dumps(schema)[:80]}")
+        seen.add(id(schema))
+        part = Part(where, schema, schema if isinstance(schema.get("$id"), str) else base)
+        _settle(schema)
+        _check_forms(spec, part)
+        parts.append(part)
+        rest += reversed(list(_within(spec, part, place)))
+    return parts
+
+
+def refuse_others(spec: GrammarSpec, part: Part, done: frozenset[str], backend: str) -> None:
+    """Raise `RequestError` for the first keyword, or the format, that a backend doesn't do."""
+    for key in part.schema:
+        if key in ASSERTIONS and key not in done:
+            part.refuse(spec, key, f"the backend {backend} can't do this keyword")
+    if part.schema.get("format", "uri") not in FORMATS:
+        part.refuse(spec, "format", f"the backend {backend} can't do this format")
+
+
+def literals(value: Json) -> Iterator[Json]:
+    """Yield the numbers and strings within a value of `const` or `enum`; keys aren't among them."""
+    rest = [value]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, dict):
+            rest += value.values()
+        elif isinstance(value, list):
+            rest += value
+        elif isinstance(value, str | int | float) and not isinstance(value, bool):
+            yield value
+
+
+def _settle(schema: Schema) -> None:
+    for bound in ("Minimum", "Maximum"):  # as drafts up to 4 have it: true or false, beside the bound
+        exclusive = schema.get(f"exclusive{bound}")
+        if isinstance(exclusive, bool):
+            del schema[f"exclusive{bound}"]
+            if exclusive and bound.lower() in schema:
+                schema[f"exclusive{bound}"] = schema.pop(bound.lower())
+    for key in COUNTS:
+        if isinstance(value := schema.get(key), float) and value.is_integer():
+            schema[key] = int(value)
+    for key in [key for key in schema if _says_nothing(schema, key)]:
+        del schema[key]
+
+
+def _says_nothing(schema: Schema, key: str) -> bool:
+    value = schema[key]
+    if key == "uniqueItems":
+        return value is False
+    if key in ("unevaluatedProperties", "unevaluatedItems", "propertyNames"):
+        return value is True or value == {}
+    if key == "format" and isinstance(value, str):
+        kinds = schema.get("type", "string")
+        return value not in _STANDARD_FORMATS or "string" not in (kinds if isinstance(kinds, list) else (kinds,))
+    return False
+
+
+def _check_forms(spec: GrammarSpec, part: Part) -> None:
+    for key, value in part.schema.items():
+        if (form := _FORMS.get(key)) is not None and not form[0](value):
+            part.refuse(spec, key, f"it must be {form[1]}")
+
+
+def _within(spec: GrammarSpec, part: Part, place: str) -> Iterator[tuple[str, Json, Schema]]:
+    schema = part.schema
+    for key in _ONE_SCHEMA:
+        if key in schema and not isinstance(schema[key], list):
+            yield f"{part.place}/{key}", schema[key], part.root
+    for key in (*_LISTS, "items"):  # drafts up to 2019-09 have lists of items
+        if isinstance(schema.get(key), list):
+            yield from ((f"{part.place}/{key}/{index}", one, part.root) for index, one in enumerate(schema[key]))
+    for key in _NAMED:
+        for name, one in schema.get(key, {}).items():
+            yield f"{part.place}/{key}/{name.replace('~', '~0').replace('/', '~1')}", one, part.root
+    if "$ref" in schema:
+        reference = schema["$ref"]
+        if reference != "#" and not reference.startswith("#/"):
+            part.refuse(spec, "$ref", "only JSON pointers are followed, like #/$defs/name")
+        if (found := target(part.root, reference)) is not None:
+            yield f"{place}{reference[1:]}", found, part.root
+
+
+def _is_number(value: Json) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_type(value: Json) -> bool:
+    return value in TYPES if isinstance(value, str) else isinstance(value, list) and bool(value) and all(one in TYPES for one in value)
+
+
+_FORMS: Mapping[str, tuple[Callable[[Json], bool], str]] = {
+    **dict.fromkeys(COUNTS, (lambda value: type(value) is int and 0 <= value <= MAX_COUNT, f"a whole number from 0 to {MAX_COUNT}")),
+    **dict.fromkeys((*BOUNDS, "multipleOf"), (_is_number, "a number")),
+    **dict.fromkeys(("pattern", "format", "$ref"), (lambda value: isinstance(value, str), "a string")),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf"), (lambda value: isinstance(value, list) and bool(value), "a list of one schema or more")),
+    "prefixItems": (lambda value: isinstance(value, list), "a list of schemas"),
+    "enum": (lambda value: isinstance(value, list) and bool(value), "a list of one value or more"),
+    "required": (lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of strings"),
+    **dict.fromkeys(_NAMED, (lambda value: isinstance(value, dict), "an object of schemas")),
+    "type": (_is_type, f"one of {', '.join(TYPES)}, or a list of these"),
+}
