@@ -11,6 +11,9 @@ from typing import Any
 
 INT64 = (-(2**63), 2**63 - 1)  # the range of numpy's integers
 MAX_TIME_S = 1e9  # 31 years in either direction: exact as microseconds in JSON, and within 64 bits as a trace's nanoseconds
+_SURE_DIGITS = 17  # as many tell any double
+_ZERO = re.compile(r"-?0(?:\.0+)?(?:[eE].*)?")
+_NO_DIGITS = re.compile(r"[eE].*|[^0-9]")  # of a number's significand
 MAX_NAME = 200  # characters of a name that may be misspelt
 BINARY = bytes | bytearray | memoryview  # neither text nor numbers, though Python would read them as a list of small ones
 
@@ -52,8 +55,10 @@ def exact_float(text: str) -> float:
     """Return a decimal number of JSON as a double. Raises `ValueError` if it says more than a double holds: it is too large or too small, or has more
     than 17 digits, which tell any double, and isn't one."""
     value = float(text)
-    digits = re.sub(r"[eE].*|[^0-9]", "", text).strip("0")
-    if math.isinf(value) or (digits and not value) or (len(digits) > 17 and Decimal(text) != Decimal(value)):
+    if len(text) <= _SURE_DIGITS and (0 < abs(value) < math.inf or _ZERO.fullmatch(text)):
+        return value
+    digits = _NO_DIGITS.sub("", text).strip("0")
+    if math.isinf(value) or (digits and not value) or (len(digits) > _SURE_DIGITS and Decimal(text) != Decimal(value)):
         raise ValueError(f"{text if len(text) <= 80 else f'{text[:77]}...'} can't be kept exactly: a double holds about 17 digits, up to 1e308")
     return value
 

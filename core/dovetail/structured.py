@@ -15,7 +15,7 @@ RULES = ("json_schema", "json_object", "regex", "grammar", "choice", "structural
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)  # of JSON
 _ESCAPED = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)  # of a regular expression: an escape, a set of characters
 _BRACKETS = re.compile(r"[\[\](){}]")
-_TAG_KEYS = ("structures", "triggers", "at_least_one", "stop_after_first")
+_TAG_KEYS = ("structures", "triggers", "at_least_one", "stop_after_first", "separator")
 _STRUCTURE_KEYS = ("begin", "schema", "end")
 
 
@@ -145,8 +145,14 @@ def _loaded(text: str, name: str) -> Any:
     def refuse(constant: str) -> NoReturn:
         raise _wrong(name, f"{constant} is no JSON")
 
+    def read(number: str) -> float:
+        try:
+            return exact_float(number)
+        except ValueError as error:
+            raise _wrong(name, str(error)) from None
+
     try:
-        return json.loads(text, parse_constant=refuse, parse_float=exact_float)
+        return json.loads(text, parse_constant=refuse, parse_float=read)
     except RecursionError:
         raise _wrong(name, "it is nested too deeply") from None
     except RequestError:
@@ -202,6 +208,8 @@ def _structural_tag(value: Any, name: str) -> str:
     for key in ("at_least_one", "stop_after_first"):
         if not isinstance(tag.get(key, False), bool):
             raise _wrong(f"{name}.{key}", f"it must be true or false, got {shown(tag[key])}")
+    if not isinstance(tag.get("separator", ""), str):
+        raise _wrong(f"{name}.separator", f"it must be a string, got {shown(tag['separator'])}")
     triggers = _items(tag, "triggers", name)
     if not all(isinstance(trigger, str) and trigger for trigger in triggers):
         raise _wrong(f"{name}.triggers", f"they must be non-empty strings, got {shown(triggers)}")

@@ -1,4 +1,5 @@
-"""Structural tags whose answer begins with a structure, or ends behind the first: what may come is what a regular expression of the same says."""
+"""Structural tags whose answer begins with a structure, ends after the first, or has no other text: what may come is what a regular expression of it
+says."""
 
 from __future__ import annotations
 
@@ -40,6 +41,19 @@ def test_where_structures_stand_is_as_asked(kind: type[GrammarBackend], flags: t
     texts = ["".join(letters) for size in range(4) for letters in product(ALPHABET, repeat=size)]
     texts += [before + "<f1>" + behind for before in ("", "a", "<", "1>") for behind in ("", "a", "<f1>", "<a1>a", "<a")]
     wrong = [text for text in texts if accepts(backend, spec, text) != bool(re.fullmatch(FORMS[flags], text))]
+    assert not wrong
+
+
+@pytest.mark.parametrize("kind", [LLGuidance, XGrammar])
+@pytest.mark.parametrize("separator", ["", "a", "1>"])
+@pytest.mark.parametrize("flags", FORMS)
+def test_with_a_separator_there_is_no_free_text(kind: type[GrammarBackend], separator: str, flags: tuple[bool, bool]) -> None:
+    backend = kind(GrammarOptions(), CONTEXT)
+    tag = {"structures": STRUCTURES, "triggers": ["<f", "<a"], "at_least_one": flags[0], "stop_after_first": flags[1], "separator": separator}
+    several = ONE if flags[1] else rf"{ONE}(?:{separator}{ONE})*"
+    texts = ["".join(parts) for size in range(6) for parts in product(["<f1>", "<a1>", "a", "1>", "<"], repeat=size)]
+    spec = GrammarSpec("structural_tag", json.dumps(tag))
+    wrong = [text for text in texts if accepts(backend, spec, text) != bool(re.fullmatch(several if flags[0] else f"(?:{several})?", text))]
     assert not wrong
 
 

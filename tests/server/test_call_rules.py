@@ -28,7 +28,7 @@ def test_the_parser_reads_what_the_rule_allows(name: str, template: str, calls: 
     written = calls[:1] if tag["stop_after_first"] else calls
     markup = {function: structure for (function, _), structure in zip(tools, tag["structures"], strict=True)}
     arguments = [json.dumps(value, indent=1 if spaced else None) for _, value in written]
-    text = "".join(markup[call]["begin"] + value + markup[call]["end"] for (call, _), value in zip(written, arguments, strict=True))
+    text = tag["separator"].join(markup[call]["begin"] + value + markup[call]["end"] for (call, _), value in zip(written, arguments, strict=True))
     parser = parser_for(
         tool_parser=name,
         reasoning_parser=None,
@@ -49,6 +49,14 @@ def test_rules_of_calls_are_structural_tags(name: str, template: str) -> None:
     tag = call_rule(name, template, [("f", {"type": "object"})], required=True, single=True)
     assert Structured(structural_tag=tag).kind == "structural_tag"
     assert (tag["at_least_one"], tag["stop_after_first"]) == (True, True)
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize(("name", "template"), [form for form in FORMATS if form[0] != "llama3_json"])
+def test_where_no_call_is_demanded_text_is_free(name: str, template: str, single: bool) -> None:
+    tag = call_rule(name, template, [("f", {"type": "object"})], required=False, single=single)
+    assert "separator" not in tag
+    assert not tag["at_least_one"]
 
 
 @pytest.mark.parametrize(("name", "required"), [("llama3_json", False), ("another", True)])

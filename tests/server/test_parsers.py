@@ -680,3 +680,31 @@ def test_a_parser_says_if_its_marks_are_special_tokens(tool_parser: str, needed:
         parser = parser_for(tool_parser=tool_parser, reasoning_parser=reasoning_parser, tools=TOOLS, starts_in_reasoning=False)
         assert parser is not None
         assert parser.needs_special_tokens is needed
+
+
+CALLS = {  # two each, with the text around them
+    "hermes": 'So:<tool_call>\n{"name": "f", "arguments": {"s": "}"}}\n</tool_call>\n<tool_call>{"arguments": {}, "name": "f"}</tool_call> then',
+    "llama3_json": '{"name": "f", "parameters": {"s": "}"}}; {"name": "f", "parameters": {"j": [1, {}]}}',
+    "mistral": 'So[TOOL_CALLS][{"name": "f", "arguments": {"s": "}"}}, {"name": "f", "arguments": {}}] [TOOL_CALLS]f[ARGS]{"j": {}} [TOOL_CALLS]f{}',
+    "qwen3_coder": "<tool_call><function=f><parameter=s>\n}\n</parameter></function></tool_call><tool_call><function=f></function> then",
+    "glm45": "<tool_call>f<arg_key>j</arg_key><arg_value>[1]</arg_value></tool_call>\n<tool_call>f</tool_call> then",
+}
+
+
+@pytest.mark.parametrize("reasoning_parser", [None, "think"])
+@pytest.mark.parametrize("tool_parser", CALLS)
+def test_an_answer_ends_within_a_call_just_if_its_arguments_are_no_json(tool_parser: str, reasoning_parser: str | None) -> None:
+    text = CALLS[tool_parser]
+    for end in range(len(text) + 1):
+        parser = parser_for(tool_parser=tool_parser, reasoning_parser=reasoning_parser, tools=TOOLS, starts_in_reasoning=False)
+        assert parser is not None
+        calls = joined([*parser.feed(text[:end]), *parser.finish()]).calls
+        assert parser.in_call == (bool(calls) and not _is_json(calls[-1].arguments)), text[:end]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -48,7 +48,7 @@ def streamed(events: list[Event], finish_reason: Literal["stop", "length"]) -> l
     parts.add(events)
     parts.finish(cut=finish_reason == "length")
     usage = protocol.ResponseUsage(input_tokens=1, input_tokens_details=protocol.InputTokensDetails(), output_tokens=2, total_tokens=3)
-    writer.finish(finished_answer(begun, parts.parts, finish_reason, usage, 9))
+    writer.finish(finished_answer(begun, parts.parts, usage, 9, full=parts.cut, cut=parts.cut))
     told: list[dict[str, Any]] = read_events(writer.take())
     for event in told:
         STREAM_EVENT.validate_python(event)

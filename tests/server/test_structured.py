@@ -165,6 +165,57 @@ def test_a_named_function_is_called_whole_and_streamed(api: openai.OpenAI, parse
     assert chunk.choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("parser", TEMPLATES)
+def test_a_required_answer_is_calls_and_nothing_else(api: openai.OpenAI, parser: str) -> None:
+    for choice in ask(api, TEMPLATES[parser], tools=TOOLS, tool_choice="required", n=8, max_completion_tokens=150).choices:
+        calls, begun = choice.message.tool_calls, choice.message.content or ""
+        if choice.finish_reason == "length":  # amidst a call, or in what begins one, which is no call yet
+            assert not begun or any(begun.startswith(mark[: len(begun)]) for mark in ("<tool_call>", "[TOOL_CALLS]"))
+            calls = calls if begun else calls[:-1]
+        else:
+            assert (choice.finish_reason, begun) == ("tool_calls", "")
+        assert all(follows(json.loads(call.function.arguments), ARGUMENTS[call.function.name]) for call in calls)
+
+
+@pytest.mark.parametrize("parser", TEMPLATES)
+def test_a_named_function_is_called_once(api: openai.OpenAI, parser: str) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ask(api, TEMPLATES[parser], tools=TOOLS, tool_choice=named, n=8).choices:
+        assert (choice.finish_reason, choice.message.content, len(choice.message.tool_calls)) == ("tool_calls", None, 1)
+
+
+CUT = ["om", "ron"]  # amidst Rome and Verona
+
+
+@pytest.mark.parametrize("parser", TEMPLATES)
+def test_a_call_that_a_stop_string_cuts_off_is_no_finished_call(api: openai.OpenAI, parser: str) -> None:
+    options = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}, "stop": CUT}
+    whole = ask(api, TEMPLATES[parser], **options).choices[0]
+    assert whole.message.tool_calls[0].function.arguments in ('{"city":"R', '{"city":"Ve')
+    assert (whole.finish_reason, whole.stop_reason in CUT) == ("stop", True)
+    *_, last = ask(api, TEMPLATES[parser], **options, stream=True)
+    assert last.choices[0].finish_reason == "stop"
+
+
+def test_a_stop_string_behind_a_call_leaves_it_a_call(api: openai.OpenAI) -> None:
+    choice = ask(api, TEMPLATES["hermes"], tools=TOOLS, tool_choice="required", stop=["</tool_call>"]).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert follows(json.loads(choice.message.tool_calls[0].function.arguments), ARGUMENTS[choice.message.tool_calls[0].function.name])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_and_messages_say_that_a_call_was_cut_off(url: str, api: openai.OpenAI, stream: bool) -> None:
+    template = {"chat_template": TEMPLATES["hermes"]}
+    tool: Any = {"type": "function", "name": "weather", "parameters": CITY}
+    asked: Any = {"model": "demo", "input": "?", "tools": [tool], "tool_choice": {"type": "function", "name": "weather"}}
+    made = api.responses.create(**asked, stream=stream, extra_body={**template, "stop": CUT})
+    answer = list(made)[-1].response if stream else made
+    assert (answer.status, answer.output[0].status, answer.incomplete_details, answer.completed_at) == ("incomplete", "incomplete", None, None)
+    body = {"model": "demo", "max_tokens": 100, "messages": MESSAGES, "stop_sequences": CUT, **template, "stream": stream}
+    body |= {"tools": [{"name": "weather", "input_schema": CITY}], "tool_choice": {"type": "tool", "name": "weather"}}
+    assert '"stop_reason":"stop_sequence"' in httpx.post(f"{url}/v1/messages", json=body, timeout=PATIENCE_S).text
+
+
 def test_a_call_goes_round(api: openai.OpenAI) -> None:
     """The conversation goes on with the call and its result."""
     [call] = ask(api, TEMPLATES["hermes"], tools=TOOLS, tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls

@@ -35,8 +35,8 @@ class GrammarSpec:
     - `choice`: a JSON list of strings, of which the answer is one.
     - `structural_tag`: JSON, `{"structures": [{"begin": "<f>", "schema": {…}, "end": "</f>"}], "triggers": ["<f"]}`. Text is free up to the first
       trigger. There one of the structures stands that begin with it, and behind that text is free again. With `"at_least_one": true` the
-      answer begins with a structure, with `"stop_after_first": true` it ends behind the first. Whether free text may have bytes that aren't UTF-8 is
-      the backend's affair.
+      answer begins with a structure, with `"stop_after_first": true` it ends behind the first. With `"separator": "\\n"` there is no free text: the
+      answer is structures alone, with that string between them. Whether free text may have bytes that aren't UTF-8 is the backend's affair.
     """
 
     kind: SpecKind

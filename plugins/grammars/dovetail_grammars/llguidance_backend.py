@@ -349,13 +349,17 @@ def _choice(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
 
 
 def _structural_tag(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
-    """Free text up to a trigger, matched lazily, then one of its structures; at last free text without any trigger."""
+    """Structures alone, with a separator; or free text up to a trigger, matched lazily, then one of its structures, at last free text without any
+    trigger."""
     tag = read_structural_tag(spec)
     triggers = list(dict.fromkeys(structure.trigger for structure in tag.structures))
     tags = f"({' | '.join(f'tag_{n}' for n in range(len(triggers)))})"
     schemas = [_schema(_exact(spec, structure.schema, structure.place), options) for structure in tag.structures]
     whole = [f"{_text(s.begin)} {schema} {_text(s.end)}" for s, schema in zip(tag.structures, schemas, strict=True)]
     first = f"({' | '.join(whole)})"
+    if tag.separator is not None:
+        several = "(one)" if tag.stop_after_first else f"(one ({_text(tag.separator)} one)*)"
+        return f"start: {several}{'' if tag.at_least_one else '?'}\none: {first}\n"
     if tag.stop_after_first:
         lines = [f"start: {first if tag.at_least_one else f'{tags} | rest'}"]
     else:

@@ -153,22 +153,27 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """`at_least_one`: the answer begins with a structure. `stop_after_first`: it ends behind the first."""
+    """`at_least_one`: the answer begins with a structure. `stop_after_first`: it ends behind the first. `separator`: the text between structures, if
+    there is no other text."""
 
     structures: list[Structure]
     at_least_one: bool
     stop_after_first: bool
+    separator: str | None
 
 
 def read_structural_tag(spec: GrammarSpec) -> StructuralTag:
     """Return a structural tag. Raises `RequestError` if its JSON is of another form, or a structure begins with no trigger."""
     tag = read_json(spec)
-    if not isinstance(tag, dict) or not {"structures", "triggers"} <= set(tag) <= {"structures", "triggers", *_FLAGS}:
-        refuse(spec, f'expected {{"structures": [...], "triggers": [...]}}, perhaps with {" and ".join(_FLAGS)}')
+    if not isinstance(tag, dict) or not {"structures", "triggers"} <= set(tag) <= {"structures", "triggers", *_FLAGS, "separator"}:
+        refuse(spec, f'expected {{"structures": [...], "triggers": [...]}}, perhaps with {", ".join(_FLAGS)} and separator')
     for flag in _FLAGS:
         if not isinstance(tag.get(flag, False), bool):
             refuse(spec, f"{flag}: expected true or false")
-    return StructuralTag(_read_structures(spec, tag), *(tag.get(flag, False) for flag in _FLAGS))
+    if not isinstance(tag.get("separator", ""), str):
+        refuse(spec, "separator: expected a string")
+    flags = {flag: tag.get(flag, False) for flag in _FLAGS}
+    return StructuralTag(_read_structures(spec, tag), **flags, separator=tag.get("separator"))
 
 
 _FLAGS = ("at_least_one", "stop_after_first")

@@ -114,8 +114,11 @@ class XGrammar(GrammarBackend):
         for structure in tag.structures:
             content = {"type": "grammar", "grammar": self._json(spec, structure.schema, structure.place)}
             tags.append({"begin": structure.begin, "content": content, "end": structure.end})
-        triggers = list(dict.fromkeys(structure.trigger for structure in tag.structures))
         flags = {"at_least_one": tag.at_least_one, "stop_after_first": tag.stop_after_first}
+        if tag.separator is not None:
+            separated = {"type": "tags_with_separator", "separator": tag.separator, "tags": tags, **flags}
+            return {"type": "structural_tag", "format": separated}
+        triggers = list(dict.fromkeys(structure.trigger for structure in tag.structures))
         return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": triggers, "tags": tags, **flags}}
 
 

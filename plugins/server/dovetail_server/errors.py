@@ -27,7 +27,7 @@ _TYPES = {  # status -> type in OpenAI's shape, in Anthropic's
     504: ("timeout_error", "timeout_error"),
 }
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})  # files, processes or memory: there may be some again soon
-_RULE = re.compile(r"structured\b(\.[a-z_]+)?(?=:)")  # the name of an answer's rule, at the beginning of an error's text
+RULE = re.compile(r"structured\b(\.[a-z_]+)?(?=:)")  # the name of an answer's rule, at the beginning of an error's text
 _NAME = re.compile(r"[a-z][a-z0-9_]*(?:\[\d+\]|\.[a-z_]+)*")
 
 
@@ -76,8 +76,8 @@ def http_error(error: BaseException, fields: Sequence[str] = (), renamed: Mappin
     if isinstance(error, RequestError):
         message = str(error)
         param = _param_of(message, fields, renamed or {})
-        if _RULE.match(message) and param is not None:  # which clients have by many names
-            message = _RULE.sub(lambda _: param, message, count=1)
+        if RULE.match(message) and param is not None:  # which clients have by many names
+            message = RULE.sub(lambda _: param, message, count=1)
         return HttpError(400, message, param=param)
     if isinstance(error, EngineDeadError):
         return HttpError(503, str(error), code="engine_dead")

@@ -21,11 +21,12 @@ class _Form(NamedTuple):
 
     markup: Callable[[str], _Markup]  # by the function's name as JSON
     trigger: str  # where it stands, a call begins
+    separator: str = ""  # between calls
     marked: bool = True  # text can't be taken for a call
     single: bool = False  # one call an answer; more would be told by another form
 
 
-_HERMES = _Form(lambda name: _Markup(f'<tool_call>\n{{"name": {name}, "arguments": ', "}\n</tool_call>"), "<tool_call>")
+_HERMES = _Form(lambda name: _Markup(f'<tool_call>\n{{"name": {name}, "arguments": ', "}\n</tool_call>"), "<tool_call>", separator="\n")
 _LLAMA = _Form(lambda name: _Markup(f'{{"name": {name}, "parameters": ', "}"), '{"name"', marked=False, single=True)
 _MISTRAL_ARRAY = _Form(lambda name: _Markup(f'[TOOL_CALLS][{{"name": {name}, "arguments": ', "}]"), "[TOOL_CALLS]", single=True)
 _MISTRAL = _Form(lambda name: _Markup(f"[TOOL_CALLS]{json.loads(name)}[ARGS]", ""), "[TOOL_CALLS]")
@@ -39,7 +40,7 @@ def _form(tool_parser: str, template: str) -> _Form | None:
 
 def call_rule(tool_parser: str, template: str, tools: Sequence[Tool], *, required: bool, single: bool) -> Mapping[str, Any]:
     """Return a structural tag of calls in the parser's format. `template`: the model's chat template, which tells variants of a format apart.
-    `required`: the answer begins with a call; `single`: it ends behind the first.
+    `required`: the answer is calls, with no text; `single`: it ends behind the first.
 
     Raises `ValueError` with the reason if the format can't be held to that.
     """
@@ -55,4 +56,5 @@ def call_rule(tool_parser: str, template: str, tools: Sequence[Tool], *, require
         for name, schema in tools
         for markup in (form.markup(json.dumps(name, ensure_ascii=False)),)
     ]
-    return {"structures": structures, "triggers": [form.trigger], "at_least_one": required, "stop_after_first": single or form.single}
+    tag = {"structures": structures, "triggers": [form.trigger], "at_least_one": required, "stop_after_first": single or form.single}
+    return {**tag, "separator": form.separator} if required else tag

@@ -28,6 +28,11 @@ class CallParser(PieceReader):
         self.lead = ""  # the mark, with whitespace and what else goes with the next call; content if that is none
         self._call: JsonCall | None = None
 
+    @property
+    def in_call(self) -> bool:
+        """True between a call's name and the end of its arguments."""
+        return self._call is not None and self._call.open
+
     def finish(self) -> list[Event]:
         """Return what was held. A call that was cut off keeps what is out of it; one whose name isn't out yet is content."""
         if self._call is not None and not self._call.started:

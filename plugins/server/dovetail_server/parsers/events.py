@@ -51,6 +51,10 @@ class OutputParser(Protocol):
     def reasoning(self) -> bool | None:
         """True while the text so far ends within reasoning; None if the parser doesn't look for any."""
 
+    @property
+    def in_call(self) -> bool:
+        """True while the text so far ends within a tool call whose arguments aren't complete."""
+
     def feed(self, text: str) -> list[Event]:
         """Return the events that are certain after this next piece of the answer. A piece may be empty."""
 

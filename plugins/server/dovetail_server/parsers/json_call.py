@@ -69,6 +69,11 @@ class JsonCall:
         self._name: str | None = None
         self._arguments: list[str] | None = None  # pieces that aren't out yet; None while there are no arguments
 
+    @property
+    def open(self) -> bool:
+        """True if the name is out, and the arguments aren't complete."""
+        return self.started and not self.done and (self._arguments is None or (self._role is _Role.ARGUMENTS and self._reading is not None))
+
     def feed(self, text: str, pos: int, events: list[Event]) -> int:
         """Read on from `pos` until the object or `text` ends. Adds to `events`, and returns the position after what belongs to the object."""
         while pos < len(text) and not (self.done or self.bad):

@@ -35,6 +35,11 @@ class MistralCalls(CallParser):
         """True: without its mark a call looks like any text."""
         return True
 
+    @property
+    def in_call(self) -> bool:
+        """True within the arguments of a call, in either format."""
+        return super().in_call or self._value is not None
+
     def new_id(self) -> str:
         """Return an id for a call to which the model gave none."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
@@ -100,6 +105,7 @@ class MistralCalls(CallParser):
         end = self._value.feed(text, pos)
         self._events.append(ToolCallArguments(self.index, text[pos:end]))
         if self._value.done:
+            self._value = None
             self.index += 1
             self._state = type(self).skip_space
         return end

@@ -66,6 +66,11 @@ class PieceReader:
         """None: only parsers of reasoning know of it."""
         return None
 
+    @property
+    def in_call(self) -> bool:
+        """False: only parsers of tool calls know of them."""
+        return False
+
     def feed(self, text: str) -> list[Event]:
         """Return the events that are certain after `text`."""
         for begin in range(0, len(text), _PIECE):

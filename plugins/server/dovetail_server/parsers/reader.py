@@ -24,6 +24,11 @@ class AnswerReader:
         """True if all text is content."""
         return self._parser is None
 
+    @property
+    def in_call(self) -> bool:
+        """True if the text so far ends within a tool call whose arguments aren't complete."""
+        return self._parser is not None and self._parser.in_call
+
     def read(self, sample: CompletionOutput) -> Sequence[Event]:
         """Return what is certain after an output; after the last one, all."""
         parser = self._parser

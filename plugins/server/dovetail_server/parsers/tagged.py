@@ -40,6 +40,11 @@ class TaggedCalls(ClosedCalls):
         self._value: list[str] = []  # it, if it isn't text
         self._value_size = 0
 
+    @property
+    def in_call(self) -> bool:
+        """True between a call's name and its end mark."""
+        return self._function is not None
+
     def finish(self) -> list[Event]:
         """Return what was held. Of a call that was cut off, what wasn't certain is dropped with the rest of it."""
         if self._function is not None:

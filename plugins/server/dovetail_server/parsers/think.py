@@ -34,6 +34,11 @@ class ThinkReasoning(PieceReader):
         """True between the marks."""
         return self._inside
 
+    @property
+    def in_call(self) -> bool:
+        """True if the parser of tool calls is within one."""
+        return self._calls is not None and self._calls.in_call
+
     def finish(self) -> list[Event]:
         """Return what was held."""
         held, self._held = self._held, ""

@@ -44,7 +44,7 @@ class PartWriter(Protocol):
         """`logprobs`: of a text's tokens that have come with this piece."""
 
     def closed(self, part: AnswerPart, *, cut: bool) -> None:
-        """`cut`: the answer ended with it since there was no room for more."""
+        """`cut`: the answer ended within it: there was no room for more, or it is a call, and a stop string came."""
 
 
 class AnswerParts:
@@ -53,6 +53,7 @@ class AnswerParts:
     def __init__(self, writer: PartWriter | None = None) -> None:
         self._writer = writer
         self.parts: list[AnswerPart] = []
+        self.cut = False  # the answer ended within the last one
         self._open: AnswerPart | None = None
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text hasn't come yet
 
@@ -78,7 +79,8 @@ class AnswerParts:
             self._logprobs = []
 
     def finish(self, *, cut: bool = False) -> None:
-        """Close the last part. `cut`: there was no room for more."""
+        """Close the last part. `cut`: the answer ended within it."""
+        self.cut = cut
         if self._open is not None:
             if self._writer is not None:
                 self._writer.closed(self._open, cut=cut)

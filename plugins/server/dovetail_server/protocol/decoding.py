@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from dovetail.checks import did_you_mean, shown
+from dovetail.checks import did_you_mean, exact_float, shown
 from dovetail_server.errors import HttpError
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*?)(?:\[\.\.\.\])?`$", re.DOTA
 
 @lru_cache(maxsize=64)
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
+    return msgspec.json.Decoder(kind, float_hook=exact_float)
 
 
 def decode(data: bytes, kind: type[T]) -> T:

@@ -67,7 +67,7 @@ def stop_of(output: CompletionOutput, parts: AnswerParts, *, used_tokens: int, m
         return ("max_tokens" if used_tokens >= max_tokens else "model_context_window_exceeded"), None
     if isinstance(output.stop_reason, str):
         return "stop_sequence", output.stop_reason
-    return ("tool_use" if parts.has_calls else "end_turn"), None
+    return ("tool_use" if parts.has_calls and not parts.cut else "end_turn"), None
 
 
 def content_of(parts: Sequence[AnswerPart]) -> list[TextAnswer | ThinkingAnswer | ToolUseAnswer]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -116,16 +116,15 @@ def _content(part: AnswerPart, *, empty: bool = False) -> OutputTextPart | Reaso
 
 
 def finished_answer(
-    answer: ResponseAnswer, parts: Sequence[AnswerPart], finish_reason: Literal["stop", "length"], usage: ResponseUsage, completed_at: int
+    answer: ResponseAnswer, parts: Sequence[AnswerPart], usage: ResponseUsage, completed_at: int, *, full: bool, cut: bool
 ) -> ResponseAnswer:
-    """Return the whole answer. One that was cut is incomplete, and so is its last item."""
-    cut = finish_reason == "length"
+    """Return the whole answer. One that was `cut` is incomplete, and so is its last item; `full`: for want of room."""
     last = len(parts) - 1
     return msgspec.structs.replace(
         answer,
         status="incomplete" if cut else "completed",
         completed_at=None if cut else completed_at,
-        incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
+        incomplete_details=IncompleteDetails("max_output_tokens") if full else None,
         output=[item_of(part, answer.id, "incomplete" if cut and part.index == last else "completed") for part in parts],
         usage=usage,
     )

@@ -14,7 +14,7 @@ from dovetail.checks import shown
 from dovetail.errors import RequestError
 from dovetail.sampling_params import StructuredOutputsParams
 from dovetail.structured import Structured, structured_of_vllm
-from dovetail_server.errors import HttpError
+from dovetail_server.errors import RULE, HttpError
 
 T = TypeVar("T")
 
@@ -55,6 +55,7 @@ class StructuralTagFormat(_Format, tag="structural_tag"):
     triggers: list[str]
     at_least_one: bool = False
     stop_after_first: bool = False
+    separator: str | None = None
 
 
 class FlatJsonSchemaFormat(_Format, tag="json_schema", kw_only=True):
@@ -102,7 +103,7 @@ class CallDemand:
     """The demand on an answer's tool calls: that they are of these functions, with arguments that follow the schemas."""
 
     tools: tuple[ToolSchema, ...]
-    required: bool  # the answer begins with a call
+    required: bool  # the answer is calls, with no text
     single: bool  # nothing follows the first call
     param: str  # of the API, that says so
 
@@ -153,7 +154,8 @@ def _rule_of_format(name: str, form: Any) -> Structured | None:
             case FlatJsonSchemaFormat() | MessageJsonSchemaFormat():
                 return Structured(json_schema=form.schema)
             case StructuralTagFormat():
-                return Structured(structural_tag={key: value for key, value in msgspec.to_builtins(form).items() if key != "type"})
+                tag = msgspec.to_builtins(form)
+                return Structured(structural_tag={key: value for key, value in tag.items() if key != "type" and value is not None})
         return None
 
     return _named(name, made)
@@ -171,6 +173,8 @@ def _named(name: str, make: Callable[[], T]) -> T:
         return make()
     except RequestError as error:
         text = str(error)
+        if RULE.match(text):
+            text = RULE.sub(lambda _: name, text, count=1)
         raise RequestError(text if text.startswith(name) else f"{name}: {text}") from None
 
 
@@ -191,12 +195,12 @@ def calls_of(
         raise HttpError(400, f"{param}: a call is demanded, and there are no tools", param=param)
     if name is not None and name not in (known := [tool[0] for tool in tools]):
         raise HttpError(400, f"{param}: there is no tool {shown(name)}; there are {', '.join(known)}"[:1000], param=param)
+    single = not parallel[1] or name is not None
     strict_ones = [strict.format(index) for index, tool in enumerate(tools) if tool[2]]
-    said_parallel, single = parallel[0], not parallel[1]
     if not tools or not (required or single or strict_ones):
         return None
     callable_ones = tuple(ToolSchema(tool[0], _arguments(tool[1])) for tool in tools if name in (None, tool[0]))
-    return CallDemand(callable_ones, required, single, param if required else said_parallel if single else strict_ones[0])
+    return CallDemand(callable_ones, required, single, param if required else parallel[0] if single else strict_ones[0])
 
 
 def _arguments(schema: Any) -> Mapping[str, Any]:

@@ -55,7 +55,7 @@ class Answer(Part):
         sample = output.outputs[0]
         self.parts.add(self.reader.read(sample), self.logprobs_of(sample))
         if output.finished:
-            self.parts.finish(cut=sample.finish_reason == "length")
+            self.parts.finish(cut=sample.finish_reason == "length" or self.reader.in_call)
             self.output = sample
             self.end()
         if self._stream is not None and self._writer is not None and (data := self._writer.take()):

@@ -96,11 +96,11 @@ class Choice:
     def message(self) -> tuple[dict[str, Any], str | None]:
         """Return the message, and why it ended."""
         made = self._message.json()
-        return made, finish_reason(self._finish, "tool_calls" in made)
+        return made, finish_reason(self._finish, "tool_calls" in made and not self.reader.in_call)
 
 
 def finish_reason(reason: str | None, called: bool) -> str | None:
-    """Return OpenAI's word for why an answer ended; `called`: it has tool calls."""
+    """Return OpenAI's word for why an answer ended; `called`: it has tool calls, none of them cut off."""
     return "tool_calls" if called and reason == "stop" else reason
 
 
@@ -208,7 +208,7 @@ class ChatStream(Part):
             if self._tells(sample) or chunks[0]["delta"] != {"content": ""}:
                 events += [event(self._chunk([one])) for one in chunks]
         if sample.finish_reason is not None:
-            reason = finish_reason(sample.finish_reason, self._called[index])
+            reason = finish_reason(sample.finish_reason, self._called[index] and not self._readers[index].in_call)
             choice = {**self._choice(index, {}), "finish_reason": reason, "stop_reason": sample.stop_reason}
             events.append(event(self._chunk([choice])))
         if events:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from starlette.routing import Route
@@ -70,8 +70,8 @@ class ToldResponse(Answer):
 
     def whole(self) -> ResponseAnswer:
         """Return the response, which has ended."""
-        cut: Literal["length", "stop"] = "length" if self.output.finish_reason == "length" else "stop"
-        return finished_answer(self._head, self.parts.parts, cut, self._usage(), int(time.time()))
+        full = self.output.finish_reason == "length"
+        return finished_answer(self._head, self.parts.parts, self._usage(), int(time.time()), full=full, cut=self.parts.cut)
 
     def logprobs_of(self, sample: CompletionOutput) -> Sequence[dict[str, Any]]:
         return () if self.top_logprobs is None else logprobs_json(sample, self.top_logprobs, self.exchange.engine.tokenizer)
