@@ -131,3 +131,8 @@ def test_every_metric_is_on_its_page_with_its_type() -> None:
     told = dict(re.findall(r"^\| `([\w:]+)` \| (\w+) \|", page, re.MULTILINE))
     ours = {family.name + ("_total" if family.type == "counter" else ""): family.type for family in families()}
     assert ours.items() <= told.items()
+
+
+def test_the_image_has_grammars_whatever_else_it_is_built_with() -> None:
+    [extras] = re.findall(r"pip install [^\n]*\"\.\[(.*)\]\"", (DEPLOY / "Dockerfile").read_text())
+    assert set(extras.split(",")) == {"grammar", "${EXTRAS}"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel, FilePath, SecretStr, create_model
 
 from dovetail.api.grammar import GrammarContext, GrammarSpec, SpecKind
 from dovetail.errors import DovetailError, RequestError
+from dovetail_grammars import dovetail_components
 from dovetail_grammars.llguidance_backend import LLGuidance
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
 from tests.grammars.helpers import BACKENDS, at, compiled, mask, takes
@@ -184,6 +186,11 @@ def test_a_matcher_beyond_its_limits_raises_each_time_and_no_other_does() -> Non
         with pytest.raises(DovetailError, match="max is 2000"):
             matcher.accept(ord("a"))
     assert mask(compiled("llguidance", "regex", "a").begin()) == {ord("a")}
+
+
+def test_the_extra_installs_what_the_backends_need() -> None:
+    extra = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]["grammar"]
+    assert set(extra) == {requirement for component in dovetail_components() for requirement in component.requires}
 
 
 def test_threads_are_honoured() -> None:

@@ -1,20 +1,27 @@
-"""What an installation without the extra `server`, or with a part of it, can and cannot do: each is told at once, before a process is started."""
+"""What an installation without the extra `server`, with a part of it, or without `grammar` can and cannot do, and who is told."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import tomllib
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from dovetail.cli.app import app
 from dovetail.errors import DISTRIBUTION
+from dovetail.front.assembly import assemble
 from dovetail_server.command import EXTRA, MODULES
+from dovetail_server.settings import ServerSettings
 from dovetail_server.supervisor import Supervisor
+from tests.server.serving import PATIENCE_S, serving_in_threads
 
 ROOT = Path(__file__).parents[2]
 MISSING = """import sys
@@ -59,3 +66,64 @@ def test_the_packages_are_those_of_the_extra() -> None:
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][EXTRA]
     needed = {requirement.name for requirement in map(Requirement, extra) if requirement.marker is None or requirement.marker.evaluate()}
     assert needed == {DISTRIBUTION, *MODULES.values()}
+
+
+@pytest.fixture
+def no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packages of the extra `grammar` aren't installed."""
+    distribution = metadata.distribution
+
+    def find(name: str) -> metadata.Distribution:
+        if name in ("llguidance", "xgrammar"):
+            raise metadata.PackageNotFoundError(name)
+        return distribution(name)
+
+    monkeypatch.setattr(metadata, "distribution", find)
+
+
+@pytest.mark.usefixtures("no_grammars")
+def test_a_server_without_grammars_says_so_when_it_starts(caplog: pytest.LogCaptureFixture) -> None:
+    assembly = assemble({"model": "demo"}, {})
+    assembly.prepare_grammars()
+    for thread in threading.enumerate():
+        if thread.name == "dovetail-prepares-grammars":
+            thread.join(PATIENCE_S)
+    [record] = [record for record in caplog.records if "held to a rule" in record.getMessage()]
+    assert record.levelname == "WARNING"
+    assert f'pip install "{DISTRIBUTION}[grammar]"' in record.getMessage()
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ messages[0].content }}{{ tools }}{# <tool_call> #}"}
+PARAMETERS: dict[str, Any] = {"type": "object"}
+WANT_GRAMMARS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "completions": ("/v1/completions", {"prompt": "Hi", "guided_choice": ["a"]}, "guided_choice"),
+    "chat": ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+    "a demanded call": (
+        "/v1/chat/completions",
+        {**CHAT, "tools": [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}], "tool_choice": "required"},
+        "tool_choice",
+    ),
+    "responses": (
+        "/v1/responses",
+        {"input": "Hi", "chat_template": CHAT["chat_template"], "text": {"format": {"type": "json_object"}}},
+        "text.format",
+    ),
+    "messages": (
+        "/v1/messages",
+        {**CHAT, "max_tokens": 5, "tools": [{"name": "f", "input_schema": PARAMETERS}], "tool_choice": {"type": "any"}},
+        "tool_choice",
+    ),
+}
+
+
+@pytest.mark.usefixtures("no_grammars")
+def test_without_grammars_a_rule_is_answered_with_501_and_no_advice_that_clients_cannot_follow() -> None:
+    with serving_in_threads({"model": "demo"}, ServerSettings(log_requests=False)) as url:
+        for path, body, param in WANT_GRAMMARS.values():
+            for stream in (False, True):
+                answer = httpx.post(url + path, json={**body, "stream": stream}, timeout=PATIENCE_S)
+                message = answer.json()["error"]["message"]
+                assert answer.status_code == 501, message
+                assert message.startswith(f"{param}: this server has no working grammar backend")
+                assert "pip" not in answer.text
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "Hi", "max_tokens": 2}, timeout=PATIENCE_S).status_code == 200

@@ -315,6 +315,20 @@ def schema_of(schema: Any) -> dict[str, Any]:
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {  # what is asked, the parameter that the answer names, what it says
     "a format that isn't there": ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
     "a feature of a schema": (schema_of({"type": "object", "if": {"required": ["a"]}}), "response_format", "if"),
+    "an integer beyond what is kept": (schema_of({"properties": {"id": {"const": 2**70}}}), "response_format", f"#/properties/id: const = {2**70}: "),
+    "a set": (
+        schema_of({"properties": {"tags": {"type": "array", "uniqueItems": True}}}),
+        "response_format",
+        "#/properties/tags: uniqueItems = true: ",
+    ),
+    "an integer of a tool": (
+        {
+            "tools": [{"type": "function", "function": {"name": "weather", "parameters": {"properties": {"id": {"const": 2**70}}}}}],
+            "tool_choice": "required",
+        },
+        "tool_choice",
+        f"#/properties/id: const = {2**70}: ",
+    ),
     "a lookaround": ({"guided_regex": "(?=a)b"}, "guided_regex", "lookarounds"),
     "a grammar that is none": ({"guided_grammar": "start: ("}, "guided_grammar", ""),
     "a long schema": (schema_of({"enum": ["x" * 30_000]}), "response_format", "limits.max_grammar_chars"),
@@ -346,6 +360,27 @@ def test_what_cannot_be_is_a_400_by_name_before_anything_is_sent(url: str, name:
     assert (answer.status_code, error["param"]) == (400, param), error
     assert said in error["message"]
     assert not error["message"].startswith("structured.")
+
+
+@pytest.mark.parametrize("number", ["1e400", "1e-400", "0.12345678901234567890123"])
+def test_a_decimal_that_no_double_holds_is_refused_however_it_comes(url: str, number: str) -> None:
+    schema = f'{{"const": {number}}}'
+    rules = [f'"guided_json": {schema}', f'"guided_json": {json.dumps(schema)}', f'"structured_outputs": {{"json": {schema}}}']
+    rules += [f'"response_format": {{"type": "json_schema", "json_schema": {{"name": "x", "schema": {schema}}}}}']
+    for rule in rules:
+        body = f'{{"prompt": "x", {rule}}}'
+        answer = httpx.post(f"{url}/v1/completions", content=body, headers={"content-type": "application/json"}, timeout=PATIENCE_S)
+        assert answer.status_code == 400, rule
+        assert f"{number} can't be kept exactly" in answer.json()["error"]["message"]
+
+
+def test_integers_of_any_size_pass_where_no_rule_asks_for_them(url: str) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"id": {"const": 2**70}}}}}
+    body = {"messages": MESSAGES, "chat_template": TEMPLATES["hermes"], "max_tokens": 2, "tools": [tool]}
+    assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S).status_code == 200
+    flat = {"input": "x", "chat_template": TEMPLATES["hermes"], "max_output_tokens": 2, "tools": [{"type": "function", **tool["function"]}]}
+    answer = httpx.post(f"{url}/v1/responses", json=flat, timeout=PATIENCE_S)
+    assert answer.json()["tools"][0]["parameters"]["properties"]["id"]["const"] == 2**70
 
 
 def test_who_is_refused_leaves_nothing_behind(url: str, api: openai.OpenAI) -> None:

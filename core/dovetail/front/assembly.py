@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from dovetail.front.tokenizer import Tokenizer
     from dovetail.registry.resolved import ResolvedComponent
     from dovetail.sampling_params import SamplingParams
+
+logger = logging.getLogger("dovetail")
 
 
 @dataclass
@@ -90,11 +92,13 @@ class Assembly:
         return self._grammars
 
     def prepare_grammars(self) -> None:
-        """Have the grammar backend made in a thread, so that no request waits for it. What is wrong with it hears the first request that needs it."""
+        """Make the grammar backend in a thread, so that no request waits for it. Log a warning if that fails: requests that need it will, too."""
 
         def prepare() -> None:
-            with suppress(DovetailError):
+            try:
                 self.grammars()
+            except DovetailError as error:
+                logger.warning("no answer can be held to a rule, and no tool call demanded: %s", error)
 
         if self.has_masks:
             threading.Thread(target=prepare, name="dovetail-prepares-grammars", daemon=True).start()

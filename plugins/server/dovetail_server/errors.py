@@ -73,15 +73,16 @@ def http_error(error: BaseException, fields: Sequence[str] = (), renamed: Mappin
         return error
     if (lack := lack_of(error)) is not None:
         return HttpError(503, f"the server is out of resources ({lack}): try again in a moment", code="overloaded", headers={"Retry-After": "1"})
-    if isinstance(error, RequestError):
-        message = str(error)
+    if isinstance(error, RequestError | UnsupportedError | MissingExtraError):
+        message = str(error).partition("; install with: ")[0]  # clients can't
         param = _param_of(message, fields, renamed or {})
         if RULE.match(message) and param is not None:  # which clients have by many names
             message = RULE.sub(lambda _: param, message, count=1)
-        return HttpError(400, message, param=param)
+        refused = isinstance(error, RequestError)
+        return HttpError(400 if refused else 501, message, param=param, code=None if refused else "unsupported")
     if isinstance(error, EngineDeadError):
         return HttpError(503, str(error), code="engine_dead")
-    if isinstance(error, UnsupportedError | ModelLoadError | MissingExtraError):
+    if isinstance(error, ModelLoadError):
         return HttpError(400, str(error), code="unsupported")
     if not isinstance(error, DovetailError):
         logger.error("an unexpected error in a request: %s", describe(error), exc_info=error)

@@ -109,10 +109,11 @@ class Accepted(msgspec.Struct, array_like=True, tag=11):
 
 
 class Refused(msgspec.Struct, array_like=True, tag=12):
-    """A request that the engine didn't take, and why."""
+    """A request that the engine didn't take, and why. `unsupported`: nothing is wrong with the request, but the engine can't do what it asks."""
 
     number: int
     reason: str
+    unsupported: bool = False
 
 
 class Dropped(msgspec.Struct, array_like=True, tag=13):

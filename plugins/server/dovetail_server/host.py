@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from dovetail.api.clock import VirtualClock, WallClock
+from dovetail.engine.constraint import Constraint
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest
-from dovetail.errors import DovetailError, EngineDeadError, RequestError
+from dovetail.errors import DovetailError, EngineDeadError, RequestError, UnsupportedError
 from dovetail.front import bounds
 from dovetail.front.assembly import Assembly
 from dovetail.front.generation_defaults import resolve_sampling
 from dovetail.front.intake import make_samples
 from dovetail.process_watch import ProcessWatch
+from dovetail.sampling_params import SamplingParams
 from dovetail_server.decisions import DecisionWatch
 from dovetail_server.engine import Load
 from dovetail_server.frames import (
@@ -193,7 +195,7 @@ class EngineHost:
         try:
             self._admit(front_end, add)
         except DovetailError as error:
-            self._send(front_end, Refused(add.number, str(error)))
+            self._send(front_end, Refused(add.number, str(error), isinstance(error, UnsupportedError)))
         except Exception as error:  # it is this request's alone, whatever it is
             logger.exception("a request couldn't be taken")
             self._send(front_end, Refused(add.number, f"{type(error).__name__}: {error}"))
@@ -202,14 +204,14 @@ class EngineHost:
                 self._send(front_end, Accepted(add.number))
 
     def _admit(self, front_end: _FrontEnd, add: Add) -> None:
-        """Raises `RequestError`."""
+        """Raises `RequestError`, and `UnsupportedError` for a rule that no request can have here."""
         core = self._core
         bounds.at_most("unfinished requests", self._unfinished + 1, self._assembly.config.limits, "max_waiting")  # of all front ends
         extra = self._assembly.check_extra(add.extra)
         request = request_of(add)
         sampling = resolve_sampling(request.params, self._assembly.defaults, add.seed, tuple(tuple(words) for words in add.bad_words))
         arrival = core.earliest_arrival(core.clock.now() if add.arrival_time is None else add.arrival_time)
-        samples = make_samples(request, sampling, arrival, [None] * request.params.n, extra, self._assembly.constraints(request.params))
+        samples = make_samples(request, sampling, arrival, [None] * request.params.n, extra, self._constraints(request.params))
         for index, sample in enumerate(samples):
             try:
                 core.add(sample)
@@ -221,6 +223,16 @@ class EngineHost:
             self._places[sample] = (front_end, add.number + index)
             front_end.live[add.number + index] = sample
             self._new.add(sample)
+
+    def _constraints(self, params: SamplingParams) -> Sequence[Constraint]:
+        try:
+            return self._assembly.constraints(params)
+        except (RequestError, UnsupportedError):
+            raise
+        except DovetailError:  # `Assembly.prepare_grammars` has told whoever runs the server, who alone can help it
+            raise UnsupportedError(
+                "structured: this server has no working grammar backend, which rules for answers and demanded calls need"
+            ) from None
 
     def _end(self, front_end: _FrontEnd) -> None:
         """End all of its samples."""

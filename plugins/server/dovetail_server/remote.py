@@ -18,7 +18,7 @@ from typing import Any
 
 from dovetail.api.executor import HostLogprobs
 from dovetail.engine.finish import Finish, TokenWatcher
-from dovetail.errors import DovetailError, EngineDeadError, RequestError, describe
+from dovetail.errors import DovetailError, EngineDeadError, RequestError, UnsupportedError, describe
 from dovetail.front import bounds
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.detokenizer import IncrementalText, byte_pieces
@@ -294,7 +294,7 @@ class RemoteEngine:
                 self._decisions = message.decisions
             case Refused():
                 if (entry := self._entry_of(message.number)) is not None:
-                    self._end(entry, RequestError(message.reason))
+                    self._end(entry, (UnsupportedError if message.unsupported else RequestError)(message.reason))
             case Accepted():
                 if (entry := self._entry_of(message.number)) is not None:
                     entry.confirm()

@@ -30,6 +30,7 @@ _REASONS = {
     413: "The body is too large",
     429: "Too many requests wait already, or too many bodies come at once; `Retry-After` says when to try again",
     500: "The server failed",
+    501: "The server isn't made for it: it lacks a grammar backend, say",
     503: "The engine is dead or hangs, or the server shuts down, or is out of file descriptors",
     504: "The request took too long",
     507: "The server can't store more",
@@ -50,7 +51,7 @@ NO_EFFECT: Mapping[type[Struct], Sequence[str]] = {  # parameters that are accep
 }
 _IN_PATH = re.compile(r"{(\w+)}")  # names of parameters
 _TAKES_BODY = (400, 404, 408, 413, 429, 500, 503)
-_GENERATES = (*_TAKES_BODY, 504)
+_GENERATES = (*_TAKES_BODY, 501, 504)
 _UPLOADS = (400, 404, 408, 413, 429, 503, 507)
 
 
