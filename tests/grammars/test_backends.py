@@ -166,6 +166,9 @@ def test_a_schema_within_a_grammar_is_held_to_the_same_rules() -> None:
     grammar = compiled("llguidance", "grammar", f'start: "=" body\nbody: %json {json.dumps(PERSON)}')
     assert takes(grammar, '={"name":"x"}')
     assert at(grammar, "={ ") is None
+    with pytest.raises(RequestError, match=f"^grammar: #/items: const = {2**64}: "):
+        compiled("llguidance", "grammar", f'start: "%json {{" ("x" | %json {{"items": {{"const": {2**64}}}}})  // %json {{')
+    assert takes(compiled("llguidance", "grammar", 'start: "%json {" %json {"const": "%json {"}'), '%json {"%json {"')
     with pytest.raises(RequestError, match="xgrammar can't tell"):
         compiled("xgrammar", "grammar", 'start: %json {"type": "object"}')
 

@@ -7,14 +7,14 @@ import re
 from dovetail.api.grammar import GrammarSpec
 from dovetail_grammars.specs import refuse
 
-_NOT_SYNTAX = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?![/*])(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*')  # strings, regular expressions, comments
+NOT_SYNTAX = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?![/*])(?:[^/\\\n]|\\.)+/|//[^\n]*|#[^\n]*')  # strings, regular expressions, comments
 _SPECIAL_TOKEN = re.compile(r"<[^\s<>]*>")
 _ATTRIBUTE = re.compile(r"[\[,]\s*(stop|temperature|max_tokens)\b")
 
 
 def check_lark(spec: GrammarSpec, lark: str) -> None:
     """Raise `RequestError` if special tokens are called for, which aren't text, or attributes that concern sampling."""
-    syntax = _NOT_SYNTAX.sub("", lark)
+    syntax = NOT_SYNTAX.sub("", lark)
     if special := _SPECIAL_TOKEN.search(syntax):
         refuse(spec, f"{special[0]}: special tokens aren't text, and never come")
     if attribute := _ATTRIBUTE.search(syntax):

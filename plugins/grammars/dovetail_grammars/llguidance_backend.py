@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
@@ -22,7 +23,7 @@ from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, Gramma
 from dovetail.errors import DovetailError, RequestError, describe
 from dovetail_grammars.forced import forced_tokens
 from dovetail_grammars.formats import PATTERNS
-from dovetail_grammars.lark import check_lark
+from dovetail_grammars.lark import NOT_SYNTAX, check_lark
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
 from dovetail_grammars.regexes import RUST, Ranges, demands, rewritten
 from dovetail_grammars.schemas import BOUNDS, EXCLUSIVE_BOUNDS, Part, checked_parts, literals, refuse_others, shown
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 HEAD = '%llguidance {"no_forcing": true}\n'
 ESCAPES = 'nrbtf\\"'
 MAX_MULTIPLE = 10_000  # of which numbers are multiples: it takes a state for each remainder, and 20 ms to compile; a million takes ten seconds
-MAX_BLAMED = 200  # parts of a schema that are compiled by themselves to find the one at fault
+BLAMING_S = 0.5  # in which parts of a schema are compiled by themselves to find the one at fault
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -57,7 +58,7 @@ class LLGuidance(GrammarBackend):
         except RequestError:
             raise
         except DovetailError as error:
-            refuse(spec, self._blamed(spec, options) or str(error))
+            refuse(spec, self._blamed(spec, options, str(error)))
         except Exception as error:  # whatever a library may raise, it is this request's affair
             refuse(spec, describe(error))
 
@@ -67,18 +68,22 @@ class LLGuidance(GrammarBackend):
         grammar.begin().fill(np.zeros(-(-self.context.vocab_size // 32), dtype=np.uint32))
         return grammar
 
-    def _blamed(self, spec: GrammarSpec, options: Mapping[str, Any]) -> str | None:
+    def _blamed(self, spec: GrammarSpec, options: Mapping[str, Any], reason: str) -> str:
         """Return why a schema can't be compiled, with the place and the values that the library doesn't tell: those of the first part that fails by
-        itself. None if there is none."""
+        itself."""
         parts = _parts(spec)
-        for part in parts[:MAX_BLAMED]:
+        if reason.startswith("oneOf: "):
+            return f"{' or '.join([part.place for part in parts if 'oneOf' in part.schema][:3])}: {reason}"
+        until = time.monotonic() + BLAMING_S
+        for part in parts:
             for rule in _rules_of(part.schema):
+                if time.monotonic() > until:
+                    return reason
                 try:
                     self._compiled(f"{HEAD}start: {_schema([Part('#', rule, rule)], options)}\n")
                 except DovetailError as error:
                     return f"{part.place}: {', '.join(shown(key, value) for key, value in rule.items())}: {error}"
-        places = [part.place for part in parts if "oneOf" in part.schema]
-        return f"oneOf at {' or '.join(places[:3])}: {_ONE_OF}" if places else None
+        return reason
 
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
         running = [(matcher, line) for line, matcher in enumerate(cast("Sequence[_Matcher]", matchers)) if matcher.running]
@@ -382,15 +387,17 @@ def _grammar(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
     return _with_json_options(spec, lark, options)
 
 
-_INLINE_JSON = re.compile(r"%json\s*(?=\{)")
+_INLINE_JSON = re.compile(rf"{NOT_SYNTAX.pattern}|(?P<json>%json\s*(?=\{{))")
 
 
 def _with_json_options(spec: GrammarSpec, lark: str, options: Mapping[str, Any]) -> str:
     """Have the schemas within a grammar written like others, which is without running on in white space."""
     parts, position = [], 0
-    for match in _INLINE_JSON.finditer(lark):
-        if match.start() < position:
-            continue  # within the schema before
+    while (match := _INLINE_JSON.search(lark, position)) is not None:
+        if match["json"] is None:
+            parts.append(lark[position : match.end()])
+            position = match.end()
+            continue
         try:
             schema, end = decoder(spec).raw_decode(lark, match.end())
         except RequestError:
@@ -422,9 +429,8 @@ def _pattern(regex: str) -> str:
     return f"/{regex}/" if regex else '""'
 
 
-_ONE_OF = "the backend llguidance can't tell that its parts exclude each other; anyOf may serve"
 _IN_PLAIN_WORDS = (  # what the library says, and what that means to the author of a rule
-    (r"oneOf constraints are not supported.*", f"oneOf: {_ONE_OF}"),
+    (r"oneOf constraints are not supported.*", "oneOf: the backend llguidance can't tell that its parts exclude each other; anyOf may serve"),
     (r"Unsatisfiable schema: .*|NoExtensionBias", "nothing follows it"),
     (r"Failed to generate regex for .*", "the bounds are too large for the backend llguidance"),
     (r"decimal literal invalid.*", "the count of a repetition is too large"),

@@ -49,8 +49,9 @@ def done_in_full(spec: GrammarSpec, schema: Schema, place: str = "#") -> Schema:
     for part in parts:
         refuse_others(spec, part, _DONE_SOMEWHERE, "xgrammar")
         _refuse_rounded(spec, part)
+    used = {id(part.schema) for part in parts}
     definitions = {
-        key: {name: _checked(spec, one, f"{place}/{key}/{name}") for name, one in schema[key].items() if any(one is part.schema for part in parts)}
+        key: {name: _checked(spec, one, f"{place}/{key}/{name}") for name, one in schema[key].items() if id(one) in used}
         for key in ("$defs", "definitions")
         if isinstance(schema.get(key), dict)
     }
