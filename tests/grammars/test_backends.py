@@ -147,7 +147,7 @@ def test_a_wrong_grammar_is_refused_with_its_own_line_and_column(name: str, lark
 )
 def test_xgrammar_refuses_what_it_would_pass_over(schema: Any) -> None:
     for nested in (schema, {"type": "array", "items": schema}, {"anyOf": [schema]}):
-        with pytest.raises(RequestError, match=r"xgrammar|aren't all of the type"):
+        with pytest.raises(RequestError, match=r"xgrammar|aren't all of the type|leads nowhere"):
             compiled("xgrammar", "json_schema", nested)
 
 
@@ -186,7 +186,7 @@ def test_a_matcher_beyond_its_limits_raises_each_time_and_no_other_does() -> Non
     )
     matcher = wide.begin()
     for _ in range(2):
-        with pytest.raises(DovetailError, match="max is 2000"):
+        with pytest.raises(DovetailError, match="more alternatives at one place"):
             matcher.accept(ord("a"))
     assert mask(compiled("llguidance", "regex", "a").begin()) == {ord("a")}
 

@@ -158,11 +158,20 @@ def test_what_is_exact_is_not_refused(name: str) -> None:
         ({"type": "string", "pattern": "("}, '#: .*pattern = "[(]"'),
         ({"type": "text"}, '#: type = "text"'),
         ({"anyOf": []}, r"#: anyOf = \[\]"),
+        ({"items": {"$ref": "#/$defs/a"}}, '#/items: [$]ref = "#/[$]defs/a"'),
+        ({"type": "string", "minLength": 5, "maxLength": 3}, "#: .*minLength = 5.*"),
     ],
 )
 def test_a_refusal_tells_the_place_and_the_value(name: str, rule: Any, said: str) -> None:
     with pytest.raises(RequestError, match=f"^json_schema: {said}: "):
         compiled(name, "json_schema", rule)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("values", [(1, 1.0), ([1], [1.0]), ({"a": 1, "b": 2}, {"b": 2.0, "a": 1.0}), (0, -0.0), (10**18, 1e18)])
+def test_equal_values_are_no_alternatives(name: str, values: tuple[Any, Any]) -> None:
+    with pytest.raises(RequestError, match="oneOf"):
+        compiled(name, "json_schema", {"oneOf": [{"const": value} for value in values]})
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -83,7 +83,7 @@ class LLGuidance(GrammarBackend):
                     self._compiled(f"{HEAD}start: {_schema([Part('#', rule, rule)], options)}\n")
                 except DovetailError as error:
                     return f"{part.place}: {', '.join(shown(key, value) for key, value in rule.items())}: {error}"
-        return reason
+        return reason.replace("nothing follows it", "nothing follows the schema, whose parts contradict each other")
 
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
         running = [(matcher, line) for line, matcher in enumerate(cast("Sequence[_Matcher]", matchers)) if matcher.running]
@@ -305,7 +305,7 @@ _UNWRITTEN: Ranges = [(0x00, 0x07), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F)]  #
 
 def _refuse_unwritten(spec: GrammarSpec, part: Part) -> None:
     """The library leaves out a character that no escape in `ESCAPES` stands for."""
-    unwritten = "the backend llguidance can't write this control character in a string"
+    unwritten = "the backend llguidance can't write such a character in a string"
     for key, values in (("const", [part.schema.get("const")]), ("enum", part.schema.get("enum", ()))):
         for value in literals(list(values)):
             if isinstance(value, str) and any(first <= ord(character) <= last for character in value for first, last in _UNWRITTEN):
@@ -435,6 +435,7 @@ _IN_PLAIN_WORDS = (  # what the library says, and what that means to the author 
     (r"Failed to generate regex for .*", "the bounds are too large for the backend llguidance"),
     (r"decimal literal invalid.*", "the count of a repetition is too large"),
     (r"(fuel exhausted|initial lexer configuration|lexer error: too many expressions).*", "it is too large for the backend llguidance"),
+    (r"Parser Error: Current row has .*", "more alternatives at one place than the backend llguidance follows (2000)"),
     (r"lexer error", "it isn't Lark from here on"),
 )
 

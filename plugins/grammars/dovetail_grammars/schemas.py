@@ -118,6 +118,8 @@ def _says_nothing(schema: Schema, key: str) -> bool:
         return value is False
     if key in ("unevaluatedProperties", "unevaluatedItems", "propertyNames"):
         return value is True or value == {}
+    if key == "$schema":  # of a dialect that no library has
+        return "json-schema.org/" not in str(value)
     if key == "format" and isinstance(value, str):
         kinds = schema.get("type", "string")
         return value not in _STANDARD_FORMATS or "string" not in (kinds if isinstance(kinds, list) else (kinds,))
@@ -145,8 +147,9 @@ def _within(spec: GrammarSpec, part: Part, place: str) -> Iterator[tuple[str, Js
         reference = schema["$ref"]
         if reference != "#" and not reference.startswith("#/"):
             part.refuse(spec, "$ref", "only JSON pointers are followed, like #/$defs/name")
-        if (found := target(part.root, reference)) is not None:
-            yield f"{place}{reference[1:]}", found, part.root
+        if (found := target(part.root, reference)) is None:
+            part.refuse(spec, "$ref", "it leads nowhere")
+        yield f"{place}{reference[1:]}", found, part.root
 
 
 def _is_number(value: Json) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from itertools import product
@@ -70,7 +71,8 @@ def _refuse_rounded(spec: GrammarSpec, part: Part) -> None:
         whole = "integer" not in types or value == int(value)
         if not (INT64[0] <= value <= INT64[1] and whole and ("number" not in types or float(value) == value == round(value, 6))):
             part.refuse(spec, key, inexact)
-    for low, high in product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+    bounds = product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+    for low, high in (*bounds, ("minLength", "maxLength"), ("minItems", "maxItems")):
         if low in part.schema and high in part.schema:
             least, most = part.schema[low], part.schema[high]
             if least > most or (least == most and not EXCLUSIVE_BOUNDS.isdisjoint((low, high))):
@@ -130,9 +132,20 @@ def _disjoint(parts: list[Any]) -> bool:
     if not all(isinstance(part, dict) for part in parts):
         return False
     types = [part.get("type") for part in parts]
-    consts = [repr(part.get("const")) for part in parts]
+    consts = [_as_equal(part.get("const")) for part in parts]
     by_type = all(isinstance(name, str) for name in types) and len(set(types)) == len(types) and not {"integer", "number"} <= set(types)
     return by_type or (all("const" in part for part in parts) and len(set(consts)) == len(consts))
+
+
+def _as_equal(value: Any) -> str:
+    """Return a value's JSON, which is that of all values that JSON Schema says are equal."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, list):
+        return f"[{','.join(map(_as_equal, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{json.dumps(name)}:{_as_equal(value[name])}' for name in sorted(value))}}}"
+    return json.dumps(value)
 
 
 def _inner(spec: GrammarSpec, schema: Schema, place: str) -> Schema:
