@@ -11,8 +11,10 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import llguidance
@@ -21,18 +23,20 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from dovetail.api.grammar import Grammar, GrammarBackend, GrammarContext, GrammarSpec, Matcher, SpecKind
 from dovetail.errors import DovetailError, RequestError, describe
-from dovetail_grammars.forced import forced_tokens
 from dovetail_grammars.formats import PATTERNS
 from dovetail_grammars.lark import NOT_SYNTAX, check_lark
+from dovetail_grammars.llguidance_matcher import Fill, Lanes, LLGrammar, LLMatcher
+from dovetail_grammars.llguidance_reasons import HEAD
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
+from dovetail_grammars.positions import Tracker
 from dovetail_grammars.regexes import RUST, Ranges, demands, rewritten
 from dovetail_grammars.schemas import BOUNDS, EXCLUSIVE_BOUNDS, Part, checked_parts, literals, refuse_others, shown
 from dovetail_grammars.specs import decoder, read_choices, read_json, read_schema, read_structural_tag, refuse
+from dovetail_grammars.string_tokens import StringTokens
 
 if TYPE_CHECKING:
     from dovetail.api.grammar import UInt32
 
-HEAD = '%llguidance {"no_forcing": true}\n'
 ESCAPES = 'nrbtf\\"'
 MAX_MULTIPLE = 10_000  # of which numbers are multiples: it takes a state for each remainder, and 20 ms to compile; a million takes ten seconds
 BLAMING_S = 0.5  # in which parts of a schema are compiled by themselves to find the one at fault
@@ -46,10 +50,10 @@ class LLGuidance(GrammarBackend):
 
     def __init__(self, options: GrammarOptions, context: GrammarContext) -> None:
         super().__init__(options, context)
-        self._tokenizer = llguidance.LLTokenizer(_Vocabulary(context), eos_token=_ends(context), slices=None)
-        # What a request may cost, in the library's own measures: some 20 ms to compile, and 15 ms a mask. What goes beyond ends as an error.
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
-        self._executor: Any = None  # made when several masks are filled for the first time: its threads aren't for nothing
+        self._strings = StringTokens(context)
+        self._tokenizer = _tokenizer(context, None)
+        self._rest = None if self._strings.spelling is None else _tokenizer(self._strings.rest, [])
+        self._fill = Fill(context, self._strings, options.threads)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         options = self._json_options()
@@ -63,10 +67,24 @@ class LLGuidance(GrammarBackend):
             refuse(spec, describe(error))
 
     def _compiled(self, lark: str) -> Grammar:
-        first = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=self._limits)
-        grammar = _Grammar(first, self.context)
+        grammar = LLGrammar(self._fill, Lanes(partial(self._made, self._tokenizer, lark)))
         grammar.begin().fill(np.zeros(-(-self.context.vocab_size // 32), dtype=np.uint32))
-        return grammar
+        tracker = self._tracker(lark)
+        return grammar if tracker is None else LLGrammar(self._fill, grammar.whole, Lanes(partial(self._made, self._rest, lark)), tracker)
+
+    def _made(self, tokenizer: Any, lark: str, most_states: int) -> Any:
+        # What a request may cost, in the library's own measures: some 20 ms to compile, and 15 ms a mask. What goes beyond ends as an error.
+        limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=most_states)
+        return llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=limits)
+
+    def _tracker(self, lark: str) -> Tracker | None:
+        """Return a tracker for a grammar that is just a schema with strings of bounded length."""
+        head = f"{HEAD}start: %json "
+        if self._rest is None or not lark.startswith(head) or '"maxLength"' not in lark:
+            return None
+        with suppress(ValueError):  # there is more behind the schema
+            return Tracker(json.loads(lark.removeprefix(head)))
+        return None
 
     def _blamed(self, spec: GrammarSpec, options: Mapping[str, Any], reason: str) -> str:
         """Return why a schema can't be compiled, with the place and the values that the library doesn't tell: those of the first part that fails by
@@ -86,23 +104,17 @@ class LLGuidance(GrammarBackend):
         return reason.replace("nothing follows it", "nothing follows the schema, whose parts contradict each other")
 
     def fill_many(self, matchers: Sequence[Matcher], words: UInt32) -> None:
-        running = [(matcher, line) for line, matcher in enumerate(cast("Sequence[_Matcher]", matchers)) if matcher.running]
-        if len(running) < 2 or not self.context.stop_ids:
-            super().fill_many(matchers, words)
-            return
-        if len(running) < len(matchers):
-            words.fill(0)
-        if self._executor is None:
-            self._executor = llguidance.LLExecutor(self.options.threads)
-        self._executor.unsafe_compute_mask_ptr([(matcher.inner, line) for matcher, line in running], words.ctypes.data, words.strides[0], len(words))
-        for matcher, _ in running:
-            matcher.check()
+        self._fill(cast("Sequence[LLMatcher]", matchers), words)
 
     def _json_options(self) -> Mapping[str, Any]:
         """White space, and the escapes in strings: with \\u, a key of the schema could be spelled otherwise, and have another value."""
         if self.options.whitespace == "compact":
             return {"whitespace_flexible": False, "json_allowed_escapes": ESCAPES}
         return {"whitespace_pattern": f"[\\x20\\x0A\\x0D\\x09]{{1,{WHITESPACE_AT_MOST}}}", "json_allowed_escapes": ESCAPES}
+
+
+def _tokenizer(context: GrammarContext, slices: list[str] | None) -> Any:
+    return llguidance.LLTokenizer(_Vocabulary(context), eos_token=_ends(context), slices=slices)
 
 
 class _Vocabulary:
@@ -125,72 +137,6 @@ class _Vocabulary:
 def _ends(context: GrammarContext) -> list[int]:
     """Return the ids that end an answer. The library wants one: if there is none, it gets an id beyond the vocabulary."""
     return sorted(context.stop_ids) or [context.vocab_size]
-
-
-class _Grammar(Grammar):
-    def __init__(self, first: Any, context: GrammarContext) -> None:
-        self._first, self._context = first, context
-
-    def begin(self) -> Matcher:
-        return _Matcher(self._first.deep_copy(), self._context)
-
-
-class _Matcher(Matcher):
-    """The library's matcher, without its own idea of the end: it takes any number of stop ids, and doesn't count them."""
-
-    def __init__(self, inner: Any, context: GrammarContext) -> None:
-        self.inner = inner
-        self._context = context
-        self._accepted = 0  # tokens, with a stop id
-        self.running = True  # no stop id was accepted
-        self._wider = None if context.stop_ids else np.zeros(context.vocab_size // 32 + 1, dtype=np.uint32)
-
-    def fill(self, words: UInt32) -> None:
-        if not self.running:
-            words.fill(0)
-            return
-        target = words if self._wider is None else self._wider
-        self.inner.unsafe_compute_mask_ptr(target.ctypes.data, target.nbytes)
-        self.check()
-        if self._wider is not None:
-            words[:] = self._wider[: len(words)]
-            if self._context.vocab_size % 32:
-                words[-1] &= (1 << self._context.vocab_size % 32) - 1
-
-    def accept(self, token: int) -> bool:
-        if not self.running or not 0 <= token < self._context.vocab_size:
-            return False
-        if token in self._context.stop_ids:
-            ends = bool(self.inner.is_accepting())
-            self.running = not ends
-        else:
-            ends = self.inner.try_consume_tokens([token]) == 1
-        self.check()
-        self._accepted += ends
-        return ends
-
-    def rollback(self, tokens: int) -> None:
-        if not 0 <= tokens <= self._accepted:
-            raise ValueError(f"{tokens} tokens can't be taken back: {self._accepted} were accepted")
-        self._accepted -= tokens
-        if tokens and not self.running:
-            self.running = True
-            tokens -= 1
-        if tokens:
-            self.inner.rollback(tokens)
-            self.check()
-
-    def forced(self) -> Sequence[int]:
-        return forced_tokens(self, self._context) if self.running and self.inner.compute_ff_bytes() else ()
-
-    @property
-    def complete(self) -> bool:
-        return not self.running or bool(self.inner.is_stopped())
-
-    def check(self) -> None:
-        """Raise `DovetailError` if the matcher has failed: it went beyond a limit, or came to where no token of the vocabulary can go on."""
-        if self.inner.is_error():
-            raise DovetailError(_reason(self.inner.get_error()))
 
 
 # ---- grammars in the library's dialect of Lark
@@ -427,26 +373,3 @@ def _text(text: str) -> str:
 
 def _pattern(regex: str) -> str:
     return f"/{regex}/" if regex else '""'
-
-
-_IN_PLAIN_WORDS = (  # what the library says, and what that means to the author of a rule
-    (r"oneOf constraints are not supported.*", "oneOf: the backend llguidance can't tell that its parts exclude each other; anyOf may serve"),
-    (r"Unsatisfiable schema: .*|NoExtensionBias", "nothing follows it"),
-    (r"Failed to generate regex for .*", "the bounds are too large for the backend llguidance"),
-    (r"decimal literal invalid.*", "the count of a repetition is too large"),
-    (r"(fuel exhausted|initial lexer configuration|lexer error: too many expressions).*", "it is too large for the backend llguidance"),
-    (r"Parser Error: Current row has .*", "more alternatives at one place than the backend llguidance follows (2000)"),
-    (r"lexer error", "it isn't Lark from here on"),
-)
-
-
-def _reason(error: str) -> str:
-    """Return the sentence in the library's error, without the place in our Lark and the pictures."""
-    lines = [re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", line.strip()) for line in error.splitlines()]
-    said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    reason = said[0] if said else next(iter(lines), "it failed without saying why")
-    place, reason = re.fullmatch(r"(\d+\(\d+\): )?(.*)", reason, re.DOTALL).groups("")  # type: ignore[union-attr]  # it matches anything
-    if place:  # in a user's grammar, which begins behind `HEAD`
-        line, column = map(int, re.findall(r"\d+", place))
-        place = f"line {line - HEAD.count(chr(10))}, column {column}: "
-    return place + next((words for theirs, words in _IN_PLAIN_WORDS if re.fullmatch(theirs, reason, re.DOTALL)), reason)

@@ -1,0 +1,231 @@
+"""Tracks an answer through its JSON Schema, to know how many characters the string that it is in may have.
+
+The answer is known to follow the schema, so that looking at quotes, brackets, colons and commas is enough. Where it isn't clear which subschemas a
+value follows, or a string is restrained by more than a length, the tracker says that it doesn't know.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dovetail_grammars.specs import target
+
+Schema = Mapping[str, Any]
+
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$defs", "definitions"})
+_AT_ROOT = frozenset({"$schema", "x-guidance"})
+_VALUES = frozenset({"enum", "const"})
+_OTHERS_OF_STRINGS = frozenset({"pattern", "format"})
+_OF_OBJECTS = frozenset({"properties", "required", "additionalProperties", "minProperties", "maxProperties"})
+_OF_ARRAYS = frozenset({"items", "prefixItems", "minItems", "maxItems"})
+_OF_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_KNOWN = _OF_OBJECTS | _OF_ARRAYS | _OF_NUMBERS | _VALUES | _OTHERS_OF_STRINGS | {"type", "minLength", "maxLength"}
+_ANYTHING: Schema = {}
+_REMEMBERED = 20_000  # steps of a tracker
+
+_QUOTE, _BACKSLASH, _OPEN, _CLOSE, _COLON, _COMMA = b'"', b"\\", b"{[", b"}]", b":", b","
+_ESCAPED = -1
+
+
+class _Candidates:
+    """The subschemas of which a value follows at least one; if they aren't `known`, it may follow others, too."""
+
+    def __init__(self, schemas: Iterable[Schema], known: bool) -> None:
+        self.schemas, self.known = tuple(schemas), known
+        self.longest = self._longest()
+        self.names = {_spelled(name) for schema in self.of_type("object") for name in schema.get("properties", ())} if known else set()
+        self.within: dict[bytes | None, _Candidates] = {}  # by property; None: every other, or an array's items
+
+    def of_type(self, name: str) -> list[Schema]:
+        types = ((schema, schema.get("type", name)) for schema in self.schemas)
+        return [schema for schema, allowed in types if name in ([allowed] if isinstance(allowed, str) else allowed)]
+
+    def _longest(self) -> float | None:
+        """Return how many characters a string has at most, if nothing else restrains it but `minLength`."""
+        strings = self.of_type("string")
+        lengths = {schema.get("maxLength", math.inf) for schema in strings}
+        if not self.known or len(lengths) != 1 or not all((_VALUES | _OTHERS_OF_STRINGS).isdisjoint(schema) for schema in strings):
+            return None
+        [longest] = lengths
+        return longest if longest == math.inf or type(longest) is int else None
+
+
+_UNKNOWN = _Candidates((), known=False)
+
+
+@dataclass(eq=False, slots=True)
+class _Container:
+    """An array or object that the answer is in."""
+
+    is_object: bool
+    follows: _Candidates
+    outer: _Container | None
+
+
+@dataclass(eq=False, slots=True)
+class Position:
+    """A place in an answer, but for how many characters its string has so far."""
+
+    container: _Container | None
+    follows: _Candidates  # what the string follows if it is in one, else what the next value follows
+    in_string: bool
+    is_key: bool  # the string that it is in, or the next one
+    key: bytes | None  # as far as it is written; None: none of the schema's
+    unfinished: int  # bytes to come of a character that is begun; or _ESCAPED
+    steps: dict[int, Step] = field(default_factory=dict)  # by token, as far as they were needed
+    stays: bool = field(init=False)  # tokens of whole characters without a quote or a backslash lead back to it
+    longest: float | None = field(init=False)
+    """How many characters this string may have: `inf` if any number of them. None in no string, within a character or an escape, or if it isn't
+    known, or if the string is restrained by more than its length."""
+
+    def __post_init__(self) -> None:
+        whole = self.in_string and not self.unfinished
+        self.stays = whole and not (self.is_key and self.key is not None)
+        self.longest = self.follows.longest if whole and not self.is_key else None
+
+
+class Step(NamedTuple):
+    """What a token does: it leads `to` a position, to whose string it adds so many `characters`. `begins`: the string begins in the token."""
+
+    to: Position
+    characters: int
+    begins: bool
+
+
+class Tracker:
+    """The positions in answers that follow one schema. It remembers steps, so that most take but a look."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._root = schema
+        self._candidates: dict[tuple[int, ...], _Candidates] = {}
+        self._containers: dict[tuple[Any, ...], _Container] = {}
+        self._positions: dict[tuple[Any, ...], Position] = {}
+        self._remembered = 0
+        self.start = Position(None, self._of([schema]), False, False, b"", 0)
+
+    def step(self, position: Position, token: int, text: bytes) -> Step:
+        """Return what `token`, whose bytes are `text`, does at a position, where it may come."""
+        step = position.steps.get(token)
+        if step is None:
+            step = self._go(position, text)
+            if self._remembered >= _REMEMBERED:
+                self._forget()
+            position.steps[token] = step
+            self._remembered += 1
+        return step
+
+    def _forget(self) -> None:
+        for position in (self.start, *self._positions.values()):
+            position.steps.clear()
+        self._positions.clear()
+        self._containers.clear()
+        self._remembered = 0
+
+    def _go(self, at: Position, text: bytes) -> Step:
+        container, follows, in_string, is_key, key, unfinished = at.container, at.follows, at.in_string, at.is_key, at.key, at.unfinished
+        characters, begins = 0, False
+        for byte in (text[n : n + 1] for n in range(len(text))):
+            if not in_string:
+                if byte == _QUOTE:
+                    in_string, characters, begins, key = True, 0, True, b""
+                elif byte in _OPEN:
+                    container = self._container(byte == b"{", follows, container)
+                    is_key = container.is_object
+                    follows = _UNKNOWN if is_key else self._items(follows)
+                elif byte in _CLOSE and container is not None:
+                    container, follows, is_key = container.outer, _UNKNOWN, False
+                elif byte == _COLON and container is not None:
+                    follows, is_key = self._property(container.follows, key), False
+                elif byte == _COMMA and container is not None:
+                    is_key = container.is_object
+                    follows = _UNKNOWN if is_key else self._items(container.follows)
+                continue
+            if unfinished == _ESCAPED:
+                unfinished = 0
+            elif unfinished:
+                unfinished -= 1
+            elif byte == _QUOTE:
+                in_string, begins, characters = False, False, 0
+                if not is_key:
+                    follows, key = _UNKNOWN, b""
+                continue
+            else:
+                characters += 1
+                unfinished = _ESCAPED if byte == _BACKSLASH else (byte >= b"\xc0") + (byte >= b"\xe0") + (byte >= b"\xf0")
+            if is_key and key is not None and container is not None:
+                key += byte
+                if not any(name.startswith(key) for name in container.follows.names):
+                    key = None
+        return Step(self._position(container, follows, in_string, is_key, key, unfinished), characters, begins)
+
+    def _container(self, *of: Any) -> _Container:
+        if of not in self._containers:
+            self._containers[of] = _Container(*of)
+        return self._containers[of]
+
+    def _position(self, container: _Container | None, follows: _Candidates, *rest: Any) -> Position:
+        at = container, follows, *rest
+        if at not in self._positions:
+            self._positions[at] = Position(*at)
+        return self._positions[at]
+
+    def _property(self, of: _Candidates, key: bytes | None) -> _Candidates:
+        name = key if key in of.names else None
+        if name not in of.within:
+            parts = []
+            for schema in of.of_type("object"):
+                named = {_spelled(each): part for each, part in schema.get("properties", {}).items()}
+                parts.append(named[name] if name in named else schema.get("additionalProperties", True))
+            of.within[name] = self._parts(of, "object", parts)
+        return of.within[name]
+
+    def _items(self, of: _Candidates) -> _Candidates:
+        if _ITEMS not in of.within:
+            arrays = of.of_type("array")
+            parts = [part for schema in arrays for part in (*schema.get("prefixItems", ()), schema.get("items", True))]
+            of.within[_ITEMS] = self._parts(of, "array", parts)
+        return of.within[_ITEMS]
+
+    def _parts(self, of: _Candidates, kind: str, parts: Iterable[Any]) -> _Candidates:
+        """Return what the members of an array or object follow. They may be fixed by what is beside their schemas."""
+        fixed = not all(_VALUES.isdisjoint(schema) for schema in of.of_type(kind))
+        return self._of(parts) if of.known and not fixed else _UNKNOWN
+
+    def _of(self, parts: Iterable[Any]) -> _Candidates:
+        schemas: dict[int, Schema] = {}
+        if not all(self._add(part, schemas, frozenset()) for part in parts):
+            return _UNKNOWN
+        key = tuple(sorted(schemas))
+        if key not in self._candidates:
+            self._candidates[key] = _Candidates(schemas.values(), known=True)
+        return self._candidates[key]
+
+    def _add(self, part: Any, schemas: dict[int, Schema], references: frozenset[str]) -> bool:
+        """Add what a schema comes down to, references and alternatives resolved. Returns False if it has keywords whose effect isn't known here."""
+        if part is False:
+            return True
+        if part is True:
+            part = _ANYTHING
+        if not isinstance(part, dict):
+            return False
+        keywords = part.keys() - _ANNOTATIONS - (_AT_ROOT if part is self._root else frozenset())
+        if keywords == {"$ref"}:
+            reference = part["$ref"]
+            return reference in references or self._add(target(self._root, reference), schemas, references | {reference})
+        for either in ("anyOf", "oneOf"):
+            if keywords == {either}:
+                return all(self._add(alternative, schemas, references) for alternative in part[either])
+        schemas[id(part)] = part
+        return keywords <= _KNOWN
+
+
+_ITEMS = b'"'  # no key has this spelling
+
+
+def _spelled(name: str) -> bytes:
+    """Return a key as it is written between its quotes: with the shortest escapes, which are the only ones that the library allows."""
+    return json.dumps(name, ensure_ascii=False)[1:-1].encode(errors="surrogatepass")

@@ -1,0 +1,154 @@
+"""Masks within strings of bounded length are made of a table and of what the library says of the other tokens; the library alone is the oracle."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from dovetail.api.grammar import GrammarContext, GrammarSpec
+from dovetail_grammars.llguidance_backend import LLGuidance
+from dovetail_grammars.llguidance_matcher import LLGrammar, LLMatcher
+from dovetail_grammars.options import GrammarOptions
+from dovetail_grammars.positions import Tracker
+from tests.structured.vocabularies import MAKERS, vocabulary
+from tests.structured.walks import allowed
+
+if TYPE_CHECKING:
+    from dovetail.api.grammar import UInt32
+
+STRING = {"type": "string"}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {**STRING, "maxLength": 7},
+        "tags": {"type": "array", "items": {**STRING, "maxLength": 3}, "maxItems": 4},
+        "note": {"anyOf": [{**STRING, "maxLength": 5, "minLength": 2}, {"type": "null"}]},
+        "free": STRING,
+        "level": {"enum": ["ab", "abc"]},
+        "word": {**STRING, "pattern": "^[a-z]{2,9}$", "maxLength": 6},
+        "map": {"type": "object", "additionalProperties": {**STRING, "maxLength": 2, "minLength": 1}},
+        "either": {
+            "oneOf": [
+                {"type": "object", "properties": {"v": {**STRING, "maxLength": 4}}, "required": ["v"]},
+                {"type": "object", "properties": {"v": {"type": "integer"}, "w": {**STRING, "maxLength": 9}}, "required": ["v", "w"]},
+            ]
+        },
+        "unlike": {"anyOf": [{**STRING, "maxLength": 2}, {**STRING, "pattern": "^[x-z]{0,9}$"}]},
+        "tree": {"$ref": "#/$defs/node"},
+        "pair": {"type": "array", "prefixItems": [{**STRING, "maxLength": 1}, {**STRING, "maxLength": 8}], "items": False},
+        "anything": {},
+    },
+    "required": ["tags", "map", "pair"],
+    "$defs": {"node": {"type": "object", "properties": {'x"é\n': {"type": ["string", "integer"], "maxLength": 6}, "node": {"$ref": "#/$defs/node"}}}},
+}
+
+
+def backend(context: GrammarContext, **options: Any) -> LLGuidance:
+    return LLGuidance(GrammarOptions(threads=2, **options), context)
+
+
+def compiled(backend: LLGuidance, schema: Any) -> tuple[LLGrammar, LLGrammar]:
+    """Return the grammar, and the same without the table."""
+    grammar = backend.compile(GrammarSpec("json_schema", json.dumps(schema)))
+    assert isinstance(grammar, LLGrammar)
+    return grammar, LLGrammar(grammar.fill, grammar.whole)
+
+
+def mask(matcher: Any, context: GrammarContext) -> UInt32:
+    words = np.zeros(-(-context.vocab_size // 32), dtype=np.uint32)
+    matcher.fill(words)
+    return words
+
+
+@cache
+def structural(name: str) -> set[int]:
+    return {token for token, text in enumerate(vocabulary(name).token_bytes) if text and text[:1] in b'"\\{}[],:'}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("whitespace", ["compact", "flexible"])
+def test_every_mask_of_an_answer_is_the_library_s_own(name: str, whitespace: str) -> None:
+    context = vocabulary(name)
+    grammar, oracle = compiled(backend(context, whitespace=whitespace), SCHEMA)
+    tabled = 0
+    for seed in range(6):
+        chance = random.Random(seed)
+        ours, theirs, text = grammar.begin(), oracle.begin(), b""
+        assert isinstance(ours, LLMatcher)
+        for _ in range(100):
+            words = mask(ours, context)
+            assert (words == mask(theirs, context)).all(), text
+            tokens = allowed(words, context).tolist()
+            tabled += ours.room is not None
+            token = chance.choice(tokens)
+            if chance.random() < 0.5:
+                token = chance.choice(sorted(structural(name).intersection(tokens)) or [token])
+            if chance.random() < 0.1:  # and back
+                assert ours.accept(token)
+                ours.rollback(1)
+            assert ours.accept(token)
+            assert theirs.accept(token)
+            assert ours.complete == theirs.complete
+            if ours.complete:
+                break
+            text += context.token_bytes[token] or b""
+    assert tabled > 20, "the table was hardly asked"
+
+
+def test_whatever_room_is_left_each_token_of_the_vocabulary_is_judged_as_by_the_library() -> None:
+    context = vocabulary("byte-level")
+    llguidance = backend(context)
+    quote = context.token_bytes.index(b'"')
+    for room in range(22):
+        ours, theirs = (grammar.begin() for grammar in compiled(llguidance, {**STRING, "maxLength": room}))
+        assert ours.accept(quote)
+        assert theirs.accept(quote)
+        assert (mask(ours, context) == mask(theirs, context)).all(), room
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "longest", "characters"),
+    [
+        ({**STRING, "maxLength": 5}, '"aé\\n', 5, 3),
+        ({**STRING, "maxLength": 5}, '"a"', None, 0),
+        ({**STRING, "maxLength": 5}, '"a\\', None, 2),
+        (STRING, '"ab', math.inf, 2),
+        (True, '{"a":["b', math.inf, 1),
+        (SCHEMA, '{"name', None, 4),
+        (SCHEMA, '{ "name" : "Jo', 7, 2),
+        (SCHEMA, '{"name":"Jo","tags":["a","bc', 3, 2),
+        (SCHEMA, '{"tags":[],"map":{"name":"x', 2, 1),
+        (SCHEMA, '{"tags":[],"other":"x', math.inf, 1),
+        (SCHEMA, '{"note":"x', 5, 1),
+        (SCHEMA, '{"level":"a', None, 1),
+        (SCHEMA, '{"word":"a', None, 1),
+        (SCHEMA, '{"unlike":"x', None, 1),
+        (SCHEMA, '{"pair":["x', None, 1),
+        (SCHEMA, '{"either":{"v":"x', 4, 1),
+        (SCHEMA, '{"either":{"v":1,"w":"x', None, 1),
+        (SCHEMA, '{"tree":{"node":{"node":{"x\\"é\\n":"x', 6, 1),
+        ({"allOf": [{**STRING, "maxLength": 5}]}, '"a', None, 1),
+        ({"$ref": "#/$defs/a", "minLength": 1, "$defs": {"a": {**STRING, "maxLength": 5}}}, '"a', None, 1),
+        ({"type": "object", "patternProperties": {"a": {**STRING, "maxLength": 5}}}, '{"a":"a', None, 1),
+        ({"enum": [{"a": "b"}], "properties": {"a": {**STRING, "maxLength": 5}}}, '{"a":"a', None, 1),
+        ({"type": "object", "unevaluatedProperties": {**STRING, "maxLength": 5}}, '{"a":"a', None, 1),
+    ],
+)
+def test_the_length_of_a_string_is_known_where_nothing_else_restrains_it(schema: Any, text: str, longest: float | None, characters: int) -> None:
+    tracker = Tracker(schema)
+    position, so_far = tracker.start, 0
+    for token, byte in enumerate(text.encode()):
+        position, more, begins = tracker.step(position, token, bytes([byte]))
+        so_far = more if begins else so_far + more
+    assert position.longest == longest
+    if position.in_string:
+        assert so_far == characters
+    whole = tracker.step(tracker.start, -1, text.encode())
+    assert whole.to.longest == longest, "in one token"
+    assert whole.characters == (characters if position.in_string else 0)
