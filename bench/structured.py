@@ -2,9 +2,12 @@
 
     python -m bench.structured --tokenizer DIRECTORY                        # of a model: tokenizer.json and tokenizer_config.json, such as Qwen3's
     python -m bench.structured --tokenizer DIRECTORY --grammar llguidance xgrammar --json out.json
+    python -m bench.structured --tokenizer DIRECTORY --schemas --engine dovetail vllm             # ten schemas as people write them
+    python -m bench.structured --schemas tags call --requests 8 --demo                            # the program without a GPU
 
 256 requests of 200 tokens in and 300 out, on random weights in a model's true shape. A list of objects with strings, numbers, lists and a pattern,
 which isn't over before 300 tokens; the same lengths without a grammar. Medians of three runs with fresh prompts.
+With `--schemas`: each of `bench/schemas.py` in 1, 64 and 256 requests of 100 tokens in and 300 out, beside as many without a rule, in turns.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ import numpy as np
 from bench.apart import apart
 from bench.engines import settings_of, timed, warm_up
 from bench.limits import require_gpu
+from bench.schema_runs import ENGINES, Plan
+from bench.schema_runs import run as run_apart
+from bench.schemas import SCHEMAS
 from bench.shapes import SHAPES, write_checkpoint
 from bench.workloads import Workload
 
@@ -101,19 +107,43 @@ def first_tokens(llm: Any) -> dict[str, float]:
     return {"free_p50": float(np.percentile(free, 50)), **{f"new_p{share}": float(np.percentile(new, share)) for share in (50, 99)}}
 
 
+def run_schemas(args: argparse.Namespace, directory: Path) -> None:
+    for engine in args.engine:
+        file = None if args.json is None else f"{args.json.removesuffix('.json')}-{engine}.json"
+        plan = Plan(directory, args.schemas or list(SCHEMAS), args.requests, args.grammar[0], settings_of(args.set), file, args.runs, args.demo)
+        rows = [row for row in apart(run_apart, engine, plan) if "error" not in row]
+        for requests in args.requests:
+            worst = min((row for row in rows if row["requests"] == requests), key=lambda row: row["share"], default=None)
+            if worst is not None:
+                print(f"{engine}: {requests} requests: the worst is {worst['schema']} with {100 * worst['share']:.1f} %", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", type=Path, required=True, metavar="DIRECTORY", help="of a model with at most 151,936 token ids")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIRECTORY", help="of a model with at most 151,936 token ids")
     parser.add_argument("--grammar", nargs="+", default=["llguidance"])
+    parser.add_argument("--schemas", nargs="*", choices=SCHEMAS, help="all, if none is named")
+    parser.add_argument("--requests", nargs="+", type=int, default=[1, 64, 256], help="at once, with --schemas")
+    parser.add_argument("--engine", nargs="+", default=["dovetail"], choices=ENGINES, help="with --schemas")
+    parser.add_argument("--runs", type=int, default=2, help="of each schema, with --schemas, after one that isn't counted")
+    parser.add_argument("--demo", action="store_true", help="the demo model, with --schemas: to try the program")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of engine.yaml")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
+    if args.demo and args.schemas is not None:
+        run_schemas(args, Path())
+        return
     require_gpu()
+    if args.tokenizer is None:
+        parser.error("--tokenizer DIRECTORY is needed")
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         write_checkpoint(SHAPES["qwen3-0.6b"], Path(directory))
         for name in TOKENIZER_FILES:
             shutil.copy(args.tokenizer / name, directory)
+        if args.schemas is not None:
+            run_schemas(args, Path(directory))
+            return
         for grammar in args.grammar:
             row = apart(run, Path(directory), grammar, settings_of(args.set))
             rows.append(row)
