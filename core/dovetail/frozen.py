@@ -1,9 +1,11 @@
-"""Values that can't be changed after they were checked: `FrozenDict`, and `frozen`, which makes nested containers from outside read-only."""
+"""Values that can't be changed after they were checked: `FrozenDict`, and `frozen`, which makes plain values from outside read-only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
+
+from dovetail.checks import as_number, plain_integer, plain_text, shown
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -27,20 +29,25 @@ class FrozenDict(dict[K, V]):
 
 
 def frozen(value: Any, levels: int = MAX_DEPTH) -> Any:
-    """Return a read-only copy of a mapping, list, set or byte array, and of those nested inside; any other value is returned as it is.
+    """Return a read-only copy of a plain value: None, a boolean, a number, text or bytes, or a mapping, list, tuple or set of such values.
 
-    Raises `ValueError` if containers are nested deeper than `levels`.
+    Raises `ValueError` for any other value, since other processes get these, and if containers are nested deeper than `levels`.
     """
-    if not isinstance(value, Mapping | list | tuple | set | frozenset | bytearray):
-        return value
-    if levels == 0:
+    if isinstance(value, Mapping | list | tuple | set | frozenset) and levels == 0:
         raise ValueError(f"more than {MAX_DEPTH} containers within each other")
     if isinstance(value, Mapping):
-        return FrozenDict({key: frozen(inner, levels - 1) for key, inner in value.items()})
+        return FrozenDict({frozen(key, levels - 1): frozen(inner, levels - 1) for key, inner in value.items()})
     if isinstance(value, set | frozenset):
-        return frozenset(value)
+        return frozenset(frozen(inner, levels - 1) for inner in value)
+    if isinstance(value, list | tuple):
+        return tuple(frozen(inner, levels - 1) for inner in value)
+    if value is None or isinstance(value, bool | bytes):
+        return value
     if isinstance(value, bytearray):
         return bytes(value)
-    if isinstance(value, list) or type(value) is tuple:
-        return tuple(frozen(inner, levels - 1) for inner in value)
-    return value  # a named tuple: its class says more than its items
+    plain: float | str | None = float.__float__(value) if isinstance(value, float) else plain_text(value)
+    for convert in (plain_integer, as_number):
+        plain = convert(value) if plain is None else plain
+    if plain is None:
+        raise ValueError(f"expected a plain value, as JSON has them, got {shown(value)}")
+    return plain

@@ -6,11 +6,13 @@ import copy
 import dataclasses
 import inspect
 import json
+import math
 import pickle
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,9 +98,10 @@ def test_params_can_be_keys_and_their_mappings_json() -> None:
     assert json.dumps(params.extra_args) == '{"a": [1, {"b": null}]}'
 
 
-def test_containers_of_any_kind_are_frozen_and_other_values_are_left_alone() -> None:
-    other = object()
-    assert frozen([bytearray(b"a"), {1}, MappingProxyType({"a": [other]})]) == (b"a", frozenset({1}), FrozenDict({"a": (other,)}))
+def test_containers_of_any_kind_are_frozen_and_numbers_and_text_are_plain() -> None:
+    assert frozen([bytearray(b"a"), {1}, MappingProxyType({"a": [None, True]})]) == (b"a", frozenset({1}), FrozenDict({"a": (None, True)}))
+    values = [np.float64(0.5), np.float32(0.5), np.int8(3), type("Text", (str,), {})("x"), 10**30, -math.inf]
+    assert [(type(value), value) for value in frozen(values)] == [(float, 0.5), (float, 0.5), (int, 3), (str, "x"), (int, 10**30), (float, -math.inf)]
 
 
 def test_what_contains_itself_is_refused() -> None:

@@ -43,7 +43,8 @@ class RowSampling:
     stop_token_ids: tuple[int, ...] = ()  # all tokens that end it (EOS included, unless ignored); never sampled before min_tokens
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    extra_args: Mapping[str, Any] = field(default_factory=dict)  # only keys that `SamplerCapabilities.extra_args` names; lists have become tuples
+    # the keys that the request gives, all among `SamplerCapabilities.extra_args`, with the values of `extra_args_model`; lists have become tuples
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,19 @@ class SamplerContext:
 @dataclass(frozen=True, slots=True)
 class SamplerCapabilities:
     """The features that a sampler declares. `cuda_graph`: it has `sample_captured`; without it no step is replayed as a CUDA graph.
-    `cuda_graph_full`: it has `sample_fully_captured` as well."""
+    `cuda_graph_full`: it has `sample_fully_captured` as well. `extra_args_model`: a pydantic model that validates the values of a request's
+    `extra_args` when it arrives, so that a wrong one is that request's error. It is asked only about requests that give some."""
 
     cuda_graph: bool = False
     logprobs: bool = True
-    extra_args: tuple[str, ...] = ()  # keys of `SamplingParams.extra_args` that it understands; a request with others is refused
+    extra_args: tuple[str, ...] = ()  # keys of `SamplingParams.extra_args` that it understands: by default those of `extra_args_model`
     cuda_graph_full: bool = False
+    extra_args_model: type[BaseModel] | None = None  # None: any plain value of a declared key reaches the sampler
+
+    def __post_init__(self) -> None:
+        if self.extra_args_model is not None and not self.extra_args:
+            keys = tuple(field.alias or name for name, field in self.extra_args_model.model_fields.items())
+            object.__setattr__(self, "extra_args", keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,11 @@ class Sampler(ABC):
 
     @abstractmethod
     def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
-        """Forget the rows `removed`, then let each row in `added` begin with its parameters (a row may be in both)."""
+        """Forget the rows `removed`, then let each row in `added` begin with its parameters (a row may be in both).
+
+        If it raises, the executor calls it again for each row alone. A row that it refuses then begins with default parameters instead, and the
+        row's request ends with the error. Only if that raises too does the engine end.
+        """
 
     @abstractmethod
     def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:

@@ -6,23 +6,28 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from dovetail.api.clock import Clock, VirtualClock, WallClock
 from dovetail.api.executor import Capacity, Executor, ExecutorContext
 from dovetail.api.kv_cache import KVContext
 from dovetail.api.observer import EngineStarted, ObserverContext
+from dovetail.api.sampler import RowSampling, SamplerCapabilities
 from dovetail.api.scheduler import SchedulerContext
 from dovetail.checks import shown
 from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.observers import ObserverHub
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError
-from dovetail.front.generation_defaults import GenerationDefaults
+from dovetail.front.component_values import validated, validated_extra_args
+from dovetail.front.generation_defaults import GenerationDefaults, resolve_sampling
 from dovetail.front.grammars import GrammarCompiler
 from dovetail.front.intake import IntakeFacts
 from dovetail.parts import Parts, read_parts
@@ -49,6 +54,7 @@ class Assembly:
     defaults: GenerationDefaults
     has_logprobs: bool = True
     extra_args: frozenset[str] = frozenset()  # keys of `SamplingParams.extra_args` that the sampler understands
+    extra_args_model: type[BaseModel] | None = None  # validates their values
     extra_models: Mapping[str, Any] = field(default_factory=dict)  # distribution -> pydantic model of what requests carry for it
     parts: Mapping[str, str] = field(default_factory=dict)  # kind -> "distribution:name" of the component in use, without attention
     has_masks: bool = False  # the executor can mask tokens, as grammars need it
@@ -124,7 +130,7 @@ class Assembly:
         )
 
     def check_extra(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return what a request carries for components, validated by their own models. Raises `RequestError`."""
+        """Return the values that a request carries for components, validated by their own models. Raises `RequestError`."""
         if extra is not None and not isinstance(extra, Mapping):
             raise RequestError(f"extra must map distributions to what their components want to know, got {shown(extra)}")
         checked = {}
@@ -133,11 +139,15 @@ class Assembly:
             if model is None:
                 known = ", ".join(sorted(self.extra_models)) or "nobody here"
                 raise RequestError(f"extra: {distribution!r} reads nothing from requests; those that do: {known}")
-            try:
-                checked[distribution] = model.model_validate(values).model_copy(deep=True)  # nothing of it is the caller's any more
-            except ValueError as error:
-                raise RequestError(f"extra.{distribution}: {error}") from None
+            checked[distribution] = validated(model, values, f"extra.{distribution}").model_copy(deep=True)  # nothing of it is the caller's any more
         return checked
+
+    def sampling(self, params: SamplingParams, seed: int, bad_words: tuple[tuple[int, ...], ...]) -> RowSampling:
+        """Return a request's sampling as `resolve_sampling` does, with `extra_args` validated by the sampler's model. Raises `RequestError`."""
+        sampling = resolve_sampling(params, self.defaults, seed, bad_words)
+        if self.extra_args_model is None or not params.extra_args:
+            return sampling
+        return replace(sampling, extra_args=validated_extra_args(self.extra_args_model, params.extra_args))
 
 
 def assemble(
@@ -162,6 +172,7 @@ def assemble(
         core = _make_core(executor, capacity, config, parts, clock)
         if freezes := gc.get_freeze_count() > frozen:  # the executor's part: now the books, later the tokenizer
             gc.freeze()
+        sampler = SamplerCapabilities() if executor.capabilities.virtual_clock else parts.sampler.load().capabilities
         return Assembly(
             config=config,
             core=core,
@@ -169,7 +180,8 @@ def assemble(
             tokenizer_dir=tokenizer_dir,
             defaults=defaults,
             has_logprobs=executor.capabilities.logprobs,
-            extra_args=frozenset() if executor.capabilities.virtual_clock else frozenset(parts.sampler.load().capabilities.extra_args),
+            extra_args=frozenset(sampler.extra_args),
+            extra_args_model=sampler.extra_args_model,
             extra_models={part.distribution: model for part in (parts.scheduler, parts.kv_cache) if (model := part.request_extra()) is not None},
             parts={
                 "scheduler": parts.scheduler.qualified_name,

@@ -18,7 +18,6 @@ from dovetail.engine.stats import EngineStats
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front import bounds
 from dovetail.front.assembly import Assembly, assemble
-from dovetail.front.generation_defaults import resolve_sampling
 from dovetail.front.intake import Intake, RequestFields, make_samples
 from dovetail.front.outputs import OutputBuilder, RequestGroup
 from dovetail.front.prompts import Prompt
@@ -162,7 +161,7 @@ class LLMEngine:
         extras = self._assembly.check_extra(extra)
         came = self.now() if checked.fields.arrival_time is None else checked.fields.arrival_time
         texts = self._intake.texts(params, checked.token_ids)
-        sampling = resolve_sampling(params, self._assembly.defaults, self._intake.seed_of(params), self._intake.bad_word_ids(params))
+        sampling = self._assembly.sampling(params, self._intake.seed_of(params), self._intake.bad_word_ids(params))
         constraints = self.constraints_of(params)
         watchers = [text if params.stop else None for text in texts]
         samples = make_samples(checked, sampling, self.core.earliest_arrival(came), watchers, extras, constraints)

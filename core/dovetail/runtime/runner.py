@@ -27,6 +27,7 @@ from dovetail.runtime.mask_buffer import MaskBuffer, lines_of
 from dovetail.runtime.mixed_graphs import MixedGraphs, Recording
 from dovetail.runtime.row_state import RowState
 from dovetail.runtime.sampled import Sampled, SampledCopy
+from dovetail.runtime.sampler_rows import update_rows
 from dovetail.runtime.sampling_graphs import SamplingGraphs
 from dovetail.runtime.step_inputs import DeviceInputs, HostInputs
 from dovetail.runtime.transfer import HostCopy, all_to_device, to_device
@@ -86,6 +87,7 @@ class PendingStep:
     request_ids: list[str]  # of each row there is: by the time of `collect` it may be another's
     yields_token: NDArray[np.bool_]  # [b]
     started: float  # when submitted, in seconds on the engine's clock
+    refused: dict[int, str] = field(default_factory=dict)  # of the step's new rows, those that the sampler refused, and why
     token_ids: HostCopy | None = None  # [n] of the rows that sample
     broken: HostCopy | None = None  # [n] bool: their hidden states hold NaN
     logprobs: LogprobsCopy | None = None
@@ -127,6 +129,7 @@ class Runner:
         self.device = rows.device
         self._slice = max(1, LOGITS_AT_ONCE // vocab_size)  # positions whose logits are made at once
         self._pending: deque[PendingStep] = deque()
+        self._refused: dict[int, str] = {}  # rows of collected steps that the sampler refused, and why: their requests have ended
         self.graphs: DecodeGraphs | None = None  # put there once captured, as are the next two
         self.masks = MaskBuffer(rows.max_rows, vocab_size, rows.device)
         self.mixed_graphs: MixedGraphs | None = None
@@ -141,14 +144,14 @@ class Runner:
         pending = PendingStep(batch.step, batch.rows, self.rows.request_ids, batch.yields_token, started, span=span)
         graphs, kind = self.graphs if self.graphs is not None and self._is_plain_decode(batch) else None, None
         if graphs is not None:
-            self._tell_sampler(batch)
+            self._tell_sampler(batch, pending)
             kind = graphs.kind_for(batch.rows.astype(np.int64), self._worth_sharing(batch), late=batch.late)
         if graphs is not None and kind is not None:
             self._replay(graphs, kind, batch, pending)
         else:
             hidden, last_indices = self._run_model(batch, pending)
             if graphs is None:
-                self._tell_sampler(batch)  # while the device computes
+                self._tell_sampler(batch, pending)  # while the device computes
             if batch.late:
                 pending.unsampled = hidden, last_indices
             elif len(last_indices):
@@ -197,11 +200,13 @@ class Runner:
         if pending.unsampled is not None:
             raise DovetailError(f"step {pending.step} was collected, but it is late and wasn't sampled")
         started, ended = self._wait(self._pending.popleft())
+        self._refused |= pending.refused
         token_ids = np.full(len(pending.yields_token), -1, np.int64)
         sampling = np.flatnonzero(pending.yields_token)
         sampled, broken = pending.outcome(len(sampling))
         token_ids[sampling] = sampled
         failed = {int(sampling[index]): "the model's hidden state holds NaN" for index in np.flatnonzero(broken)}
+        failed |= {index: pending.refused[row] for index, row in enumerate(pending.rows.tolist()) if row in pending.refused}
         return Result(
             step=pending.step,
             token_ids=token_ids,
@@ -277,9 +282,15 @@ class Runner:
             src, dst = (np.array(ids, np.int64) for ids in zip(*((copy.src, copy.dst) for copy in batch.copies), strict=True))
             self.backend.copy_blocks(*all_to_device([src, dst], self.device))
 
-    def _tell_sampler(self, batch: Batch) -> None:
+    def _tell_sampler(self, batch: Batch, pending: PendingStep) -> None:
+        """Raises `DovetailError` if a request goes on whose end was due: then another rank's sampler has taken what this one refused."""
         if len(batch.removed) or batch.added:
-            self.sampler.update(batch.removed.tolist(), [(new.row, new.sampling) for new in batch.added])
+            removed, added = batch.removed.tolist(), [(new.row, new.sampling) for new in batch.added]
+            for row in (*removed, *(row for row, _ in added)):
+                self._refused.pop(row, None)
+            pending.refused = update_rows(self.sampler, removed, added)
+        for row in self._refused.keys() & set(batch.rows.tolist()) if self._refused else ():
+            raise DovetailError(f"request {self.rows.request_ids[row]!r} goes on, but not on every rank alike: here {self._refused[row]}")
 
     def _attention_batch(
         self, batch: Batch, host: HostInputs, inputs: DeviceInputs, shared_blocks: int, recording: Recording | None

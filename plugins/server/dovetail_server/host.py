@@ -18,7 +18,6 @@ from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import DovetailError, EngineDeadError, RequestError, UnsupportedError
 from dovetail.front import bounds
 from dovetail.front.assembly import Assembly
-from dovetail.front.generation_defaults import resolve_sampling
 from dovetail.front.intake import make_samples
 from dovetail.process_watch import ProcessWatch
 from dovetail.sampling_params import SamplingParams
@@ -209,7 +208,7 @@ class EngineHost:
         bounds.at_most("unfinished requests", self._unfinished + 1, self._assembly.config.limits, "max_waiting")  # of all front ends
         extra = self._assembly.check_extra(add.extra)
         request = request_of(add)
-        sampling = resolve_sampling(request.params, self._assembly.defaults, add.seed, tuple(tuple(words) for words in add.bad_words))
+        sampling = self._assembly.sampling(request.params, add.seed, tuple(tuple(words) for words in add.bad_words))
         arrival = core.earliest_arrival(core.clock.now() if add.arrival_time is None else add.arrival_time)
         samples = make_samples(request, sampling, arrival, [None] * request.params.n, extra, self._constraints(request.params))
         for index, sample in enumerate(samples):

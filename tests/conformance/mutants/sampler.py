@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, Field
 from torch.nn.functional import pad
 
 from dovetail.api.sampler import RowHistory, RowSampling, SampledTokens, SamplerCapabilities, TopLogprobs
@@ -608,6 +609,72 @@ class CapturesItsPenalties(DefaultSampler):
             return super().sample_fully_captured(logits, rows)
         finally:
             self._changes = now
+
+
+# ---- extra_args
+
+
+class Warmer(Misread):
+    """Multiplies the temperature by what a request gives."""
+
+    capabilities = SamplerCapabilities(extra_args=("warmth",))
+
+
+@mutant(caught_by="sampler.extra_args")
+class RaisesForText(Warmer):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, temperature=sampling.temperature * sampling.extra_args.get("warmth", 1.0))
+
+
+@mutant(caught_by="sampler.extra_args")
+class TakesNonsenseForTheDefault(Warmer):
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        warmth = sampling.extra_args.get("warmth", 1.0)
+        return replace(sampling, temperature=warmth if type(warmth) is float and 0 < warmth < 9 else 1.0)
+
+
+class AnyNumber(BaseModel):
+    warmth: int = Field(1, strict=True)
+
+
+@mutant(caught_by="sampler.extra_args")
+class TakesNumbersThatItCannotHold(Warmer):
+    capabilities = SamplerCapabilities(extra_args_model=AnyNumber)
+
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        return replace(sampling, top_k=int(np.int64(sampling.extra_args.get("warmth", 0))))
+
+
+class Digit(BaseModel):
+    warmth: int = Field(1, ge=0, le=9, strict=True)
+
+
+@mutant(caught_by="sampler.extra_args")
+class RaisesWhenItSamples(Warmer):
+    capabilities = SamplerCapabilities(extra_args_model=Digit)
+
+    def prepare(self, max_rows: int) -> None:
+        super().prepare(max_rows)
+        self.given = [1] * max_rows
+
+    def read(self, row: int, sampling: RowSampling) -> RowSampling:
+        self.given[row] = sampling.extra_args.get("warmth", 1)
+        return sampling
+
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, host_rows: np.ndarray) -> SampledTokens:
+        shares = [1 / self.given[row] for row in host_rows.tolist()]
+        return super().sample(logits * torch.tensor(shares)[:, None], rows, host_rows)
+
+
+@mutant(caught_by="sampler.extra_args")
+class SharesWhatOneGives(Warmer):
+    """Adds it to the seed of every row that begins with it."""
+
+    capabilities = SamplerCapabilities(extra_args_model=Digit)
+
+    def update(self, removed: Sequence[int], added: Sequence[tuple[int, RowSampling]]) -> None:
+        given = sum(1 + sampling.extra_args["warmth"] for _, sampling in added if sampling.extra_args)
+        super().update(removed, [(row, replace(sampling, seed=sampling.seed + given)) for row, sampling in added])
 
 
 # ---- what escaped once

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 
 from dovetail.api.sampler import RowSampling
-from dovetail.testing.checks import check, require
+from dovetail.checks import shown
+from dovetail.errors import RequestError, describe
+from dovetail.front.component_values import validated_extra_args
+from dovetail.frozen import frozen
+from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suites.sampler_bench import Row
 from dovetail.testing.suites.sampler_rows import mixed_rows
 from dovetail.testing.suites.sampler_subject import SamplerSubject, said
@@ -25,9 +31,14 @@ NEW_RULES: dict[str, tuple[dict[str, Any], int]] = {  # of the logits 0, 1, 2, 1
     "frequency penalty": ({"frequency_penalty": 1.5}, 3),
 }
 
+JUNK: tuple[Any, ...] = (  # values that a request may give for a key of `extra_args`
+    *(None, True, -1, 0, 2**70, -1.5, 1e308, math.nan, math.inf, "", "x", "1", "\0" * 5_000),
+    *([], [[]], ["x", 1, None], [0] * 5_000, {}, {"x": {"y": [None]}}),
+)
+
 
 class SamplerRequests(SamplerSubject):
-    """Seeds, rows, batches and preemptions."""
+    """Seeds, rows, batches, preemptions, and the values of `extra_args`."""
 
     @check("sampler.seed", since="0.1")
     def test_seed(self) -> None:
@@ -136,3 +147,33 @@ class SamplerRequests(SamplerSubject):
         bench, fresh = self.bench(flat[:1]), self.bench(flat[1:])
         bench.sampler.update([0], [(0, flat[1].sampling)])
         require(bench.tokens() == fresh.tokens(), "a row that was given to another request still has the seed of the one before")
+
+    @check("sampler.extra_args", since="0.1", capability="extra_args")
+    def test_extra_args(self) -> None:
+        """A nonsensical value of a key in `extra_args` was taken: by `update` or `sample`, which raised, or without effect. Validate it on arrival:
+        name a pydantic model in `SamplerCapabilities.extra_args_model`, with a strict type and a range for each key. What it refuses is told
+        to the client; whatever it takes must be sampled, and must change no other row's tokens."""
+        model, fine = self.capabilities.extra_args_model, Row([0.0] * 50, RowSampling(seed=3))
+        (alone,) = self.bench([fine]).tokens()
+        for key in self.capabilities.extra_args:
+            taken = [values for junk in JUNK if (values := _taken(model, key, junk)) is not None]
+            for values in taken:
+                row = Row(fine.logits, RowSampling(seed=4, extra_args=values))
+                try:
+                    before, token, after = self.bench([fine, row, fine]).tokens()
+                except Exception as error:
+                    fail(f"extra_args {shown(dict(values))}: {describe(error)}", error)
+                require(0 <= token < 50, f"extra_args {shown(dict(values))}: token {token} came, of a vocabulary of 50")
+                told = f"extra_args {shown(dict(values))}: the rows beside it got the tokens {before} and {after}; alone they get {alone}"
+                require(before == after == alone, told)
+            require(len(taken) < len(JUNK), f"extra_args[{key!r}] takes every one of {len(JUNK)} values, from -1 and {{}} to 'x'")
+
+
+def _taken(model: type[BaseModel] | None, key: str, junk: Any) -> Mapping[str, Any] | None:
+    """Return `extra_args` as the sampler gets them; None if the request is refused on arrival."""
+    given = frozen({key: junk})
+    try:
+        values: Mapping[str, Any] = given if model is None else validated_extra_args(model, given)
+    except RequestError:
+        return None
+    return values

@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 import torch
 from dovetail.api.component import NoOptions
 from dovetail.api.sampler import RowHistory, RowSampling, SamplerContext
@@ -15,6 +16,12 @@ def test_the_ranks_of_one_seed_are_samples_without_replacement() -> None:
     filtered = [sample(RowSampling(seed=3, top_k=2, extra_args={RANK: rank})) for rank in range(3)]
     assert len(set(filtered[:2])) == 2
     assert filtered[2] == filtered[1], "there is no third"
+
+
+@pytest.mark.parametrize("wrong", ["x", -1, 2**31, 1.0, True, None])
+def test_a_rank_that_is_none_is_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match=RANK):
+        GumbelSampler.capabilities.extra_args_model(gumbel_rank=wrong)
 
 
 def test_noise_is_of_the_gumbel_distribution() -> None:

@@ -9,6 +9,7 @@ import torch
 from dovetail.api.sampler import RowSampling, SampledTokens, Sampler, SamplerCapabilities
 from dovetail.nn.logprobs import top_logprobs
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field
 
 from dovetail_gumbel.noise import gumbel
 from dovetail_gumbel.rules import LEAST, NEVER, Seen, has_rules, ruled
@@ -28,11 +29,15 @@ PARAMETERS = np.dtype(
 )
 
 
-class GumbelSampler(Sampler):
-    """`extra_args["gumbel_rank"]`: which of the samples without replacement a request takes, 0 (the default) the first. Beyond the last token
-    that the filters leave, it is the last."""
+class GumbelArgs(BaseModel):
+    """The `extra_args` of a request."""
 
-    capabilities = SamplerCapabilities(extra_args=(RANK,))
+    gumbel_rank: int = Field(0, ge=0, lt=2**31, strict=True)
+    """Which of the samples without replacement the request takes, from 0. Beyond the last token that the filters leave, it is the last."""
+
+
+class GumbelSampler(Sampler):
+    capabilities = SamplerCapabilities(extra_args_model=GumbelArgs)
 
     def prepare(self, max_rows: int) -> None:
         self._parameters = np.zeros(max_rows, PARAMETERS)
@@ -43,8 +48,8 @@ class GumbelSampler(Sampler):
         for row in removed:
             self._ruled.pop(row, None)
         for row, sampling in added:
-            top_k = sampling.top_k or self.context.vocab_size
-            self._parameters[row] = (sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.seed % 2**64, rank_of(sampling))
+            top_k, rank = sampling.top_k or self.context.vocab_size, sampling.extra_args.get(RANK, 0)
+            self._parameters[row] = (sampling.temperature, top_k, sampling.top_p, sampling.min_p, sampling.seed % 2**64, rank)
             self._logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
             if has_rules(sampling):
                 self._ruled[row] = sampling
@@ -99,8 +104,3 @@ class GumbelSampler(Sampler):
         tokens = history.token_ids[row, : int(history.num_tokens[row])].tolist()
         prompt = int(history.prompt_lens[row])
         return Seen(tokens[:prompt], tokens[prompt:])
-
-
-def rank_of(sampling: RowSampling) -> int:
-    rank = sampling.extra_args.get(RANK, 0)
-    return rank if type(rank) is int and rank >= 0 else 0
