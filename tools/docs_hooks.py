@@ -88,7 +88,8 @@ def drawing(name: str) -> str:
 def config_keys() -> str:
     """Every key of `engine.yaml`."""
     properties = json_schema(built_ins())["properties"]
-    types = {key: _choice_type(key) for key in COMPONENT_KEYS} | {"plugins": "mapping, see below", "limits": "mapping, see below"}
+    types = {key: _choice_type(key) for key in COMPONENT_KEYS} | dict.fromkeys(("plugins", "limits"), "mapping, see below")
+    types["model"] = "string or mapping"
     return _table(EngineConfig, properties, "key", types=types)
 
 

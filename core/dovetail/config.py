@@ -57,6 +57,14 @@ class ComponentChoice:
         return {"name": self.name, **self.options} if self.options else self.name
 
 
+def _as_model_choice(value: Any) -> Any:
+    if isinstance(value, str):
+        return {"path": value}
+    if not isinstance(value, Mapping | ModelChoice):
+        raise ValueError(f"expected a model's name, or a mapping with 'path' and 'component', got {shown(value)}")
+    return value
+
+
 def _built_in(name: str) -> ComponentChoice:
     """Return a default. Its name is in full, so that it stays what it is when somebody installs a component of the same short name."""
     return ComponentChoice(f"{NAMESPACE}:{name}")
@@ -101,13 +109,39 @@ _Bytes = Annotated[int, Field(gt=0, lt=2**63)]
 Choice = Annotated[InstanceOf[ComponentChoice], BeforeValidator(_as_choice), PlainSerializer(ComponentChoice.plain)]
 
 
+class ModelChoice(BaseModel):
+    """The model: its path, and perhaps the component that must serve it. As text it is the path."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+    path: Annotated[str, Field(min_length=1)]
+    """A bundled model, a local directory, or a Hugging Face hub id."""
+
+    component: Choice | None = None
+    """The component of kind model that serves it, like "distribution:name". null: the one that serves the `architectures` of its config.json; of
+    several, the built-in."""
+
+    def __str__(self) -> str:
+        return self.path
+
+    def plain(self) -> str | dict[str, Any]:
+        """Return the choice as plain values for YAML."""
+        return self.path if self.component is None else {"path": self.path, "component": self.component.plain()}
+
+
 class EngineConfig(BaseModel):
     """The settings of one engine, with the keys and defaults of `engine.yaml`. Frozen; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
-    model: Annotated[str, Field(min_length=1)] = "demo"
-    """A bundled model ("demo"), a local directory, or a Hugging Face hub id. Relative directories start at the working directory."""
+    model: Annotated[
+        ModelChoice,
+        BeforeValidator(_as_model_choice, json_schema_input_type=Annotated[str, Field(min_length=1)] | ModelChoice),
+        PlainSerializer(ModelChoice.plain),
+        Field(json_schema_extra={"default": "demo"}),
+    ] = ModelChoice(path="demo")
+    """A bundled model ("demo"), a local directory, or a Hugging Face hub id. Relative directories start at the working directory. A mapping `{path:
+    …, component: distribution:name}` names the component that serves it, too."""
 
     tokenizer: Annotated[str, Field(min_length=1)] | None = None
     """Another tokenizer than the model's own; named like `model`."""
@@ -236,6 +270,8 @@ class EngineConfig(BaseModel):
     def _checked(cls, values: dict[str, Any], origins: dict[KeyPath, str]) -> tuple[EngineConfig | None, ConfigError | None]:
         where = Where(origins=origins)
         given = {key: _with_place(value, where.at(key)) if key in COMPONENT_KEYS else value for key, value in values.items()}
+        if isinstance(model := given.get("model"), Mapping) and "component" in model:
+            given["model"] = {**model, "component": _with_place(model["component"], where.at("model", "component"))}
         try:
             return cls.model_validate(given), None
         except ValidationError as error:
@@ -243,6 +279,14 @@ class EngineConfig(BaseModel):
         if "plugins" in wrong:
             return None, told
         return cls.model_validate({key: value for key, value in given.items() if isinstance(key, str) and key not in wrong}), told
+
+    def model_candidates(self, registry: Registry) -> tuple[ResolvedComponent, ...]:
+        """Return the models that may serve the config's: the one that it names, or all that can be used. Raises `PluginError` if the one that it
+        names isn't available."""
+        if self.model.component is not None:
+            chosen = self.model.component
+            return (registry.resolve("model", chosen.name, chosen.options, chosen.where or Where(("model", "component"))),)
+        return tuple(model for model in registry.components("model") if model.api_problem() is None)
 
     def attention_candidates(self, registry: Registry) -> tuple[ResolvedComponent, ...]:
         """Return the backends that the executor should consider, best first: see `dovetail.registry.auto`."""
@@ -260,8 +304,10 @@ class EngineConfig(BaseModel):
             return registry.resolve(kind, choice.name, choice.options, choice.where).in_full()
 
         attention, grammar = self.attention_candidates(registry), self.chosen_grammar(registry)
+        named = None if self.model.component is None else self.model_candidates(registry)[0].in_full()
         return {
             **self.model_dump(mode="json"),
+            "model": self.model.path if named is None else {"path": self.model.path, "component": named},
             **{key: resolved(kind, getattr(self, key)) for key, kind in COMPONENT_KEYS.items() if key not in ("attention", "grammar", "observers")},
             "attention": attention[0].in_full() if len(attention) == 1 else "auto",
             "grammar": "auto" if grammar is None else grammar.in_full(),
@@ -349,6 +395,8 @@ def _open(value: Any, where: Where) -> Any:
     """Return a copy of a value in which keys can be set."""
     if isinstance(value, ComponentChoice):
         return {"name": value.name, **value.options}
+    if where.path == ("model",) and isinstance(value, str | ModelChoice):
+        return {"path": value} if isinstance(value, str) else value.model_dump(exclude_none=True)
     if isinstance(value, Limits | PluginSelection):
         return value.model_dump(exclude_unset=True)
     if isinstance(value, str) and where.path[0] in COMPONENT_KEYS:

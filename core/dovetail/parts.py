@@ -52,7 +52,7 @@ def find_parts(config: EngineConfig, registry: Registry) -> Parts:
         grammar=config.chosen_grammar(registry),
         executor=one("executor", config.executor),
         observers=tuple(one("observer", choice) for choice in config.observers),
-        models=tuple(model for model in registry.components("model") if model.api_problem() is None),
+        models=config.model_candidates(registry),
     )
 
 
@@ -101,10 +101,13 @@ def find_problems(
                     note(error)
 
     with _noting(problems):
-        locate_model(config.model, registry)
+        locate_model(config.model.path, registry)
     if config.tokenizer is not None:
         with _noting(problems):
             locate_model(config.tokenizer, registry, key="tokenizer")
+    with _noting(problems):
+        for part in config.model_candidates(registry) if config.model.component is not None else ():
+            check(part)
     with _noting(problems):
         for part in config.attention_candidates(registry):
             check(part)

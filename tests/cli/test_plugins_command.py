@@ -135,6 +135,16 @@ def test_colliding_commands_need_their_full_names_and_core_ones_stay(site: Site)
     assert "dovetail-a:plugins" in dovetail("--help").stdout
 
 
+def test_a_command_of_a_built_ins_name_leaves_the_built_in_as_it_is(site: Site) -> None:
+    install_commands(site, "dovetail-a", serve="who:run")
+    (site.path / "who.py").write_text("def run(): print('run')")
+    assert "--port" in dovetail("serve", "--help").stdout
+    assert dovetail("dovetail-a:serve").stdout == "run\n"
+    listed = [line.split()[0] for line in dovetail("--help").stdout.splitlines() if line.strip()]
+    assert {"dovetail-a:serve", "serve"} <= set(listed)
+    assert any(line.split()[:2] == ["command", "dovetail-a:serve"] for line in dovetail("plugins", "list").stdout.splitlines())
+
+
 def test_unknown_command_names_the_plugins_that_failed(site: Site) -> None:
     site.install("dovetail-broken", modules={"broken": "1/0"})
     done = dovetail("serv")

@@ -191,9 +191,12 @@ SAYS = {  # distribution -> in what it says, in what is to do
     "dovetail-wrong-group": ("'dovetail_plugins'", "dovetail.plugins"),
     "dovetail-points-nowhere": ("module nowhere, which isn't installed", "pyproject.toml"),
     "dovetail-points-nowhere-in-it": ("there:plugin", "pyproject.toml"),
-    "dovetail-name-collision-with-a-built-in": ("'fcfs' is offered by dovetail-llm/schedulers", "dovetail-name-collision-with-a-built-in:fcfs"),
+    "dovetail-name-collision-with-a-built-in": ("the built-in is used unless", "dovetail-name-collision-with-a-built-in:fcfs"),
     "dovetail-name-collision-with-a-command": ("'config' is one of Dovetail's own", "dovetail-name-collision-with-a-command:config"),
-    "dovetail-name-collision-a": ("SameForCausalLM is served by dovetail-name-collision-b/main", "plugins.deny"),
+    "dovetail-name-collision-a": (
+        "architecture 'SameForCausalLM' is offered by dovetail-name-collision-b/main 1.0 too; neither is used unless it is named in full",
+        "`model: {path: …, component: dovetail-name-collision-a:",
+    ),
     "dovetail-offered-twice": ("scheduler 'same' is offered by dovetail-offered-twice/", "offer it once"),
 }
 

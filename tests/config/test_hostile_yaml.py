@@ -79,7 +79,7 @@ def test_values_are_counted_while_they_are_read(tmp_path: Path, monkeypatch: pyt
         ("x" * 5000 + ": 1", "engine.yaml:1: not valid YAML: "),
         ("? " + "x" * 5000 + "\n: 1", "engine.yaml:1: xxx"),
         ("seed: " + "x" * 5000, "engine.yaml:1: seed: expected a valid integer, got 'xxx"),
-        ("model: [" + "a, " * 300 + "]", "engine.yaml:1: model: expected a valid string, got ['a', "),
+        ("model: [" + "a, " * 300 + "]", "engine.yaml:1: model: expected a model's name, or a mapping with 'path' and 'component', got ['a', "),
         ("max_num_seqs: 2147483648", "engine.yaml:1: max_num_seqs: expected less than or equal to 2147483647"),
         ("seed: 18446744073709551616", "engine.yaml:1: seed: expected less than 18446744073709551616"),
         ("kv_cache_memory: 16EiB", "engine.yaml:1: kv_cache_memory: expected less than 9223372036854775808"),

@@ -54,10 +54,17 @@ def test_an_architecture_that_nobody_serves_lists_those_served(tmp_path: Path) -
         find_architecture(tmp_path, MODELS)
 
 
-def test_an_architecture_that_two_serve_names_both(tmp_path: Path) -> None:
-    other = ComponentRef("model", "mine:llama", "mine:Llama", architectures=("LlamaForCausalLM",))
-    with pytest.raises(UnsupportedError, match="dovetail:llama and mine:llama"):
-        find_architecture(write_config(tmp_path), (*MODELS, other))
+def test_of_several_that_serve_an_architecture_the_built_in_is_used(tmp_path: Path) -> None:
+    theirs, others = (ComponentRef("model", f"{name}:llama", "mine:Llama", architectures=("LlamaForCausalLM",)) for name in ("mine", "other"))
+    arch, _ = find_architecture(write_config(tmp_path), (theirs, *MODELS, others))
+    assert type(arch).__name__ == "Llama"
+    with pytest.raises(
+        UnsupportedError, match=r"served by mine:llama and other:llama; name the one you mean: `model: {path: .*, component: mine:llama}`"
+    ):
+        find_architecture(tmp_path, (theirs, others))
+    theirs = ComponentRef("model", "mine:bert", "mine:Bert", architectures=("BertModel",))
+    with pytest.raises(UnsupportedError, match="mine:bert doesn't serve LlamaForCausalLM; served are BertModel"):
+        find_architecture(tmp_path, (theirs,))
 
 
 def test_reasons_against_are_listed_with_the_name_of_the_model(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import Qwen3Config
 from dovetail import LLM, SamplingParams
 from dovetail.api.executor import QuantizationRef
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
-from dovetail.nn.format import DENSE, Quantization
+from dovetail.nn.format import DENSE, Quantization, WeightFormat
 from dovetail.runtime.model_files import find_architecture, stored_as
 from dovetail.runtime.quantization import choose_quantization, place_weights
 from tests.models.oracle import CPU, MODELS, context
@@ -168,10 +169,21 @@ def test_what_is_asked_for_must_be_what_the_checkpoint_has() -> None:
         choose(None, "fp9")
 
 
-def test_two_plugins_that_know_the_same_method_are_told_apart_by_their_names() -> None:
-    theirs = QuantizationRef("acme:awq", "awq", "dovetail.nn.format.awq:Awq", False)
-    with pytest.raises(UnsupportedError, match="known to dovetail:awq and acme:awq; deny one of them"):
-        choose(AWQ, installed=(*QUANTIZATIONS, theirs))
+def test_a_method_that_several_plugins_know_is_the_built_ins_unless_another_is_named() -> None:
+    theirs, others = (QuantizationRef(f"{name}:awq", "awq", "tests.models.test_quantization_config:Theirs", False) for name in ("acme", "other"))
+    assert type(choose(AWQ, installed=(theirs, *QUANTIZATIONS))) is type(choose(AWQ))
+    assert type(choose(AWQ, "acme:awq", installed=(*QUANTIZATIONS, theirs))) is Theirs
+    with pytest.raises(UnsupportedError, match=r"known to acme:awq and other:awq: write one of these names as `quantization` in engine.yaml"):
+        choose(AWQ, installed=(theirs, others))
+
+
+class Theirs(Quantization):
+    """Somebody else's way to read AWQ."""
+
+    def __init__(self, config: Mapping[str, Any] | None) -> None: ...
+
+    def of_module(self, name: str) -> WeightFormat:
+        return DENSE
 
 
 class Faulty(Quantization):

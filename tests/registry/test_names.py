@@ -51,13 +51,14 @@ def test_short_name_offered_twice_is_an_error_only_when_used(site: Site) -> None
     assert registry.resolve("scheduler", "dovetail-b:fair").version == "2.0"
 
 
-def test_built_in_names_have_no_privilege(site: Site) -> None:
-    spec = 'kind="kv_cache", name="prefix", target="a:B"'
-    site.install("dovetail-mine", modules={"mine": components(spec)})
+def test_a_short_name_means_the_built_in_whatever_is_installed(site: Site) -> None:
+    site.install("dovetail-mine", modules={"mine": components('kind="kv_cache", name="prefix", target="a:B"')})
     registry = Registry.discover()
-    with pytest.raises(PluginError, match=r"dovetail:prefix .* and dovetail-mine:prefix"):
-        registry.resolve("kv_cache", "prefix")
-    assert registry.resolve("kv_cache", "dovetail:prefix").origin.built_in
+    assert registry.resolve("kv_cache", "prefix").qualified_name == "dovetail:prefix"
+    mine = registry.resolve("kv_cache", "dovetail-mine:prefix")
+    assert mine.distribution == "dovetail-mine"
+    assert registry.needs_full_name(mine)
+    assert not registry.needs_full_name(registry.resolve("kv_cache", "dovetail:prefix"))
 
 
 def test_unknown_name_suggests_lists_and_suspects(site: Site) -> None:

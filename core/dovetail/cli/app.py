@@ -20,7 +20,7 @@ from dovetail.cli import config, generate, plugins
 from dovetail.cli.completion import join_words
 from dovetail.cli.streams import OutputError, make_any_text_printable, tell
 from dovetail.errors import ConfigError, DovetailError, EngineDeadError, PluginError, PolicyError, SchedulerStalled, describe
-from dovetail.registry.registry import Registry
+from dovetail.registry.registry import Registry, built_ins_first
 from dovetail.registry.resolved import ResolvedCommand
 from dovetail.roadmap import not_yet
 
@@ -47,7 +47,8 @@ class PluginCommand(TyperCommand):
 
 
 class DovetailGroup(TyperGroup):
-    """The group of all commands: the core's first, then plugins', each by its short name if that is unique, and always as "distribution:name"."""
+    """The group of all commands: the core's first, then plugins', each always as "distribution:name", and by its short name if that is unique or the
+    command is built in."""
 
     show_traceback = False
 
@@ -57,17 +58,18 @@ class DovetailGroup(TyperGroup):
 
     @cached_property
     def plugin_commands(self) -> dict[str, list[ResolvedCommand]]:
-        """Plugins' commands by each name that they have; using a name of more than one command is an error."""
+        """Plugins' commands by each name that they have; using a name of more than one command is an error. A short name means the built-in."""
         names: dict[str, list[ResolvedCommand]] = {}
         for command in self.registry.commands():
             names.setdefault(command.spec.name, []).append(command)
             names.setdefault(command.qualified_name, []).append(command)
-        return {name: commands for name, commands in names.items() if name not in self.commands}
+        return {name: built_ins_first(commands) for name, commands in names.items() if name not in self.commands}
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        short = [name for name, commands in self.plugin_commands.items() if ":" not in name and len(commands) == 1]
-        unreachable = [c.qualified_name for c in self.registry.commands() if c.spec.name not in short]
-        return [*self.commands, *sorted(short + unreachable)]
+        def shortest(command: ResolvedCommand) -> str:
+            return command.spec.name if self.plugin_commands.get(command.spec.name) == [command] else command.qualified_name
+
+        return [*self.commands, *sorted(map(shortest, self.registry.commands()))]
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
         if cmd_name in self.commands:

@@ -105,7 +105,7 @@ def _values(key: str) -> Iterator[Offer]:
 def _names(registry: Registry, kind: str) -> Iterator[Offer]:
     for component in registry.components():
         if component.spec.kind == kind:
-            yield (component.qualified_name if registry.is_ambiguous(component) else component.spec.name), component.spec.summary
+            yield (component.qualified_name if registry.needs_full_name(component) else component.spec.name), component.spec.summary
 
 
 def _registry() -> Registry:

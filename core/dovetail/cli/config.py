@@ -28,7 +28,7 @@ def show(source: Source = DEFAULT_MODEL, settings: Settings = []) -> None:  # no
     from dovetail.registry.models import locate_model
 
     config, registry, parts = read_parts(source, EngineConfig.read_settings(settings), origin="--set")
-    notes = {"model": str(locate_model(config.model, registry))}
+    notes = {"model": str(locate_model(config.model.path, registry))}
     for key in COMPONENT_KEYS:
         notes[key] = _offered_by(key, parts)
     for key, value in config.in_full(registry).items():

@@ -17,7 +17,7 @@ from dovetail.errors import DovetailError
 if TYPE_CHECKING:
     from dovetail.registry.plugin import PluginFailure
     from dovetail.registry.registry import Registry
-    from dovetail.registry.resolved import ResolvedComponent
+    from dovetail.registry.resolved import ResolvedCommand, ResolvedComponent
 
 app = typer.Typer(no_args_is_help=True, help="What is installed, and what failed.", rich_markup_mode=None)
 app.command(name="new")(plugins_new.new)
@@ -45,7 +45,7 @@ def list_plugins(
         return
     rows = [("KIND", "NAME", "FROM", "SUMMARY")]
     rows += [(c.spec.kind, _name(c, registry), f"{c.plugin_id} {c.version}", _summary(c)) for c in registry.components()]
-    rows += [("command", command.spec.name, str(command.origin), command.spec.summary) for command in registry.commands()]
+    rows += [("command", _name(command, registry), str(command.origin), command.spec.summary) for command in registry.commands()]
     rows += [("quantization", known.spec.name, str(known.origin), known.spec.summary) for known in registry.quantizations()]
     rows += [("bundled model", model.name, str(plugin.origin), "") for plugin in registry.plugins for model in plugin.models]
     print_table(rows, headed=True)
@@ -115,9 +115,9 @@ def _type_name(annotation: Any) -> str:
     return annotation.__name__ if plain else str(annotation).replace("typing.", "")
 
 
-def _name(component: ResolvedComponent, registry: Registry) -> str:
-    """Return the name that a config must use."""
-    return component.qualified_name if registry.is_ambiguous(component) else component.spec.name
+def _name(offer: ResolvedComponent | ResolvedCommand, registry: Registry) -> str:
+    """Return the name that a config or a command line must use."""
+    return offer.qualified_name if registry.needs_full_name(offer) else offer.spec.name
 
 
 def _summary(component: ResolvedComponent) -> str:
@@ -149,7 +149,7 @@ def _as_json(registry: Registry, failed: bool) -> dict[str, Any]:
             "qualified_name": c.qualified_name,
             "api": c.spec.api,
             "summary": c.spec.summary,
-            "ambiguous": registry.is_ambiguous(c),
+            "ambiguous": registry.needs_full_name(c),
             "problem": c.api_problem(),
         }
         for c in registry.components()

@@ -26,13 +26,13 @@ from dovetail.config import EngineConfig
 from dovetail.engine.core import CoreSettings, EngineCore
 from dovetail.engine.observers import ObserverHub
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, RequestError, UnsupportedError
-from dovetail.front.component_values import validated, validated_extra_args
 from dovetail.front.generation_defaults import GenerationDefaults, resolve_sampling
 from dovetail.front.grammars import GrammarCompiler
 from dovetail.front.intake import IntakeFacts
 from dovetail.parts import Parts, read_parts
 from dovetail.registry.models import resolve_model
 from dovetail.registry.registry import Registry
+from dovetail.registry.request_values import validated, validated_extra_args
 
 if TYPE_CHECKING:
     from dovetail.engine.constraint import Constraint
@@ -161,7 +161,7 @@ def assemble(
     """Raises `ConfigError`, `PluginError`, `UnsupportedError` or `ModelLoadError`; nothing stays behind then. What can be found wrong without
     the model's weights is found before they are read."""
     config, registry, parts = read_parts(config, overrides, registry, imports=("scheduler", "kv_cache", "observer"))  # made after the model
-    model_dir = resolve_model(config.model, registry)
+    model_dir = resolve_model(config.model.path, registry)
     tokenizer_dir = model_dir if config.tokenizer is None else _find_tokenizer(config.tokenizer, registry)
     defaults = GenerationDefaults.read(model_dir, sampling=config.generation_config == "auto")
     clock = clock or (VirtualClock() if parts.executor.load().capabilities.virtual_clock else WallClock())

@@ -71,8 +71,8 @@ class Metric:
 def model_config(config: EngineConfig, capacity: Capacity) -> ModelConfig:
     details = capacity.details
     return ModelConfig(
-        model=config.model,
-        tokenizer=config.tokenizer or config.model,
+        model=config.model.path,
+        tokenizer=config.tokenizer or config.model.path,
         architecture=details.get("model"),
         dtype=details.get("dtype"),
         max_model_len=capacity.max_model_len,

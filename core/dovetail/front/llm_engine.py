@@ -96,7 +96,7 @@ class LLMEngine:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self.core.dead is None else f"dead: {self.core.dead}"
-        parts = [f"{key}={getattr(self.config, key)!r}" for key in ("model", "max_num_seqs")]
+        parts = [f"model={self.config.model.path!r}", f"max_num_seqs={self.config.max_num_seqs!r}"]
         parts += [f"{key}={getattr(self.config, key).label!r}" for key in ("scheduler", "kv_cache", "executor")]
         parts += [
             f"max_model_len={self.capacity.max_model_len}",

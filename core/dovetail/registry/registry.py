@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -20,6 +20,8 @@ from dovetail.registry.selection import PluginSelection
 from dovetail.where import Where, did_you_mean
 
 __all__ = ["Registry", "ResolvedComponent"]
+
+Offer = TypeVar("Offer", bound=ResolvedComponent | ResolvedCommand)
 
 
 class Registry:
@@ -86,7 +88,8 @@ class Registry:
         return tuple(sorted(known, key=lambda q: (q.spec.name, q.origin)))
 
     def resolve(self, kind: Kind, name: str, options: Mapping[str, Any] | None = None, where: Where | None = None) -> ResolvedComponent:
-        """Return the component of that name, "fcfs" or "distribution:fcfs", bound to the options from a config.
+        """Return the component of that name, "fcfs" or "distribution:fcfs", bound to the options from a config. A short name means the built-in, if
+        there is one of that name.
 
         Raises `PluginError` if the name is unknown (listing the installed ones, and failed plugins that may have offered it) or ambiguous (listing
         all that it fits), or if the component is of another api version.
@@ -94,7 +97,7 @@ class Registry:
         where = where or Where((kind,))
         if kind not in KINDS:
             raise PluginError(where.says(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}"))
-        matches = [component for component in self.components(kind) if _matches(component, name)]
+        matches = built_ins_first([component for component in self.components(kind) if _matches(component, name)])
         if not matches:
             raise PluginError(where.says(self._unknown(kind, name)))
         if len(matches) > 1:
@@ -104,10 +107,10 @@ class Registry:
             raise PluginError(where.says(problem))
         return ResolvedComponent(matches[0].spec, matches[0].origin, dict(options or {}), where)
 
-    def is_ambiguous(self, component: ResolvedComponent) -> bool:
-        """Return True if another component has the same short name."""
-        same = [other.distribution for other in self.components(component.spec.kind) if other.spec.name == component.spec.name]
-        return len(same) > 1
+    def needs_full_name(self, offer: ResolvedComponent | ResolvedCommand) -> bool:
+        """Return True if the short name of a component or command means another one, or is ambiguous."""
+        others = self.commands() if isinstance(offer, ResolvedCommand) else self.components(offer.spec.kind)
+        return built_ins_first([other for other in others if other.spec.name == offer.spec.name]) != [offer]
 
     def _unknown(self, kind: Kind, name: str) -> str:
         installed = self.components(kind)
@@ -135,6 +138,11 @@ class Registry:
             if not colon or finding.origin.is_called(distribution):
                 called = finding.origin.distribution
                 yield f"{called} {finding.origin.version}: {finding.what}; `dovetail plugins doctor {called}` says what to do"
+
+
+def built_ins_first(offers: list[Offer]) -> list[Offer]:
+    """Return the built-ins among components or commands of one name, or all if none is built in: installing a plugin never takes a name away."""
+    return [offer for offer in offers if offer.origin.built_in] or offers
 
 
 def _matches(component: ResolvedComponent, name: str) -> bool:

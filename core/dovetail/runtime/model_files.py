@@ -6,11 +6,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from dovetail.api.executor import ComponentRef
+from dovetail.api.executor import ComponentRef, QuantizationRef
 from dovetail.api.model import ModelArch, ModelContext
 from dovetail.checks import shown
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError
@@ -18,6 +18,10 @@ from dovetail.json_files import read_json_object
 from dovetail.nn.kernels.gpu import gpu_of
 
 log = logging.getLogger("dovetail")
+
+Ref = TypeVar("Ref", ComponentRef, QuantizationRef)
+
+BUILT_IN = "dovetail:"  # how the full names of built-ins begin
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -31,8 +35,8 @@ class FoundArchitecture(NamedTuple):
 
 
 def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> FoundArchitecture:
-    """The one of `models` whose `architectures` hold the config's. Raises `ModelLoadError` when the config can't be read, `UnsupportedError`
-    when nobody serves it, two do, or the one that does has reasons against it."""
+    """Return the one of `models` whose `architectures` hold the config's; of several, the built-in. Raises `ModelLoadError` if the config can't be
+    read, `UnsupportedError` if none serves it, if several do and none is built in, or if the one that does has reasons against it."""
     config = read_config(model_dir)
     vars(config).pop("quantization_config", None)
     names = config.architectures
@@ -40,16 +44,24 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
         raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: no 'architectures', which say what model to build")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: 'architectures' must be a list of names, got {shown(names)}")
-    serving = [target for target in models if set(names) & set(target.architectures)]
+    serving = built_ins_first([target for target in models if set(names) & set(target.architectures)])
     if not serving:
         served = sorted({name for target in models for name in target.architectures})
-        raise UnsupportedError(f"{model_dir}: no installed model serves {', '.join(names)}; served are {', '.join(served) or 'none'}")
+        whose = f"{models[0].name} doesn't serve" if len(models) == 1 else "no installed model serves"
+        raise UnsupportedError(f"{model_dir}: {whose} {', '.join(names)}; served are {', '.join(served) or 'none'}")
     if len(serving) > 1:
-        raise UnsupportedError(f"{model_dir}: {', '.join(names)} is served by {' and '.join(target.name for target in serving)}; deny one of them")
+        offers = " and ".join(target.name for target in serving)
+        remedy = f"name the one you mean: `model: {{path: {shown(str(model_dir))}, component: {serving[0].name}}}`"
+        raise UnsupportedError(f"{model_dir}: {', '.join(names)} is served by {offers}; {remedy}")
     arch: ModelArch = serving[0].make(ModelContext())
     if reasons := _reasons_against(arch, config, Path(model_dir) / "config.json"):
         raise UnsupportedError(f"{serving[0].name} can't serve {model_dir}:\n" + "\n".join(f"  - {reason}" for reason in reasons))
     return FoundArchitecture(arch, config)
+
+
+def built_ins_first(refs: Sequence[Ref]) -> Sequence[Ref]:
+    """Return the built-ins among `refs`, which offer the same, or all if none is built in: installing a plugin never takes a built-in away."""
+    return [ref for ref in refs if ref.name.startswith(BUILT_IN)] or refs
 
 
 def stored_as(model_dir: str | Path) -> Mapping[str, Any] | None:

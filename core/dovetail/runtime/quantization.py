@@ -13,6 +13,7 @@ from dovetail.checks import shown
 from dovetail.errors import ConfigError, DovetailError, ModelLoadError, UnsupportedError, describe
 from dovetail.nn.format import DENSE, Quantization, WeightFormat
 from dovetail.nn.linear import LinearLayer
+from dovetail.runtime.model_files import built_ins_first
 
 METHOD = "quant_method"
 
@@ -30,7 +31,8 @@ def choose_quantization(
     path, method = Path(model_dir) / "config.json", said.get(METHOD)
     if not isinstance(method, str):
         raise ModelLoadError(f"{path}: quantization_config: expected {METHOD}, the name of a way of storing weights, got {shown(method)}")
-    ref = _named(method, installed, UnsupportedError, f"{path}: quantization_config: {METHOD} {shown(method)}")
+    full = [ref for ref in installed if ref.method == method and ref.name == asked]
+    ref = _named(method, full or installed, UnsupportedError, f"{path}: quantization_config: {METHOD} {shown(method)}")
     if asked not in (None, ref.method, ref.name):
         raise ConfigError(f"quantization: {shown(asked)} is asked for, and the checkpoint is {ref.method} already: leave the key out")
     try:
@@ -65,11 +67,11 @@ def _made(ref: QuantizationRef, said: Mapping[str, Any] | None) -> Quantization:
 
 
 def _named(name: str, installed: Sequence[QuantizationRef], error: type[DovetailError], what: str) -> QuantizationRef:
-    fitting = [ref for ref in installed if name in (ref.method, ref.name)]
+    fitting = built_ins_first([ref for ref in installed if name in (ref.method, ref.name)])
     if not fitting:
         raise error(f"{what} is unknown; known are {', '.join(ref.method for ref in installed) or 'none'}")
     if len(fitting) > 1:
-        raise error(f"{what} is known to {' and '.join(ref.name for ref in fitting)}; deny one of them")
+        raise error(f"{what} is known to {' and '.join(ref.name for ref in fitting)}: write one of these names as `quantization` in engine.yaml")
     return fitting[0]
 
 

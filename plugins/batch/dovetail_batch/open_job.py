@@ -116,7 +116,7 @@ def job_folder(plan: Plan, *, anew: bool = False) -> Iterator[JobFolder]:
     Raises `ConfigError` or `MissingExtraError` if the job can't be begun as it is.
     """
     source, directory = source_of(plan), Path(plan.job.output.path)
-    writer = writer_of(plan.job.output.format, plan.configs[0].model)
+    writer = writer_of(plan.job.output.format, plan.configs[0].model.path)
     source.stamp()  # it is there, and so can be compared with the folder
     if any(is_ours(directory, path) for path in (source.path, source.path.resolve())):
         raise ConfigError(f"output: {directory}: the input is in it, and has the name of a file of answers: name another output folder")

@@ -55,7 +55,7 @@ class LocalModel:
         from dovetail.front.llm import LLM
         from dovetail.sampling_params import SamplingParams
 
-        self.name = config.model
+        self.name = config.model.path
         self._params = SamplingParams.from_optional(**params)
         self._options = ChatOptions(chat_template=chat_template)
         self._llm = LLM(**{key: getattr(config, key) for key in config.model_fields_set})

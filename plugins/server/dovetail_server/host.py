@@ -276,7 +276,7 @@ class EngineHost:
         assembly, capacity, config = self._assembly, self._assembly.capacity, self._assembly.config
         intake = assembly.intake_facts
         return Facts(
-            model=config.model,
+            model=config.model.path,
             tokenizer_dir=str(assembly.tokenizer_dir),
             seed=config.seed,
             limits=config.limits.model_dump(),

@@ -78,7 +78,7 @@ class _Report:
 
     origin: PluginOrigin
     findings: list[Finding] = field(default_factory=list)
-    offers: list[tuple[str, str]] = field(default_factory=list)  # (what, name)
+    offers: list[tuple[str, str, str]] = field(default_factory=list)  # as `probe.offers_of` yields them
 
 
 def _ask(plugin: FoundPlugin) -> _Report:
@@ -125,7 +125,7 @@ def _read(plugin: FoundPlugin, lines: Sequence[Mapping[str, Any]], code: int | N
         phase, module, ended = line.get("phase", phase), line.get("module", module), ended or "end" in line
         if "problem" in line:
             report.findings.append(Finding(plugin.origin, *line["problem"]))
-        report.offers += [(what, name) for what, name in line.get("offers", ())]
+        report.offers += [(what, name, by) for what, name, by in line.get("offers", ())]
     if not ended:
         said = f"; its last words: {output[-1][-SHOWN:]}" if output else ""
         report.findings.append(Finding(plugin.origin, *_unfinished(module, phase, code, said, time_limit_s)))
@@ -145,33 +145,33 @@ def _unfinished(module: str, phase: str, code: int | None, said: str, time_limit
 
 
 def _collisions(reports: Sequence[_Report], core_commands: Collection[str]) -> Iterator[Finding]:
-    owners: dict[tuple[str, str], list[PluginOrigin]] = {}
+    owners: dict[tuple[str, str], list[tuple[PluginOrigin, str]]] = {}
     for report in reports:
-        for offer in report.offers:
-            owners.setdefault(offer, []).append(report.origin)
-    for (what, name), origins in owners.items():
-        for origin in origins:
-            yield from _collision(what, name, origin, [other for other in origins if other != origin])
-        if what == "command" and name in core_commands:
-            for origin in origins:
-                full = f"{origin.distribution}:{name}"
+        for what, name, by in report.offers:
+            owners.setdefault((what, name), []).append((report.origin, f"{report.origin.distribution}:{by}"))
+    for (what, name), offers in owners.items():
+        for origin, full in offers:
+            yield from _collision(what, name, origin, full, [other for other, _ in offers if other != origin])
+            if what == "command" and name in core_commands:
                 yield Finding(origin, "name-collision", f"command {name!r} is one of Dovetail's own", f"it is reached as {full}; rename it")
 
 
-def _collision(what: str, name: str, origin: PluginOrigin, others: Sequence[PluginOrigin]) -> Iterator[Finding]:
+def _collision(what: str, name: str, origin: PluginOrigin, full: str, others: Sequence[PluginOrigin]) -> Iterator[Finding]:
     if what == "bundled model":  # it is always named in full
         others = [other for other in others if other.distribution == origin.distribution]
     if not others:
         return
-    by = ", ".join(str(other) for other in others)
+    told = f"{what} {name!r} is offered by {', '.join(map(str, others))} too"
     if any(other.distribution == origin.distribution for other in others):
-        yield Finding(origin, "offered-twice", f"{what} {name!r} is offered by {by} too, of the same distribution", "offer it once")
-    elif what == "architecture":
-        remedy = "a model of it can't be served while both are there: deny one of them under plugins.deny"
-        yield Finding(origin, "name-collision", f"{name} is served by {by} too", remedy)
-    else:
-        remedy = f"write {origin.distribution}:{name} in full, or rename it"
-        yield Finding(origin, "name-collision", f"{what} {name!r} is offered by {by} too", remedy)
+        yield Finding(origin, "offered-twice", f"{told}, of the same distribution", "offer it once")
+        return
+    built_in = any(other.built_in for other in others)
+    used = "the built-in is used unless the other is named in full" if built_in else "neither is used unless it is named in full"
+    remedy = {
+        "architecture": f"to use this one, write `model: {{path: …, component: {full}}}` in engine.yaml",
+        "quantization": f"to use this one, write `quantization: {full}` in engine.yaml",
+    }
+    yield Finding(origin, "name-collision", f"{told}; {used}", remedy.get(what, f"to use this one, write {full}; or rename it"))
 
 
 def _check_installed(only: str, found: Sequence[FoundPlugin]) -> None:
