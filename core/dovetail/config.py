@@ -167,7 +167,7 @@ class EngineConfig(BaseModel):
 
     pace: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = 2.0
     """How many times as long as its decodes alone prompts may make a step, by estimate, while answers are streamed, whatever the scheduler (but for
-    those that claim to stall). null: prompts may fill the token budget."""
+    those that claim not to be paced). null: prompts may fill the token budget."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that the engine may use, on each GPU: weights and buffers, with all the rest for K and V."""

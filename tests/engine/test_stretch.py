@@ -54,7 +54,7 @@ def test_no_step_with_a_streamed_answer_is_longer_than_the_pace_lets_it(pace: fl
     assert longest <= 1.05 * max(pace * ALONE_S, ALONE_S + LEAST * TOKEN_S)
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if not policy.cls.claims.stalls], ids=repr)
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy.cls.claims.is_paced], ids=repr)
 def test_the_pace_is_no_difference_between_policies(policy: Policy) -> None:
     longest, _ = steps_beside_decodes(2.0, policy.cls, options=policy.options)
     assert longest <= 1.05 * 2.0 * ALONE_S
@@ -65,12 +65,16 @@ def test_without_a_pace_a_step_is_as_long_as_the_budget_lets_it() -> None:
     assert longest > 6 * ALONE_S
 
 
-class Staller(FCFS):
-    claims = Claims(stalls=True)
+def claiming(claims: Claims) -> type[FCFS]:
+    return type("Claiming", (FCFS,), {"claims": claims})
 
 
-def test_a_policy_that_claims_to_stall_is_left_alone() -> None:
-    assert steps_beside_decodes(2.0, Staller) == steps_beside_decodes(None)
+@pytest.mark.parametrize(
+    ("claims", "paced"),
+    [(Claims(), True), (Claims(stalls=True), False), (Claims(stalls=True, paced=True), True), (Claims(paced=False), False)],
+)
+def test_a_policy_that_claims_not_to_be_paced_is_left_alone(claims: Claims, paced: bool) -> None:
+    assert steps_beside_decodes(2.0, claiming(claims)) == steps_beside_decodes(2.0 if paced else None)
 
 
 def test_prompts_are_through_about_as_soon() -> None:

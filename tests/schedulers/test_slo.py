@@ -44,7 +44,7 @@ def test_what_is_late_is_rejected_or_comes_last(late: str) -> None:
     done = plan(SLO, options=SLOOptions(late=late), waiting=waiting, now=1.0)  # type: ignore[arg-type]
     assert list(done.granted) == (["fine"] if late == "reject" else ["fine", "late"])
     assert done.rejected == ({"late": "its first token would be late: it is due in -0.500 s"} if late == "reject" else {})
-    assert done.policy.claims == Claims(idles=True, starves=True, rejects=late == "reject", stalls=True)
+    assert done.policy.claims == Claims(idles=True, starves=True, rejects=late == "reject", paced=False)
 
 
 def test_one_that_is_not_late_yet_but_will_be_is_turned_away_when_it_arrives() -> None:

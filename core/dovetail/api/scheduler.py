@@ -76,15 +76,21 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """The capabilities of the kind: what a policy promises. The conformance suite checks `order`. The others are exemptions, which its verdict
-    prints: the policy may leave room unused, pass a request over while others arrive, reject requests, or let streamed answers wait for prompts.
-    The engine's `pace`, which bounds that wait, isn't applied to a policy that claims `stalls`."""
+    """The capabilities of the kind: what a policy promises. The conformance suite checks `order`. The next four are exemptions, which its verdict
+    prints: the policy may leave room unused, pass a request over while others arrive, reject requests, or compute prompts in steps without the
+    decodes. `paced`: whether the engine's `pace` bounds the prompt tokens of its steps."""
 
     order: Literal["arrival", "priority", "deadline"] | None = None
     idles: bool = False
     starves: bool = False
     rejects: bool = False
     stalls: bool = False
+    paced: bool | None = None  # None: unless it stalls
+
+    @property
+    def is_paced(self) -> bool:
+        """Return `paced`, resolved."""
+        return not self.stalls if self.paced is None else self.paced
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +183,9 @@ class Step(Protocol):
     ) -> Grant:
         """Let n = min(cost.tokens, max_tokens, tokens_left) of its tokens run, with blocks for all n; or refuse, with nothing changed.
 
-        While answers are streamed, the engine's `pace` bounds the prompt tokens of a step too, for all policies but those that claim `stalls`. Fewer
-        of n run then, with blocks for all n nevertheless: never fewer than `min_tokens`, which the first prompt of a step gets in any case.
-        `reserve` takes the blocks of its whole prefill now. A grant is refused if n < min(min_tokens, cost.tokens), or if no seat or too little
+        While answers are streamed, the engine's `pace` bounds the prompt tokens of a step too, for all policies but those that claim not to be
+        `paced`. Fewer of n run then, with blocks for all n nevertheless: never fewer than `min_tokens`, which the first prompt of a step gets in any
+        case. `reserve` takes the blocks of its whole prefill now. A grant is refused if n < min(min_tokens, cost.tokens), or if no seat or too little
         memory is left. If only memory is short, requests of `evict` are preempted, in that order, until it fits; none, if all of them wouldn't
         free enough. `evict` is read up to `request` itself: those after it keep their blocks. Requests without blocks are skipped, and
         those whose tokens of this very step `request` would find in the cache, or whose blocks it would fork. The iterable

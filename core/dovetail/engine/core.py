@@ -146,7 +146,7 @@ class EngineCore:
 
     def _take_scheduler(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.pace = None if scheduler.claims.stalls else self.settings.pace  # the pace that its steps keep
+        self.pace = self.settings.pace if scheduler.claims.is_paced else None  # the pace that its steps keep
         self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
 
     def step(self) -> Delivery:

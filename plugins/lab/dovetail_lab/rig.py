@@ -89,7 +89,7 @@ class Probe(Executor):
 class _Script(Scheduler):
     """A policy that grants all decodes, and at most `chunk` tokens of prompts, in order of arrival."""
 
-    claims = Claims(stalls=True)  # a step is measured as it was asked for
+    claims = Claims(paced=False)  # a step is measured as it was asked for
     chunk = NEVER
 
     def schedule(self, step: Step) -> None:

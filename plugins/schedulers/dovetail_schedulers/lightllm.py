@@ -30,12 +30,13 @@ class LightLLM(Scheduler):
     the pool is larger than the batch will ever be; the first always does. Under overlap blocks come free a step later than assumed, so that memory
     may be short nevertheless; then the youngest are preempted."""
 
-    claims = Claims(order="arrival", idles=True, stalls=True)
+    claims = Claims(order="arrival", idles=True, stalls=True, paced=False)
     options: LightLLMOptions
 
     def __init__(self, options: LightLLMOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
-        self.claims = Claims(order="arrival" if options.order == "arrival" else None, idles=True, starves=options.order == "lcf", stalls=True)
+        order: Literal["arrival"] | None = "arrival" if options.order == "arrival" else None
+        self.claims = Claims(order=order, idles=True, starves=options.order == "lcf", stalls=True, paced=False)
         self.turns = Turns() if options.order == "arrival" else Counters(options, lift=options.order == "vtc")
         self._decoded = 0  # steps since the last admission
 

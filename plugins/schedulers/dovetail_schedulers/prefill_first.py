@@ -19,7 +19,7 @@ class PrefillFirst(Scheduler):
     """A policy whose steps compute whole prompts, first come, first served, or, if none can begin, one token of each answer: never both. If memory is
     short, the youngest are preempted and computed again later. A prompt longer than the budget of a step fills several steps of its own."""
 
-    claims = Claims(order="arrival", idles=True, stalls=True)
+    claims = Claims(order="arrival", idles=True, stalls=True, paced=False)
     options: PrefillFirstOptions
 
     def schedule(self, step: Step) -> None:

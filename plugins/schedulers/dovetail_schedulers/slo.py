@@ -31,12 +31,12 @@ class SLO(Scheduler):
     between tokens leaves. If memory is short, the youngest are preempted. As long as `Step.fit` is unsure, steps hold few prompt tokens, and
     only those count as late whose time has passed."""
 
-    claims = Claims(idles=True, starves=True, rejects=True, stalls=True)
+    claims = Claims(idles=True, starves=True, rejects=True, paced=False)
     options: SLOOptions
 
     def __init__(self, options: SLOOptions, context: SchedulerContext) -> None:
         super().__init__(options, context)
-        self.claims = Claims(idles=True, starves=True, rejects=options.late == "reject", stalls=True)
+        self.claims = Claims(idles=True, starves=True, rejects=options.late == "reject", paced=False)
         self._uncached: dict[Request, int] = {}  # prompt tokens to compute, as of when the request was first seen
 
     def schedule(self, step: Step) -> None:

@@ -292,6 +292,16 @@ class PromptsFirst(Plain):
             serve(step, ())
 
 
+@mutant(caught_by="scheduler.paced")
+class GrantsAPromptOnce(Plain):
+    """Counts on a prompt to be computed in the step that admits it, whatever it claims of the answers beside it."""
+
+    claims = Claims(stalls=True, paced=True)
+
+    def schedule(self, step: Step) -> None:
+        step.grant_each((*step.decoding, *step.waiting))
+
+
 @mutant(caught_by="scheduler.order")
 class ClaimsPriorityAndHasNone(FCFS):
     claims = Claims(order="priority", starves=True)

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from dovetail.api.component import KINDS
+from dovetail.api.component import API_VERSIONS, KINDS
 from dovetail.errors import DovetailError
 from dovetail.registry import hookspecs
 from dovetail.registry.doctor.findings import Problem
@@ -156,7 +156,11 @@ def _of_what_it_offers(plugin: LoadedPlugin, write: Callable[..., None]) -> Iter
 def _of_component(component: ResolvedComponent) -> Iterator[Problem]:
     named = f"{component.spec.kind} {component.spec.name!r}"
     if (mismatch := component.api_problem()) is not None:
-        yield "api-mismatch", mismatch, "see the page on versions for what changed between the two"
+        yield (
+            "api-mismatch",
+            mismatch,
+            f'what changed is in docs/plugins/versions.md, under "{component.spec.kind} {API_VERSIONS[component.spec.kind]}"',
+        )
         return
     steps = [component.options_model, component.request_extra]
     missing = missing_requirements(component.spec.requires)

@@ -10,12 +10,13 @@ from dovetail.testing.clauses import TOLD, Marks, held
 CLAUSES: Marks = {
     "*": TOLD,
     "Step": {"It is closed": held("sound"), "*": TOLD},
-    "Step.grant": {"Raises `PolicyError`": held("sound"), "must not act on the step": held("sound"), "Fewer of n run": held("no_stalls"), "*": TOLD},
+    "Step.grant": {"Raises `PolicyError`": held("sound"), "must not act on the step": held("sound"), "Fewer of n run": held("paced"), "*": TOLD},
     "Step.wake_at": held("sound", "finishes"),
     "Claims": {
         "checks `order`": held("order"),
         "exemptions": held("no_idling", "no_starvation", "no_rejection", "no_stalls"),
-        "The engine's `pace`": TOLD,
+        "`paced`": held("paced"),
+        "unless it stalls": TOLD,
         "*": held("hygiene.capabilities"),
     },
     "SchedulerContext": {"token budget": held("budget", "seats"), "*": TOLD},

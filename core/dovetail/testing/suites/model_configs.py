@@ -56,6 +56,8 @@ ROPES: tuple[dict[str, Any], ...] = (
     },
 )
 
+WITH_A_WINDOW = {"sliding_window": 3, "max_window_layers": 1}  # what `use_sliding_window` needs, of configs that have it
+
 UNHEARD_OF: dict[str, Any] = {  # fields of other models, which transformers would pass over in silence
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
@@ -112,8 +114,8 @@ def changes(architecture: str) -> Iterator[Change]:
         if field in common or field.startswith("_"):
             continue
         if isinstance(value, bool):
-            needed = {"sliding_window": 3, "max_window_layers": 1} if field == "use_sliding_window" else {}
-            yield Change(field, {field: not value, **needed})
+            needed = WITH_A_WINDOW if field == "use_sliding_window" else {}
+            yield Change(field, {field: not value, **{name: number for name, number in needed.items() if name in own}})
         elif isinstance(value, float) and not field.endswith(("dropout", "range")):
             yield Change(field, {field: value * 3 or 0.5})
         elif field in ("hidden_act", "hidden_activation"):

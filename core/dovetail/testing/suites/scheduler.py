@@ -54,6 +54,8 @@ class SchedulerSuite(Suite):
         return claims
 
     def declares(self, capability: str) -> bool:
+        if capability == "paced":
+            return self.capabilities.is_paced
         if capability in EXEMPTIONS:
             return not getattr(self.capabilities, EXEMPTIONS[capability])
         return super().declares(capability)
@@ -179,12 +181,20 @@ class SchedulerSuite(Suite):
 
     @check("scheduler.no_stalls", since="0.3", capability="no_stalls")
     def test_no_stalls(self) -> None:
-        """Streamed answers stood still while a prompt was computed, though there were seats and memory for all, or a prompt that the engine's pace
-        cuts into chunks never came to its end. Grant every decode in a step that computes prompts, decodes first; or claim `stalls`."""
+        """Streamed answers stood still while a prompt was computed, though there were seats and memory for all. Grant every decode in a step that
+        computes prompts, decodes first; or claim `stalls`."""
         for overlap in (True, False):
             scenario = streamed(overlap)
-            world = self._world(scenario.shape, look=_see_stall).play(scenario.acts)
-            _require_alive(world)
+            _require_alive(self._world(scenario.shape, look=_see_stall).play(scenario.acts))
+
+    @check("scheduler.paced", since="0.3", capability="paced")
+    def test_paced(self) -> None:
+        """A prompt that the engine's pace cuts into chunks never came to its end. Go on with running requests that have `prefill_left`; or claim
+        `paced=False`, and bound the prompts of a step yourself."""
+        for overlap in (True, False):
+            scenario = streamed(overlap)
+            world = self._world(scenario.shape).play(scenario.acts)
+            require(world.dead is None, f"the engine ended: {world.dead}")
             require(not world.unfinished, f"unfinished after {world.steps} steps: {', '.join(map(repr, world.unfinished))}")
 
     @check("scheduler.order", since="0.1", capability="order")

@@ -1,0 +1,26 @@
+"""The configs that the model suite asks about are configs that the architecture's own class could have written."""
+
+from __future__ import annotations
+
+import pytest
+
+from dovetail.testing.suites.model_configs import changes, tiny, variants
+
+ARCHITECTURES = [
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "SmolLM3ForCausalLM",
+    "Olmo2ForCausalLM",
+    "Gemma2ForCausalLM",
+    "GemmaForCausalLM",
+]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_config_has_a_field_that_the_architectures_own_does_not_have(architecture: str) -> None:
+    known = set(vars(tiny(architecture)))
+    for change in changes(architecture):
+        assert {*change.fields} <= known, f"{change.field}: {change.fields}"
+    for config in variants(architecture, ()):
+        assert {*vars(config)} <= known
