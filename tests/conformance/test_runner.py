@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from dovetail.cli.app import app
 from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail.testing import Waiver, run
+from dovetail.testing.child import Job, generated_suite
 from tests.conformance import unruly
 from tests.registry.fakes import Site, components
 from tests.registry.site import site  # noqa: F401
@@ -129,6 +131,50 @@ def test_waivers_reach_the_verdict() -> None:
     verdict = run("observer", unruly.Raises, waivers={CHECK: Waiver("on purpose", "https://example.org/1")}, time_limit_s=60)
     assert verdict.waived == (CHECK,)
     assert verdict.conformant
+
+
+def command(*args: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["plugins", "test", *args])
+    return done.exit_code, done.output
+
+
+def test_the_command_takes_waivers(site: Site) -> None:  # noqa: F811
+    spec = 'kind="observer", name="raises", target="tests.conformance.unruly:Raises"'
+    site.install("dovetail-raises", modules={"raises": components(spec)})
+    code, told = command("observer", "raises", "--waive", f"{CHECK}=on purpose (https://example.org/1)")
+    assert (code, told.splitlines()[-1].startswith("CONFORMANT")) == (0, True)
+    assert f"waived: {CHECK}: on purpose (https://example.org/1)" in told
+    code, told = command("observer", "log", "--waive", f"{CHECK}=on purpose https://example.org/1", "--waive", "observer.none=x https://x.org")
+    assert (code, f"{CHECK}: log: it is waived, but passes" in told, "observer.none: log: it is waived, but there is no such check" in told) == (
+        1,
+        True,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong", ["observer.decisions", "observer.decisions=because", "observer.decisions=https://example.org/1", "=x https://x.org", ""]
+)
+def test_a_waiver_needs_a_check_a_reason_and_an_issue(wrong: str) -> None:
+    code, told = command("observer", "log", "--waive", wrong)
+    assert (code, "--waive: expected a check's id, the reason and the url of an issue" in told) == (2, True)
+
+
+def test_the_settings_of_a_kinds_suite_reach_it_by_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("dovetail.testing.runner.run", lambda *args, **kwargs: asked.update(kwargs) or sys.exit(7))
+    assert command("model", "qwen3", "--variant", "sliding_window=7", "--variant", "{head_dim: 4}", "--suite", "architectures=[A]")[0] == 7
+    assert asked["settings"] == {"architectures": ["A"], "variants": [{"sliding_window": 7}, {"head_dim": 4}]}
+    job = Job("model", "qwen3", False, {}, {}, asked["settings"], str(tmp_path), [])
+    suite = generated_suite(str(job.write()))
+    assert (suite.architectures, suite.variants) == (("A",), ({"sliding_window": 7}, {"head_dim": 4}))
+
+
+def test_a_setting_that_a_suite_does_not_have_is_refused_with_those_that_it_has() -> None:
+    code, told = command("observer", "log", "--variant", "a=1")
+    assert (code, "the suite of kind observer has no setting 'variants'; it has: none" in told) == (2, True)
+    with pytest.raises(ConfigError, match="the suite of kind model has no setting 'component'; it has: architectures, variants"):
+        run("model", "qwen3", settings={"component": "x"})
 
 
 def test_a_plugin_that_imports_torch_while_declaring_fails(site: Site) -> None:  # noqa: F811

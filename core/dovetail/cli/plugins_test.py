@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,13 +14,27 @@ from dovetail.cli.settings import ComponentName, KindName, TimeLimit
 from dovetail.errors import ConfigError, MissingExtraError
 from dovetail.registry.doctor.own_time import TIME_LIMIT_S
 
+if TYPE_CHECKING:
+    from dovetail.testing.checks import Waiver
+
 EXTRA = ("pytest", "hypothesis")
+MAPPING = "KEY=VALUE|YAML"
+EXAMPLE = "scheduler.recompute=evicts too eagerly https://example.org/issues/7"
 
 
 def run_suite(
     kind: KindName,
     name: ComponentName,
-    options: Annotated[list[str], typer.Option("--options", metavar="KEY=VALUE|YAML", help="Options to make it with. May be repeated.")] = [],  # noqa: B006
+    options: Annotated[list[str], typer.Option("--options", metavar=MAPPING, help="Options to make it with. May be repeated.")] = [],  # noqa: B006
+    waive: Annotated[
+        list[str], typer.Option("--waive", metavar="ID=REASON URL", help="A check that may fail, why, and the issue that tracks it. May be repeated.")
+    ] = [],  # noqa: B006
+    variant: Annotated[
+        list[str], typer.Option("--variant", metavar=MAPPING, help="Of a model: fields of one more config to compare. May be repeated.")
+    ] = [],  # noqa: B006
+    settings: Annotated[
+        list[str], typer.Option("--suite", metavar=MAPPING, help="Settings of the kind's suite, as its page has them. May be repeated.")
+    ] = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
     time_limit_s: TimeLimit = TIME_LIMIT_S,
 ) -> None:
@@ -28,27 +42,44 @@ def run_suite(
     _check_installed()
     from dovetail.testing.runner import run
 
-    verdict = run(kind, name, parse_options(options), time_limit_s=time_limit_s)  # type: ignore[arg-type]
+    own = parse_mappings(settings, "--suite")
+    if variant:
+        own["variants"] = [parse_mappings([text], "--variant") for text in variant]
+    given = parse_mappings(options, "--options")
+    verdict = run(kind, name, given, waivers=parse_waivers(waive), time_limit_s=time_limit_s, settings=own)  # type: ignore[arg-type]
     text = json.dumps(verdict.to_json(), indent=2) if as_json else "\n".join(verdict.report())
     typer.echo(text.encode(errors="backslashreplace").decode())  # a component's output may not be valid text
     if not verdict.conformant:
         raise typer.Exit(1)
 
 
-def parse_options(texts: Sequence[str]) -> dict[str, Any]:
-    """Read options. Each text is "key=value", with the value in YAML, or a whole mapping in YAML or JSON; of a repeated key the last value counts.
-    Raises `ConfigError`."""
+def parse_mappings(texts: Sequence[str], flag: str) -> dict[str, Any]:
+    """Read the values of a flag. Each text is "key=value", with the value in YAML, or a whole mapping in YAML or JSON; of a repeated key the last
+    value counts. Raises `ConfigError`."""
     from dovetail.yaml_source import parse_yaml
 
-    options: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in texts:
         pair = re.fullmatch(r"\s*(\w+)\s*=(.*)", text, re.DOTALL)
-        value = parse_yaml(pair[2] if pair else text, "--options").value
+        value = parse_yaml(pair[2] if pair else text, flag).value
         given = {pair[1]: value} if pair else value
         if not isinstance(given, dict):
-            raise ConfigError(f"--options: expected key=value or a mapping in YAML or JSON, got {shown(text)}")
-        options |= given
-    return options
+            raise ConfigError(f"{flag}: expected key=value or a mapping in YAML or JSON, got {shown(text)}")
+        values |= given
+    return values
+
+
+def parse_waivers(texts: Sequence[str]) -> dict[str, Waiver]:
+    """Read "ID=REASON URL", where the URL may be in parentheses, as a report shows it. Raises `ConfigError`."""
+    from dovetail.testing.checks import Waiver
+
+    waivers = {}
+    for text in texts:
+        parts = re.fullmatch(r"\s*([\w.]+)\s*=\s*(.*?)\s*\(?(https?://[^\s()]+)\)?\s*", text, re.DOTALL)
+        if parts is None or not parts[2]:
+            raise ConfigError(f"--waive: expected a check's id, the reason and the url of an issue, like {EXAMPLE!r}, got {shown(text)}")
+        waivers[parts[1]] = Waiver(parts[2], parts[3])
+    return waivers
 
 
 def _check_installed() -> None:

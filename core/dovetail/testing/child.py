@@ -26,6 +26,7 @@ from dovetail.registry.doctor.process import limit_files
 from dovetail.testing import frames
 from dovetail.testing.binding import installed
 from dovetail.testing.checks import fail
+from dovetail.testing.suite import Suite
 
 COMMAND = "import sys; from dovetail.testing.child import main; main(sys.argv[1])"
 MODULE = "from dovetail.testing.child import generated_suite\n\nTestComponent = generated_suite({job!r})\n"
@@ -42,6 +43,7 @@ class Job:
     is_class: bool
     options: Mapping[str, Any]
     waivers: Mapping[str, Mapping[str, str]]
+    settings: Mapping[str, Any]  # of the kind's suite alone
     folder: str  # folder of the files below
     path: list[str]  # sys.path
     done: list[str] = field(default_factory=list)
@@ -95,8 +97,9 @@ def generated_suite(job_path: str) -> Any:
     job = Job.read(job_path)
     component: Any = _load(job.component) if job.is_class else job.component
     waivers = {id: Waiver(**values) for id, values in job.waivers.items()}
+    own = {name: tuple(value) if isinstance(value, list) else value for name, value in job.settings.items()}
     body = {"component": component, "options": dict(job.options), "waivers": waivers, "time_limit_s": None, "__module__": job.module.stem}
-    return type("TestComponent", (suite_for(job.kind),), body)
+    return type("TestComponent", (suite_for(job.kind),), own | body)
 
 
 def _load(target: str) -> Any:
@@ -123,7 +126,7 @@ class Ledger:
         """Load the component, so that a failure to load is reported once, and not by every check."""
         try:
             suite = generated_suite(job_path)()
-            misuse = None if self.job.is_class else _misuse(suite, self.job)
+            misuse = _wrong_settings(suite, self.job) or (None if self.job.is_class else _misuse(suite, self.job))
             if misuse is None:
                 _ = suite.component_class
         except BaseException as error:  # SystemExit too
@@ -156,6 +159,13 @@ class Ledger:
             return (yield)
         except (KeyboardInterrupt, pytest.exit.Exception) as error:
             fail(f"the check broke off: {describe(error)}", error)
+
+
+def _wrong_settings(suite: Any, job: Job) -> DovetailError | None:
+    """Return the first setting that the suite of the kind doesn't have, as an error."""
+    known = sorted(suite.settings - Suite.settings)
+    wrong = next((name for name in job.settings if name not in known), None)
+    return None if wrong is None else ConfigError(f"the suite of kind {job.kind} has no setting {wrong!r}; it has: {', '.join(known) or 'none'}")
 
 
 def _misuse(suite: Any, job: Job) -> DovetailError | None:

@@ -40,32 +40,35 @@ def run(
     *,
     waivers: Mapping[str, Waiver] | None = None,
     time_limit_s: float = TIME_LIMIT_S,
+    settings: Mapping[str, Any] | None = None,
 ) -> Verdict:
     """Run all checks of a kind over one component, and judge. Nothing that the component prints is shown, and nothing of it runs in this process.
 
-    `component`: its name, or a class at the top level of a module. `options` must be JSON. `time_limit_s`: for each check, and for loading;
-    time that a process waits for a CPU which others have isn't counted.
-    Raises `PluginError` if no component has that name, and `ConfigError` if it doesn't take the options, or they aren't JSON; the verdict reports
-    anything else.
+    `component`: its name, or a class at the top level of a module. `time_limit_s`: for each check, and for loading; time that a process waits for a
+    CPU which others have isn't counted. `settings`: what the suite of the kind can be given besides, like `variants` for a model. `options` and
+    `settings` must be JSON.
+    Raises `PluginError` if no component has that name, and `ConfigError` if it doesn't take the options, the suite doesn't take the settings, or they
+    aren't JSON; the verdict reports anything else.
     """
     if kind not in KINDS:
         raise PluginError(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)}; kinds are {', '.join(KINDS)}")
     name = f"{component.__module__}:{component.__qualname__}" if isinstance(component, type) else component
     if name.startswith("__main__:") or "<" in name:
         raise DovetailError(f"{name} can't be imported by another process: define it at the top level of a module")
-    _check_json(options)
+    _check_json("options", options)
+    _check_json("settings", settings)
     plain_waivers = {id: asdict(waiver) for id, waiver in (waivers or {}).items()}
     path = [os.path.abspath(entry) for entry in sys.path]
     with tempfile.TemporaryDirectory(prefix="dovetail-test-") as folder:
-        job = Job(kind, name, isinstance(component, type), dict(options or {}), plain_waivers, folder, path)
+        job = Job(kind, name, isinstance(component, type), dict(options or {}), plain_waivers, dict(settings or {}), folder, path)
         return _Run(job, time_limit_s).verdict()
 
 
-def _check_json(options: Mapping[str, Any] | None) -> None:
+def _check_json(what: str, values: Mapping[str, Any] | None) -> None:
     try:
-        json.dumps(dict(options or {}))
+        json.dumps(dict(values or {}))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"options must be what JSON can hold, since another process gets them: {error}") from None
+        raise ConfigError(f"{what} must be what JSON can hold, since another process gets them: {error}") from None
 
 
 class _Run:
