@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dovetail.api.component import Kind
 from dovetail.cli.app import app
 from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail.testing import Waiver, run
@@ -197,7 +198,11 @@ def test_the_pytest_plugin_imports_nothing_else_of_dovetail_and_no_torch() -> No
     assert done.stdout.split() == ["dovetail", "dovetail.testing", "dovetail.testing.pytest_plugin"]
 
 
-@pytest.mark.parametrize(("kind", "name"), [("scheduler", "fcfs"), ("observer", "log"), pytest.param("kv_cache", "prefix", marks=pytest.mark.slow)])
+WITHOUT_TORCH = [("scheduler", "fcfs"), ("observer", "log"), ("observer", "decision_log")]
+SLOW = [("kv_cache", "prefix"), ("grammar", "llguidance"), ("observer", "prometheus")]
+
+
+@pytest.mark.parametrize(("kind", "name"), [*WITHOUT_TORCH, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
 def test_suites_that_need_no_torch_run_without_it_and_leave_nothing_in_the_folder(kind: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nfor name in ('torch', 'transformers', 'triton'): sys.modules[name] = None\n")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
@@ -207,3 +212,15 @@ def test_suites_that_need_no_torch_run_without_it_and_leave_nothing_in_the_folde
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env=environ, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list(folder.iterdir()), "where the command is called, not where an author keeps tests"
+
+
+WITH_TORCH = [("attention", "torch"), ("model", "llama"), ("sampler", "default"), ("executor", "local"), ("executor", "tensor")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), WITH_TORCH)
+def test_suites_that_need_torch_leave_nothing_in_the_folder(kind: Kind, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {"size": 2, "device": "cpu"} if name == "tensor" else {}
+    assert run(kind, name, options).conformant
+    assert not list(tmp_path.iterdir())

@@ -60,6 +60,12 @@ class Job:
     def module(self) -> Path:
         return Path(self.folder, "test_component.py")
 
+    def working_folder(self) -> Path:
+        """Return a folder for the files that the component makes, instead of the one where the user happens to be, which may be read-only."""
+        folder = Path(self.folder, "work")
+        folder.mkdir(exist_ok=True)
+        return folder
+
     def write(self) -> Path:
         path = Path(self.folder, "job.json")
         path.write_text(json.dumps(asdict(self)))

@@ -107,11 +107,17 @@ class _Run:
         path = job.write()
         output, environ = Path(job.folder, "output.txt"), {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
         environ["PYTHONPATH"] = os.pathsep.join(job.path)
-        environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(Path(job.folder, ".hypothesis"))  # not in the folder where the user happens to be
+        environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(Path(job.folder, ".hypothesis"))
         job.ledger.write_text("")
         with output.open("wb") as sink, job.ledger.open(errors="replace") as ledger:
             process = subprocess.Popen(
-                [sys.executable, "-c", COMMAND, str(path)], env=environ, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True
+                [sys.executable, "-c", COMMAND, str(path)],
+                env=environ,
+                cwd=job.working_folder(),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                start_new_session=True,
             )
             try:
                 hung = self._follow(process, ledger)
