@@ -464,10 +464,12 @@ def test_a_real_engine_gives_a_profile_that_simulates(tmp_path: Path) -> None:
     assert profile.request_s > 0
     assert profile.kv_tokens
     assert f"off by {profile.error:.1%}" in printed
-    simulated = lab(
-        "run", tmp_path / "engine.yaml", "--trace", "arrivals=at_once requests=4 prompt=20 output=5", "--step-time", tmp_path / "mine.json"
-    )
+    run = ("run", tmp_path / "engine.yaml", "--trace", "arrivals=at_once requests=4 prompt=20 output=5")
+    simulated = lab(*run, "--step-time", tmp_path / "mine.json")
     assert "4 of 4 requests completed" in simulated
+    [conditions, real] = ([line for line in text.splitlines() if line.startswith("overlap ")] for text in (simulated, lab(*run, "--real")))
+    assert conditions == real
+    assert conditions[0].startswith("overlap off, ")
 
 
 @pytest.mark.parametrize(

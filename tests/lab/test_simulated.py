@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 
 from dovetail.api.scheduler import Step
 from dovetail.errors import ConfigError, DovetailError, PolicyError, UnsupportedError
+from dovetail_lab.replicas import replay_replicas
+from dovetail_lab.routers import parse_router
 from dovetail_lab.simulate import replay
 from dovetail_lab.step_time import LinearStepTime, StepShape
 from dovetail_lab.traces import Span, TraceRequest
@@ -202,6 +205,8 @@ def test_a_step_that_takes_no_time_is_refused() -> None:
 
 _SAVE = """
 import sys
+from dovetail_lab.replicas import replay_replicas
+from dovetail_lab.routers import parse_router
 from dovetail_lab.simulate import replay
 from tests.lab.test_simulated import busy
 replay(*busy(), seed=5).save(sys.argv[1])
@@ -275,3 +280,28 @@ def test_clients_read_along_and_the_pace_spares_them() -> None:
     paced = {pace: run(requests, pace=pace, **sizes).requests[0] for pace in (None, 2.0)}
     longest = {pace: float(np.diff(record.token_times_s).max()) for pace, record in paced.items()}
     assert longest[2.0] < longest[None] / 2
+
+
+@pytest.mark.parametrize("replicas", [0, 2])
+@pytest.mark.parametrize(
+    ("measured", "settings", "overlap", "said"),
+    [
+        (1, {}, False, ""),
+        (2, {}, True, ""),
+        (None, {}, True, ""),
+        (3, {}, True, ""),
+        (2, {"overlap": False}, False, "measured with overlap on (steps in flight: 2), and are used here with overlap off (steps in flight: 1)"),
+        (1, {"max_in_flight": 2}, True, "measured with overlap off (steps in flight: 1), and are used here with overlap on (steps in flight: 2)"),
+        (None, {"overlap": False}, False, ""),
+    ],
+)
+def test_a_simulation_overlaps_as_the_engine_that_was_measured_or_says_that_it_does_not(
+    measured: int | None, settings: dict[str, Any], overlap: bool, said: str, replicas: int
+) -> None:
+    settings = {"overlap": True} | settings
+    profile = {"name": "mine", "step_time": LINEAR, "max_in_flight": measured}
+    executor = {"step_time": profile, **({"max_in_flight": settings.pop("max_in_flight")} if "max_in_flight" in settings else {})}
+    config, requests = engine(executor=executor, **settings), trace(request(0), request(1))
+    result = replay_replicas(config, requests, replicas, parse_router("least_tokens")) if replicas else replay(config, requests)
+    assert result.settings["overlap"] is overlap
+    assert [note for note in result.notes if "overlap" in note] == ([f"step times mine were {said}"] if said else [])

@@ -345,6 +345,7 @@ def _papers(engine: LLMEngine, complete: bool) -> dict[str, Any]:
         notes.append("time ran out before all of the grid was measured")
     return {
         "kv_tokens": capacity.num_blocks * capacity.layout.block_size,
+        "max_in_flight": engine.core.max_in_flight,
         "machine": capacity.details.get("device", capacity.details.get("step times", "unknown")),
         "model": f"{config.model} ({capacity.details.get('model', 'unknown')})",
         "engine": f"Dovetail {dovetail.__version__}, executor {config.executor.label}" + (f": {details}" if details else ""),

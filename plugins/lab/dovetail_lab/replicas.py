@@ -30,7 +30,7 @@ from dovetail_lab.feeding import Feeder
 from dovetail_lab.recording import Recorder
 from dovetail_lab.records import RequestRecord, RunResult, StepTimes, Timeline
 from dovetail_lab.routers import Arrival, ReplicaLoad, Router
-from dovetail_lab.simulate import UNREAD_MODEL, Progress, notes_of, settings_of
+from dovetail_lab.simulate import UNREAD_MODEL, Progress, measured_otherwise, notes_of, settings_of
 from dovetail_lab.simulated import SimulatedExecutor
 from dovetail_lab.token_ids import prompt_ids
 from dovetail_lab.traces.request import Trace, TraceRequest
@@ -92,7 +92,7 @@ def replay_replicas(
             step_times=members[0].step_times,
             requests=in_order,
             timeline=timeline,
-            notes=(*trace.notes, *notes),
+            notes=(*trace.notes, *members[0].measured_otherwise, *notes),
             seeded=trace.seeded,
         )
 
@@ -136,6 +136,10 @@ class _Replica:
     @property
     def step_times(self) -> StepTimes:
         return self._executor.profile.as_step_times()
+
+    @property
+    def measured_otherwise(self) -> tuple[str, ...]:
+        return tuple(measured_otherwise(self._executor, self.core))
 
     @property
     def cut(self) -> int:

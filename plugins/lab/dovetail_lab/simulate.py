@@ -71,7 +71,11 @@ def replay(
             step_times=StepTimes("measured") if executor is None else executor.profile.as_step_times(),
             requests=recorder.records,
             timeline=recorder.timeline,
-            notes=(*trace.notes, *notes_of(recorder.records, recorder.timeline, feeder.cut, engine.capacity.max_model_len)),
+            notes=(
+                *trace.notes,
+                *(() if executor is None else measured_otherwise(executor, engine.core)),
+                *notes_of(recorder.records, recorder.timeline, feeder.cut, engine.capacity.max_model_len),
+            ),
             seeded=trace.seeded,
         )
 
@@ -144,6 +148,14 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
     return value
+
+
+def measured_otherwise(executor: SimulatedExecutor, core: EngineCore) -> Iterator[str]:
+    """Yield how the engine whose step times these are differed from the simulated one."""
+    profile, here = executor.profile, core.max_in_flight
+    if profile.max_in_flight not in (None, here):
+        measured, simulated = (f"{'on' if steps > 1 else 'off'} (steps in flight: {steps})" for steps in (profile.max_in_flight, here))
+        yield f"step times {profile.name} were measured with overlap {measured}, and are used here with overlap {simulated}"
 
 
 def notes_of(records: tuple[RequestRecord, ...], timeline: Timeline, cut: int, max_model_len: int) -> Iterator[str]:

@@ -23,6 +23,7 @@ from dovetail_lab.step_profile import StepTimeProfile, chance
 from dovetail_lab.step_time import StepShape
 
 DEFAULT_BLOCK_SIZE = 16
+OVERLAPPED = 2  # steps in flight, where nobody says how many
 CORE_STREAM, LAUNCH_STREAM = 1, 2  # of chance
 FILLER_ID = 1  # what a request answers, again and again, if nobody said what
 
@@ -40,7 +41,9 @@ class SimulatedOptions(BaseModel):
         ge=1,
         description="Blocks in the KV pool. Unset: as many as the engine that was measured had; for a roofline, as the device has room for.",
     )
-    max_in_flight: int = Field(2, ge=1, le=8, description="Steps submitted before the oldest is collected; 1 if overlap is off.")
+    max_in_flight: int | None = Field(
+        None, ge=1, le=8, description="Steps submitted before the oldest is collected; 1 if overlap is off. Unset: as was measured, or 2."
+    )
     plans_late: bool = Field(True, description="False: each step is planned as soon as there is room for it in flight, as in other engines.")
     core_s: float | None = Field(None, ge=0, description="The core's own time a step, hidden where it overlaps. Unset: as the profile says.")
     core_per_row_s: float | None = Field(None, ge=0, description="What each request in the step adds to it. Unset: as the profile says.")
@@ -129,7 +132,7 @@ class SimulatedExecutor(Executor):
             )
         return Capacity(
             num_blocks=num_blocks,
-            max_in_flight=self.options.max_in_flight,
+            max_in_flight=self.options.max_in_flight or self.profile.max_in_flight or OVERLAPPED,
             layout=KVLayout((KVGroup((0,), None, 1),), block_size, "none"),
             vocab_size=self.options.vocab_size,
             max_model_len=config.max_model_len or num_blocks * block_size,

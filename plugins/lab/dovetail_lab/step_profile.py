@@ -122,6 +122,9 @@ class StepTimeProfile(Described):
     error: float | None = Field(default=None, ge=0, description="Mean of |predicted - measured| / measured over the steps it was judged on.")
     judged_on: str = Field(default="", description="Which steps, how many.")
     kv_tokens: int | None = Field(default=None, ge=1, description="Tokens in the KV pool of the engine that was measured.")
+    max_in_flight: int | None = Field(
+        default=None, ge=1, le=8, description="Steps in flight at most of the engine that was measured: 1 without overlap. Unset: unknown."
+    )
     machine: str = ""
     model: str = ""
     engine: str = Field(default="", description="What was measured, with its version.")
