@@ -19,7 +19,7 @@ test: $(VENV)/.dev  ## the quick test suite
 test-full: $(VENV)/.dev  ## with the numbers of examples that a release asks for: about an hour
 	DOVETAIL_TEST_PROFILE=full $(BIN)/python -m pytest -n 2
 
-test-page: $(VENV)/.dev  ## the server's page in headless Chromium, which is installed from Debian's packages if it isn't there
+test-page: $(VENV)/.dev  ## the server's page, a report and the site in headless Chromium, which is installed from Debian's packages if it isn't there
 	command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } || true
 	DOVETAIL_TEST_PROFILE=full $(BIN)/python -m pytest -rs tests/page
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DEADLINE_S = 60.0
 # Chromium reads commands from descriptor 3 and writes answers to 4; which numbers the pipes have here isn't known beforehand.
 _WITH_PIPES = """
@@ -74,9 +76,10 @@ class Browser:
         return result
 
     def open(self, url: str, *, width: int = 1100, scheme: str = "light") -> None:
-        """Show a page, in a window of this width, to somebody who prefers this colour scheme."""
+        """Show a page, in a window of this width, to somebody who prefers this colour scheme. It isn't `mobile`: such a window
+        grows with what sticks out."""
         self.errors.clear()
-        self.command("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
+        self.command("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.command("Emulation.setScrollbarsHidden", hidden=True)
         self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.command("Page.navigate", url=url)

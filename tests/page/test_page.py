@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,23 +13,15 @@ import pytest
 from PIL import Image
 
 from tests.page.browser import Browser
+from tests.page.conftest import CUT_OFF, needs_chromium
 from tests.page.toy import ToyServer, serving
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: `make test-page` installs it from Debian's packages")
 pytestmark = pytest.mark.slow
 
 CHART = "document.querySelectorAll('#charts path')[{}].getAttribute('d').length"
 LABELLED = """[...document.querySelectorAll('input, textarea')].every((field) => field.labels.length === 1)
   && [...document.querySelectorAll('svg')].every((chart) => chart.getAttribute('aria-label'))"""
 SMALL_TARGETS = "[...document.querySelectorAll('button, input, textarea')].filter((e) => e.getBoundingClientRect().height < 24).length"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    assert CHROMIUM is not None
-    with Browser(CHROMIUM, tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +112,7 @@ def test_the_schedulers_last_steps_are_shown_the_latest_first(browser: Browser, 
 
 
 @needs_chromium
-@pytest.mark.parametrize("width", [360, 1100])
+@pytest.mark.parametrize("width", [360, 390, 1100])
 def test_both_colour_schemes_are_drawn_and_nothing_sticks_out_at_the_side(browser: Browser, toy: ToyServer, tmp_path: Path, width: int) -> None:
     folder = Path(os.environ.get("DOVETAIL_SCREENSHOTS", tmp_path))
     brightness = {}
@@ -129,7 +120,7 @@ def test_both_colour_schemes_are_drawn_and_nothing_sticks_out_at_the_side(browse
         ask_by_keyboard(opened(browser, toy, width=width, scheme=scheme), "Wilt thou be gone? it is not yet near day.")
         answered(browser)
         browser.wait_for(f"{CHART.format(7)} > 60")
-        assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        assert browser.evaluate(CUT_OFF) == []
         assert browser.evaluate(SMALL_TARGETS) == 0
         picture = np.asarray(Image.open(browser.screenshot(folder / f"page-{scheme}-{width}.png")).convert("RGB"))
         assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 50, "the page is blank"
