@@ -444,7 +444,8 @@ def _disk() -> Iterator[None]:
         reason = error.strerror or type(error).__name__
         if error.errno in _FULL:
             raise HttpError(507, f"the server can't store this: {reason}", code="storage_full") from None
-        raise HttpError(503, f"the folder of batches can't be used now: {reason}", code="storage_failed") from None
+        headers = {"Retry-After": "1"}
+        raise HttpError(503, f"the folder of batches can't be used now: {reason}", code="storage_failed", headers=headers) from None
 
 
 def _size(entry: os.DirEntry[str]) -> int:
