@@ -680,7 +680,7 @@ CONFIGS: list[tuple[dict[str, Any], type[DovetailError], str]] = [
     ({"tokenizer": "/no/such"}, ConfigError, "tokenizer: .*'/no/such' is not a directory"),
     ({"plugins": {"require": ["dovetail-nope>=1"]}}, ConfigError, "dovetail-nope>=1: no plugin of that distribution is installed"),
     ({"model": ""}, ConfigError, "model: expected"),
-    ({"model": None}, ConfigError, "model: expected a valid string, got None"),
+    ({"model": None}, ConfigError, "model: expected a model.s name, or a mapping"),
     ({"model": "/no such/place"}, ConfigError, "is not a directory, nor can it be a hub id; bundled models: demo"),
 ]
 
