@@ -328,6 +328,16 @@ class PutsThePreemptedAtTheBack(FCFS):
         serve(step, sorted(step.waiting, key=lambda request: request.preemptions > 0))
 
 
+@mutant(caught_by="scheduler.order")
+class AdmitsPastAPromptThatLacksMemory(FCFS):
+    def schedule(self, step: Step) -> None:
+        for request in (*step.grant_each(step.decoding), *[request for request in step.running if request.prefill_left]):
+            step.grant(request, evict=reversed(step.running))
+        for request in step.waiting:
+            if not step.grant(request):
+                return
+
+
 @mutant(caught_by="scheduler.recompute")
 class EvictsForWhoWaits(Plain):
     """The waiting take memory from those that run, in turns."""

@@ -22,7 +22,16 @@ from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites.holding import reachable
 from dovetail.testing.suites.repeatable import for_all
-from dovetail.testing.suites.scheduler_loads import BEFORE_VICTIM, CROWDED, VICTIMS, crowded, flooded, pressed, streamed
+from dovetail.testing.suites.scheduler_loads import (
+    BEFORE_VICTIM,
+    CROWDED,
+    VICTIMS,
+    begun_without_memory,
+    crowded,
+    flooded,
+    pressed,
+    streamed,
+)
 from dovetail.testing.suites.scheduler_replay import plans, plans_elsewhere
 from dovetail.testing.suites.scheduler_scenarios import scenarios, smaller
 from dovetail.testing.suites.scheduler_world import Scenario, Shape, Shown, World
@@ -202,7 +211,10 @@ class SchedulerSuite(Suite):
         """Somebody was admitted before, or kept running at the cost of, one who comes first in the claimed order. Sort by the claimed key, of
         equals by arrival; stop admitting at the first that can't be; evict the last first. Or don't claim `order`."""
         key = ORDERS[str(self.capabilities.order)]
-        self._in_all(scenarios(plain=True, reuse=False), 40, lambda world: None, look=partial(_see_order, key))
+        look = partial(_see_order, key)
+        for scenario in begun_without_memory():
+            _require_alive(self._world(scenario.shape, look=look, decisions=True).play(scenario.acts))
+        self._in_all(scenarios(plain=True, reuse=False), 40, lambda world: None, look=look, decisions=True)
 
     @check("scheduler.recompute", since="0.1")
     def test_recompute(self) -> None:
@@ -288,9 +300,12 @@ def _see_stall(shown: Shown) -> None:
 
 
 def _see_order(key: Callable[[Request], tuple[float, float]], shown: Shown) -> None:
-    """Nobody is admitted past one who waits and could be, and nobody runs at the cost of one before him."""
+    """Check that no request is admitted ahead of an earlier one that waits or lacks memory for the rest of its prompt, and that none runs at the
+    cost of an earlier one."""
     step = shown.step
     passed = [r for r in shown.waiting if r not in step.admitted and r not in step.rejected and not r.in_flight]
+    lacking = {d.request for d in step.decisions or () if d.act == "refused" and d.why == Refusal.MEMORY.name}
+    passed += [r for r in step.running if r in lacking and r.prefill_left and r not in step.granted]
     for request in step.admitted:
         for other in passed:
             require(key(request) <= key(other), f"step {step.index} admitted {request!r} before {other!r}")

@@ -48,6 +48,15 @@ def streamed(overlap: bool) -> Scenario:
     return Scenario(shape, (*answers, *prompts))
 
 
+def begun_without_memory() -> tuple[Scenario, ...]:
+    """A decode, a prompt computed in chunks that runs out of memory, and a short arrival that would fit into the blocks left: it must not pass."""
+    decode = Arrive((1,) * 8, max_tokens=20, priority=0, deadline=10.0)
+    prompt = Arrive((2,) * 28, max_tokens=2, priority=1, delay=0.001, deadline=20.0)
+    short = Arrive((3, 3), max_tokens=2, priority=2, delay=0.01, deadline=30.0)
+    shape = Shape(num_blocks=16, max_tokens=8)
+    return tuple(Scenario(replace(shape, overlap=overlap), (decode, prompt, short)) for overlap in (True, False))
+
+
 BEFORE_VICTIM = 5  # requests
 CROWDED = 12  # requests of a crowd that are watched
 CROWD = Arrive((7, 7, 7, 7), max_tokens=8, client="crowd", deadline=1e5, predicted_tokens=8)
