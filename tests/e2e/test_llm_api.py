@@ -562,9 +562,9 @@ def ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def interrupting(llm: LLM, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+def interrupting(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """In the midst of the third step from now, Ctrl-C is pressed."""
-    executor, calls = llm.engine.core.executor, []
+    executor, calls = engine.core.executor, []
     submit = executor.submit
 
     def interrupted(batch: Any) -> Any:
@@ -579,22 +579,26 @@ def interrupting(llm: LLM, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_an_interrupt_leaves_an_engine_that_can_be_used(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_leaves_an_engine_that_can_be_used(llm: LLM, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     expected = complete(llm, PLAY)
     llm.engine.reset_prefix_cache()
-    interrupting(llm, monkeypatch, times=1)
+    interrupting(llm.engine, monkeypatch, times)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([PLAY, "A"], dataclasses.replace(GREEDY, max_tokens=100), use_tqdm=False)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert not llm.engine.has_unfinished_requests()
+    assert times > 1 or not llm.engine.has_unfinished_requests()
     assert complete(llm, PLAY) == expected
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_an_impatient_second_interrupt_ends_the_engine_rather_than_leaving_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM("demo", **CONFIG) as llm:
-        interrupting(llm, monkeypatch, times=2)
+def test_an_interrupt_amidst_a_step_by_hand_ends_the_engine_rather_than_leaving_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLMEngine.from_config(CONFIG) as engine:
+        interrupting(engine, monkeypatch, times=1)
+        engine.add_request("a", PLAY, dataclasses.replace(GREEDY, max_tokens=100))
+        engine.step()
+        engine.step()
         with pytest.raises(KeyboardInterrupt):
-            llm.generate(PLAY, dataclasses.replace(GREEDY, max_tokens=100), use_tqdm=False)
+            engine.step()
         with pytest.raises(EngineDeadError, match="a step was interrupted by KeyboardInterrupt"):
-            llm.generate(PLAY, use_tqdm=False)
+            engine.add_request("b", PLAY)

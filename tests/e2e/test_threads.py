@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ import torch
 
 from dovetail import LLM, LLMEngine, RequestOutput, SamplingParams
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
-from dovetail.front import turns as turns_module
-from dovetail.front.turns import Turns
 
 torch.set_num_threads(1)
 
@@ -81,7 +78,7 @@ def drained(engine: LLMEngine) -> list[RequestOutput]:
 
 
 def nothing_is_left(llm: LLM) -> bool:
-    return not llm.engine.has_unfinished_requests() and llm.engine.stats().blocks.held == 0 and not llm.engine._takers
+    return not llm.engine.has_unfinished_requests() and llm.engine.stats().blocks.held == 0
 
 
 # `LLM`
@@ -121,10 +118,7 @@ def test_what_a_list_brings_of_others_waits_for_their_next_step(llm: LLM, kind: 
     assert llm.engine.get_num_unfinished_requests() == 0
     llm.engine.abort_request("b")
     outputs = llm.engine.step()
-    assert [output.request_id for output in outputs] == ["a"] * len(outputs)
-    assert len(outputs) == (5 if kind == "delta" else 1), "a text so far is kept once"
-    assert [token for output in outputs for token in ids_of(output)] == expected[:5]
-    assert outputs[-1].finished
+    assert [(output.request_id, output.finished, ids_of(output)) for output in outputs] == [("a", True, expected[:5])]
     assert nothing_is_left(llm)
 
 
@@ -167,17 +161,14 @@ def test_the_engines_death_reaches_every_thread(fresh: LLM, monkeypatch: pytest.
 
 
 def test_a_request_that_somebody_aborts_is_told_to_whoever_waits_for_it(llm: LLM) -> None:
-    def theirs() -> str:
-        return next(request_id for request_id in llm.engine._groups if request_id != "other")
-
-    llm.engine.add_request("other", [1], LONG)
+    llm.engine.add_request("other", [1], LONG, arrival_time=1e9)
     stream = llm.stream(["ROMEO:", "JULIET:"], LONG)
-    next(stream)
-    llm.engine.abort_request(theirs())
+    llm.engine.abort_request(next(stream).request_id)
     with pytest.raises(RequestError, match="aborted by another caller"):
         list(stream)
-    assert list(llm.engine._groups) == ["other"], "the stream's other request ended with it"
+    assert llm.engine.get_num_unfinished_requests() == 1, "the stream's other request ended with it"
     llm.engine.abort_request("other")
+    assert nothing_is_left(llm)
 
 
 # Ids
@@ -198,7 +189,7 @@ def test_a_list_that_is_refused_aborts_its_own_requests_alone(llm: LLM, call: st
     steps = llm.engine.stats().steps
     with pytest.raises(RequestError, match="the prompt is empty"):
         getattr(llm, call)(["A", "B", [], "C"], GREEDY)
-    assert list(llm.engine._groups) == ["generate-1"]
+    assert llm.engine.get_num_unfinished_requests() == 1
     assert llm.engine.stats().steps == steps, "nothing was computed"
     [*_, output] = drained(llm.engine)
     assert (output.request_id, ids_of(output)) == ("generate-1", generate(llm, "ROMEO:")[0])
@@ -246,18 +237,18 @@ def test_a_stream_that_is_left_aborts_its_requests(llm: LLM, how: str) -> None:
 
 def test_a_stream_that_is_collected_amidst_a_step_waits_for_the_next(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The collector runs whenever it likes: an abort then would change the books under the loop."""
-    held = [llm.stream("ROMEO:", LONG)]
+    held, seen = [llm.stream("ROMEO:", LONG)], list[int]()
     submit = llm.engine.core.executor.submit
 
     def collected(batch: Any) -> Any:
-        if held:
-            held.clear()
-            assert len(llm.engine._groups) == 2
+        held.clear()
+        seen.append(llm.engine.get_num_unfinished_requests())
         return submit(batch)
 
     monkeypatch.setattr(llm.engine.core.executor, "submit", collected)
     expected = generate(llm, "ROMEO:", LONG)
     assert len(expected[0]) == 30
+    assert seen[-1] == 1
     assert nothing_is_left(llm)
 
 
@@ -291,14 +282,14 @@ def test_an_interrupt_harms_no_other_thread(llm: LLM, monkeypatch: pytest.Monkey
     submit = llm.engine.core.executor.submit
 
     def interrupted(batch: Any) -> Any:
-        if threading.current_thread() is threading.main_thread():
-            os.kill(os.getpid(), signal.SIGINT)
+        monkeypatch.setattr(llm.engine.core.executor, "submit", submit)
+        os.kill(os.getpid(), signal.SIGINT)
         return submit(batch)
 
     [expected] = generate(llm, "ROMEO:", LONG)
     others = [in_thread(lambda: generate(llm, "ROMEO:", LONG)) for _ in range(3)]
-    monkeypatch.setattr(llm.engine.core.executor, "submit", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come as soon as there is a step
+        monkeypatch.setattr(llm.engine.core.executor, "submit", interrupted)
         generate(llm, ["JULIET:"] * 8, LONG)
     assert [result() for result in others] == [[expected]] * 3
     assert nothing_is_left(llm)
@@ -307,29 +298,28 @@ def test_an_interrupt_harms_no_other_thread(llm: LLM, monkeypatch: pytest.Monkey
 # `LLMEngine`
 
 
-def test_a_step_that_waits_for_the_future_lets_others_in(llm: LLM) -> None:
-    engine, asleep = llm.engine, threading.Event()
-    sleep = engine.turns.sleep
+@pytest.mark.parametrize("driven", [True, False])
+def test_a_step_that_waits_for_the_future_lets_others_in(driven: bool) -> None:
+    with LLM("demo", **SETTINGS) if driven else LLMEngine.from_config({"model": "demo"}, **SETTINGS) as one:
+        engine, asleep = one.engine if isinstance(one, LLM) else one, threading.Event()
+        wait_until = engine.core.pacing.wait_until
 
-    def tell(seconds: float) -> None:
-        asleep.set()
-        sleep(seconds)
+        def tell(instant: float) -> None:
+            asleep.set()
+            wait_until(instant)
 
-    engine.turns.sleep = tell  # type: ignore[method-assign]
-    try:
+        engine.core.pacing.wait_until = tell
         engine.add_request("future", [1], GREEDY, arrival_time=1e9)
-        stepping = in_thread(engine.step)
-        assert asleep.wait(PATIENCE_S)
-        assert engine.get_num_unfinished_requests() == 1
-        assert stepping() == []
-        asleep.clear()
-        stepping = in_thread(engine.step)
-        assert asleep.wait(PATIENCE_S)
-        assert len(generate(llm, "ROMEO:")[0]) == 6
-        assert stepping() == []
-    finally:
-        engine.turns.sleep = sleep  # type: ignore[method-assign]
+        for call in (engine.get_num_unfinished_requests, lambda: engine.add_request("now", [1], GREEDY)):
+            asleep.clear()
+            stepping = in_thread(engine.step)
+            assert asleep.wait(PATIENCE_S)
+            call()
+            assert stepping() == []
+        assert isinstance(one, LLMEngine) or len(generate(one, "ROMEO:")[0]) == 6
         engine.abort_request("future")
+        [*_, output] = drained(engine)
+        assert output.request_id == "now"
 
 
 @pytest.mark.parametrize("wrong", [None, 5, {}, {"a": 1}, b"a", [1], ["a", None], [["a"]], Ellipsis, range(3)], ids=str)
@@ -347,114 +337,14 @@ def test_a_repr_tells_what_it_is_and_how_it_fares(fresh: LLM) -> None:
     assert repr(fresh).endswith("unfinished=0, closed))")
 
 
-# `Turns`
-
-
-def test_whoever_waits_goes_before_the_one_who_comes_back() -> None:
-    turns, order = Turns(), list[str]()
-    waiting = []
-
-    def first() -> None:
-        order.append("first")
-        waiting.append(in_thread(lambda: turns.take(order.append, "waited")))
-        while not turns._door.locked():
-            pass
-
-    for _ in range(50):
-        order.clear()
-        turns.take(first)
-        turns.take(order.append, "came back")
-        waiting.pop()()
-        assert order == ["first", "waited", "came back"]
-
-
-def test_a_turn_within_a_turn_waits_for_nobody() -> None:
-    turns = Turns()
-    others = []
-
-    def outer() -> int:
-        others.append(in_thread(lambda: turns.take(int)))
-        while not turns._door.locked():
-            pass
-        return turns.take(turns.take, lambda: 7)
-
-    assert turns.take(outer) == 7
-    assert others[0]() == 0
-    with pytest.raises(ZeroDivisionError):
-        turns.take(lambda: 1 // 0)
-    assert in_thread(lambda: turns.take(lambda: 1))() == 1
-
-
-def test_a_turn_leaves_the_garbage_collector_nothing_to_count() -> None:
-    """Outputs of 256 rows are 692 objects, and 700 bring a collection: the turn must not be what makes it one a step."""
-    turns = Turns()
-
-    def more_within_a_turn() -> int:
-        outside = gc.get_count()[0]
-        return turns.take(_counted, turns) - outside
-
-    gc.disable()
-    try:
-        assert [more_within_a_turn() for _ in range(4)][1:] == [0, 0, 0]  # the first fills Python's stores of free objects
-    finally:
-        gc.enable()
-
-
-def _counted(turns: Turns) -> int:
-    return gc.get_count()[0]
-
-
-def test_an_interrupt_at_any_point_leaves_turns_to_others() -> None:
-    """Python looks for signals when a function begins and after each call of one that is written in C: there one is raised."""
-    point = 0
-    while interrupted(turns := Turns(), point):
-        assert in_thread(lambda turns=turns: turns.take(lambda: 7))() == 7, f"point {point}"  # type: ignore[misc]
-        point += 1
-    assert point >= 4
-
-
-def interrupted(turns: Turns, point: int) -> bool:
-    """Take a turn, with an interrupt at this point; False if it is over before."""
-    seen = 0
-
-    def interrupt(frame: FrameType, event: str, arg: object) -> None:
-        nonlocal seen
-        if frame.f_code.co_filename == turns_module.__file__ and event in ("call", "c_return"):
-            seen += 1
-            if seen == point + 1:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    sys.setprofile(interrupt)
-    try:
-        turns.take(int)
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.setprofile(None)
-    return False
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_an_interrupt_while_waiting_for_a_turn_gives_it_up() -> None:
-    turns, inside, raised = Turns(), threading.Event(), threading.Event()
-
-    def once(*_: Any) -> None:
-        if not raised.is_set():
-            raised.set()
-            raise KeyboardInterrupt
-
-    def holds() -> None:
-        inside.set()
-        while not turns._door.locked():
-            pass
-        while not raised.is_set():  # one that came right before it began to wait would be noticed after the wait
-            os.kill(os.getpid(), signal.SIGINT)
-
-    signal.signal(signal.SIGINT, once)
-    holding = in_thread(lambda: turns.take(holds))
-    assert inside.wait(PATIENCE_S)
-    with pytest.raises(KeyboardInterrupt):
-        turns.take(int)
-    holding()
-    assert turns.take(lambda: 7) == in_thread(lambda: turns.take(lambda: 7))() == 7
+def test_an_llm_that_nobody_refers_to_is_collected_and_its_thread_ends() -> None:
+    before = threading.active_count()
+    llm = LLM("demo", **SETTINGS)
+    generate(llm, "ROMEO:")
+    engine = weakref.ref(llm.engine)
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "dovetail-engine"][-1:]
+    del llm
+    gc.collect()
+    assert engine() is None
+    thread.join(PATIENCE_S)
+    assert threading.active_count() == before

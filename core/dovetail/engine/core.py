@@ -64,7 +64,7 @@ class CoreSettings:
 
 
 class EngineCore:
-    """Owns the books and drives scheduler, KV-cache manager and executor. One thread at a time calls it (`front.turns`)."""
+    """Owns the books and drives scheduler, KV-cache manager and executor. One thread at a time calls it."""
 
     def __init__(
         self,

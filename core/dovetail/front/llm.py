@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gc
-import signal
-import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from tqdm.auto import tqdm  # in a notebook a widget
@@ -21,8 +18,8 @@ from dovetail.front import facts
 from dovetail.front.chat import ChatFrontEnd, ChatOptions
 from dovetail.front.chat_messages import Message
 from dovetail.front.llm_engine import LLMEngine
-from dovetail.front.own_requests import OwnRequests
 from dovetail.front.prompts import Prompt
+from dovetail.front.request_list import RequestList
 from dovetail.front.vllm_args import check_call, translated
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
@@ -40,6 +37,7 @@ class LLM:
         """`model`: "demo", a local directory or a hub id. `overrides`: any key of `engine.yaml`, e.g. `scheduler="priority"`, or an argument of
         vLLM's that has a meaning here (see `dovetail.front.vllm_args`). A whole config goes through `LLM(**config)` or `LLMEngine.from_config`."""
         self.engine = LLMEngine.from_config({"model": str(model) if isinstance(model, Path) else model}, **translated(overrides))
+        self.engine.run_in_thread()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.engine!r})"
@@ -54,16 +52,15 @@ class LLM:
         """Complete prompts: one or a list, each text or token ids; with one `SamplingParams`, or one each.
 
         Returns an output for each prompt, in the order of the prompts, whatever the `output_kind`. Raises `RequestError` if any is wrong, before
-        anything is computed, and `EngineDeadError` if the engine fails on the way or is closed. Ctrl-C takes effect when the step under way is
-        done: nothing stays behind, and the engine can be used again; a second one takes effect at once, and may be the engine's end.
-        Until the first step runs, Python's garbage collector is held back.
+        anything is computed, and `EngineDeadError` if the engine fails on the way or is closed. Ctrl-C aborts the requests; the engine can be used
+        again. Until the first step runs, Python's garbage collector is held back.
         """
         check_call("generate", others)
         prompts = _as_list(prompts)
         params = _one_each(sampling_params, len(prompts), OutputKind.FINAL)
-        with _CollectorHeld() as collector, OwnRequests(self.engine, "generate") as requests:  # interrupted or not, nothing stays behind
-            requests.add(self.engine.all_tokenized(prompts), params)
-            return self._run(requests, len(prompts), use_tqdm, collector)
+        with _CollectorHeld() as collector, RequestList(self.engine, "generate") as requests:
+            requests.add(self.engine.all_tokenized(prompts), params, collector.let_go)
+            return self._collected(requests, len(prompts), use_tqdm)
 
     def stream(
         self,
@@ -77,10 +74,9 @@ class LLM:
         """
         prompts = _as_list(prompts)
         params = _one_each(sampling_params, len(prompts), OutputKind.DELTA)
-        requests = OwnRequests(self.engine, "stream")
-        stream = OutputStream(requests)  # first: it is what gives up its requests if this is interrupted
+        requests = RequestList(self.engine, "stream")
         requests.add(self.engine.all_tokenized(prompts), params)
-        return stream
+        return OutputStream(requests)
 
     def chat(
         self,
@@ -142,54 +138,42 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _run(self, requests: OwnRequests, count: int, use_tqdm: bool, collector: _CollectorHeld) -> list[RequestOutput]:
-        """Step until all have finished. The collector is let go once the device has something to do."""
+    def _collected(self, requests: RequestList, count: int, use_tqdm: bool) -> list[RequestOutput]:
+        """Wait until all have finished."""
         outputs: dict[int, RequestOutput] = {}
-        bar = tqdm(total=count, desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True)
-        with bar, _InterruptsBetweenSteps() as interrupts:
+        with tqdm(total=count, desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
             speed = _Speed(self.engine)
             while requests.unfinished:
-                for output in requests.step():
+                if (output := requests.next()) is not None:
                     outputs[output.prompt_index] = output
+                    bar.set_postfix_str(speed.text(), refresh=False)
                     bar.update()
-                collector.let_go()
-                bar.set_postfix_str(speed.text(), refresh=False)
-                interrupts.check()
         return [outputs[place] for place in range(count)]
 
 
 class OutputStream:
-    """The deltas of `LLM.stream`: an iterator, and a context that ends with `close`. One thread reads it."""
+    """The deltas of `LLM.stream`: an iterator, and a context that ends with `close`. One thread reads it. The engine doesn't wait for the reader:
+    deltas that it hasn't read are joined, for each prompt."""
 
-    def __init__(self, requests: OwnRequests) -> None:
+    def __init__(self, requests: RequestList) -> None:
         self._requests = requests
-        self._outputs: deque[RequestOutput] = deque()  # that came in one step and weren't read
 
     def __iter__(self) -> OutputStream:
         return self
 
     def __next__(self) -> RequestOutput:
-        """The next delta. Raises as `LLM.generate` does, Ctrl-C included, and is closed then."""
-        if not self._outputs:
-            self._step()
-        if not self._outputs:
-            raise StopIteration
-        return self._outputs.popleft()
-
-    def _step(self) -> None:
-        """Step until something has come, or nothing will."""
+        """Wait for the next delta. Raises as `LLM.generate` does, Ctrl-C included, and is closed then."""
         try:
-            with _InterruptsBetweenSteps() as interrupts:
-                while not self._outputs and self._requests.unfinished:
-                    self._outputs.extend(self._requests.step())
-                    interrupts.check()
+            while self._requests.unfinished:
+                if (output := self._requests.next()) is not None:
+                    return output
         except BaseException:
             self.close()
             raise
+        raise StopIteration
 
     def close(self) -> None:
-        """Abort what is unfinished; nothing more comes. Twice is as good as once."""
-        self._outputs.clear()
+        """Abort what is unfinished; nothing more comes. Idempotent."""
         self._requests.abort()
 
     def __enter__(self) -> OutputStream:
@@ -199,39 +183,7 @@ class OutputStream:
         self.close()
 
     def __del__(self) -> None:
-        self._requests.abandon()
-
-
-class _InterruptsBetweenSteps:
-    """Holds back Ctrl-C until a step is done, since a step cut in two leaves an engine that can't be trusted. Only where Ctrl-C would raise
-    `KeyboardInterrupt` here: in the main thread, with Python's own handler."""
-
-    def __init__(self) -> None:
-        self._asked = False
-        self._holds = False
-
-    def check(self) -> None:
-        """Raises `KeyboardInterrupt` if there was one."""
-        if self._asked:
-            self._asked = False
-            raise KeyboardInterrupt
-
-    def __enter__(self) -> _InterruptsBetweenSteps:
-        self._holds = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self._holds:
-            signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._holds:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if kind is None:
-            self.check()
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
+        self.close()
 
 
 class _CollectorHeld:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from dovetail.api.clock import Clock, WallClock
 from dovetail.checks import plain_text, shown
@@ -18,11 +19,11 @@ from dovetail.engine.stats import EngineStats
 from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front import bounds
 from dovetail.front.assembly import Assembly, assemble
+from dovetail.front.engine_thread import EngineThread
 from dovetail.front.intake import Intake, RequestFields, make_samples
 from dovetail.front.outputs import OutputBuilder, RequestGroup
 from dovetail.front.prompts import Prompt
 from dovetail.front.tokenizer import Tokenizer
-from dovetail.front.turns import Turns, in_turn
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams
 
@@ -34,14 +35,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dovetail")
 
-Taker = Callable[[RequestOutput | None], None]  # is given the outputs of a request, and None if it was aborted
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _SHOWN = ("device", "ranks", "dtype", "quantization", "attention")  # of what the executor chose, in a repr
 
 
+def exclusive(method: Callable[Concatenate[LLMEngine, P], R]) -> Callable[Concatenate[LLMEngine, P], R]:
+    """Have calls of a method made one at a time: by the engine's thread if it has one, between steps."""
+
+    @wraps(method)
+    def call(self: LLMEngine, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._thread is not None:
+            return self._thread.call(partial(method, self, *args, **kwargs))
+        with self._calling:
+            self._calling.notify_all()  # ends the wait of a step
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class LLMEngine:
-    """Takes requests, computes them step by step, returns outputs. Several threads may call it: one call at a time, first come, first served. What
-    a step brings goes to the one who called `step`; for a thread each that waits for its own answers see `LLM` and `AsyncLLMEngine`.
+    """Takes requests, computes them step by step, returns outputs.
+
+    Made for one thread. Calls of several exclude each other, but a thread that steps in a loop may keep the others waiting: `LLM` and
+    `AsyncLLMEngine` serve many threads, by an engine thread of their own. Calls to their engine are run in that thread, between two steps.
 
     ```python
     with LLMEngine.from_config("engine.yaml") as engine:
@@ -62,11 +80,10 @@ class LLMEngine:
         self._builder = OutputBuilder(None)
         self.constraints_of = assembly.constraints  # what holds a request's samples to its rule; a simulation, which compiles nothing, has its own
         self._closed = False
-        self._taking_list = False  # within `add_list`
-        self.turns = Turns()  # of the threads that call
-        self._takers: dict[str, Taker] = {}  # by request id: who gets its outputs instead of the caller of `step`
-        self._kept: dict[str, list[RequestOutput]] = {}  # by request id: for the next `step`
-        self._abandoned: deque[str] = deque()  # request ids; added to by any thread at any time
+        self._takes_list = False  # within `add_list`
+        self._listed: set[str] = set()  # ids of requests that came by it
+        self._calling = threading.Condition()  # held by the caller; released while a step waits for an arrival
+        self._thread: EngineThread | None = None  # that makes all calls, if there is one
         if type(self.core.clock) is WallClock:
             self.core.pacing.wait_until = self._wait_until
 
@@ -111,11 +128,29 @@ class LLMEngine:
         self._builder.tokenizer = tokenizer
         return tokenizer
 
-    def add_list(self, add: Callable[[], None]) -> None:
-        """Call `add`, in which `add_request` takes as many requests as it is given: `limits.max_waiting` doesn't count them. Raises what it does."""
-        self.turns.take(self._add_list, add)
+    def run_in_thread(self, flush: Callable[[], None] = lambda: None) -> EngineThread:
+        """Return the `EngineThread` that makes all calls from now on. `LLM` and `AsyncLLMEngine` start it before anybody else calls."""
+        if self._thread is None:
+            self._thread = EngineThread(self, flush)
+        return self._thread
 
-    @in_turn
+    @exclusive
+    def add_list(self, requests: Iterable[tuple[str, Prompt, SamplingParams]]) -> None:
+        """Add all requests (id, prompt, params) or none. `limits.max_waiting` doesn't count them. Raises as `add_request`."""
+        ids: list[str] = []
+        self._takes_list = True
+        try:
+            for request_id, prompt, params in requests:
+                self.add_request(request_id, prompt, params)
+                self._listed.add(request_id)
+                ids.append(request_id)
+        except BaseException:
+            self.abort_request(ids)
+            raise
+        finally:
+            self._takes_list = False
+
+    @exclusive
     def add_request(
         self,
         /,
@@ -151,8 +186,8 @@ class LLMEngine:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
         self._check_open()
-        if not self._taking_list:
-            self._check_waiting()
+        if not self._takes_list:
+            bounds.at_most("unfinished requests", len(self._groups) - len(self._listed) + 1, self.config.limits, "max_waiting")
         fields = RequestFields(arrival_time, priority, client, deadline, cache_salt, predicted_tokens, ttft_deadline, tbt_s)
         checked = self._intake.check(request_id, prompt, params, fields, extra)
         request_id, params = checked.request_id, checked.params
@@ -184,75 +219,66 @@ class LLMEngine:
         """As `tokenized` each, in a fraction of the time that the texts would take one by one."""
         return self._intake.all_tokenized(prompts)
 
-    @in_turn
+    @exclusive
     def abort_request(self, request_id: str | Sequence[str] | Set[str]) -> None:
-        """End one or several; nothing more is delivered of them. An unknown id is nobody's: nothing happens. Raises `RequestError` if it is
-        neither an id nor a list, tuple or set of ids."""
-        for one in request_ids(request_id):
-            group = self._groups.pop(one, None)
-            self._kept.pop(one, None)
-            if (taker := self._takers.pop(one, None)) is not None:
-                taker(None)
-            if group is not None:
+        """End one or several; nothing more is delivered of them. Unknown ids are ignored. Raises `RequestError` if it is neither an id nor a list,
+        tuple or set of ids."""
+        ids = request_ids(request_id)
+        if self._thread is not None:
+            self._thread.aborted(ids)
+        for one in ids:
+            if (group := self._groups.pop(one, None)) is not None:
                 for sample in group.samples:
                     self.core.abort(sample)
                 if self.core.dead is None:  # or its other samples are still to be delivered, as failed
                     self._forget(group)
 
     def step(self) -> list[RequestOutput]:
-        """Compute for a while, and return what is new; perhaps nothing. Waits for the device, or for the next arrival time. What steps of an `LLM`
-        brought of this engine's other requests is returned first.
+        """Compute for a while, and return what is new; perhaps nothing. Waits for the device, or for the next arrival time.
+
+        On the engine of an `LLM` it returns the outputs of requests added by `add_request`: first those that were computed meanwhile for calls of
+        the `LLM`; if there are none, those of a step of its own, between two steps for the `LLM`.
 
         When a component fails, every unfinished request is returned once, finished with "error" and the reason; after that each call raises
         `EngineDeadError`. An interrupt (Ctrl-C) amidst a step is such a failure too, since nobody knows what was computed.
         """
-        return self.turns.take(LLMEngine._step, self)  # as `in_turn`, without its objects: see `Turns.take`
+        if self._thread is not None:
+            return self._thread.step()
+        with self._calling:
+            return self.compute()
 
-    @in_turn
-    def divert(self, request_id: str, taker: Taker) -> None:
-        """Have the outputs of a request given to `taker`, instead of returned by `step`: within the step that brings them, in any thread."""
-        self._takers[request_id] = taker
-
-    @in_turn
-    def step_for_takers(self) -> None:
-        """As `step`, for those who diverted their outputs: what it brings of other requests is kept for the next `step`."""
-        self._compute(keep=True)
-
-    def abandon(self, request_ids: Sequence[str]) -> None:
-        """Have requests aborted before the next step. Unlike `abort_request` it may be called amidst another call of this thread, as the garbage
-        collector does when it finalizes an object."""
-        self._abandoned.extend(request_ids)
-
-    @in_turn
+    @exclusive
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has something to compute, or to return."""
-        self._drop_abandoned()
-        return self.core.has_unfinished() or bool(self._kept)
+        return self.core.has_unfinished() or (self._thread is not None and self._thread.has_unclaimed)
 
-    @in_turn
+    @exclusive
     def get_num_unfinished_requests(self) -> int:
         """Samples of n > 1 count once."""
-        self._drop_abandoned()
         return len(self._groups)
 
     def now(self) -> float:
         """Seconds on the engine's clock."""
         return self.core.clock.now()
 
-    @in_turn
+    @exclusive
     def stats(self) -> EngineStats:
         """Counts since the engine started, and its present state: a snapshot."""
-        self._drop_abandoned()
         return dataclasses.replace(self.core.update_stats())
 
-    @in_turn
+    @exclusive
     def reset_prefix_cache(self) -> None:
         """Forget all cached K and V: later requests find nothing that was computed before."""
         self.core.kv.reset()
 
-    @in_turn
     def close(self) -> None:
-        """Release the model and its memory. Unfinished requests are aborted. Twice is as good as once."""
+        """Release the model and its memory. Unfinished requests are aborted. Idempotent."""
+        if self._thread is not None:
+            self._thread.close()
+        self._close()
+
+    @exclusive
+    def _close(self) -> None:
         if not self._closed:
             self._closed = True
             self.abort_request(list(self._groups))
@@ -303,71 +329,31 @@ class LLMEngine:
 
     # Steps
 
-    def _step(self) -> list[RequestOutput]:
-        if self._kept:
-            outputs = [output for kept in self._kept.values() for output in kept]
-            self._kept.clear()
-            return outputs
-        return self._compute(keep=False)
-
-    def _compute(self, *, keep: bool) -> list[RequestOutput]:
-        """A step. What it brings of requests that nobody has diverted is returned or, to `keep`, put aside."""
+    def compute(self) -> list[RequestOutput]:
+        """Run a step, as `step` does, in this thread."""
         if self._closed:
             raise EngineDeadError("the engine was closed")
-        self._drop_abandoned()
         delivery = self.core.step()
         if not delivery.requests and not delivery.finished and not delivery.prompt_logprobs:
             return []
         outputs = self._builder.build(delivery, self.core.clock.now())
-        if keep or self._takers:
-            outputs = self._hand_out(outputs, keep)
         for group in self._builder.ended_by(delivery):
             self._groups.pop(group.request_id, None)
             self._forget(group)
         return outputs
 
-    def _hand_out(self, outputs: list[RequestOutput], keep: bool) -> list[RequestOutput]:
-        """Returns what is left."""
-        left = []
-        for output in outputs:
-            taker = self._takers.get(output.request_id)
-            if taker is not None:
-                if output.finished:
-                    del self._takers[output.request_id]
-                taker(output)
-            elif keep:
-                self._keep(output)
-            else:
-                left.append(output)
-        return left
-
-    def _keep(self, output: RequestOutput) -> None:
-        kept = self._kept.setdefault(output.request_id, [])
-        if kept and not kept[-1].finished and self._groups[output.request_id].params.output_kind is not OutputKind.DELTA:
-            kept.pop()  # the new one holds all of it
-        kept.append(output)
-
-    def _drop_abandoned(self) -> None:
-        while self._abandoned:
-            self.abort_request(self._abandoned.popleft())
+    def returns_deltas(self, request_id: str) -> bool:
+        """Return True if the outputs of an unfinished request are deltas."""
+        group = self._groups.get(request_id)
+        return group is not None and group.params.output_kind is OutputKind.DELTA
 
     def _wait_until(self, instant: float) -> None:
-        """The core's idle wait, cut short for whoever wants a turn."""
+        """Wait until `instant` or another thread's call: the core's wait while it is idle."""
         remaining = instant - self.now()
         if remaining > 0:
-            self.turns.sleep(remaining)
+            self._calling.wait(min(remaining, threading.TIMEOUT_MAX))
 
     # Checks
-
-    def _add_list(self, add: Callable[[], None]) -> None:
-        self._taking_list = True
-        try:
-            add()
-        finally:
-            self._taking_list = False
-
-    def _check_waiting(self) -> None:
-        bounds.at_most("unfinished requests", len(self._groups) - len(self._takers) + 1, self.config.limits, "max_waiting")
 
     def _check_open(self) -> None:
         self.core.check_alive()
@@ -378,6 +364,7 @@ class LLMEngine:
         """It is over. Its samples refer to each other: so they would wait for the garbage collector, which looks through all of their tokens and lets
         a step wait meanwhile."""
         self._builder.forget(group)
+        self._listed.discard(group.request_id)
         for sample in group.samples:
             sample.siblings = ()
 

@@ -1,55 +1,58 @@
-"""`Unread`: what of one request waits for its reader, as one output, however long he takes. `AsyncLLMEngine` has one for each."""
+"""`Unread`: coalesces a request's outputs while its consumer is slow."""
 
 from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from dovetail.request import CompletionOutput, RequestOutput, TokenLogprobMap
 
 
 class Unread:
-    """Filled by the engine's thread, emptied by its reader's. Of cumulative outputs the newest is kept, deltas become one: both take as much memory
-    as the answer, and a reader who is in time gets each as it was put in."""
+    """Filled by the engine's thread, emptied by the consumer's. Deltas are joined, of cumulative outputs the newest is kept: memory is bounded by the
+    answer's length, and a consumer that keeps up gets each output as it was put in."""
 
-    def __init__(self) -> None:
+    def __init__(self, notify: Callable[[], None], joins: bool = False) -> None:
+        """`notify` is called by the producer when something is there and the consumer hasn't been notified since its last `take`. `joins`: the
+        outputs are deltas."""
+        self.joins = joins
+        self._notify = notify
         self._lock = threading.Lock()
         self._output: RequestOutput | None = None  # the newest
-        self._deltas: dict[int, _Deltas] | None = None  # by sample: of all that wait, `_output` among them; None while it is one
-        self._told = False  # the reader was told, and hasn't taken anything since
+        self._deltas: dict[int, _Deltas] | None = None  # by sample: all that wait, `_output` included; None while that is the only one
+        self._notified = False
         self._end: BaseException | None = None
 
-    def put(self, output: RequestOutput, *, is_delta: bool) -> bool:
-        """Add an output. Returns True if the reader must be told that one is there."""
+    def put(self, output: RequestOutput) -> None:
         with self._lock:
-            if is_delta and self._output is not None:
+            if self.joins and self._output is not None:
                 if self._deltas is None:
                     self._deltas = {}
                     _append(self._deltas, self._output.outputs)
                 _append(self._deltas, output.outputs)
             self._output = output
-            return self._tell()
+            notified, self._notified = self._notified, True
+        if not notified:
+            self._notify()
 
-    def end(self, end: BaseException) -> bool:
-        """Note that no more outputs come, and why. Returns the same as `put`."""
+    def end(self, reason: BaseException) -> None:
+        """Note that no more outputs come, and why."""
         with self._lock:
-            self._end = end
-            return self._tell()
+            self._end = reason
+            notified, self._notified = self._notified, True
+        if not notified:
+            self._notify()
 
     def take(self) -> tuple[RequestOutput | None, BaseException | None]:
-        """Take the output that waits, if any, and the exception that ended the request, if it has ended."""
+        """Return the output that waits, if any, and the exception that ended the request, if it has ended."""
         with self._lock:
-            output, deltas, self._output, self._deltas, self._told = self._output, self._deltas, None, None, False
+            output, deltas, self._output, self._deltas, self._notified = self._output, self._deltas, None, None, False
             end = self._end
         if output is not None and deltas is not None:
             output = replace(output, outputs=[deltas[index].joined() for index in sorted(deltas)])
         return output, end
-
-    def _tell(self) -> bool:
-        told, self._told = self._told, True
-        return not told
 
 
 class _Deltas:
