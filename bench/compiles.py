@@ -215,7 +215,7 @@ def launch_sampling(dtype: torch.dtype) -> None:
 def entry_points() -> set[str]:
     """Every kernel that anything launches, as the sources say it: its `Compiled.full_name`."""
     found = set()
-    for path in (ROOT / top for top in ("core", "plugins")):
+    for path in (ROOT / top for top in ("core", "plugins", "apps")):
         for file in path.rglob("*.py"):
             neighbour = file.stem  # `launch(_linear, …)` names a function of its own file, `launch(triton_cache.scatter, …)` one of a neighbour's
             for module, name in re.findall(r"\blaunch\((?:(\w+)\.)?(\w+), \(", file.read_text()):

@@ -93,7 +93,7 @@ class Driver:
 
     def __init__(self, engine: LLMEngine, temperature: float = 0.6) -> None:
         self.engine = engine
-        engine.core.pacing.expects_arrivals = True  # as in a server: planning late pays
+        engine.core.plan_timing.expects_arrivals = True  # as in a server: planning late pays
         self.timelines: list[Timeline] = []
         self.decodes = array("q")  # rows that decoded, of each step
         self._steps = array("d")  # of each the fields of StepTime

@@ -49,7 +49,7 @@ def measure_host(num_seqs: int, context: int, steps: int) -> float:
         address, over = f"ipc://{directory}/engine", threading.Event()
         post = ZmqPost(address)
         host = EngineHost(engine._assembly, post)
-        core.pacing.expects_arrivals = False  # planning late would be waiting
+        core.plan_timing.expects_arrivals = False  # planning late would be waiting
         thread = threading.Thread(target=read_and_drop, args=(address, messages, over))
         thread.start()
         times: list[float] = []

@@ -11,7 +11,7 @@ unset PYTHONPATH
 
 mkdir "$dir/src" "$dir/empty"
 # Building leaves things behind; and others may be compiling modules, whose files come and go.
-tar --exclude __pycache__ -c pyproject.toml README.md LICENSE core plugins -C examples/plugins $(ls examples/plugins) | tar -x -C "$dir/src"
+tar --exclude __pycache__ -c pyproject.toml README.md LICENSE core plugins apps -C examples/plugins $(ls examples/plugins) | tar -x -C "$dir/src"
 cp constraints.txt tests/third_party.py "$dir"
 cd "$dir/empty"
 "$python" -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$dir/wheels" "$dir/src" "$dir"/src/dovetail-*

@@ -9,7 +9,7 @@ trap 'rm -rf "$dir"' EXIT
 pip() { "$python" -m pip --python "$dir/venv/bin/python" "$@"; }  # the only thing that is used of $VENV, which may still be being installed
 pip install --quiet -c constraints.txt setuptools
 mkdir "$dir/src"  # building leaves things behind; and others may be compiling modules, whose files come and go
-tar --exclude __pycache__ -c pyproject.toml README.md LICENSE core plugins | tar -x -C "$dir/src"
+tar --exclude __pycache__ -c pyproject.toml README.md LICENSE core plugins apps | tar -x -C "$dir/src"
 pip wheel --quiet --no-deps --no-build-isolation --wheel-dir "$dir/wheels" "$dir/src"
 pip install --quiet -c constraints.txt "$(echo "$dir"/wheels/dovetail_llm-*.whl)[testing,lab]" pytest-xdist
 ! "$dir/venv/bin/python" -c 'import torch' 2>/dev/null || { echo "this venv was meant to have no torch"; exit 1; }

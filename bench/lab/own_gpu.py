@@ -10,7 +10,7 @@ Of what was measured the median over the real runs of a case counts, and of what
 Random weights in the model's true shape, bfloat16, the engine's defaults otherwise: overlap on, prefix reuse on (nobody shares a prefix), blocks as
 the attention backend likes them. Calibration sees its grid, and a short workload unlike these. A run's first seconds are not compared: kernels are
 compiled then.
-The profiles that the lab ships are what this leaves: tar xzf DIR/own.tgz -C plugins/lab/dovetail_lab/profiles --wildcards 'h200-*.json'.
+The profiles that the lab ships are what this leaves: tar xzf DIR/own.tgz -C apps/lab/dovetail_lab/profiles --wildcards 'h200-*.json'.
 
 DIR gets one file, own.tgz, which every invocation adds to, after each stage: the profile, every step that was sighted while it was measured, each
 run, real and simulated, and results.json.

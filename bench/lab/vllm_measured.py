@@ -2,7 +2,7 @@
 
     python -m bench.lab.vllm_measured --traces DIR                         # fits both models: five minutes
     python -m bench.lab.vllm_measured --traces DIR --profiles              # with the profiles that the lab ships, which this script wrote
-    python -m bench.lab.vllm_measured --traces DIR --out plugins/lab/dovetail_lab/profiles
+    python -m bench.lab.vllm_measured --traces DIR --out apps/lab/dovetail_lab/profiles
     python -m bench.lab.vllm_measured --traces DIR --runs HARDWARE__MODEL  # another run of the same kind
     python -m bench.lab.vllm_measured --traces DIR --runs HARDWARE__MODEL --step-time FILE    # by step times that were fitted on another run
 

@@ -88,7 +88,7 @@ def test_the_dockerfile_copies_what_the_build_needs_and_starts_the_server() -> N
     steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
     copied = [path for step, rest in steps if step == "COPY" and "--from" not in rest for path in rest.split()[:-1]]
     assert all((ROOT / path).exists() for path in copied)
-    assert {"pyproject.toml", "README.md", "LICENSE", "core", "plugins"} <= set(copied)
+    assert {"pyproject.toml", "README.md", "LICENSE", "core", "plugins", "apps"} <= set(copied)
     last = dict(steps)
     assert json.loads(last["ENTRYPOINT"]) + json.loads(last["CMD"]) == ["dovetail", "serve", "demo", "--host", "0.0.0.0"]
 

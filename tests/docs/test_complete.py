@@ -158,7 +158,7 @@ def test_every_page_is_in_the_navigation(nav: list[str]) -> None:
 
 def test_files_that_pages_name_exist() -> None:
     """Paths like `core/dovetail/config.py`, and bare names of modules like `step.py`."""
-    files = [path for folder in ("core", "plugins", "bench", "tests", "tools") for path in (ROOT / folder).rglob("*.py")]
+    files = [path for folder in ("core", "plugins", "apps", "bench", "tests", "tools") for path in (ROOT / folder).rglob("*.py")]
     names = {path.name for path in files}
     shown = {block.title.rpartition("/")[2] for page in pages() for block in blocks_of(page) if block.title}
     for page in pages():

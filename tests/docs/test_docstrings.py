@@ -33,7 +33,7 @@ def docstrings() -> tuple[Text, ...]:
 
 
 def _docstrings() -> Iterator[Text]:
-    for folder in ("core/dovetail", "plugins", "examples"):
+    for folder in ("core/dovetail", "plugins", "apps", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (

@@ -302,13 +302,13 @@ def test_an_interrupt_harms_no_other_thread(llm: LLM, monkeypatch: pytest.Monkey
 def test_a_step_that_waits_for_the_future_lets_others_in(driven: bool) -> None:
     with LLM("demo", **SETTINGS) if driven else LLMEngine.from_config({"model": "demo"}, **SETTINGS) as one:
         engine, asleep = one.engine if isinstance(one, LLM) else one, threading.Event()
-        wait_until = engine.core.pacing.wait_until
+        wait_until = engine.core.plan_timing.wait_until
 
         def tell(instant: float) -> None:
             asleep.set()
             wait_until(instant)
 
-        engine.core.pacing.wait_until = tell
+        engine.core.plan_timing.wait_until = tell
         engine.add_request("future", [1], GREEDY, arrival_time=1e9)
         for call in (engine.get_num_unfinished_requests, lambda: engine.add_request("now", [1], GREEDY)):
             asleep.clear()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dovetail.api.scheduler import Step
 from dovetail.engine.live_request import LiveRequest
-from dovetail.engine.pacing import LATE_SHARE
+from dovetail.engine.plan_timing import LATE_SHARE
 from dovetail.sampling_params import SamplingParams
 from tests.engine.policies import always, fcfs, scripted
 from tests.engine.world import Shape, Spec, World
@@ -104,7 +104,7 @@ def test_without_arrivals_to_come_planning_does_not_move_the_clock() -> None:
     ended = 0.0
     while world.core.has_unfinished():
         world.step()
-        assert world.clock.now() == max(ended, world.core.pacing.last_ended, 0.0)
+        assert world.clock.now() == max(ended, world.core.plan_timing.last_ended, 0.0)
         ended = world.clock.now()
 
 
@@ -120,7 +120,7 @@ def test_who_arrives_during_a_step_runs_in_the_next(share: float) -> None:
     """With overlap, the next step would be planned already, were planning not late."""
     world = World()
     steady(world)
-    begun, step_s = world.core.pacing.last_ended, 0.011
+    begun, step_s = world.core.plan_timing.last_ended, 0.011
     in_flight = world.core._flights[-1].index
     world.add(Spec("new", PROMPT, max_tokens=1, delay=begun + share * step_s - world.clock.now()))
     world.drain()
@@ -131,8 +131,8 @@ def test_who_arrives_during_a_step_runs_in_the_next(share: float) -> None:
 def test_late_planning_waits_for_its_share_of_the_step_and_no_longer() -> None:
     world = World()
     steady(world)
-    world.core.pacing.expects_arrivals = True
-    begun = world.core.pacing.last_ended
+    world.core.plan_timing.expects_arrivals = True
+    begun = world.core.plan_timing.last_ended
     world.step()
     planned = plans_of(world)[-1][0]
     assert planned == pytest.approx(begun + LATE_SHARE * 0.011, rel=0.01)
@@ -142,7 +142,7 @@ def test_late_planning_costs_the_device_nothing() -> None:
     ends = []
     for expects in (False, True):
         world = World()
-        world.core.pacing.expects_arrivals = expects
+        world.core.plan_timing.expects_arrivals = expects
         for index in range(4):
             world.add(Spec(f"r{index}", PROMPT * (1 + index), max_tokens=30))
         world.drain()
@@ -153,7 +153,7 @@ def test_late_planning_costs_the_device_nothing() -> None:
 def test_one_slow_step_does_not_keep_the_device_idle() -> None:
     """A compilation of 30 s must not make the engine wait for seconds before each later plan."""
     world = World()
-    world.core.pacing.expects_arrivals = True
+    world.core.plan_timing.expects_arrivals = True
     steady(world)
     world.core.books.fit.update(30.0, 0, 1, 20)
     world.core.books.fit.update(30.0, 0, 1, 20)

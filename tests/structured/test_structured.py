@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 import dovetail
 from dovetail.errors import RequestError
-from dovetail.front import bounds
+from dovetail.front import request_checks
 from dovetail.front.grammars import spec_of
 from dovetail.limits import Limits
 from dovetail.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
@@ -170,8 +170,8 @@ def test_an_option_of_vllms_is_honoured_or_refused(given: dict[str, Any], said: 
 def test_sizes_have_limits_with_names(rule: dict[str, Any], limits: Limits, name: str) -> None:
     params = SamplingParams(structured=rule)
     with pytest.raises(RequestError, match=rf"structured\..*limits\.{name}"):
-        bounds.check_params(params, limits)
-    bounds.check_params(params, Limits())
+        request_checks.check_params(params, limits)
+    request_checks.check_params(params, Limits())
 
 
 @pytest.mark.parametrize(("rule", "depth"), [({"regex": r"((a)[(](b\())"}, 2), ({"json_schema": {"a": {"b": "{{{"}}}, 2), ({"choice": ["[["]}, 1)])

@@ -34,14 +34,14 @@ from dovetail.api.observer import (
     StepFinished,
 )
 from dovetail.api.scheduler import Scheduler, StepDone
-from dovetail.engine.batches import NONE, BatchBuilder
+from dovetail.engine.batch_builder import NONE, BatchBuilder
 from dovetail.engine.books import Books
 from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery, Flight
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.masks import fill_masks
 from dovetail.engine.observers import ObserverHub
-from dovetail.engine.pacing import Pacing
+from dovetail.engine.plan_timing import PlanTiming
 from dovetail.engine.stats import EngineStats, StormWatch
 from dovetail.engine.step import PlannedStep
 from dovetail.errors import DovetailError, EngineDeadError, PolicyError, RequestError, SchedulerStalled
@@ -80,7 +80,7 @@ class EngineCore:
         self.observers = observers or ObserverHub([])
         self.books = Books(kv, capacity.layout.block_size, capacity.layout.window, settings.max_num_seqs, settings.scheduler_name)
         self.max_in_flight = capacity.max_in_flight if settings.overlap else 1
-        self.pacing = Pacing(clock)
+        self.plan_timing = PlanTiming(clock)
         self.stats = EngineStats()
         self.dead: BaseException | None = None
         self._requests: dict[str, LiveRequest] = {}  # unfinished, by id
@@ -195,7 +195,7 @@ class EngineCore:
             planned = None
             if self._has_room():
                 if self._flights:
-                    self.pacing.wait_until_due(self._flights[-1], self._next_arrival(), self.books.fit)
+                    self.plan_timing.wait_until_due(self._flights[-1], self._next_arrival(), self.books.fit)
                 planned = self._plan_and_submit()
                 if planned.granted and self._has_room():
                     return
@@ -219,7 +219,7 @@ class EngineCore:
         if self._preparing:
             wake = min(wake, self.clock.now() + PREPARING_S)
         if wake < math.inf:
-            self.pacing.wait_until(wake)
+            self.plan_timing.wait_until(wake)
         elif not self._end_for_lack_of_memory():
             raise self._stalled("grants nothing, sets no wake_at")
 
@@ -283,11 +283,11 @@ class EngineCore:
             flight.handle = self.executor.submit(batch)
             self._flights.append(flight)
             self._sample_late()
-            self.pacing.planned(time.perf_counter() - begun)
+            self.plan_timing.planned(time.perf_counter() - begun)
         return step
 
     def _flights_end(self) -> float:
-        return self.pacing.flights_end(self._flights, self.books.fit)
+        return self.plan_timing.flights_end(self._flights, self.books.fit)
 
     def _admit_arrivals(self, now: float) -> None:
         while self._next_arrival() <= now:
@@ -360,7 +360,7 @@ class EngineCore:
             raise DovetailError(f"the executor returned step {result.step} where {flight.index} was due: results must come in order")
         if len(result.token_ids) != len(flight.requests):
             raise DovetailError(f"the executor returned {len(result.token_ids)} tokens for the {len(flight.requests)} rows of step {flight.index}")
-        self.pacing.collected(result)
+        self.plan_timing.collected(result)
         self.books.fit.update(result.ended - result.started, flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
         self._deliver(flight, result, delivery)
         self._settle(flight, result, delivery, begun)

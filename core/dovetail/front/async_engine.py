@@ -21,7 +21,7 @@ from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
-    from dovetail.front.facts import ModelConfig
+    from dovetail.front.engine_info import ModelConfig
     from dovetail.front.vllm_args import EngineArgs
 
 
@@ -59,7 +59,7 @@ class AsyncLLMEngine:
         self._tokenizing: dict[_Reader, str] = {}  # request ids
         self._door = threading.Lock()  # guards `_tokenizing`, and that of an aborted request nothing is added
         self._to_wake: dict[asyncio.AbstractEventLoop, list[_Reader]] = {}  # since the last call of `_wake_readers`
-        engine.core.pacing.expects_arrivals = True
+        engine.core.plan_timing.expects_arrivals = True
         self._thread = engine.run_in_thread(self._wake_readers)
 
     @classmethod

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from dovetail.checks import shown
 from dovetail.errors import RequestError
-from dovetail.front import bounds
+from dovetail.front import request_checks
 from dovetail.front.chat_messages import Message, read_conversation, read_tools
 from dovetail.front.chat_rendering import ChatTemplate, TemplateRenderer
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
@@ -108,7 +108,7 @@ class ChatFrontEnd:
         options = options or ChatOptions()
         if (length := self._max_model_len) is not None:
             source = [messages, options.tools, options.chat_template_kwargs]
-            bounds.check_conversation_chars(source, self._limits, length, self._tokenizer)
+            request_checks.check_conversation_chars(source, self._limits, length, self._tokenizer)
         template = self._template(options)
         conversation = read_conversation(messages, template.text)
         given = options.chat_template_kwargs or {}
@@ -125,7 +125,7 @@ class ChatFrontEnd:
         }
         text = self._renderer.render(template, variables, must_read)
         if length is not None:
-            bounds.check_prompt_chars(text, self._limits, length, self._tokenizer)
+            request_checks.check_prompt_chars(text, self._limits, length, self._tokenizer)
         _check_calls(conversation, text)
         return _until(text, mark) if options.continue_final_message else text
 

@@ -10,39 +10,54 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from dovetail.api.clock import VirtualClock
+from dovetail.engine.core import EngineCore
 from dovetail.errors import EngineDeadError
 from dovetail.front.unread import Unread
 from dovetail.request import RequestOutput
 
-if TYPE_CHECKING:
-    from dovetail.front.llm_engine import LLMEngine
-
 logger = logging.getLogger("dovetail")
 
 R = TypeVar("R")
-Call = Callable[["LLMEngine"], None]
+
+
+class DrivenEngine(Protocol):
+    """The methods of an `LLMEngine` that its thread calls."""
+
+    @property
+    def core(self) -> EngineCore: ...
+
+    def now(self) -> float: ...
+
+    def compute(self) -> list[RequestOutput]: ...
+
+    def abort_request(self, request_id: str) -> None: ...
+
+    def returns_deltas(self, request_id: str) -> bool: ...
+
+
+E = TypeVar("E", bound=DrivenEngine)
 
 
 class Aborted(Exception):
     """Ends the `Unread` of a request that was aborted by another caller than its reader."""
 
 
-class EngineThread:
+class EngineThread(Generic[E]):
     """Runs calls in the order in which they come, between steps, and steps while anybody reads: each request's outputs go to its `Unread`.
 
     While idle it holds no reference to the engine, so that an engine which nobody uses any more is freed; the thread then ends. All methods but
     those under "In the engine's thread" may be called by any thread.
     """
 
-    def __init__(self, engine: LLMEngine, flush: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, engine: E, flush: Callable[[], None] = lambda: None) -> None:
         """`flush` is called in the thread after each round of calls and each step, when readers have been notified."""
         self._engine = weakref.ref(engine)
         self._flush = flush
-        self._calls: SimpleQueue[Call | None] = SimpleQueue()  # None: stop. `put` may be called by finalizers, amidst anything
-        self._next: deque[Call | None] = deque()  # taken from the queue already
+        self._calls: SimpleQueue[Callable[[E], None] | None] = SimpleQueue()  # None: stop. `put` may be called by finalizers, amidst anything
+        self._next: deque[Callable[[E], None] | None] = deque()  # taken from the queue already
         self._readers: dict[str, Unread] = {}  # by request id
         self._unclaimed: dict[str, Unread] = {}  # outputs of requests that have no reader, by id, for `step`
         self._after_step: list[Callable[[], None]] = []
@@ -50,19 +65,19 @@ class EngineThread:
         self._door = threading.Lock()  # no call is queued once the thread has ended
         self._failure: BaseException | None = None
         if not isinstance(engine.core.clock, VirtualClock):  # which advances when it waits
-            engine.core.pacing.wait_until = self._wait_until
+            engine.core.plan_timing.wait_until = self._wait_until
         self._thread = threading.Thread(target=self._run, name="dovetail-engine", daemon=True)
         self._thread.start()
         weakref.finalize(engine, self._calls.put, None).atexit = False
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: Callable[[E], None]) -> None:
         """Queue a call, which must not raise. Raises `EngineDeadError` if the thread has ended."""
         with self._door:
             if self._failure is not None:
                 raise self.dead()
             self._calls.put(call)
 
-    def abandon(self, call: Call) -> None:
+    def abandon(self, call: Callable[[E], None]) -> None:
         """Queue a call if the thread still runs. For finalizers: takes no lock."""
         self._calls.put(call)
 
@@ -114,7 +129,7 @@ class EngineThread:
 
     # In the engine's thread
 
-    def read(self, engine: LLMEngine, request_id: str, unread: Unread) -> None:
+    def read(self, engine: E, request_id: str, unread: Unread) -> None:
         """Deliver the outputs of a request that was just added to `unread`."""
         unread.joins = engine.returns_deltas(request_id)
         self._readers[request_id] = unread
@@ -123,7 +138,7 @@ class EngineThread:
         """Have `call` called once, after the next step."""
         self._after_step.append(call)
 
-    def drop(self, engine: LLMEngine, request_id: str, unread: Unread) -> None:
+    def drop(self, engine: E, request_id: str, unread: Unread) -> None:
         """Abort a request that its reader has given up, unless its id is another's by now."""
         if self._readers.get(request_id) is unread:
             del self._readers[request_id]
@@ -185,7 +200,7 @@ class EngineThread:
             self._after_step.pop()()
         self._flush()
 
-    def _send(self, engine: LLMEngine, output: RequestOutput) -> None:
+    def _send(self, engine: E, output: RequestOutput) -> None:
         """Give an output to its reader; but readers of requests that failed with the engine get the reason, as an error, when the thread ends."""
         unread = self._readers.get(output.request_id)
         if unread is None:

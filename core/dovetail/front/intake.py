@@ -19,7 +19,7 @@ from dovetail.engine.finish import TokenWatcher
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.siblings import make_siblings
 from dovetail.errors import RequestError
-from dovetail.front import bounds
+from dovetail.front import request_checks
 from dovetail.front.generation_defaults import GenerationDefaults
 from dovetail.front.prompts import Prompt, as_ids, as_sequence, content_of, is_text
 from dovetail.front.stop_strings import StopStrings
@@ -112,7 +112,7 @@ class Intake:
         self._check_fields(request_id, fields)
         text, token_ids, prompt_array = self._read_prompt(prompt, params)
         self._check_params(params)
-        bounds.check_size("extra", extra, self.facts.limits)
+        request_checks.check_size("extra", extra, self.facts.limits)
         room = self.facts.max_model_len - len(token_ids)
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > limit:  # more than there is room for: all that there is room for
@@ -134,7 +134,7 @@ class Intake:
             if not any(variants):
                 raise RequestError(f"bad_words: {shown(word)} is no token of this model's tokenizer, so it can't be banned")
         sequences = dict.fromkeys(tuple(variant) for variant in ids if variant)
-        bounds.at_most("bad_words: the tokens of all together", sum(map(len, sequences)), self.facts.limits, "max_bad_word_tokens")
+        request_checks.at_most("bad_words: the tokens of all together", sum(map(len, sequences)), self.facts.limits, "max_bad_word_tokens")
         return tuple(sequences)
 
     def texts(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> list[IncrementalText | None]:
@@ -154,7 +154,7 @@ class Intake:
         """Do as `tokenized` with each, in a fraction of the time that the texts would take one by one."""
         texts = {place: content for place, content in enumerate(map(content_of, prompts)) if isinstance(content, str)}
         for text in texts.values():
-            bounds.check_prompt_chars(text, self.facts.limits, self.facts.max_model_len, self._tokenizer())
+            request_checks.check_prompt_chars(text, self.facts.limits, self.facts.max_model_len, self._tokenizer())
         encoded = self._tokenizer().encode_all(list(texts.values())) if texts else []
         self._warn_of_second_bos(encoded)
         ids = iter(encoded)
@@ -178,7 +178,7 @@ class Intake:
                 continue
             if not isinstance(value, str):
                 raise RequestError(f"{name} must be a string or None, got {shown(value)}")
-            bounds.at_most(f"{name}: its characters", len(value), self.facts.limits, "max_name_chars")
+            request_checks.at_most(f"{name}: its characters", len(value), self.facts.limits, "max_name_chars")
         instants = (("arrival_time", fields.arrival_time), ("deadline", fields.deadline), ("ttft_deadline", fields.ttft_deadline))
         for name, instant in instants:
             if instant is not None and ((seconds := as_number(instant)) is None or abs(seconds) > MAX_TIME_S):
@@ -219,7 +219,7 @@ class Intake:
         return text, token_ids, numbers
 
     def _check_params(self, params: SamplingParams) -> None:
-        bounds.check_params(params, self.facts.limits)
+        request_checks.check_params(params, self.facts.limits)
         vocab_size = self.facts.vocab_size
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             wrong = [token for token in getattr(params, name) or () if token >= vocab_size]

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm  # in a notebook a widget
 
 from dovetail.checks import BINARY, is_integer, shown
 from dovetail.errors import RequestError
-from dovetail.front import facts
+from dovetail.front import engine_info
 from dovetail.front.chat import ChatFrontEnd, ChatOptions
 from dovetail.front.chat_messages import Message
 from dovetail.front.llm_engine import LLMEngine
@@ -122,9 +122,9 @@ class LLM:
         has any."""
         return self.engine.default_sampling_params()
 
-    def get_metrics(self) -> list[facts.Metric]:
+    def get_metrics(self) -> list[engine_info.Metric]:
         """The counts of `LLMEngine.stats`, one by one."""
-        return facts.metrics(self.engine.stats())
+        return engine_info.metrics(self.engine.stats())
 
     def close(self) -> None:
         """Close the engine, as `LLMEngine.close` does."""

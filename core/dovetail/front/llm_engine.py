@@ -17,7 +17,7 @@ from dovetail.checks import plain_text, shown
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.stats import EngineStats
 from dovetail.errors import EngineDeadError, RequestError
-from dovetail.front import bounds
+from dovetail.front import engine_info, request_checks
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.engine_thread import EngineThread
 from dovetail.front.intake import Intake, RequestFields, make_samples
@@ -29,7 +29,7 @@ from dovetail.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
-    from dovetail.front.facts import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+    from dovetail.front.engine_info import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
     from dovetail.front.vllm_args import EngineArgs
     from dovetail.registry.registry import Registry
 
@@ -83,9 +83,9 @@ class LLMEngine:
         self._takes_list = False  # within `add_list`
         self._listed: set[str] = set()  # ids of requests that came by it
         self._calling = threading.Condition()  # held by the caller; released while a step waits for an arrival
-        self._thread: EngineThread | None = None  # that makes all calls, if there is one
+        self._thread: EngineThread[LLMEngine] | None = None  # that makes all calls, if there is one
         if type(self.core.clock) is WallClock:
-            self.core.pacing.wait_until = self._wait_until
+            self.core.plan_timing.wait_until = self._wait_until
 
     @classmethod
     def from_config(
@@ -128,7 +128,7 @@ class LLMEngine:
         self._builder.tokenizer = tokenizer
         return tokenizer
 
-    def run_in_thread(self, flush: Callable[[], None] = lambda: None) -> EngineThread:
+    def run_in_thread(self, flush: Callable[[], None] = lambda: None) -> EngineThread[LLMEngine]:
         """Return the `EngineThread` that makes all calls from now on. `LLM` and `AsyncLLMEngine` start it before anybody else calls."""
         if self._thread is None:
             self._thread = EngineThread(self, flush)
@@ -187,7 +187,7 @@ class LLMEngine:
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
         self._check_open()
         if not self._takes_list:
-            bounds.at_most("unfinished requests", len(self._groups) - len(self._listed) + 1, self.config.limits, "max_waiting")
+            request_checks.at_most("unfinished requests", len(self._groups) - len(self._listed) + 1, self.config.limits, "max_waiting")
         fields = RequestFields(arrival_time, priority, client, deadline, cache_salt, predicted_tokens, ttft_deadline, tbt_s)
         checked = self._intake.check(request_id, prompt, params, fields, extra)
         request_id, params = checked.request_id, checked.params
@@ -302,30 +302,25 @@ class LLMEngine:
         return SamplingParams(**self._assembly.defaults.sampling())
 
     def get_model_config(self) -> ModelConfig:
-        from dovetail.front import facts
 
-        return facts.model_config(self.config, self.capacity)
+        return engine_info.model_config(self.config, self.capacity)
 
     def get_scheduler_config(self) -> SchedulerConfig:
-        from dovetail.front import facts
 
-        return facts.scheduler_config(self.config, self.capacity)
+        return engine_info.scheduler_config(self.config, self.capacity)
 
     def get_cache_config(self) -> CacheConfig:
-        from dovetail.front import facts
 
-        return facts.cache_config(self.config, self.capacity, enable_prefix_caching=self.core.kv.capabilities.reuse)
+        return engine_info.cache_config(self.config, self.capacity, enable_prefix_caching=self.core.kv.capabilities.reuse)
 
     def get_parallel_config(self) -> ParallelConfig:
-        from dovetail.front import facts
 
-        return facts.parallel_config(self.capacity)
+        return engine_info.parallel_config(self.capacity)
 
     def do_log_stats(self) -> None:
         """Log what the engine has done so far, in one line at level INFO of the logger "dovetail". The observer `log` does so by itself."""
-        from dovetail.front import facts
 
-        logger.info("%s", facts.line(self.stats()))
+        logger.info("%s", engine_info.line(self.stats()))
 
     # Steps
 

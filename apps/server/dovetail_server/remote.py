@@ -19,7 +19,7 @@ from typing import Any
 from dovetail.api.executor import HostLogprobs
 from dovetail.engine.finish import Finish, TokenWatcher
 from dovetail.errors import DovetailError, EngineDeadError, RequestError, UnsupportedError, describe
-from dovetail.front import bounds
+from dovetail.front import request_checks
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.detokenizer import IncrementalText, byte_pieces
 from dovetail.front.intake import CheckedRequest, Intake, RequestFields
@@ -221,7 +221,7 @@ class RemoteEngine:
             given = dataclasses.replace(given, arrival_time=self.now())
         if extra is not None and not isinstance(extra, Mapping):
             raise RequestError("extra must map distributions to what their components want to know")
-        bounds.at_most("unfinished requests", self.num_unfinished + 1, self._intake.facts.limits, "max_waiting")
+        request_checks.at_most("unfinished requests", self.num_unfinished + 1, self._intake.facts.limits, "max_waiting")
         self._check_free(request_id)
         params = changed_unchecked(params, output_kind=OutputKind.DELTA)
         checked = self._intake.check(request_id, prompt, params, given, extra)

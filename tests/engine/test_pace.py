@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from dovetail.api.component import NoOptions
 from dovetail.api.observer import StepFinished
 from dovetail.api.scheduler import Claims, Grant, Refusal, Scheduler, Step
-from dovetail.engine import stretch
-from dovetail.engine.stretch import LEAST, prompt_tokens_within
+from dovetail.engine import pace
+from dovetail.engine.pace import LEAST, prompt_tokens_within
 from dovetail.request import Request
 from dovetail.sampling_params import OutputKind, SamplingParams
 from dovetail.testing import make_request
@@ -124,7 +124,7 @@ def granted(monkeypatch: pytest.MonkeyPatch, act: Callable[[Step, Request, Reque
     """What `act` is granted of two prompts of 1,000 tokens that arrive beside a stream; the pace lets in 100 tokens a step."""
     monkeypatch.setattr(TwoPrompts, "act", staticmethod(act), raising=False)
     monkeypatch.setattr(TwoPrompts, "grants", [], raising=False)
-    monkeypatch.setattr(stretch, "LEAST", 100)
+    monkeypatch.setattr(pace, "LEAST", 100)
     world = World(TwoPrompts, Shape(num_blocks=2_000, block_size=16, max_tokens=4096, max_seqs=4, max_model_len=2000, pace=1.1))
     world.add(Spec("stream", (1, 2, 3), max_tokens=60))
     for name in "ab":

@@ -16,7 +16,7 @@ from dovetail.engine.finish import Finish
 from dovetail.engine.flight import Delivery
 from dovetail.engine.live_request import LiveRequest
 from dovetail.errors import DovetailError, EngineDeadError, RequestError, UnsupportedError
-from dovetail.front import bounds
+from dovetail.front import request_checks
 from dovetail.front.assembly import Assembly
 from dovetail.front.intake import make_samples
 from dovetail.process_watch import ProcessWatch
@@ -108,9 +108,9 @@ class EngineHost:
         self._stopping = False
         self._watch = DecisionWatch(self._core)
         self._busy_since: float | None = None
-        self._core.pacing.expects_arrivals = True
+        self._core.plan_timing.expects_arrivals = True
         if type(self._core.clock) is WallClock:
-            self._core.pacing.wait_until = self._wait_until
+            self._core.plan_timing.wait_until = self._wait_until
 
     def run(self) -> None:
         """Serve until `stop` is called. Raises `EngineDeadError` if the engine fails; front ends have had then what it computed before."""
@@ -205,7 +205,7 @@ class EngineHost:
     def _admit(self, front_end: _FrontEnd, add: Add) -> None:
         """Raises `RequestError`, and `UnsupportedError` for a rule that no request can have here."""
         core = self._core
-        bounds.at_most("unfinished requests", self._unfinished + 1, self._assembly.config.limits, "max_waiting")  # of all front ends
+        request_checks.at_most("unfinished requests", self._unfinished + 1, self._assembly.config.limits, "max_waiting")  # of all front ends
         extra = self._assembly.check_extra(add.extra)
         request = request_of(add)
         sampling = self._assembly.sampling(request.params, add.seed, tuple(tuple(words) for words in add.bad_words))

@@ -1,4 +1,4 @@
-"""`Tracing`: a span of OpenTelemetry for each request that was given to the engine, if an operator asks for it. `Exchange` tells it when one is over.
+"""`Tracing`: a span of OpenTelemetry for each request that was given to the engine, if an operator asks for it.
 
 Names are those that vLLM gives to the same things; docs/serving/metrics.md has the table. The library comes with the extra `tracing`.
 """
@@ -58,8 +58,8 @@ class Tracing:
 
         return cls(OTLPSpanExporter(endpoint=endpoint))
 
-    def tell(self, exchange: Exchange) -> None:
-        """Make the span of a request that is over."""
+    def export(self, exchange: Exchange) -> None:
+        """Export the span of a request that has ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         end_ns, took_s = time.time_ns(), time.monotonic() - exchange.record.began

@@ -79,7 +79,7 @@ def rehearse(rig: Rig, profile: StepTimeProfile, seconds: float) -> list[float]:
         if free > start + seconds:
             raise TimeIsUpError
 
-    core.pacing.wait_until = wait_until
+    core.plan_timing.wait_until = wait_until
     with suppress(TimeIsUpError):  # who is still there when the last has arrived isn't waited for
         drive(core, feeder, fed, take)
     kept = [sighting for sighting in probe.collected[first:] if sighting.planned > settled and sighting.delivered]

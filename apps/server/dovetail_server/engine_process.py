@@ -30,7 +30,7 @@ def main() -> int:
     from dovetail.config import EngineConfig
     from dovetail.errors import DovetailError, EngineDeadError
     from dovetail.front.assembly import assemble
-    from dovetail.front.facts import ranks_in_words
+    from dovetail.front.engine_info import ranks_in_words
     from dovetail_server.host import EngineHost, StepWatch
     from dovetail_server.links import ZmqPost
 

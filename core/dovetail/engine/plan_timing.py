@@ -1,4 +1,4 @@
-"""`Pacing`: it decides when the core plans its next step while one is running, and how it waits. It holds the core's settings that front ends and
+"""`PlanTiming`: it decides when the core plans its next step while one is running, and how it waits. It holds the core's settings that front ends and
 simulations may change."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dovetail.engine.flight import Flight
 LATE_SHARE = 0.7  # plan at this share of the running step's estimated time
 
 
-class Pacing:
+class PlanTiming:
     """The time of planning: as late as the device allows while more requests may come, so that one that arrives during a step isn't a whole step
     late."""
 

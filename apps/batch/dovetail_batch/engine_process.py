@@ -128,7 +128,7 @@ class EngineWorker:
             if prepared is None:
                 self._more = False
             else:
-                self._engine.add_list(lambda prepared=prepared: self._add(prepared, refused))  # type: ignore[misc]
+                self._add(prepared, refused)
         return refused
 
     def _add(self, prepared: list[_Prepared], refused: list[Answer]) -> None:
@@ -136,7 +136,7 @@ class EngineWorker:
             try:
                 if isinstance(prompt, RequestError):
                     raise prompt
-                self._engine.add_request(str(row.number), prompt, row.params)
+                self._engine.add_list([(str(row.number), prompt, row.params)])  # which `limits.max_waiting` doesn't count
                 self._rows[str(row.number)] = row
             except RequestError as error:
                 refused.append(failure_of(row.number, row.id, str(error), row.form))

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dovetail.config import EngineConfig
 from dovetail.errors import DovetailError, EngineDeadError, describe
 from dovetail.front.assembly import Assembly, assemble
-from dovetail.front.facts import ranks_in_words
+from dovetail.front.engine_info import ranks_in_words
 from dovetail_server.front_end import FrontEnd, log_to_stderr, new_event_loop
 from dovetail_server.host import EngineHost, StepWatch
 from dovetail_server.links import ThreadLine, ThreadPost

@@ -104,7 +104,7 @@ class _Replica:
         if not isinstance(engine.core.executor, SimulatedExecutor):
             raise UnsupportedError(f"replicas are simulated: expected executor simulated, got {type(engine.core.executor).__name__}")
         self.core, self._clock, self._executor = engine.core, clock, engine.core.executor
-        self.core.pacing.plans_late = self._executor.options.plans_late
+        self.core.plan_timing.plans_late = self._executor.options.plans_late
         self._vocab_size = engine.capacity.vocab_size
         self._recorder = Recorder(engine.core, trace, 0.0)
         nothing = replace(trace, requests=())  # what is sent to it, it is given one by one
@@ -162,7 +162,7 @@ class _Replica:
                 if self.core.dead is not None:
                     raise self.core.dead
                 self._recorder.take(delivery)
-                self.core.pacing.virtual_plan_s = self._executor.plan_s
+                self.core.plan_timing.virtual_plan_s = self._executor.plan_s
                 for request in delivery.finished:
                     self._executor.forget(request.id)
         except BaseException:

@@ -50,9 +50,9 @@ def answers(draw: st.DrawFn) -> list[RequestOutput]:
 @examples(quick=100, full=1000)
 @given(answers(), st.lists(st.booleans(), min_size=12, max_size=12))
 def test_a_slow_reader_s_deltas_together_say_what_a_prompt_reader_s_do(answer: list[RequestOutput], reads: list[bool]) -> None:
-    unread, slow = Unread(), []
+    unread, slow = Unread(lambda: None, joins=True), []
     for one, read in zip(answer, reads, strict=False):
-        unread.put(one, is_delta=True)
+        unread.put(one)
         if read:
             slow.append(unread.take()[0])
     slow.append(unread.take()[0])
@@ -62,24 +62,27 @@ def test_a_slow_reader_s_deltas_together_say_what_a_prompt_reader_s_do(answer: l
 @given(answers())
 @examples(quick=20, full=200)
 def test_a_prompt_reader_gets_each_output_itself(answer: list[RequestOutput]) -> None:
-    unread = Unread()
+    unread = Unread(lambda: None, joins=True)
     for one in answer:
-        unread.put(one, is_delta=True)
+        unread.put(one)
         assert unread.take()[0] is one
     assert unread.take() == (None, None)
 
 
 def test_of_cumulative_outputs_the_newest_waits() -> None:
-    unread, outputs = Unread(), [output(CompletionOutput(0, "x" * length, [5] * length)) for length in (1, 2, 3)]
-    assert [unread.put(one, is_delta=False) for one in outputs] == [True, False, False], "the reader is told once"
+    notices: list[str] = []
+    unread, outputs = Unread(lambda: notices.append("read")), [output(CompletionOutput(0, "x" * length, [5] * length)) for length in (1, 2, 3)]
+    for one in outputs:
+        unread.put(one)
+    assert notices == ["read"], "the reader is told once"
     assert unread.take()[0] is outputs[-1]
 
 
 def test_the_end_comes_after_what_came_before_it_and_stays() -> None:
-    unread, error = Unread(), ValueError()
+    unread, error = Unread(lambda: None, joins=True), ValueError()
     last = output(CompletionOutput(0, "x", [5]))
-    assert unread.put(last, is_delta=True)
-    assert not unread.end(error)
+    unread.put(last)
+    unread.end(error)
     assert unread.take() == (last, error)
     assert unread.take() == (None, error)
 
@@ -89,10 +92,10 @@ def test_what_waits_takes_the_memory_of_the_answer() -> None:
     for is_delta in (False, True):
         tracemalloc.start()
         try:
-            unread = Unread()
+            unread = Unread(lambda: None, joins=is_delta)
             for length in range(1, 901):
                 new = CompletionOutput(0, "x", (5,)) if is_delta else CompletionOutput(0, "x" * length, (5,) * length)
-                unread.put(output(new), is_delta=is_delta)
+                unread.put(output(new))
             del new
             assert tracemalloc.get_traced_memory()[0] < 30_000
         finally:

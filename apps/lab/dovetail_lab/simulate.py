@@ -109,12 +109,12 @@ def drive(core: EngineCore, feeder: Feeder, fed: Callable[[], None], take: Calla
 def _run(core: EngineCore, executor: SimulatedExecutor | None, feeder: Feeder, recorder: Recorder, progress: Callable[[], None]) -> None:
     """Run to the end of the trace."""
     if executor is not None:
-        core.pacing.plans_late = executor.options.plans_late
+        core.plan_timing.plans_late = executor.options.plans_late
 
     def take(delivery: Delivery) -> None:
         recorder.take(delivery)
         if executor is not None:
-            core.pacing.virtual_plan_s = executor.plan_s
+            core.plan_timing.virtual_plan_s = executor.plan_s
             for request in delivery.finished:
                 executor.forget(request.id)
         if delivery.finished:

@@ -12,14 +12,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
 from dovetail.errors import DovetailError, RequestError
-from dovetail.front.bounds import check_counts, check_params
 from dovetail.front.prompts import Prompt, content_of, is_text
+from dovetail.front.request_checks import check_counts, check_params
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request import CompletionOutput, RequestMetrics, RequestOutput
 from dovetail.sampling_params import SamplingParams
@@ -35,7 +35,6 @@ from dovetail_server.preparing import Preparing
 from dovetail_server.protocol.decoding import decode
 from dovetail_server.settings import ServerSettings
 from dovetail_server.streams import ClientGone, EventStream, SlowReaderError, until_disconnected
-from dovetail_server.tracing import Tracing
 
 T = TypeVar("T")
 
@@ -69,7 +68,7 @@ class Server:
     preparing: Preparing
     metrics: ServerMetrics
     models: tuple[str, ...]  # the names that a request may give; the first is the model's own
-    tracing: Tracing | None = None
+    tracing: ExchangeTracer | None = None
     batches: BatchStore | None = None  # None: this server keeps no files
     outbox: Outbox = field(default_factory=Outbox)
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
@@ -84,6 +83,14 @@ class Server:
         if name is None or name in self.models:
             return name or self.models[0]
         raise HttpError(404, f"the model {name[:200]!r} isn't served here; served is {', '.join(self.models)}", param="model", code="model_not_found")
+
+
+class ExchangeTracer(Protocol):
+    """Exports a span for each request that has ended: `tracing.Tracing`."""
+
+    def export(self, exchange: Exchange) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Part:
@@ -429,4 +436,4 @@ class Endpoint:
         finally:
             exchange.close()
             if exchange.jobs and (tracing := exchange.server.tracing) is not None:
-                tracing.tell(exchange)
+                tracing.export(exchange)
