@@ -346,7 +346,8 @@ class LLMEngine:
         """Wait until `instant` or another thread's call: the core's wait while it is idle."""
         remaining = instant - self.now()
         if remaining > 0:
-            self._calling.wait(min(remaining, threading.TIMEOUT_MAX))
+            with self._calling:  # whoever steps `core` itself doesn't hold it
+                self._calling.wait(min(remaining, threading.TIMEOUT_MAX))
 
     # Checks
 

@@ -9,10 +9,11 @@ from dovetail.api.scheduler import Refusal, Step
 from dovetail.request import Request
 
 
-def run_on(step: Step, requests: Iterable[Request]) -> None:
-    """Grant to each of `requests`, which run already; if one lacks memory, the youngest of all running requests are preempted."""
-    for request in step.grant_each(requests):
-        step.grant(request, evict=reversed(step.running))
+def run_on(step: Step, requests: Iterable[Request]) -> bool:
+    """Grant to each of `requests`, which run already; if one lacks memory, the youngest of all running requests are preempted. Returns False if one
+    got nothing."""
+    refused = [step.grant(request, evict=reversed(step.running)).refused for request in step.grant_each(requests)]
+    return set(refused) <= {None, Refusal.NOT_NOW}
 
 
 def grant_in_order(step: Step, order: Sequence[Request], evict: Callable[[Request], Iterable[Request]]) -> None:

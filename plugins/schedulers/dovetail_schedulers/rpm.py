@@ -45,8 +45,8 @@ class RPM(Scheduler):
 
     def schedule(self, step: Step) -> None:
         waiting = step.waiting
-        run_on(step, step.running)
-        crowded = len(step.waiting) > len(waiting)  # a request was preempted, and comes first
+        all_ran = run_on(step, step.running)
+        crowded = not all_ran or len(step.waiting) > len(waiting)  # one that lacks memory, or was preempted, comes first
         for request in [request for request in waiting if request in self._let_in or self._lets_in(step, request)]:
             if crowded or step.grant(request).refused not in (None, Refusal.NOT_NOW):
                 break
