@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
 
 import pytest
+import torch
+
+pytest.importorskip("triton")
 
 PROGRAM = """
     import torch
@@ -50,7 +54,24 @@ PROGRAM = """
 
 
 def test_a_rank_adds_all_shares_in_the_order_of_ranks_and_norms_the_stream() -> None:
-    pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, timeout=300, env=environment)
     assert done.stdout == "right\n", done.stderr[-2000:]
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ, reason="a GPU compiles what it runs, and the interpreter nothing")
+def test_one_thread_of_a_waiting_program_reads_the_hosts_memory() -> None:
+    """The host answers one read after the other: of all threads, they take milliseconds."""
+    from dovetail.nn.kernels.rank_sums import Exchange, add_shares, sum_parts
+    from tests.attention.hopper import compiling_for_hopper
+
+    addresses, released = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    x = torch.zeros(5, 4096, dtype=torch.bfloat16)
+    with compiling_for_hopper() as compiled:
+        add_shares(x, addresses, addresses, released, 0, None)
+        sum_parts(x, Exchange(addresses, addresses, addresses, released, 0))
+    for kernel in compiled:
+        assert 32 * kernel.warps <= 4096, "no number is read by two threads"
+        looks = re.findall(r"^.*ld\.volatile.*$", kernel.ptx, re.MULTILINE)
+        assert looks
+        assert all(look.startswith("\t@%p") for look in looks), looks

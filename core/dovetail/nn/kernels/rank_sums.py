@@ -9,6 +9,10 @@ waits until they have said the same, and reads all parts. `runtime.rank_shares` 
 
 A dead rank never signals, and a GPU that is full of waiting programs and of those that are to follow can run nothing that would release them. So
 programs that wait poll `released`, a number in the host's memory, now and then: once it isn't 0 they stop waiting, and their results are undefined.
+
+Such a look is dear: the host answers reads one after the other. If all threads of all programs look at once, this takes milliseconds, in which no
+program sees the signal that has come meanwhile; then the rank is late for the next sum, where the other ranks look, and so on. So one thread of a
+program looks, and the programs look in turn.
 """
 
 from __future__ import annotations
@@ -25,15 +29,17 @@ from dovetail.nn.kernels.row import warps_of_row
 
 MOST_PROGRAMS = 264  # of a launch: two for each multiprocessor of a Hopper, so that all of them run at once
 BLOCK = 4096  # numbers that a program exchanges at once
-LOOK = tl.constexpr(256)  # attempts between two looks at the host's memory, of which one takes as long as several attempts
+LOOK = tl.constexpr(4096)  # attempts between two looks of a program at the host's memory: some milliseconds
+TURN = tl.constexpr(LOOK.value // MOST_PROGRAMS)  # attempts between the looks of two programs
 
 
 @triton.jit
-def _meet(flags, released, program, RANK: tl.constexpr, RANKS: tl.constexpr):
+def _meet(flags, released, program, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     """Signal to the counterparts of this program on the other ranks, and wait for their signals. -> 0, or 1 if `released` ended the wait.
 
-    All threads of a program must leave the loop together, but each reads `released` for itself. An atomic operation is executed by one thread, and
-    its result broadcast; so what was read goes through the flag that nobody sets, this rank's own."""
+    All threads of a program must leave the loop together. An atomic operation is executed by one thread, and its result broadcast; so what one has
+    read goes through the flag that nobody sets, this rank's own. BLOCK: at least as many as there are threads."""
+    i = tl.arange(0, BLOCK)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             theirs = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + program * RANKS
@@ -47,8 +53,9 @@ def _meet(flags, released, program, RANK: tl.constexpr, RANKS: tl.constexpr):
             while (signal == 0) & (given_up == 0):
                 signal = tl.atomic_cas(mine + rank, 1, 0, sem="acquire", scope="sys")
                 attempts += 1
-                if attempts % LOOK == 0:
-                    given_up = tl.atomic_max(mine + RANK, tl.load(released, volatile=True), sem="relaxed", scope="gpu")
+                if (attempts + program * TURN) % LOOK == 0:
+                    seen = tl.max(tl.load(released + i, mask=i == 0, other=0, volatile=True), 0)
+                    given_up = tl.atomic_max(mine + RANK, seen, sem="relaxed", scope="gpu")
     return given_up
 
 
@@ -77,7 +84,7 @@ def _add_shares(
     if NORMED:
         weights = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
     wait(PDL)
-    given_up = _meet(flags, released, program, RANK, RANKS)
+    given_up = _meet(flags, released, program, RANK, RANKS, BLOCK)
     row = tl.where(given_up == 0, program, rows)
     while row < rows:
         at = row.to(tl.int64) * SIZE + i
@@ -113,7 +120,7 @@ def _exchange(
     let_next_begin(PDL)
     program = tl.program_id(0)
     wait(PDL)
-    given_up = _meet(arrived, released, program, RANK, RANKS)
+    given_up = _meet(arrived, released, program, RANK, RANKS, BLOCK)
     start = tl.where(given_up == 0, program * BLOCK, numbers)
     while start < numbers:
         i = start + tl.arange(0, BLOCK)
@@ -130,7 +137,7 @@ def _exchange(
             tl.store(out + i, total, mask=mask)
         start += tl.num_programs(0) * BLOCK
     tl.debug_barrier()  # all threads of the program have read
-    _meet(read, released, program, RANK, RANKS)
+    _meet(read, released, program, RANK, RANKS, BLOCK)
 
 
 def add_shares(
