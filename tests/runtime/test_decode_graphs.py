@@ -50,8 +50,10 @@ class GraphsOnCpu(DecodeGraphs):
         super().__init__(*arguments)
         self.replayed: list[tuple[Kind, int]] = []
         self.replayed_rows: list[list[int]] = []
+        self.warm_ups: list[int] = []
 
     def _record(self, run: Callable[[], Any], pool: Any, warm_ups: int) -> Any:
+        self.warm_ups.append(warm_ups)
         outputs = run()
         return Again(run, outputs), outputs
 
@@ -122,6 +124,13 @@ def test_a_step_is_replayed_in_the_smallest_graph_that_holds_it() -> None:
     for rows in (1, 2, 3, 4, 5):
         bench.run(dict.fromkeys(range(rows), 1))
     assert graphs.replayed == [(Kind.PLAIN, size) for size in (1, 2, 4, 4, 7)]
+
+
+def test_every_size_has_run_before_it_is_recorded() -> None:
+    """Recorded kernels must be compiled. A late step's are those of the plain step of its size, which is recorded before."""
+    graphs = with_graphs(Bench(max_rows=7, num_blocks=60))
+    plain = late = [7, 4, 2, 1]
+    assert graphs.warm_ups == [2, *(1 for _ in plain[1:]), *(0 for _ in late)]
 
 
 def test_the_longest_rows_are_replayed_first() -> None:

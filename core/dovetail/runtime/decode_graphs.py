@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 Int64 = NDArray[np.int64]
 
-WARM_UPS = 2  # runs before a capture: kernels are compiled, workspaces made
+WARM_UPS = 2  # runs before the first capture: kernels are compiled, workspaces made
 
 
 class Kind(Enum):
@@ -156,7 +156,8 @@ class DecodeGraphs:
         wanted = [(kind, size) for kind, sizes in self._sizes.items() for size in reversed(sizes)]
         for done, (kind, size) in enumerate(wanted):
             try:
-                graph = self._capture(kind, size, self.pool, WARM_UPS if done == 0 else 1)
+                warm_ups = 0 if kind is Kind.LATE else 1  # the model of a plain step, which was recorded before, of that size too
+                graph = self._capture(kind, size, self.pool, warm_ups if done else WARM_UPS)
             except UnsupportedError as error:
                 if kind is not Kind.FULL:
                     raise
