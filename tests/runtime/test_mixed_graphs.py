@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from dovetail.api.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer, LayerSpec
 from dovetail.api.sampler import RowSampling
+from dovetail.errors import DovetailError
 from dovetail.runtime import mixed_graphs
 from dovetail.runtime.mixed_graphs import LayerSplitter, MixedGraphs
 from dovetail_attention.sdpa import TorchAttention
 from tests.runtime.fakes import Bench, TinyModel, generate
-from tests.runtime.recorded import play_graphs_on_the_cpu
+from tests.runtime.recorded import Recording, play_graphs_on_the_cpu
 from tests.support import examples
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]]
@@ -153,6 +154,23 @@ def test_a_recording_is_cut_at_each_layers_attention_unless_that_can_be_recorded
 ) -> None:
     for recording in graphs_of(bench_with_graphs(backend, [8, 4], monkeypatch))._recordings.values():
         assert [piece.layer is not None for piece in recording.pieces] == pieces
+
+
+@pytest.mark.parametrize("backend", [SlotsThatStay, PoolWideAttention])
+def test_recording_that_fails_leaves_nothing_capturing(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise memory that is released next would be released while a stream captures."""
+    graphs = graphs_of(bench_with_graphs(backend, [8, 4], monkeypatch))
+
+    def fail(*arguments: Any) -> torch.Tensor:
+        if Recording.active is not None:
+            raise DovetailError("another rank has died")
+        return run(*arguments)
+
+    run = TinyModel.forward
+    monkeypatch.setattr(TinyModel, "forward", fail)
+    with pytest.raises(DovetailError, match="another rank has died"):
+        graphs.capture()
+    assert Recording.active is None
 
 
 def test_recordings_twice_as_large_as_there_are_rows_compute_the_states_of_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,14 +197,17 @@ class MixedGraphs:
         self._run(inputs)  # kernels are compiled, workspaces made
         torch.cuda.synchronize(self._device)
         recorder = Recorder(pool, self._buffers)
-        if not self._whole:
-            self._splitter.recorder = recorder
+        recorder.begin()
+        self._splitter.recorder = None if self._whole else recorder
         try:
-            recorder.begin()
             hidden = self._run(inputs)
-            recorder.end()
+        except BaseException:  # a rank has died, say
+            with suppress(RuntimeError):  # nothing was being captured any more
+                recorder.end()  # releasing memory that ranks share, while a stream captures, would end the process
+            raise
         finally:
             self._splitter.recorder = None
+        recorder.end()
         return Recording(inputs, hidden, tuple(recorder.pieces))
 
     def _padding(self, inputs: FixedInputs, shared_prefix_blocks: int) -> AttentionBatch:
