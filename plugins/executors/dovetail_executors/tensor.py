@@ -122,12 +122,12 @@ class TensorExecutor(Executor):
             self._finalizer.detach()
         if ranks is not None:
             ranks.stop()
-        _close(self._fds)
         rank, self._rank = self._rank, None
         self._loaded = False
         self._in_flight.clear()
         if rank is not None:
             rank.close()
+        _close(self._fds)  # last: torch's threads look into the store, and wait for a file that isn't there
         _let_go(self._failure)
 
     # Starting
