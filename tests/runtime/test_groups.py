@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -18,15 +19,13 @@ from dovetail.runtime.groups import TorchGroup
 
 CPU = torch.device("cpu")
 LIMIT_S = 60
+_folder, _numbers = TemporaryDirectory(), count()
 
 
 @contextmanager
 def store() -> Iterator[str]:
-    fd = os.memfd_create("test")
-    try:
-        yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
+    """A file that outlasts the test: torch opens it once more when it frees its store, perhaps much later, and ends the process if it can't."""
+    yield f"{_folder.name}/{next(_numbers)}"
 
 
 def on_ranks(size: int, act: Callable[[TorchGroup], Any]) -> list[Any]:
