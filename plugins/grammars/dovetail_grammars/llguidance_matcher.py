@@ -12,7 +12,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import llguidance
 import numpy as np
@@ -21,7 +21,7 @@ from dovetail.api.grammar import Grammar, GrammarContext, Matcher
 from dovetail.errors import DovetailError
 from dovetail_grammars.forced import forced_tokens
 from dovetail_grammars.llguidance_reasons import reason
-from dovetail_grammars.positions import Tracker
+from dovetail_grammars.positions import Position, Tracker
 from dovetail_grammars.string_tokens import StringTokens
 
 if TYPE_CHECKING:
@@ -62,29 +62,29 @@ class _Side:
     """A matcher of the library's for one answer. It goes over the answer's tokens when it is asked for something. `inner` is a copy of `first`, the
     lane's. What goes beyond a limit of another lane goes on in the first."""
 
-    __slots__ = ("_made_of", "_number", "_spelled", "first", "inner", "lanes", "seen")
+    __slots__ = ("_made_of", "_number", "first", "inner", "lanes", "seen", "tokens")
 
-    def __init__(self, lanes: Lanes, spelled: Callable[[Sequence[int]], list[int]] | None) -> None:
-        self.lanes, self._spelled = lanes, spelled
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+        self.tokens: list[int] = []  # of the answer, for this matcher
         self._number = lanes.number()
         self._made_of: list[Any] | None = None  # the lanes that there were
         self.first: Any = None
         self.inner: Any = None
         self.seen = 0  # tokens
 
-    def go_to(self, tokens: list[int]) -> None:
-        """Bring `inner` behind all of these tokens. Raises `DovetailError` if it can't go on."""
+    def go_on(self) -> None:
+        """Bring `inner` behind all tokens. Raises `DovetailError` if it can't go on."""
         firsts = self.lanes.firsts
-        if self._made_of is not firsts and self.seen <= MOVED_AT_MOST:
+        if self._made_of is not firsts:
             self._made_of = firsts
-            self._move(firsts[self._number % len(firsts)])
-        while self.seen < len(tokens):
-            ids = tokens[self.seen :] if self._spelled is None else self._spelled(tokens[self.seen :])
-            if self.inner.try_consume_tokens(ids) == len(ids):
-                self.seen = len(tokens)
+            if self.seen <= MOVED_AT_MOST:
+                self._move(firsts[self._number % len(firsts)])
+        while self.seen < len(self.tokens):
+            if self.inner.consume_tokens(self.tokens[self.seen :]):
+                self.seen = len(self.tokens)
             elif not self.go_home():
                 check(self.inner)
-                raise DovetailError("a token was accepted that the grammar doesn't allow")
 
     def _move(self, first: Any) -> None:
         if first is not self.first:
@@ -96,31 +96,34 @@ class _Side:
         self._move(self.lanes.firsts[0])
         return moved
 
-    def take(self, tokens: list[int], token: int) -> bool:
-        """Go on by `token`, after these. Returns False if it may not come."""
-        self.go_to(tokens)
-        taken = bool(self.inner.try_consume_tokens([token]))
-        if self.inner.is_error() and self.go_home():
-            return self.take(tokens, token)
+    def allows(self, token: int) -> bool:
+        """True if `token` may come next; then `inner` may have gone on by it, which is to be added to the tokens."""
+        self.go_on()
+        if self.inner.consume_token(token):
+            self.seen += 1
+            return True
+        if not self.go_home():  # one that has refused a token is of no more use
+            self.inner, self.seen = self.first.deep_copy(), 0
+        self.go_on()
+        allowed = bool(self.inner.validate_tokens([token]))
         check(self.inner)
-        self.seen += taken
-        return taken
+        return allowed
 
-    def fill(self, tokens: list[int], line: UInt32) -> None:
-        """Write the library's mask after these tokens."""
-        self.go_to(tokens)
+    def fill(self, line: UInt32) -> None:
+        """Write the library's mask of the next token."""
+        self.go_on()
         self.inner.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
         if self.inner.is_error() and self.go_home():
-            self.fill(tokens, line)
+            self.fill(line)
         check(self.inner)
 
-    def go_back(self, tokens: list[int], to: int) -> None:
-        """Take back what comes after the first `to` of these tokens."""
+    def go_back(self, to: int) -> None:
+        """Take back what comes after the first `to` tokens."""
         if self.seen > to:
-            taken = tokens[to : self.seen]
-            self.inner.rollback(len(taken if self._spelled is None else self._spelled(taken)))
+            self.inner.rollback(self.seen - to)
             check(self.inner)
             self.seen = to
+        del self.tokens[to:]
 
 
 class LLGrammar(Grammar):
@@ -133,26 +136,38 @@ class LLGrammar(Grammar):
         return LLMatcher(self)
 
 
+class _Place(NamedTuple):
+    """Where an answer is: at a position, with so many characters of its string so far, and so many tokens for the rest's matcher."""
+
+    position: Position
+    characters: int
+    spelled: int
+
+
 class LLMatcher(Matcher):
-    """The library's matchers, without their own idea of the end: it takes any number of stop ids, and doesn't count them."""
+    """The library's matchers, without their own idea of the end: it takes any number of stop ids, and doesn't count them.
+
+    In a string whose length alone is restrained, they are asked once: what may come there changes with the number of characters left only. They go
+    over its tokens when they are asked for what comes after it; the rest's matcher not even then, since nothing there depends on them.
+    """
 
     def __init__(self, grammar: LLGrammar) -> None:
         self._fill, self._context = grammar.fill, grammar.fill.context
-        self._whole = _Side(grammar.whole, None)
-        self.tokens: list[int] = []  # that were accepted, without a stop id
+        self._whole = _Side(grammar.whole)
         self.running = True  # no stop id was accepted
         self.room: float | None = None  # how many characters its string may still have, if that decides which of the string's tokens may come
+        self._memory: UInt32 | None = None
+        self.known: UInt32 | None = None  # in a string with `room`: which of the rest's tokens may come, if it has room for them
         self._tracker, self._rest = grammar.tracker, self._whole
         if grammar.rest is not None and self._tracker is not None:
-            self._rest = _Side(grammar.rest, grammar.fill.strings.spelled)
-            self._characters = grammar.fill.strings.characters
-            self._places = [(self._tracker.start, 0)]  # before each token and at the end: the position, and the characters of its string so far
+            self._strings = grammar.fill.strings
+            self._rest = _Side(grammar.rest)
+            self._places = [_Place(self._tracker.start, 0, 0)]  # before each token and at the end
 
+    @property
     def side(self) -> _Side:
-        """Return the one whose mask is wanted, after all tokens. Raises `DovetailError` if it can't go on."""
-        side = self._whole if self.room is None else self._rest
-        side.go_to(self.tokens)
-        return side
+        """The one whose mask is wanted."""
+        return self._whole if self.room is None else self._rest
 
     def fill(self, words: UInt32) -> None:
         self._fill([self], words.reshape(1, -1))
@@ -161,70 +176,92 @@ class LLMatcher(Matcher):
         if not self.running or not 0 <= token < self._context.vocab_size:
             return False
         if token in self._context.stop_ids:
-            inner = self.side().inner
-            ends = bool(inner.is_accepting())
-            check(inner)
+            self._whole.go_on()
+            ends = bool(self._whole.inner.is_accepting())
+            check(self._whole.inner)
             self.running = not ends
             return ends
-        if self._tracker is None:
-            if not self._whole.take(self.tokens, token):
-                return False
-        elif not self._goes_on(self._tracker, token):
+        if not self._allows(token):
             return False
-        self.tokens.append(token)
+        self._whole.tokens.append(token)
+        if self._tracker is None:
+            self.known = None
+        else:
+            self._go_on(self._tracker, token)
+        if not self._is_within:
+            self._whole.go_on()
         return True
 
-    def _goes_on(self, tracker: Tracker, token: int) -> bool:
-        """Go on by a token, which it may refuse, but for adding it to the others."""
-        position, before = self._places[-1]
-        room, characters = self.room, self._characters[token]
-        if room is not None and characters:
-            if characters > room:
+    def _allows(self, token: int) -> bool:
+        if self.room is not None:
+            if self._strings.lengths[token] > self.room:
                 return False
-            self.room = room - characters
-        elif not (self._whole if room is None else self._rest).take(self.tokens, token):
-            return False
-        elif not (characters and position.stays):
+            if self._strings.characters[token]:
+                return True
+        if self.known is None:
+            return self.side.allows(token)
+        return bool(int(self.known[token >> 5]) >> (token & 31) & 1)
+
+    def _go_on(self, tracker: Tracker, token: int) -> None:
+        """Find the place behind a token that was accepted."""
+        position, before, _ = self._places[-1]
+        characters, begins, restrained = self._strings.characters[token], False, self.room is None or before < position.least
+        if restrained or not characters:
+            self._rest.tokens += self._strings.spelled(token)
+        if not (characters and position.stays):
             position, characters, begins = tracker.step(position, token, self._context.token_bytes[token] or b"")
-            self._places.append((position, characters if begins else before + characters))
-            self._find_room()
-            return True
-        self._places.append((position, before + characters))
-        return True
+        if begins or restrained or position.longest is None:
+            self.known = None
+        self._places.append(_Place(position, characters if begins else before + characters, len(self._rest.tokens)))
+        self._find_room()
 
     def _find_room(self) -> None:
-        position, characters = self._places[-1]
+        position, characters, _ = self._places[-1]
         longest = position.longest
         self.room = None if longest is None else longest - characters
 
     def rollback(self, tokens: int) -> None:
-        accepted = len(self.tokens) + (not self.running)
+        accepted = len(self._whole.tokens) + (not self.running)
         if not 0 <= tokens <= accepted:
             raise ValueError(f"{tokens} tokens can't be taken back: {accepted} were accepted")
         if tokens and not self.running:
             self.running = True
             tokens -= 1
-        to = len(self.tokens) - tokens
-        self._whole.go_back(self.tokens, to)
-        self._rest.go_back(self.tokens, to)
-        del self.tokens[to:]
+        if not tokens:
+            return
+        to = len(self._whole.tokens) - tokens
+        self._whole.go_back(to)
+        self.known = None
         if self._tracker is not None:
             del self._places[to + 1 :]
+            self._rest.go_back(self._places[-1].spelled)
             self._find_room()
 
     def forced(self) -> Sequence[int]:
         if not self.running:
             return ()
-        self._whole.go_to(self.tokens)
+        self._whole.go_on()
         return forced_tokens(self, self._context) if self._whole.inner.compute_ff_bytes() else ()
 
     @property
     def complete(self) -> bool:
-        if not self.running or self.room is not None:
+        if not self.running or self._is_within:
             return not self.running
-        side = self._rest if self._rest.seen > self._whole.seen else self._whole  # the one that took the last token
-        side.go_to(self.tokens)
-        return bool(side.inner.is_stopped())
+        self._whole.go_on()
+        return bool(self._whole.inner.is_stopped())
+
+    @property
+    def _is_within(self) -> bool:
+        """True if it is known without the library that more must come."""
+        return self._tracker is not None and self._places[-1][0].within
+
+    def know(self, mask: UInt32) -> None:
+        """Remember which of the rest's tokens may come in this string."""
+        if self._memory is None:
+            self._memory = mask.copy()
+        else:
+            self._memory[...] = mask
+        self.known = self._memory
 
 
 class Fill:
@@ -240,28 +277,42 @@ class Fill:
 
     def __call__(self, matchers: Sequence[LLMatcher], words: UInt32) -> None:
         """Write the mask of each to its line of words [m, ceil(vocab_size / 32)]."""
+        running = [(matcher, line) for line, matcher in enumerate(matchers) if matcher.running]
+        if len(running) < len(matchers):
+            words.fill(0)
+        asked = [(matcher, line) for matcher, line in running if matcher.known is None]
+        if asked:
+            self._ask(asked, words)
+        for matcher, line in running:
+            if matcher.room is not None:
+                plain, rest = self.strings.words(matcher.room)
+                np.bitwise_and(matcher.known, rest, words[line])
+                np.bitwise_or(words[line], plain, words[line])
+
+    def _ask(self, asked: list[tuple[LLMatcher, int]], words: UInt32) -> None:
+        """Write what the library says of these answers' next tokens to their lines; in a string with room, also let them know."""
         wide = words if words.shape[1] == self._width else np.zeros((len(words), self._width), dtype=np.uint32)
-        sides = [(matcher.side(), line) for line, matcher in enumerate(matchers) if matcher.running]
-        if len(sides) < len(matchers):
-            wide.fill(0)
+        sides = [(matcher.side, line) for matcher, line in asked]
         if len(sides) > 1:
             self._together(sides, wide)
         for side, line in sides:
             if len(sides) == 1 or side.inner.is_error():
-                side.fill(matchers[line].tokens, wide[line])
+                side.fill(wide[line])
         if wide is not words:
             words[...] = wide[:, : words.shape[1]]
         if not self.context.stop_ids:
             words[:, -1] &= self._last_word
-        for line, matcher in zip(words, matchers, strict=True):
-            if matcher.room is not None and matcher.running:
-                np.bitwise_or(line, self.strings.words(matcher.room), line)
+        for matcher, line in asked:
+            if matcher.room is not None:
+                matcher.know(words[line])
 
     def _together(self, sides: list[tuple[_Side, int]], words: UInt32) -> None:
         if self._executor is None:
             self._executor = llguidance.LLExecutor(self._threads)
-        by_lane = sorted([(id(side.first), line, side) for side, line in sides])  # so that few threads wait for each other
-        rows = [(side.inner, line) for _, line, side in by_lane]
+        for side, _ in sides:
+            side.go_on()
+        by_lane = sorted([(id(side.first), line, side.inner) for side, line in sides])  # so that few threads wait for each other
+        rows = [(inner, line) for _, line, inner in by_lane]
         self._executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, words.strides[0], len(words))
         for lanes, answers in Counter([side.lanes for side, _ in sides]).items():
             lanes.widen(min(1 << (answers - 1).bit_length(), self._most_lanes))

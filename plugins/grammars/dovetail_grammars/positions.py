@@ -37,6 +37,7 @@ class _Candidates:
     def __init__(self, schemas: Iterable[Schema], known: bool) -> None:
         self.schemas, self.known = tuple(schemas), known
         self.longest = self._longest()
+        self.least = max((schema.get("minLength", 0) for schema in self.of_type("string")), default=0)  # where `longest` is known
         self.names = {_spelled(name) for schema in self.of_type("object") for name in schema.get("properties", ())} if known else set()
         self.within: dict[bytes | None, _Candidates] = {}  # by property; None: every other, or an array's items
 
@@ -81,11 +82,15 @@ class Position:
     longest: float | None = field(init=False)
     """How many characters this string may have: `inf` if any number of them. None in no string, within a character or an escape, or if it isn't
     known, or if the string is restrained by more than its length."""
+    least: int = field(init=False)  # how many characters this string must have, where `longest` is known
+    within: bool = field(init=False)  # something is open, so that the answer can't end
 
     def __post_init__(self) -> None:
         whole = self.in_string and not self.unfinished
         self.stays = whole and not (self.is_key and self.key is not None)
         self.longest = self.follows.longest if whole and not self.is_key else None
+        self.least = self.follows.least
+        self.within = self.in_string or self.container is not None
 
 
 class Step(NamedTuple):

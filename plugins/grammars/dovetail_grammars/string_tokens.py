@@ -44,37 +44,41 @@ class StringTokens:
         needed = {byte for text, characters in zip(self._context.token_bytes, self.characters, strict=True) if characters for byte in text or b""}
         return [single.get(byte, -1) for byte in range(256)] if needed and needed <= single.keys() else None
 
-    def spelled(self, tokens: Sequence[int]) -> list[int]:
+    def spelled(self, token: int) -> list[int]:
         """Return tokens of the rest with the same bytes."""
-        spelling, characters, texts = self.spelling or (), self.characters, self._context.token_bytes
-        ids: list[int] = []
-        for token in tokens:
-            if characters[token]:
-                ids += [spelling[byte] for byte in texts[token] or b""]
-            else:
-                ids.append(token)
-        return ids
+        if not self.characters[token]:
+            return [token]
+        spelling = self.spelling or ()
+        return [spelling[byte] for byte in self._context.token_bytes[token] or b""]
 
-    def words(self, room: float) -> UInt32:
-        """Return the mask [ceil(vocab_size / 32)] of those that are at most `room` characters."""
+    def words(self, room: float) -> tuple[UInt32, UInt32]:
+        """Return two masks [ceil(vocab_size / 32)]: of those that are at most `room` characters, and of the rest that add at most as many to the
+        string in which they begin."""
         room = int(min(room, len(self._masks) - 1))
-        if (mask := self._masks[room]) is None:
-            mask = self._masks[room] = self._mask(room)
-        return mask
+        if (masks := self._masks[room]) is None:
+            plain, lengths = self._arrays
+            few = lengths <= room
+            masks = self._masks[room] = _packed(plain & few), _packed(~plain & few)
+        return masks
 
     @cached_property
-    def _masks(self) -> list[UInt32 | None]:
-        return [None] * (max(self.characters) + 1)
-
-    def _mask(self, room: int) -> UInt32:
-        within = np.packbits((self._counts > 0) & (self._counts <= room), bitorder="little")
-        return within.view("<u4").astype(np.uint32)
+    def lengths(self) -> Sequence[int]:
+        """How many characters a token adds to the string in which it begins, which it may end."""
+        texts = zip(self._context.token_bytes, self.characters, strict=True)
+        return [characters or _until_quote(text or b"") for text, characters in texts]
 
     @cached_property
-    def _counts(self) -> NDArray[np.int32]:
-        counts = np.zeros(-(-self._context.vocab_size // 32) * 32, dtype=np.int32)
-        counts[: len(self.characters)] = self.characters
-        return counts
+    def _masks(self) -> list[tuple[UInt32, UInt32] | None]:
+        return [None] * (max(self.lengths) + 1)
+
+    @cached_property
+    def _arrays(self) -> tuple[NDArray[np.bool_], NDArray[np.int32]]:
+        """Which ids are these tokens, and all lengths, padded to whole words of a mask."""
+        size = -(-self._context.vocab_size // 32) * 32
+        plain, lengths = np.zeros(size, np.bool_), np.full(size, np.iinfo(np.int32).max, np.int32)
+        plain[: len(self.characters)] = np.array(self.characters) > 0
+        lengths[: len(self.lengths)] = self.lengths
+        return plain, lengths
 
 
 def _characters(text: bytes | None) -> int:
@@ -85,3 +89,20 @@ def _characters(text: bytes | None) -> int:
     except UnicodeDecodeError:
         return 0
     return len(characters) if _NOT_PLAIN.isdisjoint(characters) else 0
+
+
+def _packed(chosen: NDArray[np.bool_]) -> UInt32:
+    return np.packbits(chosen, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def _until_quote(text: bytes) -> int:
+    characters, escaped = 0, False
+    for byte in text:
+        if escaped:
+            escaped = False
+        elif byte == ord('"'):
+            break
+        else:
+            characters += not 0x80 <= byte < 0xC0
+            escaped = byte == ord("\\")
+    return characters
