@@ -12,7 +12,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import llguidance
 import numpy as np
@@ -21,12 +21,13 @@ from dovetail.api.grammar import Grammar, GrammarContext, Matcher
 from dovetail.errors import DovetailError
 from dovetail_grammars.forced import forced_tokens
 from dovetail_grammars.llguidance_reasons import reason
-from dovetail_grammars.positions import Position, Tracker
-from dovetail_grammars.string_tokens import StringTokens
+from dovetail_grammars.positions import Tracker
+from dovetail_grammars.string_tokens import StringMask, StringTokens
 
 if TYPE_CHECKING:
     from dovetail.api.grammar import UInt32
 
+MOST_THREADS = 4  # unless more are asked for: those that wait for work slow down the engine's own
 MOST_LANES = 16
 MOST_STATES = 250_000  # of the automaton of a grammar's first lane; the others have as many together, so that lanes don't multiply memory
 MOVED_AT_MOST = 256  # tokens of an answer that moves to a lane of its own: the lane's matcher goes over all of them again
@@ -136,14 +137,6 @@ class LLGrammar(Grammar):
         return LLMatcher(self)
 
 
-class _Place(NamedTuple):
-    """Where an answer is: at a position, with so many characters of its string so far, and so many tokens for the rest's matcher."""
-
-    position: Position
-    characters: int
-    spelled: int
-
-
 class LLMatcher(Matcher):
     """The library's matchers, without their own idea of the end: it takes any number of stop ids, and doesn't count them.
 
@@ -156,13 +149,13 @@ class LLMatcher(Matcher):
         self._whole = _Side(grammar.whole)
         self.running = True  # no stop id was accepted
         self.room: float | None = None  # how many characters its string may still have, if that decides which of the string's tokens may come
-        self._memory: UInt32 | None = None
-        self.known: UInt32 | None = None  # in a string with `room`: which of the rest's tokens may come, if it has room for them
+        self.known: StringMask | None = None  # in a string with `room`: what the library says of the rest's tokens
         self._tracker, self._rest = grammar.tracker, self._whole
         if grammar.rest is not None and self._tracker is not None:
-            self._strings = grammar.fill.strings
-            self._rest = _Side(grammar.rest)
-            self._places = [_Place(self._tracker.start, 0, 0)]  # before each token and at the end
+            self._strings, self._rest = grammar.fill.strings, _Side(grammar.rest)
+            self._characters, self._lengths = self._strings.characters, self._strings.lengths
+            # Before each token and at the end: the position, the characters of its string so far, and how many tokens the rest's matcher has
+            self._positions, self._counts, self._spelled = [self._tracker.start], [0], [0]
 
     @property
     def side(self) -> _Side:
@@ -181,44 +174,39 @@ class LLMatcher(Matcher):
             check(self._whole.inner)
             self.running = not ends
             return ends
-        if not self._allows(token):
+        if self._tracker is not None:
+            return self._go_on(self._tracker, token)
+        if not self._whole.allows(token):
             return False
         self._whole.tokens.append(token)
-        if self._tracker is None:
-            self.known = None
-        else:
-            self._go_on(self._tracker, token)
-        if not self._is_within:
-            self._whole.go_on()
+        self._whole.go_on()
         return True
 
-    def _allows(self, token: int) -> bool:
-        if self.room is not None:
-            if self._strings.lengths[token] > self.room:
+    def _go_on(self, tracker: Tracker, token: int) -> bool:
+        position, before, room = self._positions[-1], self._counts[-1], self.room
+        characters = self._characters[token]
+        restrained, begins = room is None or before < position.least, False  # restrained: what comes after the string may depend on the token
+        if room is not None and self._lengths[token] > room:
+            return False
+        if room is None or not characters:
+            known = self.known
+            if not (known.allows(token) if known is not None else self.side.allows(token)):
                 return False
-            if self._strings.characters[token]:
-                return True
-        if self.known is None:
-            return self.side.allows(token)
-        return bool(int(self.known[token >> 5]) >> (token & 31) & 1)
-
-    def _go_on(self, tracker: Tracker, token: int) -> None:
-        """Find the place behind a token that was accepted."""
-        position, before, _ = self._places[-1]
-        characters, begins, restrained = self._strings.characters[token], False, self.room is None or before < position.least
         if restrained or not characters:
             self._rest.tokens += self._strings.spelled(token)
         if not (characters and position.stays):
             position, characters, begins = tracker.step(position, token, self._context.token_bytes[token] or b"")
-        if begins or restrained or position.longest is None:
+        count = characters if begins else before + characters
+        self._whole.tokens.append(token)
+        self._positions.append(position)
+        self._counts.append(count)
+        self._spelled.append(len(self._rest.tokens))
+        self.room = None if position.longest is None else position.longest - count
+        if begins or restrained or self.room is None:
             self.known = None
-        self._places.append(_Place(position, characters if begins else before + characters, len(self._rest.tokens)))
-        self._find_room()
-
-    def _find_room(self) -> None:
-        position, characters, _ = self._places[-1]
-        longest = position.longest
-        self.room = None if longest is None else longest - characters
+        if not position.within:
+            self._whole.go_on()
+        return True
 
     def rollback(self, tokens: int) -> None:
         accepted = len(self._whole.tokens) + (not self.running)
@@ -233,9 +221,10 @@ class LLMatcher(Matcher):
         self._whole.go_back(to)
         self.known = None
         if self._tracker is not None:
-            del self._places[to + 1 :]
-            self._rest.go_back(self._places[-1].spelled)
-            self._find_room()
+            del self._positions[to + 1 :], self._counts[to + 1 :], self._spelled[to + 1 :]
+            self._rest.go_back(self._spelled[-1])
+            longest = self._positions[-1].longest
+            self.room = None if longest is None else longest - self._counts[-1]
 
     def forced(self) -> Sequence[int]:
         if not self.running:
@@ -245,23 +234,15 @@ class LLMatcher(Matcher):
 
     @property
     def complete(self) -> bool:
-        if not self.running or self._is_within:
+        if not self.running or (self._tracker is not None and self._positions[-1].within):
             return not self.running
         self._whole.go_on()
         return bool(self._whole.inner.is_stopped())
 
-    @property
-    def _is_within(self) -> bool:
-        """True if it is known without the library that more must come."""
-        return self._tracker is not None and self._places[-1][0].within
-
-    def know(self, mask: UInt32) -> None:
-        """Remember which of the rest's tokens may come in this string."""
-        if self._memory is None:
-            self._memory = mask.copy()
-        else:
-            self._memory[...] = mask
-        self.known = self._memory
+    def know(self, rest: UInt32) -> None:
+        """Remember what the library says of the rest's tokens, in a string with `room`."""
+        if self._tracker is not None:
+            self.known = self._tracker.mask(self._positions[-1], rest)
 
 
 class Fill:
@@ -269,8 +250,8 @@ class Fill:
 
     def __init__(self, context: GrammarContext, strings: StringTokens, threads: int | None) -> None:
         self.context, self.strings = context, strings
-        self._threads = threads
-        self._most_lanes = min(MOST_LANES, 2 * (threads or os.cpu_count() or 1))
+        self._threads = threads or min(MOST_THREADS, os.cpu_count() or 1)
+        self._most_lanes = min(MOST_LANES, 2 * self._threads)
         self._executor: Any = None  # made when several masks are filled for the first time: its threads aren't for nothing
         self._width = -(-(context.vocab_size + (not context.stop_ids)) // 32)  # of the library's masks: it makes up a stop id if there is none
         self._last_word = np.uint32((1 << ((context.vocab_size - 1) % 32 + 1)) - 1)  # its bits that belong to the vocabulary
@@ -284,10 +265,8 @@ class Fill:
         if asked:
             self._ask(asked, words)
         for matcher, line in running:
-            if matcher.room is not None:
-                plain, rest = self.strings.words(matcher.room)
-                np.bitwise_and(matcher.known, rest, words[line])
-                np.bitwise_or(words[line], plain, words[line])
+            if matcher.known is not None and matcher.room is not None:
+                words[line] = self.strings.within(matcher.known, matcher.room)
 
     def _ask(self, asked: list[tuple[LLMatcher, int]], words: UInt32) -> None:
         """Write what the library says of these answers' next tokens to their lines; in a string with room, also let them know."""

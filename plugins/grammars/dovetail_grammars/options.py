@@ -14,7 +14,7 @@ class GrammarOptions(BaseModel):
     """White space between the tokens of JSON. compact: none. flexible: up to 20 characters at each place, so that no answer runs on in it."""
 
     threads: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Threads that fill the masks of a step's requests. null: as many as the library thinks best for this machine."""
+    """Threads that fill the masks of a step's requests. null: up to four with `llguidance`, as many as the library thinks best with `xgrammar`."""
 
 
 WHITESPACE_AT_MOST = 20  # characters in a row, with `whitespace: flexible`

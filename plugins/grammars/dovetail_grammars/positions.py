@@ -10,9 +10,13 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dovetail_grammars.specs import target
+from dovetail_grammars.string_tokens import StringMask
+
+if TYPE_CHECKING:
+    from dovetail.api.grammar import UInt32
 
 Schema = Mapping[str, Any]
 
@@ -26,6 +30,8 @@ _OF_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMax
 _KNOWN = _OF_OBJECTS | _OF_ARRAYS | _OF_NUMBERS | _VALUES | _OTHERS_OF_STRINGS | {"type", "minLength", "maxLength"}
 _ANYTHING: Schema = {}
 _REMEMBERED = 20_000  # steps of a tracker
+_MASK = 100  # a mask takes the memory of so many
+_MASKS = 4  # at a position, which differ in what may follow the string
 
 _QUOTE, _BACKSLASH, _OPEN, _CLOSE, _COLON, _COMMA = b'"', b"\\", b"{[", b"}]", b":", b","
 _ESCAPED = -1
@@ -78,6 +84,7 @@ class Position:
     key: bytes | None  # as far as it is written; None: none of the schema's
     unfinished: int  # bytes to come of a character that is begun; or _ESCAPED
     steps: dict[int, Step] = field(default_factory=dict)  # by token, as far as they were needed
+    masks: list[StringMask] = field(default_factory=list)  # that there have been, the latest first
     stays: bool = field(init=False)  # tokens of whole characters without a quote or a backslash lead back to it
     longest: float | None = field(init=False)
     """How many characters this string may have: `inf` if any number of them. None in no string, within a character or an escape, or if it isn't
@@ -117,18 +124,30 @@ class Tracker:
         step = position.steps.get(token)
         if step is None:
             step = self._go(position, text)
-            if self._remembered >= _REMEMBERED:
-                self._forget()
+            self._remember(1)
             position.steps[token] = step
-            self._remembered += 1
         return step
 
-    def _forget(self) -> None:
-        for position in (self.start, *self._positions.values()):
-            position.steps.clear()
-        self._positions.clear()
-        self._containers.clear()
-        self._remembered = 0
+    def mask(self, position: Position, rest: UInt32) -> StringMask:
+        """Return `rest` as a mask of the strings at a position: equal ones are the same object, as long as they are remembered."""
+        for mask in position.masks:
+            if (mask.rest == rest).all():
+                return mask
+        mask = StringMask(rest.copy())
+        self._remember(_MASK)
+        position.masks = [mask, *position.masks[: _MASKS - 1]]
+        return mask
+
+    def _remember(self, size: int) -> None:
+        """Make room for something of the size of so many steps: forget all, if there is none."""
+        if self._remembered + size > _REMEMBERED:
+            for position in (self.start, *self._positions.values()):
+                position.steps.clear()
+                position.masks.clear()
+            self._positions.clear()
+            self._containers.clear()
+            self._remembered = 0
+        self._remembered += size
 
     def _go(self, at: Position, text: bytes) -> Step:
         container, follows, in_string, is_key, key, unfinished = at.container, at.follows, at.in_string, at.is_key, at.key, at.unfinished

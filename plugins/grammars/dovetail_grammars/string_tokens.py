@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,18 @@ if TYPE_CHECKING:
 
     from dovetail.api.grammar import UInt32
 
+MOST_MASKS = 1024  # kept with the room of their strings, which take 20 KB each with a large vocabulary
 _NOT_PLAIN = frozenset('"\\\x7f').union(map(chr, range(0x20)))  # of a JSON string, but for the first two only where a backslash comes before
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StringMask:
+    """What a string's end allows, whatever room the string has: a mask of the rest of the tokens."""
+
+    rest: UInt32
+
+    def allows(self, token: int) -> bool:
+        return bool(int(self.rest[token >> 5]) >> (token & 31) & 1)
 
 
 class StringTokens:
@@ -51,34 +63,37 @@ class StringTokens:
         spelling = self.spelling or ()
         return [spelling[byte] for byte in self._context.token_bytes[token] or b""]
 
-    def words(self, room: float) -> tuple[UInt32, UInt32]:
-        """Return two masks [ceil(vocab_size / 32)]: of those that are at most `room` characters, and of the rest that add at most as many to the
-        string in which they begin."""
-        room = int(min(room, len(self._masks) - 1))
-        if (masks := self._masks[room]) is None:
-            plain, lengths = self._arrays
-            few = lengths <= room
-            masks = self._masks[room] = _packed(plain & few), _packed(~plain & few)
-        return masks
+    def within(self, known: StringMask, room: float) -> UInt32:
+        """Return the mask [ceil(vocab_size / 32)], not to be changed, in a string that has room for so many characters: of these tokens, and of the
+        rest as it is `known`."""
+        return self._within(known, int(min(room, self._longest)))
+
+    @cached_property
+    def _within(self) -> Callable[[StringMask, int], UInt32]:
+        def mask(known: StringMask, room: int) -> UInt32:
+            plain, rest = self._masks(room)
+            return known.rest & rest | plain
+
+        return lru_cache(MOST_MASKS)(mask)
+
+    @cached_property
+    def _masks(self) -> Callable[[int], tuple[UInt32, UInt32]]:
+        """Two masks: of these tokens with at most so many characters, and of the rest that add at most as many to the string they begin in."""
+        size = -(-self._context.vocab_size // 32) * 32
+        plain, lengths = np.zeros(size, np.bool_), np.full(size, self._longest + 1)
+        plain[: len(self.characters)] = np.array(self.characters) > 0
+        lengths[: len(self.lengths)] = self.lengths
+        return cache(lambda room: (_packed(plain & (lengths <= room)), _packed(~plain & (lengths <= room))))
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(self.lengths)
 
     @cached_property
     def lengths(self) -> Sequence[int]:
         """How many characters a token adds to the string in which it begins, which it may end."""
         texts = zip(self._context.token_bytes, self.characters, strict=True)
         return [characters or _until_quote(text or b"") for text, characters in texts]
-
-    @cached_property
-    def _masks(self) -> list[tuple[UInt32, UInt32] | None]:
-        return [None] * (max(self.lengths) + 1)
-
-    @cached_property
-    def _arrays(self) -> tuple[NDArray[np.bool_], NDArray[np.int32]]:
-        """Which ids are these tokens, and all lengths, padded to whole words of a mask."""
-        size = -(-self._context.vocab_size // 32) * 32
-        plain, lengths = np.zeros(size, np.bool_), np.full(size, np.iinfo(np.int32).max, np.int32)
-        plain[: len(self.characters)] = np.array(self.characters) > 0
-        lengths[: len(self.lengths)] = self.lengths
-        return plain, lengths
 
 
 def _characters(text: bytes | None) -> int:
