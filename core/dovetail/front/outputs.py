@@ -34,6 +34,8 @@ class SampleState(Protocol):
     def cached_tokens(self) -> int: ...
 
 
+READ_TOGETHER = 32  # tokens of an answer that is delivered at its end: one by one they take several times as long
+
 S = TypeVar("S", bound=SampleState)
 
 
@@ -82,7 +84,7 @@ class RequestGroup(Generic[S]):
 class SampleOutput:
     """One sample's text and log-probabilities so far."""
 
-    __slots__ = ("finish", "group", "index", "logprobs", "plain", "request", "sent_tokens", "text", "watches")
+    __slots__ = ("finish", "group", "index", "logprobs", "plain", "request", "sent_tokens", "text", "unread", "watches")
 
     def __init__(self, group: RequestGroup[Any], index: int, text: IncrementalText | None, texts: TokenTexts) -> None:
         params = group.params
@@ -91,11 +93,18 @@ class SampleOutput:
         self.request = group.samples[index]
         self.text = text
         self.watches = text is not None and bool(params.stop)  # the engine shows its tokens to the text before they come here
+        self.unread: list[int] = []  # tokens that aren't part of the text yet
         self.finish: Finish | None = None
         self.logprobs = None if params.logprobs is None else LogprobLog(params.logprobs, texts)
         self.sent_tokens = 0  # of its tokens, already part of a delta
         # Nothing but tokens to report, one by one or at the end: the quick way.
         self.plain = params.n == 1 and params.logprobs is None and params.prompt_logprobs is None and group.kind is not OutputKind.CUMULATIVE
+
+    def read(self) -> None:
+        """Make text of the tokens that aren't."""
+        if self.text is not None and self.unread:
+            self.text.append(self.unread)
+            self.unread = []
 
     def take(self, kind: OutputKind) -> CompletionOutput:
         """What is new (delta), or all there is."""
@@ -170,10 +179,12 @@ class OutputBuilder:
         for request, token in zip(delivery.requests, delivery.token_ids, strict=True):
             sample = samples[request]
             if sample.plain and request not in finished:
-                if sample.text is not None and not sample.watches:
-                    sample.text.append((token,))
                 if sample.group.kind is OutputKind.DELTA:
                     outputs.append(self._plain_delta(sample, token))
+                elif sample.text is not None and not sample.watches:
+                    sample.unread.append(token)
+                    if len(sample.unread) >= READ_TOGETHER:
+                        sample.read()
                 continue
             self._feed(sample, token, finished.get(request))
             if sample.logprobs is not None and request in delivery.logprobs:
@@ -215,6 +226,8 @@ class OutputBuilder:
     def _plain_delta(self, sample: SampleOutput, token: int) -> RequestOutput:
         group, request = sample.group, sample.request
         metrics = group.metrics
+        if sample.text is not None and not sample.watches:
+            sample.text.append((token,))
         sample.sent_tokens += 1
         if metrics.first_token_time is None:
             metrics.first_token_time, metrics.first_scheduled_time = request.first_token_time, request.first_scheduled_time
@@ -227,11 +240,13 @@ class OutputBuilder:
         if sample.text is None or (sample.watches and not stopped_by_it):
             return
         if not stopped_by_it or sample.group.params.include_stop_str_in_output:
-            sample.text.append([token])
+            sample.unread.append(token)
+            sample.read()
 
     def _finish(self, sample: SampleOutput, finish: Finish, now: float) -> None:
         sample.finish = finish
         if sample.text is not None:
+            sample.read()
             sample.text.flush(stopped=isinstance(finish.stop_reason, str) and finish.reason == "stop")
         sample.group.metrics.finished_time = now
 
