@@ -31,6 +31,7 @@ from bench.schema_runs import run as run_apart
 from bench.schemas import SCHEMAS
 from bench.shapes import SHAPES, write_checkpoint
 from bench.workloads import Workload
+from dovetail.front.tokenizer import Tokenizer
 
 REQUESTS, PROMPT, OUTPUT = 256, 200, 300
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -141,6 +142,8 @@ def main() -> None:
         write_checkpoint(SHAPES["qwen3-0.6b"], Path(directory))
         for name in TOKENIZER_FILES:
             shutil.copy(args.tokenizer / name, directory)
+        end = {"eos_token_id": Tokenizer.load(args.tokenizer).eos_token_id}  # as real models have one
+        (Path(directory) / "generation_config.json").write_text(json.dumps(end))
         if args.schemas is not None:
             run_schemas(args, Path(directory))
             return

@@ -44,7 +44,7 @@ def fill_masks(
     unlikely = np.flatnonzero(~words[:, :LIKELY].any(axis=1))
     for line in unlikely[~words[unlikely].any(axis=1)].tolist():
         failed.setdefault(requests[at[line]], "its grammar allows no token that the model has: nothing can come next")
-    good = [line for line, index in enumerate(at) if requests[index] not in failed]
-    if len(good) < len(at):
+    if failed:
+        good = [line for line, index in enumerate(at) if requests[index] not in failed]
         at, words = [at[line] for line in good], words[good]
     return Masks(np.array(at, np.int32), words), failed

@@ -88,16 +88,22 @@ class Position:
     stays: bool = field(init=False)  # tokens of whole characters without a quote or a backslash lead back to it
     longest: float | None = field(init=False)
     """How many characters this string may have: `inf` if any number of them. None in no string, within a character or an escape, or if it isn't
-    known, or if the string is restrained by more than its length."""
+    known, or if the string is restrained by more than its length, as a key is that may become one of the schema's."""
     least: int = field(init=False)  # how many characters this string must have, where `longest` is known
     within: bool = field(init=False)  # something is open, so that the answer can't end
 
     def __post_init__(self) -> None:
         whole = self.in_string and not self.unfinished
         self.stays = whole and not (self.is_key and self.key is not None)
-        self.longest = self.follows.longest if whole and not self.is_key else None
+        self.longest = self._longest() if whole else None
         self.least = self.follows.least
         self.within = self.in_string or self.container is not None
+
+    def _longest(self) -> float | None:
+        if not self.is_key:
+            return self.follows.longest
+        any_key = self.key is None and self.container is not None and self.container.follows.known
+        return math.inf if any_key else None
 
 
 class Step(NamedTuple):
@@ -156,6 +162,8 @@ class Tracker:
             if not in_string:
                 if byte == _QUOTE:
                     in_string, characters, begins, key = True, 0, True, b""
+                    if is_key and container is not None and container.follows.known and not container.follows.names:
+                        key = None
                 elif byte in _OPEN:
                     container = self._container(byte == b"{", follows, container)
                     is_key = container.is_object
