@@ -13,7 +13,7 @@ import pytest
 
 from dovetail.api.grammar import GrammarContext, GrammarSpec
 from dovetail_grammars.llguidance_backend import LLGuidance
-from dovetail_grammars.llguidance_matcher import LLGrammar, LLMatcher
+from dovetail_grammars.llguidance_matcher import Lanes, LLGrammar, LLMatcher
 from dovetail_grammars.options import GrammarOptions
 from dovetail_grammars.positions import Tracker
 from tests.structured.vocabularies import MAKERS, vocabulary
@@ -89,6 +89,10 @@ def test_every_mask_of_an_answer_is_the_library_s_own(name: str, whitespace: str
             token = chance.choice(tokens)
             if chance.random() < 0.5:
                 token = chance.choice(sorted(structural(name).intersection(tokens)) or [token])
+            if chance.random() < 0.1:
+                forbidden = chance.randrange(context.vocab_size)
+                assert ours.accept(forbidden) == (forbidden in tokens), text
+                ours.rollback(int(forbidden in tokens))
             if chance.random() < 0.1:  # and back
                 assert ours.accept(token)
                 ours.rollback(1)
@@ -110,6 +114,39 @@ def test_whatever_room_is_left_each_token_of_the_vocabulary_is_judged_as_by_the_
         assert ours.accept(quote)
         assert theirs.accept(quote)
         assert (mask(ours, context) == mask(theirs, context)).all(), room
+
+
+class Counted:
+    """One of the library's matchers that counts the masks which it and its copies are asked for."""
+
+    def __init__(self, inner: Any, asked: list[None]) -> None:
+        self._inner, self._asked = inner, asked
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def deep_copy(self) -> Counted:
+        return Counted(self._inner.deep_copy(), self._asked)
+
+    def unsafe_compute_mask_ptr(self, *where: int) -> None:
+        self._asked.append(None)
+        self._inner.unsafe_compute_mask_ptr(*where)
+
+
+def test_the_library_is_asked_once_a_string() -> None:
+    context = vocabulary("byte-level")
+    grammar, oracle = compiled(backend(context), {"type": "array", "items": {**STRING, "maxLength": 9}})
+    asked: list[None] = []
+    lanes = [
+        Lanes(lambda _, first=lanes.firsts[0]: Counted(first.deep_copy(), asked)) for lanes in (grammar.whole, grammar.rest) if lanes is not None
+    ]
+    ours, theirs = LLGrammar(grammar.fill, *lanes, grammar.tracker).begin(), oracle.begin()
+    for letter in b'["abcdefghi","abcdefghi"]':
+        assert (mask(ours, context) == mask(theirs, context)).all()
+        token = context.token_bytes.index(bytes([letter]))
+        assert ours.accept(token)
+        assert theirs.accept(token)
+    assert len(asked) == len('["",""]'), "each letter's mask was the library's"
 
 
 @pytest.mark.parametrize(
