@@ -208,6 +208,7 @@ def any_params(draw: st.DrawFn) -> SamplingParams:
 @examples(quick=25, full=1000)
 @given(params=any_params())
 @example(params=SamplingParams(seed=1, detokenize=False, prompt_logprobs=1, max_tokens=3))
+@example(params=SamplingParams(seed=1, ignore_eos=True, max_tokens=70))
 def test_deltas_add_up_to_what_is_cumulative_and_final(llm: LLM, params: SamplingParams) -> None:
     streams = {kind: stream(llm.engine, PLAY, dataclasses.replace(params, output_kind=kind)) for kind in OutputKind}
     [final] = streams[OutputKind.FINAL]
