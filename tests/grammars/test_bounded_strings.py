@@ -116,6 +116,47 @@ def test_whatever_room_is_left_each_token_of_the_vocabulary_is_judged_as_by_the_
         assert (mask(ours, context) == mask(theirs, context)).all(), room
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"type": "object", "required": ["foo"]},
+        {"type": "object", "properties": {"fob": STRING}, "required": ["foo", "fob"], "additionalProperties": {**STRING, "maxLength": 3}},
+        {"type": "object", "minProperties": 1, "additionalProperties": {"type": "integer"}},
+        {"type": "object", "maxProperties": 1, "additionalProperties": {**STRING, "maxLength": 2}},
+        {"const": {"ab": 1}},
+        {"type": "object", "enum": [{"ab": 1}, {"abc": "d"}]},
+        {"anyOf": [{"const": {"ab": 1}}, {"type": "object", "additionalProperties": {**STRING, "maxLength": 2}}]},
+        {"anyOf": [{"type": "object", "properties": {"a": STRING}, "additionalProperties": False}, {"type": "object", "required": ["b"]}]},
+        {
+            "anyOf": [
+                {"type": "object", "properties": {"a": {**STRING, "maxLength": 4, "minLength": 3}, "b": STRING}, "required": ["a", "b"]},
+                {"type": "object", "properties": {"a": {**STRING, "maxLength": 4}}, "required": ["a"], "additionalProperties": False},
+            ]
+        },
+    ],
+)
+def test_every_mask_of_an_object_is_the_library_s_own_whichever_keys_it_may_have(schema: Any) -> None:
+    context = vocabulary("byte-level")
+    grammar, oracle = compiled(backend(context), {"anyOf": [schema, {**STRING, "maxLength": 1}]})
+    assert grammar.tracker is not None
+    for seed in range(8):
+        chance = random.Random(seed)
+        ours, theirs, text = grammar.begin(), oracle.begin(), b""
+        for step in range(40):
+            words = mask(ours, context)
+            assert (words == mask(theirs, context)).all(), text
+            tokens = allowed(words, context).tolist()
+            token = chance.choice(sorted(structural("byte-level").intersection(tokens)) or tokens) if chance.random() < 0.5 else chance.choice(tokens)
+            if not step:
+                token = context.token_bytes.index(b"{")
+            assert ours.accept(token)
+            assert theirs.accept(token)
+            if ours.complete:
+                break
+            text += context.token_bytes[token] or b""
+
+
 class Counted:
     """One of the library's matchers that counts the masks which it and its copies are asked for."""
 

@@ -44,7 +44,9 @@ class _Candidates:
         self.schemas, self.known = tuple(schemas), known
         self.longest = self._longest()
         self.least = max((schema.get("minLength", 0) for schema in self.of_type("string")), default=0)  # where `longest` is known
-        self.names = {_spelled(name) for schema in self.of_type("object") for name in schema.get("properties", ())} if known else set()
+        objects = self.of_type("object") if known else []
+        self.names = {_spelled(name) for schema in objects for key in ("properties", "required") for name in schema.get(key, ())}
+        self.any_names = known and all(_VALUES.isdisjoint(schema) for schema in objects)  # besides these, names are free as far as there may be any
         self.within: dict[bytes | None, _Candidates] = {}  # by property; None: every other, or an array's items
 
     def of_type(self, name: str) -> list[Schema]:
@@ -102,8 +104,8 @@ class Position:
     def _longest(self) -> float | None:
         if not self.is_key:
             return self.follows.longest
-        any_key = self.key is None and self.container is not None and self.container.follows.known
-        return math.inf if any_key else None
+        is_free = self.key is None and self.container is not None and self.container.follows.any_names
+        return math.inf if is_free else None
 
 
 class Step(NamedTuple):
@@ -162,7 +164,7 @@ class Tracker:
             if not in_string:
                 if byte == _QUOTE:
                     in_string, characters, begins, key = True, 0, True, b""
-                    if is_key and container is not None and container.follows.known and not container.follows.names:
+                    if is_key and container is not None and container.follows.any_names and not container.follows.names:
                         key = None
                 elif byte in _OPEN:
                     container = self._container(byte == b"{", follows, container)
