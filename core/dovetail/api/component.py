@@ -60,7 +60,7 @@ class ComponentSpec:
     options: str | None = None  # "package.module:Model", a pydantic model; None: no options
     summary: str = ""  # one line for `dovetail plugins list`
     requires: tuple[str, ...] = ()
-    architectures: tuple[str, ...] = ()  # kind model: the Hugging Face `architectures` names that it serves
+    architectures: tuple[str, ...] = ()  # kind model: the Hugging Face `architectures` that it serves; "*": any that no other does
     request_extra: str | None = None  # "package.module:Model", a pydantic model that checks a request's `extra` for this distribution
 
     def __post_init__(self) -> None:

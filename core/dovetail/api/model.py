@@ -9,7 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel
 
@@ -60,7 +61,9 @@ class ModelCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """Constants that an architecture receives when it is made; empty for now."""
+    """Constants that an architecture receives when it is made."""
+
+    directory: Path | None = None  # of the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,14 @@ class CausalLM(Protocol):
 
     def weights(self) -> Iterable[WeightRule]:
         """Return the rules that say which parameter each tensor of a checkpoint goes to."""
+
+
+@runtime_checkable
+class LoadsItself(Protocol):
+    """A `CausalLM` that reads its checkpoint without `WeightRule`s."""
+
+    def load_checkpoint(self, directory: Path | None, seed: int) -> None:
+        """Load the weights from `directory`; None: make random ones, the same for the same seed. Raises `ModelLoadError` or `UnsupportedError`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 
 from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.api.executor import ComponentRef, ExecutorConfig, QuantizationRef
-from dovetail.api.model import BuildContext, ParallelGroup
+from dovetail.api.model import BuildContext, LoadsItself, ParallelGroup
 from dovetail.runtime.model_files import find_architecture, resolve_dtype, resolve_max_model_len, stored_as
 from dovetail.runtime.quantization import choose_quantization, place_weights
 from dovetail.runtime.weights import Progress, dummy_weights, load_weights
@@ -50,7 +50,9 @@ def load_model(
     module = arch.build(hf_config, BuildContext(parallel, dtype, device, make_attention, max_len=max_model_len, weights_later=later))
     if quantization is not None:
         place_weights(module, quantization, device)
-    if config.load_format == "dummy":
+    if isinstance(module, LoadsItself):
+        module.load_checkpoint(None if config.load_format == "dummy" else Path(model_dir), config.seed)
+    elif config.load_format == "dummy":
         dummy_weights(module, config.seed)
     else:
         load_weights(module, model_dir, progress)

@@ -21,6 +21,7 @@ log = logging.getLogger("dovetail")
 
 Ref = TypeVar("Ref", ComponentRef, QuantizationRef)
 
+ANY = "*"  # among the `architectures` of a model that serves whatever no other does
 BUILT_IN = "dovetail:"  # how the full names of built-ins begin
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -35,8 +36,10 @@ class FoundArchitecture(NamedTuple):
 
 
 def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> FoundArchitecture:
-    """Return the one of `models` whose `architectures` hold the config's; of several, the built-in. Raises `ModelLoadError` if the config can't be
-    read, `UnsupportedError` if none serves it, if several do and none is built in, or if the one that does has reasons against it."""
+    """Return the one of `models` whose `architectures` hold the config's, or else one that serves any; of several, the built-in.
+
+    Raises `ModelLoadError` if the config can't be read, `UnsupportedError` if none serves it, if several do and none is built in, or if the one that
+    does has reasons against it."""
     config = read_config(model_dir)
     vars(config).pop("quantization_config", None)
     names = config.architectures
@@ -45,15 +48,16 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelLoadError(f"{Path(model_dir) / 'config.json'}: 'architectures' must be a list of names, got {shown(names)}")
     serving = built_ins_first([target for target in models if set(names) & set(target.architectures)])
+    serving = serving or built_ins_first([target for target in models if ANY in target.architectures])
     if not serving:
-        served = sorted({name for target in models for name in target.architectures})
+        served = sorted({name for target in models for name in target.architectures} - {ANY})
         whose = f"{models[0].name} doesn't serve" if len(models) == 1 else "no installed model serves"
         raise UnsupportedError(f"{model_dir}: {whose} {', '.join(names)}; served are {', '.join(served) or 'none'}")
     if len(serving) > 1:
         offers = " and ".join(target.name for target in serving)
         remedy = f"name the one you mean: `model: {{path: {shown(str(model_dir))}, component: {serving[0].name}}}`"
         raise UnsupportedError(f"{model_dir}: {', '.join(names)} is served by {offers}; {remedy}")
-    arch: ModelArch = serving[0].make(ModelContext())
+    arch: ModelArch = serving[0].make(ModelContext(Path(model_dir)))
     if reasons := _reasons_against(arch, config, Path(model_dir) / "config.json"):
         raise UnsupportedError(f"{serving[0].name} can't serve {model_dir}:\n" + "\n".join(f"  - {reason}" for reason in reasons))
     return FoundArchitecture(arch, config)

@@ -1,0 +1,317 @@
+"""Any architecture of transformers: its own module code, with attention from our backends (`transformers_attention`).
+
+A native model is preferred. What can't be proven exact is refused (`transformers_check`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from dovetail.api.attention import LayerSpec
+from dovetail.api.component import NoOptions
+from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ModelContext, ParallelGroup, WeightRule
+from dovetail.errors import ModelLoadError, UnsupportedError
+from dovetail_models.transformers_attention import NAME, AttentionCall, bind, specs_of, trace
+from dovetail_models.transformers_check import check
+
+_LONGEST = 8192  # tokens of the check's longest sequence
+_SWITCHING_ROPES = ("dynamic", "longrope")  # their frequencies depend on the longest sequence of a batch
+_NOT_TEXT = (
+    "mtp.",
+    "model.mtp.",
+    "model.visual.",
+    "visual.",
+    "model.vision_tower.",
+    "vision_tower.",
+    "model.multi_modal_projector.",
+    "multi_modal_projector.",
+)
+
+
+class Transformers(ModelArch):
+    """Serves every causal language model of transformers that passes the check."""
+
+    capabilities = ModelCapabilities(tensor_parallel=False)
+
+    def __init__(self, options: NoOptions, context: ModelContext) -> None:
+        super().__init__(options, context)
+        self._traced: tuple[Any, PreTrainedModel, list[AttentionCall]] | None = None
+
+    def reasons_against(self, config: Any) -> list[str]:
+        serves = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        if serves not in (config.architectures or ()):
+            names = ", ".join(config.architectures or ())
+            return [f"architectures: {names} isn't a causal language model of transformers; for {config.model_type} that is {serves}"]
+        try:
+            model, calls = self._trace(config)
+        except UnsupportedError as error:
+            return [str(error)]
+        modules = [call.module for call in calls]
+        reasons = sorted({problem for call in calls for problem in call.problems})
+        if getattr(config, "is_encoder_decoder", False):
+            reasons.append("is_encoder_decoder: a model with an encoder isn't served")
+        if getattr(model, "_is_stateful", False):
+            reasons.append(f"{type(model).__name__} keeps a recurrent state, which isn't served yet")
+        if len(set(modules)) < len(modules):
+            reasons.append("one attention module is called several times in a step")
+        return reasons
+
+    def layer_specs(self, config: Any, parallel: ParallelGroup) -> list[LayerSpec]:
+        return specs_of(self._trace(config)[1])
+
+    def build(self, config: Any, context: BuildContext) -> nn.Module:
+        if context.parallel.size > 1:
+            raise UnsupportedError("a model through transformers runs on one GPU; set tensor_parallel_size to 1")
+        if context.weights_later:
+            raise UnsupportedError(
+                "a model through transformers needs plain weights (bfloat16, float16 or float32); those stored in 8 or 4 bits need a native model"
+            )
+        text, calls = config.get_text_config(decoder=True), self._trace(config)[1]
+        max_len = context.max_len or int(text.max_position_embeddings)
+        _check_rope(text, max_len)
+        layers = [context.make_attention(spec) for spec in specs_of(calls)]
+        return TransformersModel(text, calls, layers, context, max_len)
+
+    def _trace(self, config: Any) -> tuple[PreTrainedModel, list[AttentionCall]]:
+        """Return the model on the meta device and its attention calls. Raises `UnsupportedError`."""
+        if self._traced is None or self._traced[0] is not config:
+            text = config.get_text_config(decoder=True)
+            with torch.device("meta"):
+                try:
+                    model = _of_config(text)
+                except Exception as error:
+                    raise UnsupportedError(f"transformers can't build it as a causal language model: {_one_line(error)}") from error
+            self._traced = config, model, trace(_base_of(model))
+        return self._traced[1], self._traced[2]
+
+
+class TransformersModel(nn.Module):
+    """A `dovetail.api.model.CausalLM` around a model of transformers, which `load_checkpoint` makes."""
+
+    def __init__(self, config: Any, calls: list[AttentionCall], layers: list[Any], context: BuildContext, max_len: int) -> None:
+        super().__init__()
+        self.config, self._calls, self._layers, self._context, self._max_len = config, calls, layers, context, max_len
+
+    def load_checkpoint(self, directory: Path | None, seed: int) -> None:
+        """Load the weights from `directory`; None: random ones. Raises `ModelLoadError` for a checkpoint that doesn't fit, and `UnsupportedError` if
+        the model computes other states in ragged batches than by itself."""
+        dtype, device = self._context.dtype, self._context.device
+        if directory is not None:
+            self._prove(directory)
+        self.model = _loaded(self.config, directory, dtype, seed).to(device)
+        self._base = _base_of(self.model)
+        bind(self._base, self._calls, self._layers)
+        self._head = head_of(self.model)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = _states(self._base, token_ids, positions)
+        return hidden if wanted is None else hidden.index_select(0, wanted)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+    def weights(self) -> Iterable[WeightRule]:
+        return ()  # transformers loads them
+
+    def _prove(self, directory: Path) -> None:
+        """Run the first layers, as many as have one of each kind, in float32, by themselves and in ragged batches."""
+        shortened, calls = _shortened(self.config, self._calls)
+        model = _loaded(shortened, directory, torch.float32, 0).to(self._context.device)
+        base = _base_of(model)
+
+        def reference(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            model.set_attn_implementation("eager")
+            try:
+                return _states(base, ids, positions)
+            finally:
+                model.set_attn_implementation(NAME)
+
+        lengths = sorted({1, min(33, self._max_len), min(_longest_needed(self.config, calls), self._max_len)})
+        with torch.no_grad(), _full_float32():
+            difference = check(base, calls, reference, partial(_states, base), lengths, self.config.vocab_size)
+        if difference is not None:
+            raise UnsupportedError(f"{type(model).__name__} can't be served through transformers: {difference}")
+
+
+def _base_of(model: PreTrainedModel) -> nn.Module:
+    """Return the model without its head. Raises `UnsupportedError` if they can't be told apart."""
+    base = model.base_model if model.base_model is not model else getattr(model, "model", None)
+    if not isinstance(base, nn.Module) or not any(module is base for module in model._modules.values()):
+        raise UnsupportedError(f"{type(model).__name__} has no base model apart from its head")
+    return base
+
+
+def _states(base: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    states: torch.Tensor = base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).last_hidden_state[0]
+    return states
+
+
+def _of_config(text: Any) -> PreTrainedModel:
+    text = copy.deepcopy(text)
+    text._attn_implementation = text._experts_implementation = NAME
+    return _ready(AutoModelForCausalLM.from_config(text))
+
+
+def _ready(model: PreTrainedModel) -> PreTrainedModel:
+    """Keep rotary embeddings from changing their frequencies: `_check_rope` has seen to it that no sequence is so long."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):
+            module.rope_type = {layer: "default" if one in _SWITCHING_ROPES else one for layer, one in kind.items()}
+        elif kind in _SWITCHING_ROPES:
+            module.rope_type = "default"
+    return model.eval()
+
+
+def _loaded(config: Any, directory: Path | None, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    if directory is None:
+        torch.manual_seed(seed)
+        return _of_config(config).to(dtype)
+    config = copy.deepcopy(config)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(directory),
+            config=config,
+            dtype=dtype,
+            attn_implementation=NAME,
+            experts_implementation=NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise ModelLoadError(f"{directory}: transformers can't load it: {_one_line(error)}") from error
+    problems = [f"lacks {_some(info['missing_keys'])}"] if info["missing_keys"] else []
+    problems += (
+        [f"holds tensors of other shapes than the config says: {_some(key for key, *_ in info['mismatched_keys'])}"]
+        if info["mismatched_keys"]
+        else []
+    )
+    if problems:
+        raise ModelLoadError(f"{directory}: the checkpoint {' and '.join(problems)}")
+    return _ready(model)
+
+
+def _some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+class _GivenStates:
+    """An output of a base model that has states and nothing else, whichever names its head reads."""
+
+    def __init__(self, states: torch.Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.last_hidden_state if index == 0 else ()
+
+
+class _Given(nn.Module):
+    """Stands for the base model where only the head is computed."""
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _GivenStates:
+        return _GivenStates(inputs_embeds)
+
+    @property
+    def decoder(self) -> _Given:
+        """Itself, for heads that call `self.model.decoder`."""
+        return self
+
+
+def head_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Return what computes logits from hidden states: the model's own code, scaling and soft caps included, without its base."""
+    head = copy.copy(model)
+    base = _base_of(model)
+    head._modules = {name: _Given() if module is base else module for name, module in model._modules.items()}
+    return head
+
+
+def _shortened(config: Any, calls: list[AttentionCall]) -> tuple[Any, list[AttentionCall]]:
+    """Return the config of a model with the first layers, as many as have one of each kind, and their calls."""
+    with torch.device("meta"):
+        base = _base_of(_of_config(config))
+    count = int(config.num_hidden_layers)
+    lists = [(name, module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if not lists:
+        return config, calls
+    prefix, layers = lists[0]
+    kinds: dict[str, int] = {}
+    for index, layer in enumerate(layers):
+        own = [
+            str((call.heads, call.kv_heads, call.head_size, call.scale, call.window))
+            for call in calls
+            if call.module.startswith(f"{prefix}.{index}.")
+        ]
+        kinds.setdefault(str([(name, type(module).__name__) for name, module in layer.named_modules()] + own) + _shapes(layer), index)
+    kept = max(kinds.values()) + 1
+    if kept == count:
+        return config, calls
+    short = copy.deepcopy(config)
+    for name, value in vars(config).items():
+        if isinstance(value, list | tuple) and len(value) == count:
+            setattr(short, name, value[:kept])
+    short.num_hidden_layers = kept
+    return short, [call for call in calls if not call.module.startswith(f"{prefix}.") or int(call.module[len(prefix) + 1 :].split(".")[0]) < kept]
+
+
+def _shapes(layer: nn.Module) -> str:
+    return str([(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()])
+
+
+def _longest_needed(config: Any, calls: list[AttentionCall]) -> int:
+    """Return the length of a sequence that crosses every length that the config names, as far as a check can."""
+    named = [2 * call.window for call in calls if call.window is not None]
+    rope = getattr(config, "rope_parameters", None) or {}
+    named += [int(value) for key, value in config.to_dict().items() if "chunk" in key and isinstance(value, int) and not isinstance(value, bool)]
+    named += [int(rope["original_max_position_embeddings"])] if isinstance(rope.get("original_max_position_embeddings"), int) else []
+    return min(_LONGEST, max(named, default=33) + 17)
+
+
+def _check_rope(config: Any, max_len: int) -> None:
+    """Raises `UnsupportedError` if the rotary frequencies of one request would depend on another's length."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in rope.values() if rope and all(isinstance(value, dict) for value in rope.values()) else (rope,):
+        kind = parameters.get("rope_type")
+        if kind not in _SWITCHING_ROPES:
+            continue
+        original = int(
+            parameters.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", 0)
+            or config.max_position_embeddings
+        )
+        if max_len > original:
+            raise UnsupportedError(
+                f"rope_parameters.rope_type: with {kind!r} a sequence of more than {original} tokens changes the frequencies of all others in its "
+                f"batch; set max_model_len to {original} or less"
+            )
+
+
+@contextmanager
+def _full_float32() -> Iterator[None]:
+    """Without TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

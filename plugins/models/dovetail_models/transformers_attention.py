@@ -1,0 +1,165 @@
+"""Transformers' attention modules on Dovetail's attention backends, through transformers' `AttentionInterface`.
+
+`trace` runs a model without memory (on the meta device) and records what each attention module asks for. `bind` gives each module its layer: it then
+writes K and V to the paged cache and attends over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dovetail.api.attention import AttentionLayer, LayerSpec
+from dovetail.errors import UnsupportedError
+
+NAME = "dovetail"  # of our functions among transformers' implementations of attention and of experts
+LAYER = "dovetail_layer"  # attribute of an attention module: its `AttentionLayer`
+
+_NO_EFFECT = frozenset(  # arguments of attention calls that don't change the numbers here: positions and masks are the backend's
+    [
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "position_embeddings",
+        "layer_idx",
+        "logits_to_keep",
+        "output_router_logits",
+        "past_key_values",
+        "is_causal",
+        "dropout",
+        "sliding_window",
+        "layer_type",
+        "max_length_q",
+        "max_length_k",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One module's call of the attention function, as `trace` saw it."""
+
+    module: str  # its name in the model
+    heads: int
+    kv_heads: int
+    head_size: int  # of q and k; V's may be smaller, and is padded
+    scale: float
+    window: int | None
+    problems: tuple[str, ...]  # what can't be served
+
+
+class _Recorder:
+    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+        self.names, self.calls = names, list[AttentionCall]()
+
+
+_recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention function: query [1, heads, tokens, head_size], key and value [1, kv_heads, tokens, head_size] -> [1, tokens, heads,
+    V's head_size]."""
+    if (recorder := _recorder.get()) is not None:
+        recorder.calls.append(_call(recorder.names[module], module, query, key, value, attention_mask, scaling, kwargs))
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
+    layer: AttentionLayer = getattr(module, LAYER)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, head_size], views
+    if (missing := k.shape[2] - v.shape[2]) > 0:
+        v = nn.functional.pad(v, (0, missing))
+    layer.write(k, v)
+    out = layer.attend(q)
+    return out[None, ..., : value.shape[3]], None
+
+
+def _call(
+    name: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    kwargs: Mapping[str, Any],
+) -> AttentionCall:
+    problems = [f"it gives attention {key}" for key, given in kwargs.items() if key not in _NO_EFFECT and given is not None and given is not False]
+    if mask is not None:
+        problems.append("it makes an attention mask of its own")
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        problems.append("its attention isn't causal")
+    if query.shape[2] != key.shape[2]:
+        problems.append("it attends over other tokens than those of the step")
+    if value.shape[3] > key.shape[3]:
+        problems.append(f"V's head size {value.shape[3]} is larger than K's, {key.shape[3]}")
+    if value.shape[1] != key.shape[1]:
+        problems.append(f"K has {key.shape[1]} heads and V {value.shape[1]}")
+    window = kwargs.get("sliding_window")
+    scale = key.shape[3] ** -0.5 if scaling is None else float(scaling)
+    return AttentionCall(name, query.shape[1], key.shape[1], key.shape[3], scale, None if window is None else int(window), tuple(problems))
+
+
+def experts(module: nn.Module, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    """Transformers' experts function: grouped products without a synchronisation, and none at all while a model is traced."""
+    if hidden.device.type == "meta":
+        return torch.empty_like(hidden)
+    result: torch.Tensor = grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
+    return result
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
+
+
+@contextmanager
+def _recording(model: nn.Module) -> Iterator[list[AttentionCall]]:
+    recorder = _Recorder({module: name for name, module in model.named_modules()})
+    token = _recorder.set(recorder)
+    try:
+        yield recorder.calls
+    finally:
+        _recorder.reset(token)
+
+
+@torch.no_grad()
+def trace(base: nn.Module) -> list[AttentionCall]:
+    """Return the attention calls of a forward pass of a model on the meta device, in their order. Raises `UnsupportedError` if there are none, or if
+    the model can't be traced."""
+    ids = torch.zeros(1, 3, dtype=torch.long, device="meta")
+    with _recording(base) as calls:
+        try:
+            base(input_ids=ids, position_ids=ids, use_cache=False)
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UnsupportedError(f"{type(base).__name__}: its code can't be traced: {type(error).__name__}: {reason}") from error
+    if not calls:
+        raise UnsupportedError(f"{type(base).__name__}: its attention doesn't go through transformers' AttentionInterface")
+    return calls
+
+
+def specs_of(calls: Sequence[AttentionCall]) -> list[LayerSpec]:
+    return [LayerSpec(index, call.heads, call.kv_heads, call.head_size, call.scale, call.window) for index, call in enumerate(calls)]
+
+
+def bind(base: nn.Module, calls: Sequence[AttentionCall], layers: Sequence[AttentionLayer]) -> None:
+    """Have each attention module of `base` use its layer."""
+    for call, layer in zip(calls, layers, strict=True):
+        setattr(base.get_submodule(call.module), LAYER, layer)

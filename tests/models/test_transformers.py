@@ -1,0 +1,129 @@
+"""Models through transformers compute what transformers computes, or are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dovetail import LLMEngine, SamplingParams
+from dovetail.errors import ModelLoadError, UnsupportedError
+from tests.models.model_types import EXACT, NATIVE, PAGE, verdict
+from tests.models.tiny_configs import random_model, tiny
+
+ROWS = dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.M))
+MISLEADING = ("falcon_h1", "zaya", "inkling_text", "diffllama", "lfm3", "minimax")  # types whose module code hides state or masks
+SOME = ("gpt2", "mixtral", "gemma3_text", "deepseek_v3", "phi3", "opt", "cohere2", "gpt_oss", "lfm3", "bloom", "qwen3_next")
+
+
+def shown(model_type: str) -> str:
+    found = verdict(model_type)
+    return f"native: `{NATIVE[model_type]}`" if model_type in NATIVE else found
+
+
+@pytest.mark.parametrize("model_type", SOME)
+def test_the_table_of_types_is_true(model_type: str) -> None:
+    assert shown(model_type) == ROWS[model_type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(set(ROWS) - set(SOME)))
+def test_the_whole_table_of_types_is_true(model_type: str) -> None:
+    assert shown(model_type) == ROWS[model_type]
+
+
+def test_no_type_gives_wrong_tokens() -> None:
+    assert not [name for name, row in ROWS.items() if "WRONG" in row]
+
+
+def test_types_that_mislead_are_refused() -> None:
+    assert not [name for name in MISLEADING if ROWS[name] == EXACT]
+
+
+def saved(directory: Path, model_type: str = "mixtral", **changes: Any) -> Path:
+    config = tiny(model_type)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    random_model(config).save_pretrained(directory)
+    return directory
+
+
+def load(directory: Path, **keys: Any) -> LLMEngine:
+    return LLMEngine.from_config({"model": str(directory), "dtype": "float32", "executor": {"name": "local", "num_blocks": 64}, **keys})
+
+
+def test_a_native_model_is_preferred_and_another_can_be_forced(tmp_path: Path) -> None:
+    saved(tmp_path, "qwen3")
+    with load(tmp_path) as native, load(tmp_path, model={"path": str(tmp_path), "component": "transformers"}) as forced:
+        assert type(native.config.model.component) is not type(forced.config.model.component)
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("phi3", "longrope"), ("smollm3", "dynamic")])
+def test_a_rope_whose_frequencies_depend_on_other_requests_is_refused_beyond_its_switch(tmp_path: Path, model_type: str, kind: str) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "partial_rotary_factor": 1.0} if kind == "longrope" else {"factor": 2.0}
+    switch = {"original_max_position_embeddings": 64}
+    saved(tmp_path, model_type, rope_parameters={"rope_type": kind, "rope_theta": 1e4, **switch, **factors}, **(switch if kind == "longrope" else {}))
+    with pytest.raises(UnsupportedError, match="set max_model_len to 64 or less"):
+        load(tmp_path)
+    with load(tmp_path, max_model_len=64):
+        pass
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    saved(tmp_path, "gpt2")
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if "h.1.ln_1.weight" not in name}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"lacks transformer.h.1.ln_1.weight"):
+        load(tmp_path)
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    saved(tmp_path, "gpt2")
+    (tmp_path / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ModelLoadError, match="can't load it"):
+        load(tmp_path)
+
+
+def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    states = []
+    for _ in range(2):
+        with load(tmp_path, load_format="dummy", seed=3) as engine:
+            engine.add_request("r", {"prompt_token_ids": [5, 6]}, SamplingParams(temperature=0, detokenize=False))
+            while engine.has_unfinished_requests():
+                outputs = engine.step()
+            states.append(list(outputs[-1].outputs[0].token_ids))
+    assert states[0] == states[1]
+
+
+def test_8_bit_weights_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with pytest.raises(UnsupportedError, match="needs plain weights"):
+        load(tmp_path, quantization="fp8")
+
+
+def test_config_without_max_length_is_named(tmp_path: Path) -> None:
+    saved(tmp_path, "gpt2")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["n_positions"] = None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError):
+        load(tmp_path)
+
+
+def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
+    from dovetail_models.transformers import head_of
+
+    for model_type in ("gpt2", "opt", "gemma3_text", "granite", "cohere2"):  # biases, soft caps and scales
+        model = random_model(tiny(model_type))
+        ids = torch.tensor([[5, 6, 7]])
+        with torch.no_grad():
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            assert torch.equal(head_of(model)(inputs_embeds=hidden, use_cache=False).logits, model(ids, use_cache=False).logits)
