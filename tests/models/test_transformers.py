@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ import torch
 
 from dovetail import LLMEngine, SamplingParams
 from dovetail.errors import ModelLoadError, UnsupportedError
-from tests.models.model_types import EXACT, NATIVE, PAGE, verdict
+from tests.models.model_types import EXACT, NATIVE, PAGE, rows_of, verdict
 from tests.models.tiny_configs import random_model, tiny
 
-ROWS = dict(re.findall(r"^\| `([^`]+)` \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.M))
+ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
 MISLEADING = ("falcon_h1", "zaya", "inkling_text", "diffllama", "lfm3", "minimax")  # types whose module code hides state or masks
 SOME = ("gpt2", "mixtral", "gemma3_text", "deepseek_v3", "phi3", "opt", "cohere2", "gpt_oss", "lfm3", "bloom", "qwen3_next")
 

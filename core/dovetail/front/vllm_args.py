@@ -209,6 +209,7 @@ _SERVER = "that is the server's business: an option of `dovetail serve`"
 _ONE_DEVICE = "one device computes"
 _DOWNLOAD = "name a local directory as the model: `hf download` fetches any revision to one"
 _SCHEDULERS = "a scheduler decides that: choose or write one (scheduler)"
+_MODEL_IMPL = "name the component: model={'path': …, 'component': 'transformers'}"
 _EDIT_CONFIG = "edit the config.json of a local copy"
 _TEXT_ONLY = "models of text alone are served"
 _OFF = (None, False)
@@ -304,7 +305,7 @@ _ROWS = (
     _anyway("hf_overrides", None, {}, why="config.json holds", otherwise=_EDIT_CONFIG, refused={"rope_theta": 1e6}),
     _anyway("rope_scaling", None, why="config.json holds", otherwise=_EDIT_CONFIG, refused={"factor": 2.0}),
     _anyway("disable_sliding_window", False, why="config.json holds", otherwise="lower max_model_len to the window instead", refused=True),
-    _anyway("model_impl", "auto", why="`dovetail plugins list` names the architectures", otherwise="write a model plugin", refused="transformers"),
+    _anyway("model_impl", "auto", why="native models come first", otherwise=_MODEL_IMPL, refused="transformers"),
     _anyway("config_format", "auto", "hf", why="config.json is read", otherwise="convert the checkpoint to transformers' layout", refused="mistral"),
     _anyway("override_generation_config", None, {}, why="generation_config.json holds", otherwise="say it in SamplingParams", refused={"top_k": 5}),
     _anyway("limit_mm_per_prompt", None, {}, why=_TEXT_ONLY, otherwise=_TEXT_ONLY, refused={"image": 1}),

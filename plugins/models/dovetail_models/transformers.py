@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -21,7 +22,7 @@ from dovetail.api.attention import LayerSpec
 from dovetail.api.component import NoOptions
 from dovetail.api.model import BuildContext, ModelArch, ModelCapabilities, ModelContext, ParallelGroup, WeightRule
 from dovetail.errors import ModelLoadError, UnsupportedError
-from dovetail_models.transformers_attention import NAME, AttentionCall, bind, specs_of, trace
+from dovetail_models.transformers_attention import NAME, NOT_THROUGH, AttentionCall, bind, specs_of, trace
 from dovetail_models.transformers_check import check
 
 _LONGEST = 8192  # tokens of the check's longest sequence
@@ -52,17 +53,16 @@ class Transformers(ModelArch):
         if serves not in (config.architectures or ()):
             names = ", ".join(config.architectures or ())
             return [f"architectures: {names} isn't a causal language model of transformers; for {config.model_type} that is {serves}"]
+        if getattr(config, "is_encoder_decoder", False):
+            return ["is_encoder_decoder: a model with an encoder isn't served"]
+        if getattr(getattr(transformers, serves), "_is_stateful", False):
+            return [f"{serves} keeps a recurrent state, which isn't served yet"]
         try:
-            model, calls = self._trace(config)
+            calls = self._trace(config)[1]
         except UnsupportedError as error:
             return [str(error)]
-        modules = [call.module for call in calls]
         reasons = sorted({problem for call in calls for problem in call.problems})
-        if getattr(config, "is_encoder_decoder", False):
-            reasons.append("is_encoder_decoder: a model with an encoder isn't served")
-        if getattr(model, "_is_stateful", False):
-            reasons.append(f"{type(model).__name__} keeps a recurrent state, which isn't served yet")
-        if len(set(modules)) < len(modules):
+        if len({call.module for call in calls}) < len(calls):
             reasons.append("one attention module is called several times in a step")
         return reasons
 
@@ -89,6 +89,10 @@ class Transformers(ModelArch):
             with torch.device("meta"):
                 try:
                     model = _of_config(text)
+                except KeyError as error:
+                    if error.args != (NAME,):
+                        raise UnsupportedError(f"transformers can't build it as a causal language model: {_one_line(error)}") from error
+                    raise UnsupportedError(NOT_THROUGH.format(type(text).__name__.removesuffix("Config"))) from error
                 except Exception as error:
                     raise UnsupportedError(f"transformers can't build it as a causal language model: {_one_line(error)}") from error
             self._traced = config, model, trace(_base_of(model))
@@ -247,7 +251,7 @@ def _shortened(config: Any, calls: list[AttentionCall]) -> tuple[Any, list[Atten
     with torch.device("meta"):
         base = _base_of(_of_config(config))
     count = int(config.num_hidden_layers)
-    lists = [(name, module) for name, module in base.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    lists = [(name, module) for name, module in base.named_modules() if _holds(name, module, count, calls)]
     if not lists:
         return config, calls
     prefix, layers = lists[0]
@@ -268,6 +272,11 @@ def _shortened(config: Any, calls: list[AttentionCall]) -> tuple[Any, list[Atten
             setattr(short, name, value[:kept])
     short.num_hidden_layers = kept
     return short, [call for call in calls if not call.module.startswith(f"{prefix}.") or int(call.module[len(prefix) + 1 :].split(".")[0]) < kept]
+
+
+def _holds(name: str, module: nn.Module, count: int, calls: list[AttentionCall]) -> bool:
+    """Return True for the list of a model's `count` layers, which make the calls."""
+    return isinstance(module, nn.ModuleList) and len(module) == count and any(call.module.startswith(f"{name}.") for call in calls)
 
 
 def _shapes(layer: nn.Module) -> str:

@@ -21,8 +21,10 @@ from dovetail.api.attention import AttentionLayer, LayerSpec
 from dovetail.errors import UnsupportedError
 
 NAME = "dovetail"  # of our functions among transformers' implementations of attention and of experts
+NOT_THROUGH = "{}: its attention doesn't go through transformers' AttentionInterface"
 LAYER = "dovetail_layer"  # attribute of an attention module: its `AttentionLayer`
 
+_NAMED = {"s_aux": "sinks", "softcap": "a soft cap"}
 _NO_EFFECT = frozenset(  # arguments of attention calls that don't change the numbers here: positions and masks are the backend's
     [
         "position_ids",
@@ -101,7 +103,11 @@ def _call(
     scaling: float | None,
     kwargs: Mapping[str, Any],
 ) -> AttentionCall:
-    problems = [f"it gives attention {key}" for key, given in kwargs.items() if key not in _NO_EFFECT and given is not None and given is not False]
+    problems = [
+        f"its attention has {_NAMED.get(key, key)}, which attention backends don't compute"
+        for key, given in kwargs.items()
+        if key not in _NO_EFFECT and given is not None and given is not False
+    ]
     if mask is not None:
         problems.append("it makes an attention mask of its own")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
@@ -151,7 +157,7 @@ def trace(base: nn.Module) -> list[AttentionCall]:
             reason = " ".join(str(error).split())[:300]
             raise UnsupportedError(f"{type(base).__name__}: its code can't be traced: {type(error).__name__}: {reason}") from error
     if not calls:
-        raise UnsupportedError(f"{type(base).__name__}: its attention doesn't go through transformers' AttentionInterface")
+        raise UnsupportedError(NOT_THROUGH.format(type(base).__name__))
     return calls
 
 
