@@ -70,7 +70,7 @@ def verdict(model_type: str) -> str:
 def reason_of(message: str, directory: str) -> str:
     message = " ".join(message.replace(directory, "").split())
     message = re.sub(r"^dovetail:transformers can't serve : - ", "", message)
-    return re.sub(r"(at memory|0x)[0-9a-f]+", "", message)[:160].strip()
+    return message.replace("`", "")[:160].strip()
 
 
 @torch.no_grad()
