@@ -1,14 +1,20 @@
-"""`ProcessWatch`: clock of a loop that watches over other processes, and detector of processes that a signal has stopped. Used by the server's
-supervisor, the executor `tensor`, batch jobs and the cluster.
+"""`ProcessWatch`: clock of a loop that watches other processes, and detector of stopped processes; and what else watching needs. Used by the
+server's supervisor, the executor `tensor`, batch jobs and the cluster.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import sys
 import time
 from pathlib import Path
 
 LONGEST_TURN_S = 1.0  # a loop that takes longer for a turn was itself held up
 STOPPED_S = 5.0  # a process that is stopped for longer counts as hung
+
+_PR_SET_PDEATHSIG = 1
 
 STOPPED, TRACED = "T", "t"  # states of a process: by SIGSTOP or its like, by a debugger
 
@@ -48,3 +54,16 @@ def process_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "?"
+
+
+def how_ended(code: int) -> str:
+    """Describe the end of a process by its return code, as of `subprocess`."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread of its parent that started it ends. Linux only; a no-op elsewhere."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before
+            os._exit(0)

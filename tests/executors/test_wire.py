@@ -40,7 +40,7 @@ def framed(data: bytes) -> bytes:
 
 
 def remote(address: str = THERE) -> RemoteRanks:
-    return RemoteRanks(address, [], ["rank 1"], "tensor", threading.Condition())
+    return RemoteRanks(address, [], "tensor", threading.Condition())
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def test_what_is_sent_is_received() -> None:
     host = remote()
     with nothing_left(), reception(host) as (one, port):
         wire = Wire(come(port), KEY, HELLO, accepting=False)
-        assert wire.receive() == (CONTROL, {"jobs": [], "names": ["rank 1"]})
+        assert wire.receive() == (CONTROL, {"jobs": []})
         wire.send({"loaded": [1]})
         wire.beat([3, 4])
         wait_until(lambda: host.has_said("loaded") and host.done() == [3, 4], "both have been heard")

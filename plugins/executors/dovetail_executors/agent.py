@@ -1,5 +1,5 @@
-"""`dovetail ranks HOST:PORT`: offers this host's devices to an engine on another host, for its ranks. It starts them, passes batches on to them, and
-ends them when the engine is gone or lost; then it waits for the next engine.
+"""`dovetail ranks HOST:PORT`: runs ranks of an engine on another host. It starts them, forwards batches to them, and ends them when the engine ends
+or is lost; then it waits for the next engine.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from typing import Annotated, Any
 import typer
 
 from dovetail.errors import ConfigError, DovetailError, describe
-from dovetail_executors.connection import BEAT, BEAT_S, CONTROL, LOST_S, Wire, token
-from dovetail_executors.host_ranks import HostRanks
-from dovetail_executors.messages import Message
+from dovetail_executors.connection import BEAT, BEAT_S, CONTROL, LOST_S, Message, Wire, token, versions
+from dovetail_executors.ranks import Ranks
 from dovetail_executors.ring import Kind
-from dovetail_executors.versions import versions
 
 RETRY_S = 1.0
 GONE = "the engine has ended, or was lost"
-READ_S = 1.0  # that the engine gets to read why its ranks have failed
+READ_S = 1.0  # that the engine gets to read why its ranks failed
 
 
 def ranks(
@@ -38,7 +36,7 @@ def ranks(
     if not host or not port.isdigit():
         raise ConfigError(f"{engine}: expected HOST:PORT, as in 10.0.0.1:29555")
     key, told = token(), ""
-    import_module("dovetail_executors.rank")  # torch, now: loading its libraries would hold up the signs of life
+    import_module("dovetail_executors.rank")  # torch, now: loading its libraries would delay heartbeats
     while True:
         try:
             wire = _connect(host.strip("[]"), int(port), address, key)
@@ -61,20 +59,20 @@ def _connect(host: str, port: int, address: str, key: bytes) -> Wire:
 
 
 class _Engagement:
-    """The time with one engine."""
+    """Serves one engine."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._last_beat = time.monotonic()
         self._over = threading.Event()
         self._received: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
-        self._host: HostRanks | None = None
+        self._host: Ranks | None = None
         self._failure = ""
         self._listener = threading.Thread(target=self._listen, name="dovetail-engine", daemon=True)
         self._threads = [self._listener, threading.Thread(target=self._beat, name="dovetail-engine-beats", daemon=True)]
 
     def run(self) -> str:
-        """Serve the engine until it is gone. Returns how that came."""
+        """Serve the engine until it is gone. Returns the reason."""
         for thread in self._threads:
             thread.start()
         try:
@@ -84,7 +82,7 @@ class _Engagement:
                     self._obey(data)
                 elif self._host is not None and self._host.writer is not None:
                     self._host.writer.send(Kind(kind), [data])
-        except DovetailError as error:  # of a rank, which the engine has been told
+        except DovetailError as error:  # of a rank; the engine has it already
             return str(error)
         except Exception as error:  # a plugin that isn't installed here, or too few files or processes
             self._tell_failure(describe(error))
@@ -101,7 +99,7 @@ class _Engagement:
         return self._failure or GONE
 
     def _listen(self) -> None:
-        """Hear the engine's host out, also while something else takes long."""
+        """Receive messages, also while another thread is busy."""
         try:
             while True:
                 kind, data = self._wire.receive()
@@ -111,32 +109,32 @@ class _Engagement:
         except (EOFError, OSError):
             self._received.put(None)
             if self._host is not None:
-                self._host.ranks.break_off(DovetailError(GONE))  # also if these hang, and a batch is waiting for room in the ring
+                self._host.break_off(DovetailError(GONE))  # also if they hang and a batch waits for room in the ring
         finally:
             self._wire.release()
 
     def _obey(self, message: Message) -> None:
         if "jobs" in message:
             jobs = [pickle.loads(pickle.loads(job)["job"]) for job in message["jobs"]]
-            host = self._host = HostRanks(jobs, message["names"], "tensor")
-            host.ranks.on_failure = self._ranks_failed
-            host.ranks.start()
-            _say(f"computing {', '.join(message['names'])}")
+            host = self._host = Ranks(jobs, "tensor")
+            host.on_failure = self._ranks_failed
+            host.start()
+            _say(f"computing {', '.join(job.name for job in jobs)}")
             report = threading.Thread(target=self._report, args=(host,), name="dovetail-report", daemon=True)
             self._threads.append(report)
             report.start()
         elif self._host is not None:
-            self._host.ranks.tell(**message)
+            self._host.tell(**message)
 
-    def _report(self, host: HostRanks) -> None:
-        """Tell the engine what all ranks have said."""
-        with suppress(DovetailError, OSError, KeyError):  # KeyError: they were stopped before they said it
+    def _report(self, host: Ranks) -> None:
+        """Send the engine what all ranks have sent."""
+        with suppress(DovetailError, OSError, KeyError):  # KeyError: they were stopped first
             for what in ("joining", "loaded", "allocated"):
-                self._wire.send({what: host.ranks.heard(what)})
+                self._wire.send({what: host.heard(what)})
 
     def _ranks_failed(self) -> None:
         assert self._host is not None
-        self._tell_failure(str(self._host.ranks.failure).removeprefix("executor tensor: "))
+        self._tell_failure(str(self._host.failure).removeprefix("executor tensor: "))
         self._received.put(None)
 
     def _tell_failure(self, why: str) -> None:
@@ -145,7 +143,7 @@ class _Engagement:
             self._wire.send({"failed": why})
 
     def _beat(self) -> None:
-        """Exchange signs of life with the engine's host."""
+        """Exchange heartbeats with the engine's host."""
         while not self._over.wait(BEAT_S):
             writer = None if self._host is None else self._host.writer
             with suppress(OSError):

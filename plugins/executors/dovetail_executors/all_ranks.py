@@ -1,4 +1,4 @@
-"""The ranks of all hosts as one: those of this host, and those of others. If one fails, all are ended."""
+"""`AllRanks`: the ranks of this host and of others as one. If one fails, all are ended."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from functools import partial
 from typing import Any
 
 from dovetail.errors import DovetailError
-from dovetail_executors.connection import token
-from dovetail_executors.host_ranks import HostRanks
-from dovetail_executors.rank_process import Job
+from dovetail_executors.connection import token, versions
+from dovetail_executors.rank_process import RankJob
 from dovetail_executors.ranks import Ranks
 from dovetail_executors.reception import Reception
 from dovetail_executors.remote_ranks import RemoteRanks, beat_until
 from dovetail_executors.ring import Kind, Words
-from dovetail_executors.versions import versions
 
 POLL_S = 0.2
 
@@ -23,16 +21,16 @@ POLL_S = 0.2
 class AllRanks:
     """All ranks but the first. Made by one thread, which also waits; `failure` may be read by any."""
 
-    def __init__(self, here: HostRanks, hosts: Sequence[tuple[str, list[Job], list[str]]], at: tuple[str, int], executor: str) -> None:
-        """`hosts`: of each other one its address, its ranks' jobs, and what these are called. `at`: where this host listens for them."""
+    def __init__(self, here: Ranks, hosts: Sequence[tuple[str, list[RankJob]]], at: tuple[str, int], executor: str) -> None:
+        """`hosts`: address and jobs of each other one. `at`: where this host listens for them."""
         self._here, self._at, self._changed = here, at, threading.Condition()
-        self._hosts = [RemoteRanks(address, jobs, names, executor, self._changed) for address, jobs, names in hosts]
+        self._hosts = [RemoteRanks(address, jobs, executor, self._changed) for address, jobs in hosts]
         self._reception: Reception | None = None
         self._over, self._lock = threading.Event(), threading.Lock()
         self._beats = threading.Thread(target=beat_until, args=(self._over, self._hosts), name="dovetail-host-beats", daemon=True)
         self.failure: DovetailError | None = None
         self.sent = 0  # messages
-        self.on_failure: Callable[[], None] = lambda: None  # called once, when all ranks are ended, or are about to be
+        self.on_failure: Callable[[], None] = lambda: None  # called once, when all ranks have been or are being ended
         for each in self._everywhere():
             each.on_failure = partial(self._failed, each)
 
@@ -43,21 +41,21 @@ class AllRanks:
             reception = Reception(*self._at, self._hosts, token(), dict(versions()))
             self._beats.start()
             self._reception = reception
-        self._here.ranks.start()
+        self._here.start()
 
     def limit(self, seconds: float | None, late: Callable[[], str] = lambda: "") -> None:
         """As of `Ranks`."""
-        self._here.ranks.limit(seconds, late)
+        self._here.limit(seconds, late)
 
     def tell(self, **message: Any) -> None:
-        """Send a message to every rank. One that is dead is reported by `check`."""
+        """Send a message to every rank; `check` reports dead ones."""
         for each in self._everywhere():
             each.tell(**message)
 
     def heard(self, what: str) -> list[Any]:
-        """Wait until every rank has said `what`, and return it in the order of ranks. Raises `DovetailError` if one fails, or the limit has
-        passed."""
-        said = self._here.ranks.heard(what)
+        """Wait until every rank has sent `what`, and return the values in order of ranks. Raises `DovetailError` if one fails or the limit
+        has passed."""
+        said = self._here.heard(what)
         with self._changed:
             while self.failure is None and not self._over.is_set() and not all(host.has_said(what) for host in self._hosts):
                 self._changed.wait(POLL_S)
@@ -67,8 +65,8 @@ class AllRanks:
         return [*said, *(each for host in self._hosts for each in host.said(what))]
 
     def silent(self, what: str) -> str:
-        """Name the ranks that haven't said `what`."""
-        local = self._here.ranks.silent(what)
+        """Name the ranks that haven't sent `what`."""
+        local = self._here.silent(what)
         missing = [] if self._reception is None else self._reception.waits_for()
         silent = [
             *([] if local == "none" else [local]),
@@ -80,9 +78,9 @@ class AllRanks:
         return ", ".join(silent) or "none"
 
     def behind(self) -> list[str]:
-        """Name the ranks that aren't through with all that was sent."""
+        """Name the ranks that haven't finished everything that was sent."""
         done = [] if self._here.writer is None else self._here.writer.done()
-        names = [self._here.ranks.named(index) for index, count in enumerate(done) if count < self.sent]
+        names = [self._here.named(index) for index, count in enumerate(done) if count < self.sent]
         return names + [host.named for host in self._hosts if min(host.done()) < self.sent]
 
     def send(self, kind: Kind, arrays: Sequence[Words]) -> None:
@@ -99,13 +97,13 @@ class AllRanks:
             raise DovetailError(str(self.failure)) from self.failure
 
     def await_failure(self, seconds: float) -> None:
-        """Wait until a failure is known, as something shows that there is one, but no longer than this."""
+        """Wait for the failure that caused what the caller saw, up to so many seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or self._over.is_set(), seconds)
 
     def stop(self) -> None:
-        """End all ranks. Twice is as good as once; in a fork of the process that started them it does nothing."""
-        if self._here.ranks.is_forked():
+        """End all ranks. Idempotent; a no-op in a fork of the process that started them."""
+        if self._here.is_forked():
             return
         self._over.set()
         for host in self._hosts:
@@ -116,7 +114,7 @@ class AllRanks:
         self._here.stop()
 
     def _everywhere(self) -> list[Ranks | RemoteRanks]:
-        return [self._here.ranks, *self._hosts]
+        return [self._here, *self._hosts]
 
     def _failed(self, source: Ranks | RemoteRanks) -> None:
         """End all others."""

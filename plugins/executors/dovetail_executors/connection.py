@@ -1,7 +1,7 @@
-"""A connection between the engine's host and another one: control messages (`messages`), batches and signs of life over TCP.
+"""`Wire`: a TCP connection between the engine's host and another one, for control messages, batches and heartbeats.
 
-Who connects must know the token that both hosts were given (an HMAC challenge either way, `multiprocessing.connection`), for what comes through is
-unpickled. Nothing is encrypted: the network between the hosts is a private one.
+Messages are unpickled, so both ends must first prove that they know the hosts' token (mutual HMAC challenge of `multiprocessing.connection`). Nothing
+is encrypted: the network between the hosts must be private.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import os
 import pickle
 import socket
 import struct
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
@@ -20,12 +22,13 @@ from typing import Any
 import numpy as np
 
 from dovetail.errors import ConfigError, DovetailError
-from dovetail_executors.messages import Message
 from dovetail_executors.ring import Kind, Words
+
+Message = dict[str, Any]
 
 TOKEN = "DOVETAIL_RANKS_TOKEN"  # the environment variable
 SHORTEST_TOKEN = 16  # characters
-BEAT_S = 0.5  # between signs of life
+BEAT_S = 0.5  # between heartbeats
 LOST_S = 4.0  # without one, the other host counts as lost
 GREETING_S = 10.0  # that the handshake and `hello` may take
 CONTROL, BEAT = 0, 100  # besides `Kind`
@@ -41,12 +44,11 @@ def token() -> bytes:
 
 
 class Wire:
-    """One end of a connection. `send*` may be called by any thread, `receive` by one, which calls `release` at the end; `close` by any, and ends what
-    waits."""
+    """One end of a connection. Any thread may call `send*` and `close`, which ends blocked calls; one calls `receive`, and `release` at the end."""
 
     def __init__(self, sock: socket.socket, key: bytes, hello: Message, *, accepting: bool) -> None:
-        """Takes the socket over. `hello` must be the same at both ends. Raises `DovetailError` if it isn't, or the other end doesn't know the token,
-        `OSError` or `EOFError` if it goes away or takes longer than `GREETING_S`."""
+        """Take ownership of the socket. Raises `DovetailError` if `hello` or the token differ at the other end, `OSError` or `EOFError` if that
+        disconnects or takes longer than `GREETING_S`."""
         sock.setblocking(True)
         self._sock, self._lock, self._closed = sock, threading.Lock(), False
         self._connection = Connection(os.dup(sock.fileno()))
@@ -58,10 +60,10 @@ class Wire:
             for step in (deliver_challenge, answer_challenge) if accepting else (answer_challenge, deliver_challenge):
                 step(self._connection, key)
             self.send(hello)
-            _, theirs = self.receive()  # what is unpickled here comes from someone who knows the token
+            _, theirs = self.receive()  # the other end knows the token: unpickling is safe
             if theirs != hello:
                 raise DovetailError(f"the other host has {_in_words(theirs)}, and this one {_in_words(hello)}: they must be the same")
-        except (AuthenticationError, AssertionError, ValueError) as error:  # AssertionError: of Python 3.11, for what is no challenge
+        except (AuthenticationError, AssertionError, ValueError) as error:  # AssertionError: of Python 3.11, for an invalid challenge
             self.release()
             raise DovetailError(f"the other host has another {TOKEN}, or is no part of Dovetail") from error
         except BaseException:
@@ -79,7 +81,7 @@ class Wire:
         self._send(kind, b"".join(array.tobytes() for array in arrays))
 
     def beat(self, numbers: Sequence[int] = ()) -> None:
-        """Give a sign of life, with a few numbers, unless something else is being sent. Raises as `send` does."""
+        """Send a heartbeat with a few numbers, unless something is being sent. Raises as `send` does."""
         if self._lock.acquire(blocking=False):
             try:
                 self._send_locked(BEAT, np.array(numbers, np.int64).tobytes())
@@ -87,8 +89,8 @@ class Wire:
                 self._lock.release()
 
     def receive(self) -> tuple[int, Any]:
-        """Wait for what comes next, and return its kind and itself: of `CONTROL` a message, of `BEAT` numbers [any] int64, of a `Kind` words [any]
-        int32. Raises `EOFError` or `OSError` if the connection is gone."""
+        """Wait for the next message and return its kind and content: of `CONTROL` a `Message`, of `BEAT` int64 [any], of a `Kind` int32 words [any].
+        Raises `EOFError` or `OSError` if the connection is gone."""
         data = self._connection.recv_bytes()
         kind = _KIND.unpack_from(data)[0]
         if kind == CONTROL:
@@ -96,13 +98,13 @@ class Wire:
         return kind, np.frombuffer(data, np.int64 if kind == BEAT else np.int32, offset=_KIND.size)
 
     def close(self) -> None:
-        """End the connection: whoever waits in `send` or `receive` gets an error."""
+        """End the connection: blocked `send` and `receive` raise."""
         self._closed = True
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """End the connection and close its files. Not while another thread receives: it might read from a file that is given the same number."""
+        """End the connection and close its descriptors. Not while another thread receives: it could read from a reused descriptor."""
         self.close()
         with self._lock:
             self._connection.close()
@@ -119,10 +121,15 @@ class Wire:
 
 
 def peer(sock: socket.socket) -> str:
-    """Return the address of a socket's other end; one of IPv4 as such, also if the socket is one of IPv6."""
+    """Return the address of a socket's peer; IPv4 addresses as such, also of an IPv6 socket."""
     address: str = sock.getpeername()[0]
     return address.removeprefix("::ffff:")
 
 
+def versions() -> Message:
+    """Return the versions that must be the same on all hosts, by name."""
+    return {"python": ".".join(map(str, sys.version_info[:2])), **{name: version(name) for name in ("dovetail-llm", "torch")}}
+
+
 def _in_words(hello: Message) -> str:
-    return ", ".join(f"{name} {version}" for name, version in hello.items())
+    return ", ".join(f"{name} {number}" for name, number in hello.items())

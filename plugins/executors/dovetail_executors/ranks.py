@@ -1,8 +1,6 @@
-"""The processes of the ranks beside the engine's own, and the thread that watches them: it starts them, hears what they say, notices who dies or
-takes too long, and then ends all of them.
+"""`Ranks`: the processes of one host's ranks, their ring, and the thread that starts and watches them. If one dies or is too slow, it ends all.
 
-What must hold: no rank outlives the engine's process or the executor, whatever becomes of either; and whoever waits for a rank hears why it won't
-come.
+Guarantees: no rank outlives the engine's process or the executor, however these end; and a wait for a rank that fails raises the reason.
 """
 
 from __future__ import annotations
@@ -17,67 +15,69 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from dovetail.errors import DovetailError
-from dovetail.process_watch import STOPPED, STOPPED_S, TRACED, ProcessWatch, process_state
-from dovetail_executors.messages import LENGTH, send, split
+from dovetail.process_watch import STOPPED, STOPPED_S, TRACED, ProcessWatch, how_ended, process_state
+from dovetail_executors.rank_process import RankJob
+from dovetail_executors.ring import Ring, RingWriter
 
 log = logging.getLogger("dovetail")
 
 TICK_S = 0.2  # a dead process is noticed within this time, even if something keeps its pipes open
-GRACE_S = 0.5  # when a rank failed because another one didn't answer, so long is waited for that one's own end
-STOP_S = 2.0  # that ranks get to end when told to; then they are killed
-KILLED_S = 10.0  # that the system gets to end one that was killed
-LAST_LINES = 8  # of what a rank wrote, told when it dies
+GRACE_S = 0.5  # when a rank failed because another one didn't answer, wait so long for that one to end
+STOP_S = 2.0  # until ranks that are told to end are killed
+KILLED_S = 10.0  # that the system gets to end a killed rank
+LAST_LINES = 8  # of a rank's output, reported when it dies
 LONGEST_LINE = 500  # characters of each
 
 PROCESS = "dovetail_executors.rank_process"
 
 
-@dataclass(frozen=True, slots=True)
-class RankJob:
-    """The work of one rank's process."""
-
-    rank: int
-    command: bytes  # a pickled `rank_process.Job`
-    fds: tuple[int, ...]  # descriptors that it inherits
-    name: str  # for people: "rank 1 (cuda:1)"
-    environment: Mapping[str, str]  # besides this process's own
-
-
 @dataclass(eq=False)
 class _Child:
-    """A process, and what is known of it."""
+    """A rank's process and its messages."""
 
-    job: RankJob
+    name: str  # for people: "rank 1 (cuda:1)"
     process: subprocess.Popen[bytes]
-    control: socket.socket
+    control: Connection[Any, Any]
     started: float = field(default_factory=time.monotonic)
-    heard: dict[str, Any] = field(default_factory=dict)  # what it said, by kind
-    rest: bytes = b""  # of a message that isn't complete
+    heard: dict[str, Any] = field(default_factory=dict)  # its messages, by kind
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
-    line: str = ""  # that isn't complete
+    line: str = ""  # incomplete
 
     @property
     def named(self) -> str:
-        return f"{self.job.name}, process {self.process.pid}"
+        return f"{self.name}, process {self.process.pid}"
 
     def how_it_ended(self) -> str:
-        code = self.process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         why = self.heard["failed"][0] if "failed" in self.heard else " | ".join(filter(str.strip, [*self.lines, self.line[:LONGEST_LINE]]))
-        return f"{self.named}, {how}" + (f": {why}" if why else "")
+        return f"{self.named}, {how_ended(self.process.returncode)}" + (f": {why}" if why else "")
 
 
 class Ranks:
-    """The processes of all ranks but the first. Made by one thread, which also waits; `failure` may be read by any."""
+    """Processes of ranks on this host. Made by one thread, which also waits; `failure` may be read by any. `writer` sends to loaded ranks; it is
+    None if there are no ranks."""
 
-    def __init__(self, jobs: list[RankJob], executor: str) -> None:
-        self._jobs, self._executor = jobs, executor
+    def __init__(self, jobs: Sequence[RankJob], executor: str, more_fds: Sequence[int] = ()) -> None:
+        """Start nothing yet. `more_fds`: descriptors that the processes inherit; the caller closes them."""
+        self._executor, self._more_fds = executor, more_fds
+        self._ring = Ring.make(max(1, len(jobs)))
+        self._fds = [self._ring.fd]
+        self._jobs, wakers = [], []
+        for reader, job in enumerate(jobs):
+            read, write = os.pipe()
+            os.set_blocking(write, False)
+            self._fds += [read, write]
+            wakers.append(write)
+            path, words = list(sys.path), len(self._ring.words)
+            self._jobs.append(replace(job, path=path, ring_fd=self._ring.fd, ring_words=words, readers=len(jobs), reader=reader, waker_fd=read))
+        self.writer = RingWriter(self._ring, wakers, self.check) if jobs else None
         self._owner = os.getpid()
         self._children: list[_Child] = []
         self._changed = threading.Condition()
@@ -86,15 +86,15 @@ class Ranks:
         self._thread = threading.Thread(target=self._run, name=f"dovetail-{executor}-ranks", daemon=True)
         self._stopping = False
         self._unspawned: BaseException | None = None
-        self._over = False  # the thread is through with its work
+        self._over = False  # the thread has ended
         self._clock = ProcessWatch()
         self._limit: tuple[float, Callable[[], str]] | None = None
         self._broken_off: DovetailError | None = None
         self.failure: DovetailError | None = None
-        self.on_failure: Callable[[], None] = lambda: None  # called once, by the watching thread, when all ranks have been killed
+        self.on_failure: Callable[[], None] = lambda: None  # called once, by the watching thread, after all ranks were killed
 
     def start(self) -> None:
-        """Start the processes, and watch them. Raises what starting a process raises."""
+        """Start and watch the processes. Raises what starting a process raises."""
         self._thread.start()
         with self._changed:
             self._changed.wait_for(lambda: len(self._children) == len(self._jobs) or self._unspawned or self._over)
@@ -102,15 +102,14 @@ class Ranks:
             raise self._unspawned
 
     def limit(self, seconds: float | None, late: Callable[[], str] = lambda: "") -> None:
-        """From now on, until the next call, all must be well within so many seconds; else the ranks are killed, for the reason that `late`
-        returns."""
+        """Set a deadline until the next call: after so many seconds the ranks are killed, for the reason that `late` returns."""
         self._limit = None if seconds is None else (self._clock.now + seconds, late)
 
     def tell(self, **message: Any) -> None:
-        """Send a message to every rank. One that is dead is reported by `check`."""
+        """Send a message to every rank; `check` reports dead ones."""
         for child in self._children:
             with suppress(OSError):
-                send(child.control, message)
+                child.control.send(message)
 
     def heard(self, what: str) -> list[Any]:
         """Wait until every rank has said `what`, and return it in the order of ranks. Raises `DovetailError` if one fails, or the limit has
@@ -121,11 +120,11 @@ class Ranks:
         return [child.heard[what] for child in self._children]
 
     def silent(self, what: str) -> str:
-        """Name the ranks that haven't said `what`."""
+        """Name the ranks that haven't sent `what`, or return "none"."""
         return ", ".join(child.named for child in self._children if what not in child.heard) or "none"
 
     def named(self, index: int) -> str:
-        """Return the name of a rank for people, with what its process does if that is a sign: `index` 0 is rank 1."""
+        """Return the name of a rank, saying if it is stopped: `index` 0 is the first rank here."""
         child = self._children[index]
         return child.named + (", which is stopped" if process_state(child.process.pid) in (STOPPED, TRACED) else "")
 
@@ -134,22 +133,19 @@ class Ranks:
         if self.failure is not None:
             raise DovetailError(str(self.failure)) from self.failure
 
-    def await_failure(self, seconds: float) -> None:
-        """Wait until a failure is known, as something shows that there is one, but no longer than this."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.failure is not None or self._over, seconds)
-
     def break_off(self, failure: DovetailError) -> None:
-        """End all processes because of what happened elsewhere, which is their failure, too."""
+        """End all processes because of a failure elsewhere, which becomes theirs."""
         self._broken_off = failure
         self._rouse()
 
     def is_forked(self) -> bool:
-        """True in a fork of the process that started the ranks: they aren't its own."""
+        """Return True in a fork of the process that made this: the ranks aren't its own."""
         return os.getpid() != self._owner
 
     def stop(self) -> None:
-        """End all processes, and the watch. Twice is as good as once."""
+        """End all processes and the watch, and release the ring. Idempotent; a no-op in a fork."""
+        if self.is_forked():
+            return
         self._stopping = True
         self._rouse()
         if self._thread.is_alive():
@@ -157,12 +153,16 @@ class Ranks:
         self._selector.close()
         self._wake.close()
         self._woken.close()
+        while self._fds:
+            with suppress(OSError):
+                os.close(self._fds.pop())
+        self._ring.close()
 
     def _rouse(self) -> None:
         with suppress(OSError):
             self._wake.send(b"x")
 
-    # The watching thread: it also starts the processes, as they are to die with it (see `rank_process`)
+    # The watching thread. It also starts the processes, which the kernel kills when it ends (see `rank_process`)
 
     def _run(self) -> None:
         try:
@@ -189,17 +189,18 @@ class Ranks:
                 self._changed.notify_all()
 
     def _spawn(self, job: RankJob) -> _Child:
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(True)  # also where the program has given all sockets a time limit
+        ours, theirs = Pipe()
+        threads = job.settings.threads
+        environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", PROCESS, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), *job.fds),
-                start_new_session=True,  # signals of the terminal are for the engine
-                env={**os.environ, **job.environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                pass_fds=(theirs.fileno(), job.ring_fd, job.waker_fd, *self._more_fds),
+                start_new_session=True,  # the terminal's signals are for the engine
+                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         except BaseException:
             ours.close()
@@ -207,18 +208,16 @@ class Ranks:
         finally:
             theirs.close()
         assert process.stdout is not None
-        child = _Child(job, process, ours)
-        ours.setblocking(True)
-        with suppress(OSError):  # it is dead already: the watch will tell
-            ours.sendall(LENGTH.pack(len(job.command)) + job.command)
-        ours.setblocking(False)
+        child = _Child(job.name, process, ours)
+        with suppress(OSError):  # dead already: the watch will notice
+            ours.send_bytes(job.pickled())
         os.set_blocking(process.stdout.fileno(), False)
         self._selector.register(ours, selectors.EVENT_READ, child)
         self._selector.register(process.stdout, selectors.EVENT_READ, child)
         return child
 
     def _watch(self) -> None:
-        """Wait for something to happen, but no longer than a tick, and deal with it."""
+        """Wait up to a tick for events, and handle them."""
         readable = self._selector.select(TICK_S)
         self._clock.turn()
         for key, _ in readable:
@@ -240,35 +239,37 @@ class Ranks:
             self._fail(self._error(self._limit[1]()))
 
     def _read(self, key: selectors.SelectorKey) -> None:
+        """Read without blocking: messages are so short that they arrive whole."""
         child: _Child = key.data
         try:
-            data = child.control.recv(1 << 16) if key.fileobj is child.control else os.read(key.fd, 1 << 16)
+            if key.fileobj is child.control:
+                while child.control.poll():
+                    self._hear(child, child.control.recv())
+            elif data := os.read(key.fd, 1 << 16):
+                self._pass_on(child, data.decode(errors="replace"))
+            else:
+                self._selector.unregister(key.fd)
         except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._selector.unregister(key.fileobj)
-        elif key.fileobj is child.control:
-            messages, child.rest = split(child.rest + data)
-            with self._changed:
-                for message in messages:
-                    child.heard |= message
-                    told = ", ".join(value if key == "stage" else key for key, value in message.items())
-                    log.debug("%s: %s, %.2f s after it was started", child.job.name, told, time.monotonic() - child.started)
-                self._changed.notify_all()
-        else:
-            self._pass_on(child, data.decode(errors="replace"))
+            pass
+        except (EOFError, OSError):
+            self._selector.unregister(key.fd)
+
+    def _hear(self, child: _Child, message: dict[str, Any]) -> None:
+        with self._changed:
+            child.heard |= message
+            self._changed.notify_all()
+        done = ", ".join(value if key == "stage" else key for key, value in message.items())
+        log.debug("%s: %s, %.2f s after it was started", child.name, done, time.monotonic() - child.started)
 
     def _pass_on(self, child: _Child, text: str) -> None:
-        """Write what a rank wrote on stderr, line by line, and keep the last."""
+        """Copy a rank's output to stderr by line, and keep the last lines."""
         *lines, child.line = (child.line + text).split("\n")
         child.lines.extend(line[:LONGEST_LINE] for line in lines)
         if lines:
-            print(*(f"{child.job.name}: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
+            print(*(f"{child.name}: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)
 
     def _culprit(self, dead: list[_Child]) -> _Child:
-        """Return the rank that died first, as far as can be told: not one that only missed another."""
+        """Return the rank that died first, as far as is known: not one that failed because another didn't answer."""
         until = time.monotonic() + GRACE_S
         while True:
             for key in list(self._selector.get_map().values()):
@@ -291,7 +292,7 @@ class Ranks:
         self.on_failure()
 
     def _end(self, seconds: float) -> None:
-        """Let the processes end within so many seconds, as their pipes are closed; kill who hasn't."""
+        """Close the control pipes, wait up to `seconds`, then kill the remaining processes."""
         for child in self._children:
             child.control.close()
         until = time.monotonic() + seconds
@@ -303,7 +304,7 @@ class Ranks:
                     os.killpg(child.process.pid, signal.SIGKILL)
                 try:
                     child.process.wait(KILLED_S)
-                except subprocess.TimeoutExpired:  # the system holds it, in a driver
+                except subprocess.TimeoutExpired:  # stuck in a driver
                     log.error("%s is still there %g s after SIGKILL", child.named, KILLED_S)
             assert child.process.stdout is not None
             child.process.stdout.close()

@@ -1,4 +1,4 @@
-"""The door by which the engine's host lets the other hosts in: it listens until all have come."""
+"""`Reception`: accepts the connections of the other hosts until all are there."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from dovetail.errors import DovetailError
-from dovetail_executors.connection import Wire, peer
-from dovetail_executors.messages import Message
+from dovetail_executors.connection import Message, Wire, peer
 from dovetail_executors.remote_ranks import RemoteRanks
 
 log = logging.getLogger("dovetail")
 
 ACCEPT_S = 0.2
-PATIENCE_S = 5.0  # then it is said who is waited for
+PATIENCE_S = 5.0  # then the missing hosts are logged
 
 
 class Reception:
-    """Listens for the other hosts in a thread, and greets each who comes in one of its own, so that none can hold up the others."""
+    """Listens in a thread, and runs each handshake in one of its own, so that none can delay the others."""
 
     def __init__(self, address: str, port: int, hosts: Sequence[RemoteRanks], key: bytes, hello: Message) -> None:
         """`key` and `hello` are as for `Wire`. Raises `DovetailError` if the address can't be listened at."""
         self._waiting, self._key, self._hello = {host.address: host for host in hosts}, key, hello
-        self._refused: dict[str, str] = {}  # who came and wasn't let in, and why
-        self._greeted: set[socket.socket] = set()  # who may or may not be let in
+        self._refused: dict[str, str] = {}  # rejected addresses, and why
+        self._greeted: set[socket.socket] = set()  # whose handshake is under way
         self._lock = threading.Lock()  # over these three
         try:
             self._listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -40,17 +39,17 @@ class Reception:
         self._thread.start()
 
     def stop(self) -> None:
-        """Listen no more, and send away who is being greeted."""
+        """Stop listening, and abort the handshakes under way."""
         self._over.set()
         self._thread.join()
 
     def waits_for(self) -> list[str]:
-        """Return the addresses of hosts that haven't come."""
+        """Return the addresses of missing hosts."""
         with self._lock:
             return list(self._waiting)
 
     def refused(self) -> list[str]:
-        """Return who came and wasn't let in, and why, in words."""
+        """Return the rejected addresses with the reasons."""
         with self._lock:
             return [f"{address}: {why}" for address, why in self._refused.items()]
 

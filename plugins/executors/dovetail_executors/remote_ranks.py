@@ -1,7 +1,6 @@
-"""The ranks on other hosts, as the engine's host sees them: `dovetail ranks` runs on each (`agent`), connects here
-(`reception`), and is given its ranks' jobs.
+"""`RemoteRanks`: the ranks of another host. `dovetail ranks` (`agent`) runs there, connects here (`reception`), and receives its ranks' jobs.
 
-A host whose connection ends, or that gives no sign of life for `LOST_S`, is lost, and with it the engine.
+A host whose connection ends, or that sends no heartbeat for `LOST_S`, is lost, and with it the engine.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import Any
 
 from dovetail.errors import DovetailError
 from dovetail_executors.connection import BEAT, BEAT_S, CONTROL, LOST_S, Wire
-from dovetail_executors.rank_process import Job
+from dovetail_executors.rank_process import RankJob
 from dovetail_executors.ring import Kind, Words
 
 
 class RemoteRanks:
     """The ranks of one other host: what `Ranks` is for this one."""
 
-    def __init__(self, address: str, jobs: list[Job], names: list[str], executor: str, changed: threading.Condition) -> None:
-        """`names`: of the ranks, for people. `changed` is notified of all that is heard."""
-        self.address, self._jobs, self._names, self._executor = address, jobs, names, executor
+    def __init__(self, address: str, jobs: list[RankJob], executor: str, changed: threading.Condition) -> None:
+        """`changed` is notified of every message."""
+        self.address, self._jobs, self._executor = address, jobs, executor
         self._wire: Wire | None = None
         self._heard: dict[str, Any] = {}
         self._changed = changed
@@ -33,14 +32,14 @@ class RemoteRanks:
         self._over = False
         self._done = [0] * len(jobs)
         self.failure: DovetailError | None = None
-        self.on_failure: Callable[[], None] = lambda: None  # called once, by the thread that notices
+        self.on_failure: Callable[[], None] = lambda: None  # called once, by any thread
 
     @property
     def named(self) -> str:
-        return ", ".join(self._names)
+        return ", ".join(job.name for job in self._jobs)
 
     def adopt(self, wire: Wire) -> None:
-        """Give the host that has connected its ranks' jobs, and listen to it from now on. Takes the wire over."""
+        """Send the connected host its ranks' jobs, and listen to it. Takes ownership of the wire."""
         with self._lock:
             if self._over:
                 wire.release()
@@ -49,7 +48,7 @@ class RemoteRanks:
             self._thread = threading.Thread(target=self._listen, args=(wire,), name=f"dovetail-host-{self.address}", daemon=True)
             self._thread.start()
         with suppress(OSError):
-            wire.send({"jobs": [job.pickled() for job in self._jobs], "names": self._names})
+            wire.send({"jobs": [job.pickled() for job in self._jobs]})
 
     def tell(self, **message: Any) -> None:
         """As of `Ranks`."""
@@ -58,7 +57,7 @@ class RemoteRanks:
                 self._wire.send(message)
 
     def send_words(self, kind: Kind, arrays: Sequence[Words]) -> None:
-        """Send a batch, or masks, to all ranks of the host. One that is lost is reported by `failure`."""
+        """Send a batch, or masks, to all ranks of the host; `failure` reports a lost one."""
         with suppress(OSError):
             if self._wire is not None:
                 self._wire.send_words(kind, arrays)
@@ -67,15 +66,15 @@ class RemoteRanks:
         return what in self._heard
 
     def said(self, what: str) -> list[Any]:
-        """Return what its ranks have said, in their order."""
+        """Return the values that its ranks have sent, in order."""
         return list(self._heard[what])
 
     def done(self) -> list[int]:
-        """Return how many messages each rank was through with, as of its last sign of life."""
+        """Return the number of messages that each rank had finished at its last heartbeat."""
         return self._done
 
     def beat(self) -> None:
-        """Give a sign of life, and see whether there was one."""
+        """Send a heartbeat, and check that the host's isn't overdue."""
         if self._wire is None or self._over:
             return
         with suppress(OSError):
@@ -84,12 +83,12 @@ class RemoteRanks:
             self._fail(f"host {self.address} was lost: nothing was heard from it for {LOST_S:g} s ({self.named})")
 
     def break_off(self, failure: DovetailError) -> None:
-        """End its ranks, because of what happened elsewhere."""
+        """End its ranks because of a failure elsewhere."""
         self.failure = self.failure or failure
         self.stop()
 
     def stop(self) -> None:
-        """End its ranks. Twice is as good as once."""
+        """End its ranks. Idempotent."""
         with self._lock:
             self._over = True
             wire, thread = self._wire, self._thread
@@ -135,7 +134,7 @@ class RemoteRanks:
 
 
 def beat_until(over: threading.Event, hosts: Sequence[RemoteRanks]) -> None:
-    """Exchange signs of life with the hosts."""
+    """Exchange heartbeats with the hosts."""
     while not over.wait(BEAT_S):
         for host in hosts:
             host.beat()

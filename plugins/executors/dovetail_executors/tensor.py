@@ -37,10 +37,10 @@ from dovetail.runtime.batch_words import masks_to_words, to_words
 from dovetail.runtime.groups import ENVIRONMENT, LOOPBACK
 from dovetail.runtime.runner import PendingStep
 from dovetail_executors.all_ranks import AllRanks
-from dovetail_executors.host_ranks import HostRanks
 from dovetail_executors.options import TensorOptions
 from dovetail_executors.rank import Rank, RankSettings
-from dovetail_executors.rank_process import Job
+from dovetail_executors.rank_process import RankJob
+from dovetail_executors.ranks import Ranks
 from dovetail_executors.ring import Kind
 
 log = logging.getLogger("dovetail")
@@ -143,10 +143,9 @@ class TensorExecutor(Executor):
         store, at = self._store() if options.hosts is None else self._listening(hosts[0])
         settings = self._settings(devices, at)
         jobs = [self._job(rank, settings, devices, hosts) for rank in range(options.size)]
-        names = [f"rank {job.rank} ({job.device}{'' if job.address == hosts[0] else f' of {job.address}'})" for job in jobs]
         each = options.size // len(hosts)
-        here = HostRanks(jobs[1:each], names[1:each], "tensor", (store,) if options.hosts is None else ())
-        others = [(host, jobs[n * each : (n + 1) * each], names[n * each : (n + 1) * each]) for n, host in enumerate(hosts)][1:]
+        here = Ranks(jobs[1:each], "tensor", (store,) if options.hosts is None else ())
+        others = [(host, jobs[n * each : (n + 1) * each]) for n, host in enumerate(hosts)][1:]
         ranks = self._ranks = AllRanks(here, others, (hosts[0], options.port), "tensor")
         self._ends_with(ranks.stop)
         ranks.limit(options.start_timeout_s, partial(_late_at_start, ranks, options.start_timeout_s))
@@ -226,17 +225,18 @@ class TensorExecutor(Executor):
             step_timeout_s=options.step_timeout_s,
         )
 
-    def _job(self, rank: int, settings: RankSettings, devices: list[torch.device], hosts: Sequence[str]) -> Job:
-        context = self.context
-        return Job(
+    def _job(self, rank: int, settings: RankSettings, devices: list[torch.device], hosts: Sequence[str]) -> RankJob:
+        context, address = self.context, hosts[rank * len(hosts) // len(devices)]
+        return RankJob(
             rank=rank,
+            name=f"rank {rank} ({devices[rank]}{'' if address == hosts[0] else f' of {address}'})",
             device=str(devices[rank]),
             path=[],
             settings=settings,
             config=context.config,
             components={name: getattr(context, name) for name in ("models", "attention", "sampler", "quantizations")},
             max_in_flight=self.options.max_in_flight,
-            address=hosts[rank * len(hosts) // len(devices)],
+            address=address,
         )
 
     # Steps
