@@ -112,10 +112,10 @@ def server_settings() -> str:
 
 def job_keys() -> str:
     """The keys of a job file of `dovetail batch`."""
-    from dovetail_batch.job import Input, Job, Output
+    from dovetail_batch.job import Input, JobSettings, Output
 
     types = {"engine": "text, mapping or a list of these", "input": "path or mapping, see below", "output": "path or mapping, see below"}
-    tables = [_table(Job, Job.model_json_schema()["properties"], "key", types=types, anchor="job.")]
+    tables = [_table(JobSettings, JobSettings.model_json_schema()["properties"], "key", types=types, anchor="job.")]
     for name, model, kinds in (("input", Input, {"columns": "mapping"}), ("output", Output, {})):
         tables.append(_table(model, model.model_json_schema()["properties"], "key", prefix=f"{name}.", anchor="job.", types=kinds))
     return "\n\n".join(tables)

@@ -106,7 +106,7 @@ def test_a_table_whose_columns_are_others_is_refused(tmp_path: Path, text: str, 
 def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     write_rows(tmp_path / "rows.parquet", [GOOD])
-    assert "rows.parquet: is no Parquet file" in run_job(write_job(tmp_path, input=str(tmp_path / "rows.parquet")), code=2)
+    assert "rows.parquet: not a Parquet file" in run_job(write_job(tmp_path, input=str(tmp_path / "rows.parquet")), code=2)
 
 
 def test_what_can_be_read_once_alone_is_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from dovetail_batch import open_job, runner
 from dovetail_batch.engine_link import EngineLink
 from dovetail_batch.engine_process import EngineWorker, start_engine
 from dovetail_batch.job import load_plan
-from dovetail_batch.rows import Row
+from dovetail_batch.rows import JobRow
 from dovetail_batch.shards import ShardStore
 from dovetail_batch.sources import Jsonl
 from tests.batch.jobs import answers, run_job, write_job, write_rows
@@ -35,11 +35,11 @@ TOY = {"model": "demo", "executor": {"name": "toy"}, "max_num_seqs": 8}
 class ThreadLink(EngineLink):
     """An engine in a thread of this process, which starts in no time. The test of docs/batch.md and `bench/batch.py` start processes."""
 
-    def __init__(self, place: int, source: str | Mapping[str, Any], gpus: str | None) -> None:
-        self.rows, self._window, self._place = 0, 0, place
+    def __init__(self, index: int, source: str | Mapping[str, Any], gpus: str | None) -> None:
+        self.rows, self._window, self._index = 0, 0, index
         self.connection, self._theirs = Pipe()
         self._threads = [threading.Thread(target=self._receive, daemon=True), threading.Thread(target=self._work, args=(source,), daemon=True)]
-        self._received: queue.SimpleQueue[list[Row] | None] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[list[JobRow] | None] = queue.SimpleQueue()
         for thread in self._threads:
             thread.start()
 
@@ -57,9 +57,9 @@ class ThreadLink(EngineLink):
 
     def _work(self, source: Any) -> None:
         with LLMEngine.from_config(source) as engine:
-            self._theirs.send(("ready", {"max_num_seqs": engine.config.max_num_seqs}))
+            self._theirs.send(("ready", engine.config.max_num_seqs))
             try:
-                EngineWorker(engine, self._received, self._theirs).run()
+                EngineWorker(engine, self._received, lambda some: self._theirs.send(("answers", some))).run()
             except OSError:  # the job was interrupted
                 return
             except EngineDeadError as error:
@@ -155,7 +155,7 @@ def test_a_job_that_is_interrupted_anywhere_goes_on_where_it_was(tmp_path: Path,
     kept: list[int] = []
     add = ShardStore.add
 
-    def interrupted(store: ShardStore, some: Any) -> None:
+    def interrupted(store: ShardStore, some: Any) -> Any:
         some = list(some)[:9]
         kept.extend(one["row"] for one in some)
         add(store, some)

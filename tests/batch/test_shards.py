@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dovetail_batch.answers import Answer, failure_of
+from dovetail_batch.answers import Answer, failure_of, writer_of
 from dovetail_batch.errors import UnwritableOutput
-from dovetail_batch.manifest import Manifest
+from dovetail_batch.folder import Manifest
 from dovetail_batch.shards import ShardStore
-from dovetail_batch.writers import writer_of
 
 ROWS, SHARD_ROWS = 8, 3
 MANIFEST = Manifest("", {"shard_rows": SHARD_ROWS}, ROWS, (0, 3, 6))
@@ -31,7 +30,7 @@ def answer(number: int) -> Answer:
 
 
 def left_in(store: ShardStore) -> list[int]:
-    return [number for shard in range(len(MANIFEST.starts)) for number in sorted(store.left(shard))]
+    return [number for numbers in store.left().values() for number in sorted(numbers)]
 
 
 def complete(store: ShardStore, seed: int, told: int | None = None) -> None:
@@ -92,7 +91,6 @@ def test_whoever_is_killed_at_any_file_operation_goes_on_with_what_is_left(tmp_p
 
 def test_a_last_line_cut_anywhere_is_computed_again(tmp_path: Path) -> None:
     store = store_in(tmp_path)
-    store.left(0)
     store.add([answer(2)])
     opened = tmp_path / "part-000000.jsonl.open"
     first = opened.read_bytes()
@@ -100,10 +98,10 @@ def test_a_last_line_cut_anywhere_is_computed_again(tmp_path: Path) -> None:
     both = opened.read_bytes()
     for cut in range(len(first), len(both)):
         opened.write_bytes(both[:cut])
-        assert store_in(tmp_path).left(0) == {1, 3}
+        assert store_in(tmp_path).left()[0] == {1, 3}
         assert opened.read_bytes() == first
     opened.write_bytes(first + b"\0" * 40 + b"\n" + both)  # a disk that lost its power
-    assert store_in(tmp_path).left(0) == {1, 3}
+    assert store_in(tmp_path).left()[0] == {1, 3}
 
 
 @pytest.mark.parametrize(
@@ -111,13 +109,12 @@ def test_a_last_line_cut_anywhere_is_computed_again(tmp_path: Path) -> None:
 )
 def test_a_line_that_is_no_answer_of_its_shard_and_those_behind_it_are_computed_again(tmp_path: Path, line: bytes) -> None:
     store = store_in(tmp_path)
-    store.left(0)
     store.add([answer(2)])
     opened = tmp_path / "part-000000.jsonl.open"
     first = opened.read_bytes()
     opened.write_bytes(first + line + b"\n" + json.dumps(answer(1)).encode() + b"\n")
     again = store_in(tmp_path)
-    assert again.left(0) == {1, 3}
+    assert again.left()[0] == {1, 3}
     complete(again, seed=0)
     assert answered(tmp_path) == list(range(1, ROWS + 1))
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.errors import RequestError
-from dovetail_batch.rows import Row, RowReader
+from dovetail_batch.rows import JobRow, RowReader
 from dovetail_batch.scanning import scan
 from dovetail_batch.sources import Csv, Jsonl, Source
 from tests.support import examples
@@ -42,7 +42,7 @@ def written(path: Path, format: str, rows: list[tuple[str, int]]) -> Source:
     return parquet.Parquet(path, {})  # type: ignore[no-any-return]
 
 
-def read(source: Source, position: int, first: int) -> list[Row]:
+def read(source: Source, position: int, first: int) -> list[JobRow]:
     return [READER.read(number, source.convert(source.fields(record))) for number, (record, _) in enumerate(source.records(position), start=first)]
 
 
@@ -53,10 +53,10 @@ def test_rows_are_the_same_from_the_start_of_any_shard_on(format: str, tmp_path:
     source = written(tmp_path / "rows", format, rows)
     whole = read(source, source.first, 1)
     assert [(row.id, row.content, row.params.max_tokens) for row in whole] == [(str(at), *row) for at, row in enumerate(rows)]
-    scanned = scan(source, READER, shard_rows)
-    assert scanned.rows == len(rows)
-    assert len(scanned.starts) == -(-len(rows) // shard_rows)
-    for shard, start in enumerate(scanned.starts):
+    count, starts = scan(source, READER, shard_rows)
+    assert count == len(rows)
+    assert len(starts) == -(-len(rows) // shard_rows)
+    for shard, start in enumerate(starts):
         assert read(source, start, shard * shard_rows + 1) == whole[shard * shard_rows :]
 
 
@@ -82,12 +82,12 @@ def test_columns_are_named_and_others_ignored(tmp_path: Path) -> None:
         (b'{"id": 1.5, "prompt": "x"}', "id must be a string or an integer, got 1.5"),
         (b'{"id": "", "prompt": "x"}', "id must be a string or an integer, got ''"),
         (b'{"id": 1, "prompt": 5}', "prompt must be a string, got 5"),
-        (b'{"id": 1, "token_ids": []}', "token_ids must be a list with something in it, got []"),
-        (b'{"id": 1, "messages": "hi"}', "messages must be a list with something in it, got 'hi'"),
+        (b'{"id": 1, "token_ids": []}', "token_ids must be a non-empty list, got []"),
+        (b'{"id": 1, "messages": "hi"}', "messages must be a non-empty list, got 'hi'"),
         (b'{"id": 1, "messages": ' + b"[" * 400 + b"]" * 400 + b"}", "messages: more than 50 lists and objects in one another"),
         (b'{"id": 1, "token_ids": ' + b"[" * 400 + b"]" * 400 + b"}", "token_ids: more than 50 lists and objects in one another"),
         (b'{"id": 1, "promt": "x"}', "promt: unknown key, did you mean prompt?"),
-        (b'{"id": 1, "prompt": "x", "max_tokens": 5}', "max_tokens: a sampling parameter, which belongs into the row's `sampling`"),
+        (b'{"id": 1, "prompt": "x", "max_tokens": 5}', "max_tokens: a sampling parameter, which belongs in the row's `sampling`"),
         (b'{"id": 1, "prompt": "x", "sampling": 5}', "sampling must be an object like"),
         (b'{"id": 1, "prompt": "x", "sampling": {"top_p": 2}}', "sampling: top_p must be a finite number > 0 and <= 1"),
         (b'{"id": 1, "prompt": "x", "sampling": {"max_new_tokens": 2}}', "sampling: max_new_tokens: the name for this is max_tokens"),
@@ -106,7 +106,7 @@ def test_a_wrong_line_says_why(tmp_path: Path, line: bytes, told: str) -> None:
         ("a,x", "2 cells, where the header has 3"),
         ("a,,[1", "token_ids must be JSON, got '[1'"),
         ("a,,", "expected exactly one of prompt, messages, token_ids, got none"),
-        ("a,,5", "token_ids must be a list with something in it, got 5"),
+        ("a,,5", "token_ids must be a non-empty list, got 5"),
     ],
 )
 def test_a_wrong_line_of_a_table_says_why(tmp_path: Path, cells: str, told: str) -> None:

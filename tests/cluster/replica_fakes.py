@@ -1,4 +1,4 @@
-"""Fakes of what a controller works with: a clock, a place, its replicas, a router, and who asks replicas how they are."""
+"""Fakes of the controller's clock and interfaces: a launcher, its replicas, a router and a prober."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 from dovetail.errors import DovetailError
 from dovetail_cluster.controller import Controller, Member, State
-from dovetail_cluster.places import Seen
-from dovetail_cluster.probes import Vitals
-from dovetail_cluster.routing import Listed
+from dovetail_cluster.interfaces import Listed, ReplicaStatus, Vitals
 from dovetail_cluster.settings import ClusterSettings
 
 
@@ -18,11 +16,11 @@ class FakeReplica:
     """A server that serves as soon as it is told to, and drains until it is told that all is answered."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.seen = url, Seen()
+        self.url, self.status = url, ReplicaStatus()
         self.drains = self.killed = False
 
-    def look(self) -> Seen:
-        return self.seen
+    def look(self) -> ReplicaStatus:
+        return self.status
 
     def drain(self) -> None:
         self.drains = True
@@ -32,13 +30,13 @@ class FakeReplica:
         self.die("was killed")
 
     def serve(self) -> None:
-        self.seen = Seen(self.url)
+        self.status = ReplicaStatus(self.url)
 
     def die(self, how: str = "was killed by SIGKILL") -> None:
-        self.seen = replace(self.seen, ended=how)
+        self.status = replace(self.status, ended=how)
 
 
-class FakePlace:
+class FakeLauncher:
     """Room for so many replicas."""
 
     def __init__(self, room: int = 100) -> None:
@@ -48,7 +46,7 @@ class FakePlace:
 
     @property
     def alive(self) -> list[FakeReplica]:
-        return [replica for replica in self.replicas if replica.seen.ended is None]
+        return [replica for replica in self.replicas if replica.status.ended is None]
 
     def start(self, name: str) -> FakeReplica:
         if self.refuses:
@@ -117,19 +115,19 @@ class FakeCluster:
 
     def __init__(self, room: int = 100, **keys: Any) -> None:
         self.now = 1000.0
-        self.place, self.router, self.prober = FakePlace(room), FakeRouter(), FakeProber(self)
+        self.launcher, self.router, self.prober = FakeLauncher(room), FakeRouter(), FakeProber(self)
         self.said: list[str] = []
         self.fewest = 0  # replicas that got requests at any tick since it was last set
         settings = ClusterSettings.model_validate({"engine": "demo", **keys})
-        self.controller = Controller(settings, self.place, self.router, self.prober, clock=lambda: self.now, say=self.said.append)
+        self.controller = Controller(settings, self.launcher, self.router, self.prober, clock=lambda: self.now, say=self.said.append)
 
     def tick(self, times: int = 1, serve: bool = True) -> None:
         """Let so many seconds pass. `serve`: replicas that start serve at once, and those that drain are done at once."""
         for _ in range(times):
             self.now += 1
             self.controller.tick()
-            self.fewest = min(self.fewest, len(self.router.ready & {replica.url for replica in self.place.alive if not replica.drains}))
-            for replica in self.place.alive:
+            self.fewest = min(self.fewest, len(self.router.ready & {replica.url for replica in self.launcher.alive if not replica.drains}))
+            for replica in self.launcher.alive:
                 if replica.drains and replica.url not in self.router.busy:
                     replica.die("ended")
                 elif serve:
@@ -137,7 +135,7 @@ class FakeCluster:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        return self.controller.status.members
+        return self.controller.members
 
     def names(self, state: State = State.SERVING) -> list[str]:
         return [member.name for member in self.members if member.state is state]

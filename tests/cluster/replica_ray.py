@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dovetail_cluster.places import Seen
+from dovetail_cluster.interfaces import ReplicaStatus
+from dovetail_cluster.ray_calls import RayCalls
 
 
 class FakeActor:
@@ -22,7 +23,7 @@ class FakeGroup:
         self.needs, self.has_room = needs, False
 
 
-class FakeCalls:
+class FakeCalls(RayCalls):
     """A cluster of one machine with so many CPUs and GPUs."""
 
     def __init__(self, cpus: int = 2, gpus: int = 0) -> None:
@@ -50,14 +51,14 @@ class FakeCalls:
     def ask(self, actor: FakeActor) -> FakeActor:
         return actor
 
-    def answer(self, question: FakeActor) -> Seen | None:
+    def answer(self, question: FakeActor) -> ReplicaStatus | None:
         actor = question
         if actor.ended is not None:
-            return Seen(f"http://{actor.name}", actor.ended)
+            return ReplicaStatus(f"http://{actor.name}", actor.ended)
         if actor.group is None or not actor.group.has_room:
             return None
         actor.asked += 1
-        return Seen(f"http://{actor.name}" if actor.asked > 1 else None)
+        return ReplicaStatus(f"http://{actor.name}" if actor.asked > 1 else None)
 
     def drain(self, actor: FakeActor) -> None:
         actor.ended = "ended with exit code 0"

@@ -16,11 +16,11 @@ from bench.toy import answer
 
 from dovetail import LLM, SamplingParams
 from dovetail_batch.open_job import OpenJob
-from dovetail_cluster import batches
+from dovetail_cluster import ray_jobs
 from tests.batch.jobs import answers, run_job, write_job, write_rows
 from tests.batch.test_run import ThreadLink
 from tests.cluster.fake_ray import ActorPoolStrategy, FakeDataset, FakeRay
-from tests.cluster.ray_places import FakePlace, Place, fake_only, place, real_cluster, real_only
+from tests.cluster.ray_clusters import FakePlace, Place, fake_only, place, real_cluster, real_only
 
 __all__ = ["place", "real_cluster"]  # fixtures
 
@@ -127,13 +127,13 @@ def test_an_engine_that_cannot_start_is_told(tmp_path: Path, place: Place) -> No
 
 def test_an_input_that_changes_while_the_job_begins_ends_it(tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", toy_rows(5))
-    snapshot = OpenJob.snapshot
+    rows_left = OpenJob.rows_left
 
     def changed(job: OpenJob) -> Any:
         write_rows(rows, toy_rows(4))
-        return snapshot(job)
+        return rows_left(job)
 
-    monkeypatch.setattr(OpenJob, "snapshot", changed)
+    monkeypatch.setattr(OpenJob, "rows_left", changed)
     assert "rows.jsonl: it was changed while the job ran" in on_ray(write_job(tmp_path, engine=TOY), place, code=2)
 
 
@@ -163,7 +163,7 @@ def test_an_error_of_rays_is_followed_by_another_attempt_if_there_was_an_answer(
 def test_an_interrupted_job_goes_on_and_leaves_no_connection(tmp_path: Path, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(place, FakePlace)
     write_rows(tmp_path / "rows.jsonl", toy_rows(60))
-    keep, calls = OpenJob.keep_new, []
+    keep, calls = OpenJob.keep, []
 
     def interrupted(job: OpenJob, given: Any) -> int:
         calls.append(1)
@@ -171,7 +171,7 @@ def test_an_interrupted_job_goes_on_and_leaves_no_connection(tmp_path: Path, pla
             raise KeyboardInterrupt
         return keep(job, given)
 
-    monkeypatch.setattr(OpenJob, "keep_new", interrupted)
+    monkeypatch.setattr(OpenJob, "keep", interrupted)
     on_ray(write_job(tmp_path, engine=TOY, shard_rows=7), place, code=130)
     assert not place.ray.connected
     assert "60 rows, 6 of them before" in on_ray(write_job(tmp_path, engine=TOY, shard_rows=7), place)
@@ -247,7 +247,7 @@ def test_a_batch_engine_gives_a_row_that_is_asked_for_twice_to_its_engine_once(p
     import threading
 
     from dovetail_batch.rows import RowReader
-    from dovetail_cluster.batches_worker import COLUMN, BatchEngine, packed
+    from dovetail_cluster.ray_job_worker import COLUMN, BatchEngine, packed
 
     row = RowReader({"max_tokens": TOKENS, "ignore_eos": True}, 0).read(1, {"prompt": "x", "sampling": {"seed": 7}})
     engine = BatchEngine({**TOY, "executor": {"name": "toy", "step_s": 0.01}})
@@ -275,4 +275,4 @@ def test_the_fake_has_no_parameter_that_ray_has_not() -> None:
     for fake, real in pairs:
         assert set(inspect.signature(fake).parameters) - {"self"} <= set(inspect.signature(real).parameters), real
     assert issubclass(ray.exceptions.RayError, Exception)
-    assert batches.MODE_VARIABLE == "RAY_AUTH_MODE"
+    assert ray_jobs.MODE_VARIABLE == "RAY_AUTH_MODE"

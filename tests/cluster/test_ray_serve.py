@@ -19,8 +19,8 @@ from bench.batch import RayCluster
 
 from dovetail import LLM, SamplingParams
 from dovetail.errors import ConfigError, EngineDeadError, MissingExtraError
-from dovetail_cluster.serve import Replica, app
-from tests.cluster.ray_places import fake_only, place, real_cluster, real_only
+from dovetail_cluster.serve import ServeReplica, app
+from tests.cluster.ray_clusters import fake_only, place, real_cluster, real_only
 
 __all__ = ["place", "real_cluster"]  # fixtures
 
@@ -78,7 +78,7 @@ def test_a_replica_streams_the_text_of_generate() -> None:
 @pytest.mark.usefixtures("place", "fake_serve")
 def test_a_replica_whose_engine_has_died_is_not_healthy() -> None:
     async def dies() -> None:
-        replica = Replica({"model": "demo", "executor": {"name": "toy", "fails_at_step": 2}}, {})
+        replica = ServeReplica({"model": "demo", "executor": {"name": "toy", "fails_at_step": 2}}, {})
         routes = await replica.__serve_build_asgi_app__()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(routes), base_url="http://replica") as client:
             answer = await client.post("/v1/completions", json=BODY)
@@ -97,7 +97,7 @@ def test_a_replica_whose_engine_has_died_is_not_healthy() -> None:
 def test_arguments_become_options_of_ray_and_of_the_server() -> None:
     arguments = {"engine": {"model": "demo", "max_num_seqs": 4}, "replicas": "2", "gpus": "1", "api_keys": "a,b", "request_timeout_s": "null"}
     cls, (config, settings), options = app(arguments)
-    assert cls is Replica
+    assert cls is ServeReplica
     assert (config["max_num_seqs"], settings["api_keys"], settings["request_timeout_s"]) == (4, ["a", "b"], None)
     assert (options["num_replicas"], options["ray_actor_options"]) == (2, {"num_cpus": 1, "num_gpus": 1})
 

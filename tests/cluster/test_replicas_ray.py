@@ -11,9 +11,9 @@ import pytest
 from dovetail.errors import ConfigError, MissingExtraError
 from dovetail_cluster import ray_calls
 from dovetail_cluster.http_json import ask
-from dovetail_cluster.places import Replica, Seen
+from dovetail_cluster.interfaces import Replica, ReplicaStatus
 from dovetail_cluster.ray_calls import AUTH_MODE, RayCalls
-from dovetail_cluster.ray_places import RayPlace
+from dovetail_cluster.ray_launcher import RayLauncher, RayReplica
 from dovetail_cluster.settings import ClusterSettings
 from tests.cluster.replica_ray import FakeCalls
 
@@ -29,67 +29,68 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05 if REAL else 0)
 
 
-def ended(replica: Replica) -> Seen:
+def ended(replica: Replica) -> ReplicaStatus:
     until(lambda: replica.look().ended is not None)
     return replica.look()
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayPlace]:
-    """A place with room for two replicas of half of all CPUs each."""
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayLauncher]:
+    """A launcher with room for two replicas of half of all CPUs each."""
     monkeypatch.delenv("DOVETAIL_API_KEYS", raising=False)
     cpus = (os.cpu_count() or 2) // 2 if REAL else 1
     settings = ClusterSettings.model_validate({"engine": "demo", "place": "ray", "ray": {"cpus": cpus}, "serve": {"drain_timeout_s": 5}})
-    place = RayPlace(settings, calls=RayCalls() if REAL else FakeCalls())
-    yield place
-    place.close()
+    launcher = RayLauncher(settings, calls=RayCalls() if REAL else FakeCalls())
+    yield launcher
+    launcher.close()
 
 
-def test_a_replica_starts_serves_drains_and_gives_its_room_back(place: RayPlace) -> None:
-    first, second = place.start("one"), place.start("two")
+def test_a_replica_starts_serves_drains_and_gives_its_room_back(launcher: RayLauncher) -> None:
+    first, second = launcher.start("one"), launcher.start("two")
     until(lambda: first.look().url is not None and second.look().url is not None)
     assert first.look().url != second.look().url
     if REAL:
         assert ask(f"{first.look().url}/ready", timeout_s=10)[0] == 200
-    until(lambda: not place.has_room())
+    until(lambda: not launcher.has_room())
     first.drain()
     assert ended(first).ended == "ended with exit code 0"
-    until(place.has_room)
+    until(launcher.has_room)
     assert second.look().ended is None
 
 
-def test_a_replica_that_is_killed_has_ended_at_once_and_its_server_too(place: RayPlace) -> None:
-    replica = place.start("one")
+def test_a_replica_that_is_killed_has_ended_at_once_and_its_server_too(launcher: RayLauncher) -> None:
+    replica = launcher.start("one")
     until(lambda: replica.look().url is not None)
     url = replica.look().url
     replica.kill()
-    assert replica.look() == Seen(url, "was killed")
+    assert replica.look() == ReplicaStatus(url, "was killed")
     replica.kill()
     if REAL:
         until(lambda: ask(f"{url}/health")[0] == 0)
-    until(place.has_room)
+    until(launcher.has_room)
 
 
-def test_the_death_of_an_actor_is_told(place: RayPlace) -> None:
-    replica = place.start("one")
+def test_the_death_of_an_actor_is_told(launcher: RayLauncher) -> None:
+    replica = launcher.start("one")
     until(lambda: replica.look().url is not None)
-    place._calls.kill(replica._actor)  # type: ignore[attr-defined]
+    assert isinstance(replica, RayReplica)
+    launcher.calls.kill(replica.actor)
     assert "actor" in str(ended(replica).ended)
     replica.kill()  # what is gone can be killed
 
 
-def test_a_replica_without_room_waits_and_holds_nobody_up(place: RayPlace) -> None:
-    first, second, third = (place.start(name) for name in ("one", "two", "three"))
+def test_a_replica_without_room_waits_and_holds_nobody_up(launcher: RayLauncher) -> None:
+    first, second, third = (launcher.start(name) for name in ("one", "two", "three"))
     until(lambda: first.look().url is not None and second.look().url is not None)
     begun = time.monotonic()
-    assert third.look() == Seen()
+    assert third.look() == ReplicaStatus()
     assert time.monotonic() - begun < PATIENCE_S / 4
     first.kill()
     until(lambda: third.look().url is not None)
 
 
-def test_a_replica_that_waits_for_room_can_be_killed(place: RayPlace) -> None:
-    replicas = [place.start(name) for name in ("one", "two", "three")]
+def test_a_replica_that_waits_for_room_can_be_killed(launcher: RayLauncher) -> None:
+    replicas = [launcher.start(name) for name in ("one", "two", "three")]
     replicas[2].kill()
     assert replicas[2].look().ended == "was killed"
 

@@ -15,7 +15,7 @@ import typer
 from dovetail.cli.streams import guard_output
 from dovetail.errors import ConfigError, DovetailError
 from dovetail_cluster.control import ControlSocket, NotUp, names_up, runtime_folder, tell
-from dovetail_cluster.here_places import HerePlace, visible_gpus
+from dovetail_cluster.local_launcher import LocalLauncher, visible_gpus
 from dovetail_cluster.running import announce
 from dovetail_cluster.serve_command import serve_command
 from dovetail_cluster.settings import ClusterSettings, load_cluster
@@ -95,8 +95,8 @@ def test_gpus_are_given_to_one_replica_each_and_too_few_are_told(monkeypatch: py
     assert visible_gpus() == ["0", "2", "GPU-a"]
     settings = ClusterSettings.model_validate({"engine": "demo", "gpus": 2, "replicas": 2})
     with pytest.raises(ConfigError, match="2 replicas of 2 need 4, and this machine has 3"):
-        HerePlace(settings)
-    assert HerePlace(settings, gpus=["0", "1", "2", "3"]).has_room()
+        LocalLauncher(settings)
+    assert LocalLauncher(settings, gpus=["0", "1", "2", "3"]).has_room()
 
 
 def answering(control: ControlSocket) -> threading.Thread:
@@ -188,5 +188,5 @@ def test_a_cluster_serves_though_nobody_reads_that_it_does(monkeypatch: pytest.M
 def test_the_folder_must_be_the_users_alone(tmp_path: Path) -> None:
     (tmp_path / "dovetail").mkdir(mode=0o777)
     (tmp_path / "dovetail").chmod(0o777)
-    with pytest.raises(DovetailError, match="isn't a folder of this user alone"):
+    with pytest.raises(DovetailError, match="isn't a private folder of this user"):
         runtime_folder()

@@ -1,24 +1,34 @@
-"""Answers as plain values, the form in which they go from an engine's process to the files of a job.
+"""Answers as plain values, as engines send them and as files have them.
 
     {"id": "a", "row": 1, "error": null, "prompt_tokens": 5, "outputs": [{"text": …, "token_ids": […], "finish_reason": "stop", …}]}
 
-A row that failed has an `error`, and no outputs. `form` tells whether the row was a prompt, messages or token ids, for OpenAI's format.
+A failed row has an `error` and no outputs. `form` ("prompt", "messages" or "token_ids") is the row's, for OpenAI's format.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
 
 from dovetail.request import CompletionOutput, RequestOutput, TokenLogprobMap
-from dovetail_batch.rows import Row
+from dovetail_batch.rows import JobRow
 
 Answer = dict[str, Any]
-FAILED = ("error", "rejected")  # finish reasons of samples that have no answer
+Writer = Callable[[Sequence[Answer], Path], None]  # writes the answers of one shard, in row order, to a file
+
+KEYS = frozenset({"id", "row", "error", "prompt_tokens", "outputs"})  # that every answer has
+FAILED = ("error", "rejected")  # finish reasons of samples without an answer
+SUFFIXES: Mapping[str, str] = MappingProxyType({"jsonl": "jsonl", "parquet": "parquet", "openai": "jsonl"})  # of files, by format
 
 
-def answer_of(row: Row, output: RequestOutput) -> Answer:
-    """Return the answer of a row whose request has finished."""
+def answer_of(row: JobRow, output: RequestOutput) -> Answer:
+    """Return the answer to a row whose request has finished."""
     for sample in output.outputs:
         if sample.finish_reason in FAILED:
             return failure_of(row.number, row.id, f"{sample.finish_reason}: {sample.stop_reason}", row.form)
@@ -35,17 +45,24 @@ def answer_of(row: Row, output: RequestOutput) -> Answer:
     return answer
 
 
-def failure_of(number: int, id: str | None, why: str, form: str = "prompt") -> Answer:
-    """Return the answer of a row that failed."""
-    return {"id": id, "row": number, "error": why, "prompt_tokens": 0, "outputs": [], "form": form}
-
-
-KEYS = frozenset({"id", "row", "error", "prompt_tokens", "outputs"})  # that every answer has
+def failure_of(number: int, id: str | None, error: str, form: str = "prompt") -> Answer:
+    """Return the answer to a row that failed."""
+    return {"id": id, "row": number, "error": error, "prompt_tokens": 0, "outputs": [], "form": form}
 
 
 def output_tokens(answer: Answer) -> int:
-    """Return the number of tokens that were generated."""
+    """Return the number of generated tokens."""
     return sum(len(sample["token_ids"]) for sample in answer["outputs"])
+
+
+def writer_of(format: Literal["jsonl", "parquet", "openai"], model: str) -> Writer:
+    """Return the writer of a format; `model` is the model's name in OpenAI's format. Raises `MissingExtraError`."""
+    if format == "parquet":
+        from dovetail_batch.parquet import check_installed, write_parquet
+
+        check_installed()
+        return write_parquet
+    return partial(_write_lines, _without_form if format == "jsonl" else partial(_openai_line, model))
 
 
 def _sample(sample: CompletionOutput) -> dict[str, Any]:
@@ -62,3 +79,35 @@ def _sample(sample: CompletionOutput) -> dict[str, Any]:
 
 def _logprobs(position: TokenLogprobMap) -> dict[str, Any]:
     return {str(token): dataclasses.asdict(logprob) for token, logprob in position.items()}
+
+
+def _write_lines(convert: Callable[[Answer], Mapping[str, Any]], answers: Sequence[Answer], path: Path) -> None:
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for answer in answers:
+            file.write(json.dumps(convert(answer), ensure_ascii=False) + "\n")
+
+
+def _without_form(answer: Answer) -> Mapping[str, Any]:
+    return {key: value for key, value in answer.items() if key != "form"}
+
+
+def _openai_line(model: str, answer: Answer) -> Mapping[str, Any]:
+    """Return an answer as a line of OpenAI's batch API (https://platform.openai.com/docs/guides/batch)."""
+    line = {"id": f"batch_req_{answer['row']}", "custom_id": answer["id"], "response": None, "error": None}
+    if answer["error"] is not None:
+        return {**line, "error": {"code": "request_failed", "message": answer["error"]}}
+    chat, made = answer.get("form") == "messages", output_tokens(answer)
+    body = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{answer['row']}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [_choice(index, sample, chat) for index, sample in enumerate(answer["outputs"])],
+        "usage": {"prompt_tokens": answer["prompt_tokens"], "completion_tokens": made, "total_tokens": answer["prompt_tokens"] + made},
+    }
+    return {**line, "response": {"status_code": 200, "request_id": line["id"], "body": body}}
+
+
+def _choice(index: int, sample: Mapping[str, Any], chat: bool) -> Mapping[str, Any]:
+    content = {"message": {"role": "assistant", "content": sample["text"]}} if chat else {"text": sample["text"]}
+    return {"index": index, **content, "logprobs": None, "finish_reason": sample["finish_reason"]}

@@ -1,4 +1,4 @@
-"""`dovetail batch`: its commands."""
+"""The command `dovetail batch`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from dovetail.errors import ConfigError
 
 if TYPE_CHECKING:
     from dovetail_batch.open_job import Summary
-
-ELSEWHERE = {"ray": "dovetail_cluster.batches:run"}  # by the name that --on gives; imported when asked for
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -44,27 +42,27 @@ def run(
     run_job = _runner(on, address)
     plan = load_plan(job)
     try:
-        _tell(plan.job.output.path, run_job(plan, anew=anew))
+        _print_summary(plan.job.output.path, run_job(plan, anew=anew))
     except KeyboardInterrupt:
         typer.echo(f"interrupted: what is computed is in {plan.job.output.path}, and the same command goes on with the job", err=True)
         raise
 
 
 def _runner(on: str | None, address: str | None) -> Callable[..., Summary]:
-    """Return what runs a job there. Raises `ConfigError` for a place that isn't known."""
+    """Return the function that runs a job there. Raises `ConfigError` for an unknown place."""
     if on is None:
         if address is not None:
             raise ConfigError("--address: it belongs to --on ray: without that, engines run on this machine")
         from dovetail_batch.runner import run
 
         return run
-    if on not in ELSEWHERE:
-        raise ConfigError(f"--on: expected {' or '.join(ELSEWHERE)}, got {shown(on)}; without it, engines run on this machine")
-    return partial(resolve_name(ELSEWHERE[on]), address=address)
+    if on != "ray":
+        raise ConfigError(f"--on: expected ray, got {shown(on)}; without it, engines run on this machine")
+    return partial(resolve_name("dovetail_cluster.ray_jobs:run"), address=address)  # by name: batch doesn't depend on cluster
 
 
-def _tell(path: str, summary: Summary) -> None:
-    """Print what was done."""
+def _print_summary(path: str, summary: Summary) -> None:
+    """Print the result of a run."""
     if summary.earlier == summary.rows:
         typer.echo(f"{path}: {_rows(summary.rows)}, all of them computed before")
         return

@@ -1,10 +1,9 @@
-"""The process of one engine: `python -m dovetail_batch.engine_process DESCRIPTOR`, as `EngineLink` starts it.
+"""The process of one engine: `python -m dovetail_batch.engine_process DESCRIPTOR`, started by `EngineLink`.
 
-Rows come in lists over a socket pair, and answers go back in lists. The engine's own thread does nothing but steps: a thread takes rows and tokenizes
-them, another sends answers. When the command's process is gone, however that came, this one ends at once.
+The engine's thread only steps: one thread receives and tokenizes rows, another sends answers. The process ends when the command's process does.
 
-    command -> engine    ("start", the engine's config), then lists of `Row`; None: there will be no more
-    engine -> command    ("ready", facts) or ("refused", why); then ("answers", list of `Answer`); ("dead", why) if the engine fails
+    command -> engine    the engine's config, then lists of `JobRow`, then None
+    engine -> command    ("ready", max_num_seqs) or ("refused", reason); then ("answers", list of `Answer`); ("dead", reason) if the engine fails
 """
 
 from __future__ import annotations
@@ -15,30 +14,30 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dovetail.errors import DovetailError, EngineDeadError, RequestError
 from dovetail_batch.answers import Answer, answer_of, failure_of
-from dovetail_batch.rows import Row
+from dovetail_batch.rows import JobRow
 
 if TYPE_CHECKING:
     from dovetail.front.chat import ChatFrontEnd
     from dovetail.front.llm_engine import LLMEngine
     from dovetail.front.prompts import Prompt
 
-_Prepared = tuple[Row, "Prompt | RequestError"]
+_Prepared = tuple[JobRow, "Prompt | RequestError"]
 
 
 def main() -> int:
-    """Return the exit code: 2 if the engine can't be started, 1 if it has failed."""
+    """Return the exit code: 2 if the engine can't start, 1 if it fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    _, source = connection.recv()
-    received: queue.SimpleQueue[list[Row] | None] = queue.SimpleQueue()
+    source = connection.recv()
+    received: queue.SimpleQueue[list[JobRow] | None] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, received), name="dovetail-batch-rows", daemon=True).start()
     try:
         engine = start_engine(source)
@@ -46,11 +45,11 @@ def main() -> int:
         connection.send(("refused", str(error)))
         return 2
     gc.collect()
-    gc.freeze()  # what stands now stays: looking through it again and again would delay steps
-    connection.send(("ready", {"max_num_seqs": engine.config.max_num_seqs}))
+    gc.freeze()  # long-lived objects: collections that traverse them would delay steps
+    connection.send(("ready", engine.config.max_num_seqs))
     with engine:
         try:
-            EngineWorker(engine, received, connection).run()
+            EngineWorker(engine, received, lambda answers: connection.send(("answers", answers))).run()
         except EngineDeadError as error:
             connection.send(("dead", str(error)))
             return 1
@@ -58,44 +57,37 @@ def main() -> int:
 
 
 def start_engine(source: str | Mapping[str, Any]) -> LLMEngine:
-    """Return an engine whose tokenizer is there, too: otherwise it would be loaded amidst the first steps. Raises what `LLMEngine.from_config`
-    raises."""
+    """Return an engine with its tokenizer loaded, which would otherwise delay the first steps. Raises as `LLMEngine.from_config` does."""
     from dovetail.front.llm_engine import LLMEngine
 
     engine = LLMEngine.from_config(source)
-    with suppress(DovetailError):  # token ids need none, and other rows will say what is wrong with it
+    with suppress(DovetailError):  # rows of token ids need none, and the others report it
         _ = engine.tokenizer
     return engine
 
 
-def _receive(connection: Connection[Any, Any], received: queue.SimpleQueue[list[Row] | None]) -> None:
-    """Pass on what comes, from the first moment on: so the other end's death is seen while the model is loaded, too."""
+def _receive(connection: Connection[Any, Any], received: queue.SimpleQueue[list[JobRow] | None]) -> None:
+    """Queue rows as they arrive. Started before the model loads, so that the command's death is noticed meanwhile."""
     try:
         while True:
             received.put(connection.recv())
     except (EOFError, OSError):
-        os.killpg(os.getpgrp(), signal.SIGKILL)  # with all that the engine has started: the command made this process the leader of a group
-
-
-class AnswerSink(Protocol):
-    """A receiver of the answers of an `EngineWorker`: the connection to the command's process, or another front."""
-
-    def send(self, message: tuple[Literal["answers"], list[Answer]], /) -> None:
-        """Take answers. Called in a thread of the worker's. Raises `OSError` if nobody is there any more."""
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # with the engine's own processes: this one leads the group
 
 
 class EngineWorker:
-    """Computes rows as they come. `run` is called once, in the thread that the engine is to have."""
+    """Computes rows as they arrive. `run` is called once, in the engine's thread."""
 
-    def __init__(self, engine: LLMEngine, received: queue.SimpleQueue[list[Row] | None], sink: AnswerSink) -> None:
-        self._engine, self._received, self._sink = engine, received, sink
+    def __init__(self, engine: LLMEngine, received: queue.SimpleQueue[list[JobRow] | None], send: Callable[[list[Answer]], None]) -> None:
+        """`received` ends with None. `send` is called in a thread of the worker's; an `OSError` of it means that nobody receives any more."""
+        self._engine, self._received, self._send = engine, received, send
         self._prepared: queue.SimpleQueue[list[_Prepared] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[list[Answer] | None] = queue.SimpleQueue()
-        self._rows: dict[str, Row] = {}  # by request id: those in the engine
+        self._rows: dict[str, JobRow] = {}  # in the engine, by request id
         self._more = True
 
     def run(self) -> None:
-        """Return when there will be no more rows and all have been answered. Raises `EngineDeadError`, with what had been answered sent."""
+        """Return when all rows are answered and no more will come. Raises `EngineDeadError`, after sending the answers so far."""
         threading.Thread(target=self._prepare_all, name="dovetail-batch-prompts", daemon=True).start()
         sender = threading.Thread(target=self._send_all, name="dovetail-batch-answers", daemon=True)
         sender.start()
@@ -104,7 +96,7 @@ class EngineWorker:
         finally:
             self._answers.put(None)
             sender.join()
-            if "_chat" in vars(self):  # it was used
+            if "_chat" in vars(self):  # it was created
                 self._chat.close()
 
     def _compute(self) -> None:
@@ -113,13 +105,13 @@ class EngineWorker:
             answers = self._take_rows()
             if engine.has_unfinished_requests():
                 outputs = engine.step()
-                engine.core.check_alive()  # or all that is unfinished would be told to have failed
+                engine.core.check_alive()  # otherwise all unfinished rows would count as failed
                 answers += [answer_of(self._rows.pop(output.request_id), output) for output in outputs if output.finished]
             if answers:
                 self._answers.put(answers)
 
     def _take_rows(self) -> list[Answer]:
-        """Give the engine what has been prepared, having waited for some if it has nothing to do. Return the answers of rows that it refuses."""
+        """Add the prepared rows to the engine, waiting for some if it is idle. Return the answers of rows that it rejects."""
         refused: list[Answer] = []
         wait = not self._engine.has_unfinished_requests()
         while self._more and (wait or not self._prepared.empty()):
@@ -136,26 +128,26 @@ class EngineWorker:
             try:
                 if isinstance(prompt, RequestError):
                     raise prompt
-                self._engine.add_list([(str(row.number), prompt, row.params)])  # which `limits.max_waiting` doesn't count
+                self._engine.add_list([(str(row.number), prompt, row.params)])  # not subject to `limits.max_waiting`
                 self._rows[str(row.number)] = row
             except RequestError as error:
                 refused.append(failure_of(row.number, row.id, str(error), row.form))
 
-    # In the thread that makes prompts
+    # In the thread that tokenizes
 
     def _prepare_all(self) -> None:
         while (rows := self._received.get()) is not None:
             self._prepared.put(self._prepare(rows))
         self._prepared.put(None)
 
-    def _prepare(self, rows: Sequence[Row]) -> list[_Prepared]:
+    def _prepare(self, rows: Sequence[JobRow]) -> list[_Prepared]:
         try:
             texts = iter(self._engine.all_tokenized([row.content for row in rows if row.form == "prompt"]))
             return [(row, next(texts) if row.form == "prompt" else self._prompt(row)) for row in rows]
-        except DovetailError:  # some text is wrong: one by one, to see which
+        except DovetailError:  # one by one, to find the invalid ones
             return [(row, self._prompt(row)) for row in rows]
 
-    def _prompt(self, row: Row) -> Prompt | RequestError:
+    def _prompt(self, row: JobRow) -> Prompt | RequestError:
         try:
             if row.form == "messages":
                 return self._chat.prompt(row.content)
@@ -183,8 +175,8 @@ class EngineWorker:
                 batches.append(self._answers.get())
             ended = batches[-1] is None
             if answers := [answer for batch in batches if batch is not None for answer in batch]:
-                with suppress(OSError):  # the other end is gone: `_receive` ends the process
-                    self._sink.send(("answers", answers))
+                with suppress(OSError):  # `_receive` ends the process
+                    self._send(answers)
 
 
 if __name__ == "__main__":

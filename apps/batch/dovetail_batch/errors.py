@@ -1,4 +1,4 @@
-"""The ways in which a job ends early although it was begun in order. The same command goes on with it. Bad settings are `ConfigError`s."""
+"""Errors that end a running job; the same command resumes it. Invalid settings are `ConfigError`s."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ GO_ON = "the same command goes on with the job"
 
 
 class BatchEngineFailed(EngineDeadError):
-    """The process of an engine has ended before the job."""
+    """An engine failed before the end of the job."""
 
 
 class UnwritableOutput(OutputError):
-    """The output folder can't be written to any more."""
+    """The output folder became unwritable."""

@@ -1,4 +1,4 @@
-"""`Job`: the settings of a job file, checked, and the configs of its engines."""
+"""`JobSettings`: the keys of a job file. `Plan`: a valid job with the configs of its engines."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ CHANGES_NO_ANSWER = (  # keys of `engine.yaml` that may change while a job is in
 )
 
 Source = str | dict[str, Any]
+Format = Literal["jsonl", "csv", "parquet", "openai"]  # of an input
 Column = Literal["id", "prompt", "messages", "token_ids", "sampling"]
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 def _of_path(value: Any) -> Any:
-    """A path alone stands for the mapping that has nothing else."""
+    """Expand a bare path to a mapping."""
     return {"path": value} if isinstance(value, str) else value
 
 
@@ -46,12 +47,12 @@ class Input(BaseModel):
     path: Annotated[str, Field(min_length=1)]
     """The file. It is read twice, so it can't be standard input."""
 
-    format: Literal["jsonl", "csv", "parquet", "openai"] | None = None
-    """The file's format; `openai`: lines as OpenAI's batch API takes them. null: as the file's name ends."""
+    format: Format | None = None
+    """The file's format; `openai`: lines of OpenAI's batch API. null: by the file's suffix."""
 
     columns: dict[Column, Annotated[str, Field(min_length=1)]] = {}
-    """Names of the file's columns by what they are here, such as `{id: question_id, prompt: question}`; all others are ignored. Empty: columns have
-    the names that they have here, and an unknown one is an error."""
+    """The file's column names by key, such as `{id: question_id, prompt: question}`; other columns are ignored. Empty: the names are the keys, and
+    unknown columns are errors."""
 
 
 class Output(BaseModel):
@@ -60,56 +61,56 @@ class Output(BaseModel):
     model_config = _STRICT
 
     path: Annotated[str, Field(min_length=1)]
-    """The folder of the answers; it is made if it isn't there."""
+    """The folder of the answers, created if needed."""
 
     format: Literal["jsonl", "parquet", "openai"] = "jsonl"
-    """The format of the answers; `openai`: lines as OpenAI's batch API gives them."""
+    """The format of the answers; `openai`: lines of OpenAI's batch API."""
 
 
-class Job(BaseModel):
-    """The keys of a job file. Paths in it start at the working directory."""
+class JobSettings(BaseModel):
+    """The keys of a job file. Paths are relative to the working directory."""
 
     model_config = _STRICT
 
     engine: Source | Annotated[list[Source], Field(min_length=1)]
-    """An engine's config: a file, a model's name, or the keys of `engine.yaml`. A list of these is as many engines, which must have one model."""
+    """An engine's config: a file, a model's name, or the keys of `engine.yaml`. A list starts an engine per entry, all with the same model."""
 
     input: Annotated[Input, BeforeValidator(_of_path)]
-    """The rows: a file's path, or `path`, `format` and `columns`."""
+    """The rows: a path, or `path`, `format` and `columns`."""
 
     output: Annotated[Output, BeforeValidator(_of_path)]
-    """The answers: a folder's path, or `path` and `format`."""
+    """The answers: a path, or `path` and `format`."""
 
     sampling: dict[str, Any] = {}
-    """Sampling parameters of rows that don't say otherwise."""
+    """Default sampling parameters of rows."""
 
     engines: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Number of engines with this config, each in a process of its own."""
+    """Number of engines with this config, each in its own process."""
 
     gpus: list[str] | Annotated[int, Field(ge=0, le=1024)] = []
-    """The GPUs that each engine sees, as CUDA_VISIBLE_DEVICES names them: `["0", "1"]` for two engines of one GPU each. Empty: each sees all. A
-    number is that many for each, which others don't see; with `--on ray` Ray chooses which."""
+    """CUDA_VISIBLE_DEVICES of each engine, such as `["0", "1"]` for two engines of one GPU each. Empty: each sees all GPUs. A number: GPUs
+    exclusive to each engine; with `--on ray`, Ray chooses which."""
 
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
-    """The seed from which those of rows without one follow."""
+    """The seed from which those of rows without a seed are derived."""
 
     shard_rows: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
-    """Number of rows whose answers are one file."""
+    """Rows per file of answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A job in which nothing was found wrong before its input is read."""
+    """A valid job, before its input is read."""
 
-    job: Job
-    format: Literal["jsonl", "csv", "parquet", "openai"]  # of the input
-    sources: tuple[Source, ...]  # of the engines' configs, one each
-    configs: tuple[EngineConfig, ...]  # the same, read
+    job: JobSettings
+    format: Format  # of the input
+    sources: tuple[Source, ...]  # the configs as given, one per engine
+    configs: tuple[EngineConfig, ...]  # the same, parsed
     rows: RowReader
 
     @property
     def gpus(self) -> tuple[str | None, ...]:
-        """The GPUs that each engine on this machine is to see, named as in CUDA_VISIBLE_DEVICES; None: all. Raises `ConfigError` for too few."""
+        """The value of CUDA_VISIBLE_DEVICES of each engine on this machine; None: inherited. Raises `ConfigError` if there are too few GPUs."""
         given = self.job.gpus
         if isinstance(given, list):
             return tuple(given) or (None,) * len(self.sources)
@@ -122,7 +123,7 @@ class Plan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that the answers depend on, as plain values: a job goes on only with the same ones."""
+        """Everything that the answers depend on, as plain values: a job resumes only with the same ones."""
         job = self.job
         engines = [{key: value for key, value in config.model_dump(mode="json").items() if key not in CHANGES_NO_ANSWER} for config in self.configs]
         different = [engine for place, engine in enumerate(engines) if engine not in engines[:place]]
@@ -137,8 +138,8 @@ class Plan:
 
 
 def load_plan(name: str) -> Plan:
-    """Read a job file. Raises `ConfigError`: a line for each wrong key, with its file and line."""
-    job, where = read_settings(name, Job, "engine: demo")
+    """Read a job file. Raises `ConfigError` with a line for each invalid key that names its file and line."""
+    job, where = read_settings(name, JobSettings, "engine: demo")
     sources = _sources(job, where)
     configs = tuple(_config(source, where) for source in sources)
     if len(models := {(config.model.path, config.tokenizer) for config in configs}) > 1:
@@ -146,8 +147,8 @@ def load_plan(name: str) -> Plan:
     return Plan(job, _format(job, where), sources, configs, _reader(job, where))
 
 
-def _sources(job: Job, where: Where) -> tuple[Source, ...]:
-    """Return what each engine is made of."""
+def _sources(job: JobSettings, where: Where) -> tuple[Source, ...]:
+    """Return the config of each engine as given."""
     if isinstance(job.engine, list):
         if job.engines != 1:
             raise ConfigError(where.at("engines").says(f"engine is a list of {len(job.engine)}, which says how many there are: leave this out"))
@@ -166,7 +167,7 @@ def _config(source: Source, where: Where) -> EngineConfig:
         raise ConfigError(where.at("engine").says(str(error))) from None
 
 
-def _format(job: Job, where: Where) -> Literal["jsonl", "csv", "parquet", "openai"]:
+def _format(job: JobSettings, where: Where) -> Format:
     given, place = job.input, where.at("input")
     if given.path == "-":
         raise ConfigError(place.says("a job reads its rows twice, and again when it goes on: write standard input to a file first"))
@@ -178,17 +179,17 @@ def _format(job: Job, where: Where) -> Literal["jsonl", "csv", "parquet", "opena
     if given.columns and not {"prompt", "messages", "token_ids"} & set(given.columns):
         raise ConfigError(place.at("columns").says(f"name the column of a prompt, messages or token_ids; what can be named is {', '.join(KEYS)}"))
     if Path(job.output.path).suffix.lower() in FORMAT_OF_SUFFIX:
-        told = f"{job.output.path}: the answers are a folder of files, one for each {job.shard_rows} rows: name a folder, and its `format`"
-        raise ConfigError(where.at("output").says(told))
+        hint = f"{job.output.path}: the answers are a folder of files, one for each {job.shard_rows} rows: name a folder, and its `format`"
+        raise ConfigError(where.at("output").says(hint))
     return found  # type: ignore[no-any-return]
 
 
-def _reader(job: Job, where: Where) -> RowReader:
+def _reader(job: JobSettings, where: Where) -> RowReader:
     try:
-        json.dumps(job.sampling)  # so are they written down in the manifest
+        json.dumps(job.sampling)  # as in the manifest
     except TypeError as error:
         raise ConfigError(where.at("sampling").says(f"expected values that JSON has, too: {error}")) from None
     try:
-        return RowReader(job.sampling, job.seed, tells_logprobs=job.output.format != "openai")
+        return RowReader(job.sampling, job.seed, has_logprobs=job.output.format != "openai")
     except RequestError as error:
         raise ConfigError(where.at("sampling").says(str(error).removeprefix("sampling: "))) from None

@@ -1,8 +1,8 @@
-"""Rows in the format of OpenAI's batch API (https://platform.openai.com/docs/guides/batch), a line each:
+"""The input format of OpenAI's batch API (https://platform.openai.com/docs/guides/batch), a line per row:
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "…", "messages": […], "max_tokens": 100}}
 
-The body's fields that are a job's sampling parameters are read. Those that would change an answer in another way are refused, with the row.
+Fields of the body that are sampling parameters are used. Others that would change the answer fail the row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class OpenAIBatch(Jsonl):
     id_key = "custom_id"
 
     def __init__(self, path: Path, *, limited: bool) -> None:
-        """`limited`: the job says the most tokens of an answer; else a chat's ends with the model's length, as OpenAI's does."""
+        """`limited`: the job sets `max_tokens`; otherwise chats are limited by the model's length only, as with OpenAI."""
         super().__init__(path, {})
         self._limited = limited
 
@@ -36,7 +36,7 @@ class OpenAIBatch(Jsonl):
 
 
 def fields_of(line: Mapping[str, Any], limited: bool) -> Fields:
-    """Return our fields of a line's; `limited` as for `OpenAIBatch`. Raises `RequestError`."""
+    """Convert the fields of a line to a row's; `limited` as for `OpenAIBatch`. Raises `RequestError`."""
     for key in line:
         if key not in KEYS:
             raise RequestError(f"{key}: unknown key; OpenAI's format has {', '.join(KEYS)}")
@@ -73,7 +73,7 @@ def _completion(body: Mapping[str, Any]) -> Fields:
 
 
 def _sampling(body: Mapping[str, Any], content: str) -> dict[str, Any]:
-    """Return the fields that are sampling parameters, with those of chats that the caller reads."""
+    """Return the sampling parameters, including those of chats that the caller converts."""
     if body.get("stream"):
         raise RequestError("stream: a job writes whole answers")
     sampling = {}

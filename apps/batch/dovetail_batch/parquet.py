@@ -1,4 +1,4 @@
-"""Parquet: a `Source` that reads it and a function that writes answers. It needs pyarrow, which comes with the extra `batch`."""
+"""Parquet: a `Source` that reads it, and a function that writes answers. Needs pyarrow (extra `batch`)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError, MissingExtraError, RequestError
-from dovetail_batch.sources import Fields, Source, names_of_columns, with_json_read
+from dovetail_batch.sources import Fields, Source, names_of_columns, with_json_parsed
 
 ROWS_AT_ONCE = 256
 _BUFFER_BYTES = 2**20
-_NO_PARQUET = "is no Parquet file"
+_NO_PARQUET = "not a Parquet file"
 
 
 def check_installed() -> None:
@@ -23,17 +23,13 @@ def check_installed() -> None:
 
 
 class Parquet(Source):
-    """A Parquet file. A position is a number of rows. Columns of `messages`, `token_ids` and `sampling` are lists and structs, or JSON texts."""
+    """A Parquet file. Positions are row numbers. `messages`, `token_ids` and `sampling` are lists and structs, or JSON text."""
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
         super().__init__(path, columns)
         with self._file() as file:
             self._groups = [file.metadata.row_group(index).num_rows for index in range(file.num_row_groups)]
             self._names = names_of_columns(path, file.schema_arrow.names, columns)
-
-    @property
-    def first(self) -> int:
-        return 0
 
     def records(self, position: int) -> Iterator[tuple[Fields | RequestError, int]]:
         import pyarrow as pa
@@ -60,7 +56,7 @@ class Parquet(Source):
         return {ours: _without_nulls(record[theirs]) for ours, theirs in self._names.items() if record[theirs] is not None}
 
     def convert(self, fields: Fields) -> Fields:
-        return with_json_read(fields)
+        return with_json_parsed(fields)
 
     def _file(self) -> Any:
         check_installed()
@@ -69,14 +65,14 @@ class Parquet(Source):
 
         self.opened().close()
         try:
-            return ParquetFile(self.path, buffer_size=_BUFFER_BYTES)  # or it would read whole columns of a row group
+            return ParquetFile(self.path, buffer_size=_BUFFER_BYTES)  # otherwise it reads whole columns of a row group
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(f"input: {self.path}: {_NO_PARQUET}: {error}") from None
 
 
 def _rows(batch: Any) -> list[Fields | RequestError]:
-    """Return the rows of a batch of Arrow's; of one that Python's types can't hold (a text that isn't UTF-8, a time in nanoseconds, a date beyond the
-    year 9999), what is wrong with it."""
+    """Return the rows of an Arrow batch; an error for each row that Python's types can't hold (text that isn't UTF-8, nanoseconds, years beyond
+    9999)."""
     try:
         return batch.to_pylist()  # type: ignore[no-any-return]
     except (ValueError, OverflowError) as error:
@@ -86,14 +82,14 @@ def _rows(batch: Any) -> list[Fields | RequestError]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without the fields of its structs that are null: in Parquet every struct of a column has all fields."""
+    """Remove null fields of structs: in Parquet every struct of a column has all fields."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def write_parquet(answers: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write answers (see `answers`) as one file. Log-probabilities are JSON texts, and so is a stop reason, which may be a number."""
+    """Write answers (see `answers`) as one file. Log-probabilities and stop reasons, which may be numbers, are JSON text."""
     import pyarrow as pa
     from pyarrow.parquet import write_table
 
@@ -119,9 +115,9 @@ def write_parquet(answers: Sequence[Mapping[str, Any]], path: Path) -> None:
     )
     rows = [
         {
-            **_with_texts(answer, "prompt_logprobs"),
+            **_with_json(answer, "prompt_logprobs"),
             **{name: _unicode(answer[name]) for name in ("id", "error")},
-            "outputs": [_with_texts(sample, "stop_reason", "logprobs") for sample in answer["outputs"]],
+            "outputs": [_with_json(sample, "stop_reason", "logprobs") for sample in answer["outputs"]],
         }
         for answer in answers
     ]
@@ -129,11 +125,11 @@ def write_parquet(answers: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _unicode(text: str | None) -> str | None:
-    """Return a text of a row's own with halves of surrogate pairs as escapes, as in JSON: Parquet's texts can't hold them."""
+    """Escape lone surrogates as JSON does: Parquet can't hold them."""
     return None if text is None else text.encode("utf-8", "backslashreplace").decode()
 
 
-def _with_texts(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return values with those of some names, where there are any, as JSON."""
+def _with_json(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Serialize the values of some names, where present, as JSON."""
     texts = {name: json.dumps(values[name], ensure_ascii=False) for name in names if values.get(name) is not None}
     return {**values, **texts}

@@ -1,10 +1,10 @@
-"""`ShardStore`: the answers of a job on disk, in shards of a fixed number of rows. It is what makes each row be answered exactly once.
+"""`ShardStore`: the answers of a job on disk, in shards of a fixed number of rows. It makes sure that each row is answered exactly once.
 
-    part-000007.jsonl        the answers of shard 7, whole, in the order of its rows
-    part-000008.jsonl.open   those that have come of shard 8, in the order in which they came, a JSON object a line
+    part-000007.jsonl        the answers of shard 7, complete, in row order
+    part-000008.jsonl.open   the answers of shard 8 so far, in order of arrival, a JSON object per line
 
-An open shard's answers are appended as they come, so that what an engine has computed is computed once, and are no burden on memory. When the last
-has come, the whole is written beside, renamed, and the open file removed. Whoever is killed leaves at most a last line cut short, which is cut off.
+Answers are appended to an open shard as they arrive, so that nothing is computed twice or held in memory. A complete shard is written to a temporary
+file and renamed, then the open file is removed. A kill leaves at most a truncated last line, which is cut off.
 """
 
 from __future__ import annotations
@@ -13,17 +13,13 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from dovetail.whole_files import BESIDE, write_whole
-from dovetail_batch.answers import KEYS, Answer
+from dovetail_batch.answers import KEYS, Answer, Writer
 from dovetail_batch.errors import GO_ON, UnwritableOutput
-from dovetail_batch.files import writing
-from dovetail_batch.manifest import NAME as MANIFEST
-from dovetail_batch.manifest import Manifest
-from dovetail_batch.writers import Writer
+from dovetail_batch.folder import MANIFEST, Manifest, writing
 
 OPEN = ".open"
 _OURS = re.compile(rf"part-[0-9]{{6,}}\.[a-z]+({re.escape(OPEN)}|{re.escape(BESIDE)})?|{re.escape(MANIFEST)}({re.escape(BESIDE)})?")
@@ -33,78 +29,72 @@ class ShardStore:
     """The folder of a job's answers, which the caller has locked."""
 
     def __init__(self, directory: Path, manifest: Manifest, writer: Writer, suffix: str) -> None:
-        """Look at what is there. `suffix` ends the names of whole shards. Raises `UnwritableOutput`."""
+        """Resume from the folder's files. `suffix` ends the names of complete shards. Raises `UnwritableOutput`."""
         self._directory, self._writer, self._suffix = directory, writer, suffix
-        self._rows, self._shard_rows, self._shards = manifest.rows, int(manifest.settings["shard_rows"]), len(manifest.starts)
-        self._left: dict[int, set[int]] = {}  # rows without an answer, of the shards that are open
+        self._rows, self._shard_rows = manifest.rows, int(manifest.settings["shard_rows"])
         with writing(directory):
             sizes = {entry.name: entry.stat().st_size for entry in os.scandir(directory) if _OURS.fullmatch(entry.name)}
-            names = sizes.keys()
-            self._whole = bytearray(sizes.get(self._path(shard).name, 0) > 0 for shard in range(self._shards))  # an empty one has lost its answers
-            for name in (name for name in names if name.endswith(BESIDE)):
+            # The numbers of the unanswered rows, by shard; an empty file has lost its answers.
+            self._left: dict[int, range | set[int]] = {
+                shard: self._numbers(shard) for shard in range(len(manifest.starts)) if not sizes.get(self._path(shard).name)
+            }
+            for name in (name for name in sizes if name.endswith(BESIDE)):
                 (directory / name).unlink()
-            for name in (name for name in names if name.endswith(OPEN)):
+            for name in (name for name in sizes if name.endswith(OPEN)):
                 self._recover(directory / name)
 
     @property
     def answered(self) -> int:
-        """The number of rows that have an answer."""
-        begun = sum(len(self._numbers(shard)) - len(left) for shard, left in self._left.items())
-        return begun + sum(len(self._numbers(shard)) for shard in range(self._shards) if self._whole[shard])
+        """The number of answered rows."""
+        return self._rows - sum(map(len, self._left.values()))
 
-    def left(self, shard: int) -> frozenset[int]:
-        """Return the numbers of a shard's rows that have no answer. It is open from now on, unless it is whole."""
-        if self._whole[shard]:
-            return frozenset()
-        return frozenset(self._left.setdefault(shard, set(self._numbers(shard))))
+    def left(self) -> dict[int, Collection[int]]:
+        """Return the numbers of the rows that are unanswered now, by shard, without complete shards."""
+        return {shard: left if isinstance(left, range) else frozenset(left) for shard, left in self._left.items()}
 
-    def lacks(self, row: int) -> bool:
-        """Return True if a row has no answer. Its shard is open from now on, unless it is whole."""
-        shard = (row - 1) // self._shard_rows
-        return not self._whole[shard] and row in self._left.setdefault(shard, set(self._numbers(shard)))
-
-    def snapshot(self) -> LeftNow:
-        """Return what is left of each shard now, as plain values."""
-        return LeftNow(self._rows, self._shard_rows, bytes(self._whole), {shard: frozenset(left) for shard, left in self._left.items()})
-
-    def add(self, answers: Iterable[Answer]) -> None:
-        """Take answers of rows that have none. Raises `UnwritableOutput`."""
-        of_shards: dict[int, list[Answer]] = defaultdict(list)
+    def add(self, answers: Iterable[Answer]) -> list[Answer]:
+        """Write answers of unanswered rows, and return them; others are ignored. Raises `UnwritableOutput`."""
+        new: dict[int, dict[int, Answer]] = defaultdict(dict)  # by shard and row
         for answer in answers:
-            of_shards[(answer["row"] - 1) // self._shard_rows].append(answer)
-        for shard, some in of_shards.items():
-            left = self._left[shard]
-            assert left.issuperset(answer["row"] for answer in some), "a row is answered once"
+            shard = (answer["row"] - 1) // self._shard_rows
+            if answer["row"] in self._left.get(shard, ()):
+                new[shard][answer["row"]] = answer
+        for shard, by_row in new.items():
             path = self._open_path(shard)
             with writing(path), path.open("a", encoding="utf-8") as file:
-                file.write("".join(f"{json.dumps(answer)}\n" for answer in some))
-            left.difference_update(answer["row"] for answer in some)
-            if not left:
-                self._finish(shard)
+                file.write("".join(f"{json.dumps(answer)}\n" for answer in by_row.values()))
+            self._mark(shard, by_row)
+        return [answer for by_row in new.values() for answer in by_row.values()]
+
+    def _mark(self, shard: int, rows: Collection[int]) -> None:
+        """Note that these rows are in the open shard's file, which is finished with the last one."""
+        left = self._left[shard]
+        if isinstance(left, range):
+            left = self._left[shard] = set(left)
+        left.difference_update(rows)
+        if not left:
+            self._finish(shard)
 
     def _finish(self, shard: int) -> None:
-        path, opened = self._path(shard), self._open_path(shard)
+        path, opened, rows = self._path(shard), self._open_path(shard), self._numbers(shard)
         with writing(path):
-            answers = _answers_in(opened, self._numbers(shard))
-            if {answer["row"] for answer in answers} != set(self._numbers(shard)) or len(answers) > len(self._numbers(shard)):
-                raise UnwritableOutput(f"{opened}: somebody else has changed it: remove it, and {GO_ON}")
-            write_whole(path, lambda beside: self._writer(sorted(answers, key=lambda answer: int(answer["row"])), beside))
+            answers = sorted(_answers_in(opened, rows), key=lambda answer: int(answer["row"]))
+            if [answer["row"] for answer in answers] != list(rows):
+                raise UnwritableOutput(f"{opened}: another program has changed it: remove it, and {GO_ON}")
+            write_whole(path, lambda beside: self._writer(answers, beside))
             opened.unlink()
-        self._whole[shard] = True
         del self._left[shard]
 
     def _recover(self, opened: Path) -> None:
-        """Go on with an open shard that an earlier run has left, or remove it if it was whole before that run ended."""
+        """Resume an open shard of an earlier run, or remove its file if the shard is complete."""
         shard = int(opened.name[len("part-") :].partition(".")[0])
-        if self._whole[shard]:
+        if shard in self._left:
+            self._mark(shard, [answer["row"] for answer in _answers_in(opened, self._numbers(shard))])
+        else:
             opened.unlink()
-            return
-        self._left[shard] = set(self._numbers(shard)) - {answer["row"] for answer in _answers_in(opened, self._numbers(shard))}
-        if not self._left[shard]:
-            self._finish(shard)
 
     def _numbers(self, shard: int) -> range:
-        return numbers_of(shard, self._shard_rows, self._rows)
+        return range(shard * self._shard_rows + 1, min((shard + 1) * self._shard_rows, self._rows) + 1)
 
     def _path(self, shard: int) -> Path:
         return self._directory / f"part-{shard:06d}.{self._suffix}"
@@ -114,27 +104,8 @@ class ShardStore:
         return path.with_name(path.name + OPEN)
 
 
-def numbers_of(shard: int, shard_rows: int, rows: int) -> range:
-    """Return the numbers of a shard's rows."""
-    return range(shard * shard_rows + 1, min((shard + 1) * shard_rows, rows) + 1)
-
-
-@dataclass(frozen=True, slots=True)
-class LeftNow:
-    """The rows without an answer at one moment, in a form that other processes can be sent."""
-
-    rows: int  # of the job
-    shard_rows: int
-    whole: bytes  # a byte each shard: 1 if all its rows have an answer
-    begun: Mapping[int, frozenset[int]]  # by shard that has some answers: the numbers of the others
-
-    def __call__(self, shard: int) -> Collection[int]:
-        """Return the numbers of a shard's rows that had no answer."""
-        return () if self.whole[shard] else self.begun.get(shard, numbers_of(shard, self.shard_rows, self.rows))
-
-
 def _answers_in(opened: Path, rows: Collection[int]) -> list[Answer]:
-    """Return the answers in the file of an open shard with these rows. It is truncated at the first line that isn't one of them."""
+    """Return the answers in the file of an open shard with these rows. Truncates the file at the first line that isn't one of them."""
     data = opened.read_bytes()
     answers: list[Answer] = []
     left = set(rows)
@@ -148,7 +119,7 @@ def _answers_in(opened: Path, rows: Collection[int]) -> list[Answer]:
             if not answer.keys() >= KEYS:
                 break
             answers.append(answer)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # blocks of a disk that lost its power
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # garbage after a power failure
             break
         whole += len(line)
     if whole < len(data):
@@ -157,7 +128,7 @@ def _answers_in(opened: Path, rows: Collection[int]) -> list[Answer]:
 
 
 def begin_anew(directory: Path) -> None:
-    """Remove the files of a job from a folder, and nothing else. Raises `UnwritableOutput`."""
+    """Delete a job's files, and nothing else, from a folder. Raises `UnwritableOutput`."""
     with writing(directory):
         for entry in os.scandir(directory):
             if _OURS.fullmatch(entry.name):
@@ -165,10 +136,10 @@ def begin_anew(directory: Path) -> None:
 
 
 def is_ours(directory: Path, path: Path) -> bool:
-    """True if a file in a job's folder has a name that the job gives, so that it would write over or remove it."""
+    """Return True if a file in a job's folder has a name that the job uses, so that it would be overwritten or deleted."""
     return _OURS.fullmatch(path.name) is not None and path.parent.resolve() == directory.resolve()
 
 
 def stray_answers(directory: Path) -> str | None:
-    """Return the name of a file with answers, if a folder has one."""
+    """Return the name of a file of answers in a folder, or None."""
     return next((entry.name for entry in os.scandir(directory) if entry.name.startswith("part-") and _OURS.fullmatch(entry.name)), None)

@@ -1,6 +1,6 @@
-"""The files that a job reads: `Source` is what all have in common; here are those of lines, JSONL and CSV. `parquet` has its own.
+"""Input files of jobs: `Source`, and its implementations for JSONL and CSV; `parquet` and `openai_format` have the others.
 
-A source is streamed and never held: `records` begins at any *position*, a number that the source itself gave out (bytes, or rows of Parquet).
+Sources are streamed: `records` starts at any *position* that the source has returned before (bytes, or rows of Parquet).
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from dovetail.checks import did_you_mean, shown
 from dovetail.cli.prompts import parse_json
 from dovetail.errors import ConfigError, RequestError
 from dovetail_batch.rows import KEYS
 
-MAX_LINE_BYTES = 64 * 2**20  # a longer line is no row of text
+MAX_LINE_BYTES = 64 * 2**20  # longer lines are rejected
 JSON_CELLS = ("messages", "token_ids", "sampling")  # columns that hold JSON where cells are text
 _BOM = b"\xef\xbb\xbf"
 
@@ -30,41 +31,35 @@ class Source(ABC):
     """The rows of one file."""
 
     id_key = "id"
+    first = 0  # position of the first row
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
-        """`columns` are the file's names of columns by ours; empty: they are ours. Raises `ConfigError` for a file that can't be read as what it is
-        said to be."""
+        """`columns`: the file's names of columns by ours; empty: the same. Raises `ConfigError` if the file can't be read in this format."""
         self.path, self.columns = path, columns
-
-    @property
-    @abstractmethod
-    def first(self) -> int:
-        """The position of the first row."""
 
     @abstractmethod
     def records(self, position: int) -> Iterator[tuple[Any, int]]:
-        """Yield the rows from a position on as the file has them, each with the position behind it. Raises `ConfigError` where the file ends to be
-        rows at all."""
+        """Yield the unparsed rows from a position on, each with the position after it. Raises `ConfigError` where the format is broken."""
 
     @abstractmethod
     def fields(self, record: Any) -> Fields:
-        """Return a record's fields, of which `id_key` is the id. Raises `RequestError` for a record that can't be read at all."""
+        """Return the fields of a record, with its id under `id_key`. Raises `RequestError` if it is unreadable."""
 
     def convert(self, fields: Fields) -> Fields:
-        """Return a record's fields by our names and in our types. Raises `RequestError`."""
+        """Convert the fields to the names and types of `RowReader`. Raises `RequestError`."""
         return fields
 
     def stamp(self) -> tuple[int, int, int]:
-        """Return what changes when the file does: its inode, its size in bytes, when it was written. Raises `ConfigError`."""
+        """Return the file's inode, size in bytes and modification time, to detect changes. Raises `ConfigError`."""
         found = self._stat()
         return found.st_ino, found.st_size, found.st_mtime_ns
 
-    def opened(self) -> BinaryIO:
-        """Open the file. Raises `ConfigError`, also for one that can't be read again from its beginning: opening a pipe might wait for ever."""
+    def opened(self) -> BufferedReader:
+        """Open the file. Raises `ConfigError`, also for pipes and devices: they can't be reread, and opening one may block forever."""
         mode = self._stat().st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a folder's own error says what it is
-            told = "a pipe or a device: a job reads its rows twice, and again when it goes on: write them to a file first"
-            raise ConfigError(f"input: {self.path}: {told}")
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a folder raises a clear error
+            reason = "a pipe or a device: a job reads its rows twice, and again when it goes on: write them to a file first"
+            raise ConfigError(f"input: {self.path}: {reason}")
         try:
             return self.path.open("rb")
         except OSError as error:
@@ -78,11 +73,7 @@ class Source(ABC):
 
 
 class Jsonl(Source):
-    """An object a line. Blank lines are no rows."""
-
-    @property
-    def first(self) -> int:
-        return 0
+    """A JSON object per line. Blank lines are skipped."""
 
     def records(self, position: int) -> Iterator[tuple[bytes, int]]:
         return ((line, behind) for line, behind in lines(self, position) if line.strip())
@@ -103,12 +94,8 @@ class Csv(Source):
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
         super().__init__(path, columns)
         csv.field_size_limit(MAX_LINE_BYTES)
-        header, self._first = next(self._cells(0), ([], 0))
-        self._header, self._names = header, names_of_columns(path, header, columns)
-
-    @property
-    def first(self) -> int:
-        return self._first
+        self._header, self.first = next(self._cells(0), ([], 0))
+        self._names = names_of_columns(path, self._header, columns)
 
     def records(self, position: int) -> Iterator[tuple[list[str], int]]:
         return ((cells, end) for cells, end in self._cells(position) if cells)
@@ -120,19 +107,19 @@ class Csv(Source):
         return {ours: cells[theirs] for ours, theirs in self._names.items() if cells[theirs] != ""}
 
     def convert(self, fields: Fields) -> Fields:
-        return with_json_read(fields)
+        return with_json_parsed(fields)
 
     def _cells(self, position: int) -> Iterator[tuple[list[str], int]]:
-        """Yield rows with the position behind each: the reader takes no line before it needs it, so it is where the lines are."""
+        """Yield rows with the position after each, which is that of the lines: `csv.reader` reads no line ahead."""
         behind = position
 
         def texts() -> Iterator[str]:
             nonlocal behind
             for line, end in lines(self, position):
                 if behind == 0:
-                    line = line.removeprefix(_BOM)  # before the reader sees it: a quote is one only where a cell begins
+                    line = line.removeprefix(_BOM)  # otherwise a quote after it wouldn't begin a cell
                 behind = end
-                yield line.decode("utf-8", "surrogateescape")  # what isn't UTF-8 is refused with its row, since it is no Unicode
+                yield line.decode("utf-8", "surrogateescape")  # text that isn't UTF-8 fails with its row
 
         reader = csv.reader(texts(), strict=True)
         try:
@@ -143,7 +130,7 @@ class Csv(Source):
 
 
 def lines(source: Source, position: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the lines of a file with the position behind each. Raises `ConfigError` for a line that is no text's."""
+    """Yield the lines of a file with the position after each. Raises `ConfigError` for an overlong line."""
     with source.opened() as file:
         try:
             file.seek(position)
@@ -157,25 +144,25 @@ def lines(source: Source, position: int) -> Iterator[tuple[bytes, int]]:
 
 
 def names_of_columns(path: Path, header: list[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Return the file's names of columns by ours. Raises `ConfigError` if one is missing or there twice or, unless `columns` says which, unknown."""
+    """Return the file's names of columns by ours. Raises `ConfigError` for missing, duplicate and, without `columns`, unknown ones."""
     for name in columns.values() if columns else header:
         if header.count(name) > 1:
             raise ConfigError(f"{path}: the header has the column {shown(name)} twice")
     if columns:
         for ours, theirs in columns.items():
             if theirs not in header:
-                told = did_you_mean(theirs, header) or f"; there are {', '.join(map(shown, header))}"
-                raise ConfigError(f"{path}: no column {shown(theirs)}, which is to be the {ours}{told}")
+                hint = did_you_mean(theirs, header) or f"; there are {', '.join(map(shown, header))}"
+                raise ConfigError(f"{path}: no column {shown(theirs)}, which is to be the {ours}{hint}")
         return dict(columns)
     for name in header:
         if name not in KEYS:
-            told = did_you_mean(name, KEYS) or f"; known are {', '.join(KEYS)}."
-            raise ConfigError(f"{path}: unknown column {shown(name)}{told} Say with `columns` of the input which are to be used")
+            hint = did_you_mean(name, KEYS) or f"; known are {', '.join(KEYS)}."
+            raise ConfigError(f"{path}: unknown column {shown(name)}{hint} Say with `columns` of the input which are to be used")
     return {name: name for name in header}
 
 
-def with_json_read(fields: Fields) -> Fields:
-    """Return the fields with the texts of those that are lists or objects read as JSON. Raises `RequestError`."""
+def with_json_parsed(fields: Fields) -> Fields:
+    """Parse the texts of `JSON_CELLS` as JSON. Raises `RequestError`."""
     read = {}
     for name in JSON_CELLS:
         if isinstance(text := fields.get(name), str):

@@ -1,4 +1,4 @@
-"""Beyond one engine: replicas behind a router, and batches over a cluster of Ray. Ray is the extra `ray`, the router the extra `router`."""
+"""Replicas behind a router, and batch jobs and Ray Serve on a Ray cluster. Needs the extras `router` and `ray`, respectively."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dovetail cluster`: its commands."""
+"""The command `dovetail cluster`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def up(
         str, typer.Argument(metavar="cluster.yaml", help="The cluster: `engine`, `replicas`, `router` and what docs/serving/replicas.md lists.")
     ],
 ) -> None:
-    """Start replicas and their router, and hold them up until `dovetail cluster down`, SIGTERM or Ctrl-C.
+    """Start replicas and their router, and keep them running until `dovetail cluster down`, SIGTERM or Ctrl-C.
 
-    Requests under way are answered before it ends. A second signal ends everything at once.
+    Requests under way are finished first. A second signal ends everything at once.
     """
     from dovetail_cluster.running import run_cluster
     from dovetail_cluster.settings import load_cluster
@@ -40,8 +40,8 @@ def up(
 
 @app.command()
 def status(name: Cluster = None, as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> None:
-    """Tell how a cluster's replicas are. The exit code is 0 while as many serve as should."""
-    found = _tell(name, "status")
+    """Show the state of a cluster's replicas. The exit code is 0 while enough of them serve."""
+    found = _send(name, "status")
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:
@@ -51,11 +51,11 @@ def status(name: Cluster = None, as_json: Annotated[bool, typer.Option("--json",
 
 @app.command()
 def restart(name: Cluster = None, wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until all are replaced.")] = True) -> None:
-    """Replace all replicas, one after the other, while the others serve."""
-    found = _tell(name, "restart")
+    """Replace all replicas one by one while the others serve."""
+    found = _send(name, "restart")
     while wait and (found["rolling"] or not _serves(found)):
         time.sleep(POLL_S)
-        found = _tell(name, "status")
+        found = _send(name, "status")
     _print(found)
 
 
@@ -65,25 +65,25 @@ def down(name: Cluster = None, wait: Annotated[bool, typer.Option("--wait/--no-w
     from dovetail_cluster.control import names_up
 
     which = _name(name)
-    _tell(which, "down")
+    _send(which, "down")
     while wait and which in names_up():
         time.sleep(POLL_S)
 
 
-def _tell(name: str | None, what: str) -> dict[str, Any]:
+def _send(name: str | None, what: str) -> dict[str, Any]:
     from dovetail_cluster.control import tell
 
     return tell(_name(name), what)
 
 
 def _serves(found: dict[str, Any]) -> bool:
-    """Return True if as many replicas serve as should, behind a router that answers."""
+    """Return True if enough replicas serve behind a router that answers."""
     serving = sum(replica["state"] == "serving" for replica in found["replicas"])
     return bool(found["router"]["answers"]) and serving >= found["target"]
 
 
 def _name(given: str | None) -> str:
-    """Return the name of the cluster that is meant. Raises `ConfigError` if that can't be said."""
+    """Return the cluster's name. Raises `ConfigError` if it is ambiguous."""
     if given is not None and Path(given).suffix in (".yaml", ".yml"):
         from dovetail_cluster.settings import load_cluster
 

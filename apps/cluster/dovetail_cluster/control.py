@@ -1,7 +1,7 @@
-"""`dovetail cluster status`, `restart` and `down` reach the process of `dovetail cluster up` by a Unix socket in a folder of the user alone.
+"""Control socket of `dovetail cluster up`, for `status`, `restart` and `down`: a Unix socket in a private folder of the user.
 
-A lock that the process holds while it lives says that a name is taken; the kernel lets it go however the process ends, so that a socket that was left
-behind is known as such. One line of JSON is the question, one the answer.
+The process holds a file lock on the cluster's name, which the kernel releases however the process ends, so that stale sockets are recognised. Request
+and response are a line of JSON each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dovetail.errors import ConfigError, DovetailError
 
 Answer = Mapping[str, Any]
 PATIENCE_S = 5.0
-LOOKS, LOOK_S = 10, 0.03  # at a lock before its name counts as taken, and seconds between two
+LOOKS, LOOK_S = 10, 0.03  # attempts to take a lock, and seconds between them
 _MOST_BYTES = 1 << 20
 
 
@@ -31,7 +31,7 @@ class NotUp(DovetailError):
 
 
 def runtime_folder() -> Path:
-    """Return the folder of this user's clusters; it is made if it isn't there. Raises `ConfigError` if it belongs to somebody else."""
+    """Return the private folder of this user's clusters, creating it if needed. Raises `ConfigError` if it isn't private."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base) / "dovetail" if base else Path(tempfile.gettempdir()) / f"dovetail-{os.getuid()}"
     try:
@@ -40,7 +40,7 @@ def runtime_folder() -> Path:
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}: set XDG_RUNTIME_DIR to a folder that you may write to") from None
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-        raise ConfigError(f"{folder}: isn't a folder of this user alone: set XDG_RUNTIME_DIR to one")
+        raise ConfigError(f"{folder}: isn't a private folder of this user: set XDG_RUNTIME_DIR to one")
     return folder
 
 
@@ -50,7 +50,7 @@ def names_up() -> list[str]:
 
 
 class ControlSocket:
-    """The end of the process that runs a cluster. `serve_once` is called in its loop; nothing blocks for long."""
+    """Server end, in the process that runs a cluster. Its loop calls `serve_once`; nothing blocks for long."""
 
     def __init__(self, name: str) -> None:
         """Take the name. Raises `ConfigError` if a cluster of this name is up."""
@@ -60,7 +60,7 @@ class ControlSocket:
         if not self._takes_lock():
             self._lock.close()
             raise ConfigError(f"a cluster named {name} is up: end it with `dovetail cluster down {name}`, or give this one another `name`") from None
-        self._path.unlink(missing_ok=True)  # of a process that was killed
+        self._path.unlink(missing_ok=True)  # stale: its process was killed
         self._socket = socket.socket(socket.AF_UNIX)
         try:
             self._socket.bind(str(self._path))
@@ -69,7 +69,7 @@ class ControlSocket:
         self._socket.listen(8)
 
     def _takes_lock(self) -> bool:
-        """Take the lock of the name, and return True if nobody else has it. Another command holds it for a moment when it looks who is up."""
+        """Acquire the lock of the name. Return False if another cluster holds it: `names_up` of other commands holds it for a moment only."""
         for _ in range(LOOKS):
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,7 +79,7 @@ class ControlSocket:
         return False
 
     def serve_once(self, wait_s: float, answer: Callable[[str], Answer]) -> None:
-        """Wait for a question, at most `wait_s` seconds, and answer it."""
+        """Wait up to `wait_s` seconds for a request, and answer it."""
         self._socket.settimeout(wait_s)
         with suppress(OSError, ValueError, RecursionError):
             connection, _ = self._socket.accept()
@@ -87,8 +87,8 @@ class ControlSocket:
                 connection.settimeout(PATIENCE_S / 5)
                 with connection.makefile("rb") as lines:
                     asked = json.loads(lines.readline(_MOST_BYTES))
-                told = answer(str(asked.get("do"))) if isinstance(asked, dict) else {"error": "expected an object"}
-                connection.sendall(json.dumps(told).encode() + b"\n")
+                answered = answer(str(asked.get("do"))) if isinstance(asked, dict) else {"error": "expected an object"}
+                connection.sendall(json.dumps(answered).encode() + b"\n")
 
     def close(self) -> None:
         self._socket.close()
@@ -97,7 +97,7 @@ class ControlSocket:
 
 
 def tell(name: str, what: str) -> dict[str, Any]:
-    """Have the cluster of this name do something, and return its answer. Raises `NotUp`, or `DovetailError` if it doesn't answer, or refuses."""
+    """Send a command to a cluster and return its response. Raises `NotUp`, or `DovetailError` if it doesn't answer or refuses."""
     folder = runtime_folder()
     if not _is_locked(folder / f"{name}.lock"):
         raise NotUp(f"no cluster named {name} is up" + (f"; up are {', '.join(up)}" if (up := names_up()) else ""))
@@ -122,5 +122,5 @@ def _is_locked(path: Path) -> bool:
             return False
     except BlockingIOError:
         return True
-    except OSError:  # it isn't there, or its name is too long for a file
+    except OSError:  # no such file, or its name is too long
         return False

@@ -1,13 +1,13 @@
-"""`Controller`: holds as many replicas behind the router as there should be. It is the same for every place, and knows neither processes nor HTTP.
+"""`Controller`: keeps the wanted number of replicas behind the router. It works through `interfaces`, without processes or HTTP of its own.
 
-`tick` is called a few times a second and never waits. What a replica goes through:
+`tick` is called several times a second and never blocks. The states of a replica:
 
-    STARTING -> JOINING -> SERVING -> LEAVING -> DRAINING
-    its server  the router  it gets    the router  SIGTERM: what is under
-    starts      is told     requests   lets go     way is answered
+    STARTING -> JOINING  -> SERVING -> LEAVING    -> DRAINING
+    its server  added to    gets       removed from  SIGTERM: finishes
+    starts      the router  requests   the router    requests under way
 
-A replica that ends in any other state than DRAINING has died, and another is started in its place. What the router knows is compared at every tick
-with what it should know, so that a router that was started again gets all replicas.
+A replica that ends in any state but DRAINING has died and is replaced. Each tick compares the router's list with the wanted one, so that a restarted
+router gets all replicas.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from dovetail.errors import DovetailError
-from dovetail_cluster.places import Place, Replica, Seen
-from dovetail_cluster.probes import Prober, Vitals
-from dovetail_cluster.routing import Listed, Router
+from dovetail_cluster.interfaces import Launcher, Listed, Prober, Replica, ReplicaStatus, Router, Vitals
 from dovetail_cluster.scaling import Scaler
 from dovetail_cluster.settings import ClusterSettings
 
-FUTILE_STARTS = 3  # replicas that die before they serve, so many in a row: the cluster gives up if none has ever served
+FUTILE_STARTS = 3  # replicas in a row that die before they serve: then the cluster gives up if none has ever served
 LONGEST_PAUSE_S = 30.0  # between starts, once they are futile
-LETS_GO_S = 30.0  # how long the router may take to end what is under way before the replica itself does
+LETS_GO_S = 30.0  # that the router may take to finish requests before the replica is drained
 
 
 class State(Enum):
-    """The stage of a replica's life."""
+    """The state of a replica."""
 
     STARTING = "starting"
     JOINING = "joining"
@@ -39,84 +37,85 @@ class State(Enum):
     DRAINING = "draining"
 
 
-_COMES = (State.STARTING, State.JOINING)
+_COMING = (State.STARTING, State.JOINING)
 _WANTED_BY_ROUTER = (State.JOINING, State.SERVING)
 
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A replica and what is known of it."""
+    """A replica and its state."""
 
     name: str
     replica: Replica
     since: float  # when its state began, on the controller's clock
-    is_old: bool = False  # it was started before the rolling restart
+    is_old: bool = False  # to be replaced by the rolling restart
     state: State = State.STARTING
     url: str | None = None
     vitals: Vitals = field(default_factory=Vitals)
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
-    """The state of a cluster, as `dovetail cluster status` tells it."""
-
-    members: tuple[Member, ...]
-    target: int
-    router_answers: bool
-    is_rolling: bool
-    deaths: int
-    last_death: str | None
-
-
 class ClusterFailed(DovetailError):
-    """Replicas die before they serve, and none ever has served."""
+    """Replicas die before they serve, and none has ever served."""
 
 
 class Controller:
-    """Called in one thread."""
+    """Not thread safe."""
 
     def __init__(
         self,
         settings: ClusterSettings,
-        place: Place,
+        launcher: Launcher,
         router: Router,
         prober: Prober,
         *,
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], None] = print,
     ):
-        """`say` takes a line for each thing that happens."""
-        self._settings, self._place, self._router, self._prober = settings, place, router, prober
+        """`say` logs a line per event."""
+        self._settings, self._launcher, self._router, self._prober = settings, launcher, router, prober
         self._clock, self._say = clock, say
         self._scaler = Scaler(settings.replicas, settings.scale)
         self._members: list[Member] = []
         self._number = 0
         self._futile = 0  # replicas in a row that died before they served
-        self._not_before = 0.0  # no replica is started earlier
+        self._not_before = 0.0  # time of the next start
         self._has_served = self._is_ending = False
         self._listed: dict[str, Listed] | None = None
-        self._deaths = 0
-        self._last_death: str | None = None
+        self.deaths = 0
+        self.last_death: str | None = None
 
     @property
-    def status(self) -> Status:
-        is_rolling = any(member.is_old for member in self._members)
-        return Status(tuple(self._members), self._scaler.target, self._listed is not None, is_rolling, self._deaths, self._last_death)
+    def members(self) -> tuple[Member, ...]:
+        return tuple(self._members)
+
+    @property
+    def target(self) -> int:
+        """The number of replicas that should serve."""
+        return self._scaler.target
+
+    @property
+    def router_answers(self) -> bool:
+        return self._listed is not None
+
+    @property
+    def is_rolling(self) -> bool:
+        """True during a rolling restart."""
+        return any(member.is_old for member in self._members)
 
     @property
     def serves(self) -> bool:
-        """True if as many replicas serve as should."""
-        return self._count(State.SERVING) >= self._scaler.target
+        """True if enough replicas serve."""
+        return self._count(State.SERVING) >= self.target
 
     def roll(self) -> None:
-        """Replace all replicas of now by new ones, one after the other. Raises `DovetailError` if there is one alone, without room for another."""
-        if len(self._members) == self._scaler.target == 1 and not self._place.has_room():
+        """Replace all present replicas one by one. Raises `DovetailError` if there is only one and no room for another."""
+        if len(self._members) == self.target == 1 and not self._launcher.has_room():
             raise DovetailError("a single replica isn't replaced where there are no GPUs for another: nobody would serve meanwhile")
         for member in self._members:
             member.is_old = True
 
     def end(self) -> None:
-        """Drain all replicas; `is_done` tells when they have ended."""
+        """Drain all replicas; `is_done` is True once they have ended."""
         self._is_ending = True
 
     @property
@@ -124,9 +123,9 @@ class Controller:
         return self._is_ending and not self._members
 
     def tick(self) -> None:
-        """Look at everything once and do what is due. Raises `ClusterFailed` if replicas die one after the other and none has ever served."""
+        """Check everything once and act on it. Raises `ClusterFailed` if replicas keep dying and none has ever served."""
         for member in list(self._members):
-            self._go_on(member, member.replica.look())
+            self._advance(member, member.replica.look())
         if self._is_ending:
             for member in self._members:
                 self._drain(member)
@@ -138,19 +137,19 @@ class Controller:
 
     # One replica
 
-    def _go_on(self, member: Member, seen: Seen) -> None:
-        """Take a replica to its next state if it is time for it."""
+    def _advance(self, member: Member, status: ReplicaStatus) -> None:
+        """Advance a replica to its next state if it is due."""
         now = self._clock()
-        member.url = seen.url
-        if seen.ended is not None:
-            self._bury(member, seen.ended)
+        member.url = status.url
+        if status.ended is not None:
+            self._remove(member, status.ended)
             return
         if member.url is not None:
             member.vitals = self._prober.vitals(member.url) or member.vitals
         age = now - member.since
         if member.state is State.STARTING and member.vitals.ready:
             self._enter(member, State.JOINING)
-        elif member.state in _COMES and age > self._settings.start_timeout_s:
+        elif member.state in _COMING and age > self._settings.start_timeout_s:
             self._kill(member, f"didn't serve within {self._settings.start_timeout_s:g} s")
         elif member.state is State.SERVING and now - max(member.vitals.healthy_at, member.since) > self._settings.unhealthy_after_s:
             self._kill(member, f"gave no good answer at /health for {self._settings.unhealthy_after_s:g} s")
@@ -159,24 +158,24 @@ class Controller:
 
     def _kill(self, member: Member, reason: str) -> None:
         member.replica.kill()
-        self._bury(member, reason)
+        self._remove(member, reason)
 
-    def _bury(self, member: Member, how: str) -> None:
-        """Forget a replica that has ended, and note it if nobody asked for that."""
+    def _remove(self, member: Member, how: str) -> None:
+        """Remove a replica that has ended; unless it was drained it counts as dead."""
         self._members.remove(member)
         if member.url is not None:
             self._prober.forget(member.url)
         if member.state is State.DRAINING:
             self._say(f"{member.name} has ended")
             return
-        self._deaths, self._last_death = self._deaths + 1, f"{member.name} {how}"
+        self.deaths, self.last_death = self.deaths + 1, f"{member.name} {how}"
         self._say(f"{member.name} {how}")
-        if member.state not in _COMES:
+        if member.state not in _COMING:
             return
         self._futile += 1
         self._not_before = self._clock() + min(2.0 ** (self._futile - 1), LONGEST_PAUSE_S)
         if self._futile >= FUTILE_STARTS and not self._has_served:
-            raise ClusterFailed(f"replicas die before they serve; {self._last_death}")
+            raise ClusterFailed(f"replicas die before they serve; {self.last_death}")
 
     def _drain(self, member: Member) -> None:
         if member.state is not State.DRAINING:
@@ -190,7 +189,7 @@ class Controller:
     # The router
 
     def _sync_router(self) -> None:
-        """Have the router know those replicas that it should, and note what it does with them."""
+        """Make the router's list match the wanted replicas, and update their states from it."""
         listed = self._router.look()
         self._listed = None if listed is None else dict(listed)
         if self._listed is None:
@@ -213,34 +212,34 @@ class Controller:
 
     def _scale(self) -> None:
         serving = [member for member in self._members if member.state is State.SERVING]
-        before = self._scaler.target
+        before = self.target
         target = self._scaler.note(self._clock(), len(serving), sum(member.vitals.waiting for member in serving))
         if target != before:
             self._say(f"the number of replicas goes from {before} to {target}, because {'too many' if target > before else 'no'} requests wait")
 
     def _replace(self) -> None:
-        """Let go of one replica: an old one when another has come for it, or one too many."""
+        """Retire one replica: an old one when its replacement serves, or a surplus one."""
         if self._listed is None or self._count(State.LEAVING, State.DRAINING):
             return
         serving = [member for member in self._members if member.state is State.SERVING and self._gets_requests(member)]
         old = [member for member in serving if member.is_old]
-        has_spare = len(serving) > self._scaler.target
+        has_spare = len(serving) > self.target
         # Where there are no GPUs for one more, the old one goes first, and the others serve meanwhile.
-        must_make_room = bool(old) and len(serving) == self._scaler.target == len(self._members) > 1 and not self._place.has_room()
+        must_make_room = bool(old) and len(serving) == self.target == len(self._members) > 1 and not self._launcher.has_room()
         if has_spare or must_make_room:
             self._enter(old[0] if old else serving[-1], State.LEAVING)
 
     def _fill(self) -> None:
-        """Start what is missing; in a rolling restart, one replica more at a time."""
+        """Start missing replicas; in a rolling restart, one extra at a time."""
         now = self._clock()
-        here = self._count(*_COMES, State.SERVING)
-        missing = self._scaler.target - here
-        is_due = any(member.is_old for member in self._members) and missing == 0 and not self._count(*_COMES, State.LEAVING, State.DRAINING)
-        if is_due and self._place.has_room():
+        here = self._count(*_COMING, State.SERVING)
+        missing = self.target - here
+        is_due = self.is_rolling and missing == 0 and not self._count(*_COMING, State.LEAVING, State.DRAINING)
+        if is_due and self._launcher.has_room():
             missing = 1
-        while missing > 0 and now >= self._not_before and self._place.has_room():
+        while missing > 0 and now >= self._not_before and self._launcher.has_room():
             try:
-                replica = self._place.start(name := f"replica-{self._number}")
+                replica = self._launcher.start(name := f"replica-{self._number}")
             except DovetailError as error:
                 self._say(f"no replica can be started: {error}")
                 self._not_before = now + LONGEST_PAUSE_S

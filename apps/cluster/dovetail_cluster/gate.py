@@ -1,6 +1,6 @@
-"""`Gate`: the router's public side. It asks for keys, and passes on to the router only requests of the APIs that replicas serve.
+"""The gate: a reverse proxy in front of the router that checks API keys and forwards only requests to the APIs of replicas.
 
-The router itself, which listens on loopback, answers several of its own routes to anybody: lists of replicas with their addresses, their metrics.
+The router itself, on loopback, answers some routes without a key, such as lists of replicas and their metrics.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from dovetail_server.streams import ClientGone, until_disconnected
 from dovetail_server.wire import DirectProtocol
 
 POSTED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
-ASKED = {"/health": b"/health", "/ready": b"/readiness", "/v1/models": None, "/v1/models/{model:path}": None}  # with the router's name for it
+ASKED = {"/health": b"/health", "/ready": b"/readiness", "/v1/models": None, "/v1/models/{model:path}": None}  # the router's path; None: the same
 READ_BYTES = 2**16
-_OWN = frozenset({b"authorization", b"x-api-key", b"host", b"content-length", b"expect"})  # headers that the gate writes itself
+_OWN = frozenset({b"authorization", b"x-api-key", b"host", b"content-length", b"expect"})  # headers that the gate sets
 _OF_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 )
 
 
 def create_gate(settings: ServerSettings, port: int, key: str, *, on_loopback: bool = False) -> Starlette:
-    """Return the app. `settings` are those of the replicas, with the keys of clients; the router listens at `port` of loopback and asks for `key`.
-    `on_loopback`: True if only this machine can reach the gate."""
+    """Return the app. `settings`: those of the replicas, with the clients' keys. The router listens on loopback at `port` and requires `key`.
+    `on_loopback`: only this machine can reach the gate."""
     bodies = HeldBytes(settings.max_received_bytes)
     routes = [Route(path, Forward(settings, bodies, port, key, b"POST"), methods=["POST"]) for path in POSTED]
     routes += [Route(path, Forward(settings, bodies, port, key, b"GET", name), methods=["GET"]) for path, name in ASKED.items()]
@@ -49,7 +49,7 @@ def create_gate(settings: ServerSettings, port: int, key: str, *, on_loopback: b
 
 
 def serve_gate(host: str, port: int, settings: ServerSettings, router_port: int, key: str) -> NoReturn:
-    """Serve the gate, in a thread of the router's process, which it ends if it fails."""
+    """Serve the gate in a thread of the router's process, and end the process if it fails."""
     try:
         allow_open_files()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -75,10 +75,10 @@ def serve_gate(host: str, port: int, settings: ServerSettings, router_port: int,
 
 
 class Forward:
-    """A route whose requests are passed on, each on a connection of its own. What comes back is sent on as it comes."""
+    """A route that forwards each request on a connection of its own, and streams the response back."""
 
     def __init__(self, settings: ServerSettings, bodies: HeldBytes, port: int, key: str, method: bytes, path: bytes | None = None) -> None:
-        """`path`: the router's, if it has another."""
+        """`path`: the router's, if it differs."""
         self._settings, self._bodies, self._port, self._key = settings, bodies, port, key.encode()
         self._method, self._path = method, path
 
@@ -106,7 +106,7 @@ class Forward:
             try:
                 writer.write(self._head(scope, len(body)) + body)
                 del body
-                with suppress(OSError):  # the answer says what became of it
+                with suppress(OSError):  # the response reports it
                     await writer.drain()
                 self._bodies.release(held)
                 held = 0
@@ -133,7 +133,7 @@ class Forward:
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     async def _pass_on(self, reader: asyncio.StreamReader, send: Send, watch: asyncio.Task[None]) -> None:
-        """Send the answer on. If the router ends amidst it, it stays incomplete, which closes the client's connection."""
+        """Stream the response. If the router dies midway it stays incomplete, which closes the client's connection."""
         answer = _Answer()
         parser = httptools.HttpResponseParser(answer)
         is_begun = False
@@ -158,11 +158,11 @@ class Forward:
 
 
 class _Answer:
-    """An answer of the router, as the parser calls it."""
+    """Callbacks of the parser for the router's response."""
 
     def __init__(self) -> None:
         self.headers: list[tuple[bytes, bytes]] = []
-        self.parts: list[bytes] = []  # of the body, not yet sent on
+        self.parts: list[bytes] = []  # of the body, not yet sent
         self.has_head = self.is_whole = False
 
     def on_header(self, name: bytes, value: bytes) -> None:

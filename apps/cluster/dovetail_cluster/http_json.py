@@ -1,4 +1,4 @@
-"""Short questions over HTTP to processes of the cluster: no proxies, a time limit, JSON or text."""
+"""Short HTTP requests to processes of the cluster: without proxies, with a timeout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_BYTES = 16 * 2**20
 
 
 def ask(url: str, *, key: str | None = None, method: str = "GET", body: Mapping[str, Any] | None = None, timeout_s: float = 2.0) -> tuple[int, str]:
-    """Return the status and the text of an answer; status 0: there was none."""
+    """Return the status and text of a response; status 0: none."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers, method=method)
     try:
@@ -24,5 +24,5 @@ def ask(url: str, *, key: str | None = None, method: str = "GET", body: Mapping[
             return error.code, ""
     except (OSError, ValueError):
         return 0, ""
-    except Exception as error:  # http.client's, of an answer that was cut off
+    except Exception as error:  # of http.client: a truncated response
         return 0, str(error)

@@ -1,4 +1,4 @@
-"""`place: here`: replicas are processes of this machine, which end with the controller's. A Ray actor, too, has its server by `ServerProcess`."""
+"""`LocalLauncher`: replicas as processes of this machine (`place: here`), which end with the controller's. Ray actors use `ServerProcess`, too."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from pathlib import Path
 from typing import IO
 
 from dovetail.errors import ConfigError, DovetailError
+from dovetail.process_watch import how_ended
 from dovetail_cluster.bound_process import start_bound
-from dovetail_cluster.places import Replica, Seen
+from dovetail_cluster.interfaces import Replica, ReplicaStatus
 from dovetail_cluster.serve_command import keys_variable, serve_command
 from dovetail_cluster.settings import ClusterSettings
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-LAST_LINES = 5  # of a replica's log, told when it ends
-ENDS_S = 10.0  # how long a process may take to end once it is killed
+LAST_LINES = 5  # of a replica's log, reported when it ends
+ENDS_S = 10.0  # that a killed process may take to end
 _URL = re.compile(r"^dovetail serves .* at (https?://\S+)$")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class ServerProcess:
-    """A process of `dovetail serve`. It is killed, with its children, when the process that made this is gone."""
+    """A replica as a process of `dovetail serve`, which is killed, with its children, when the calling process ends."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], gpus: Sequence[str] = ()) -> None:
+        """`gpus`: those that it uses until it ends."""
+        self.gpus = gpus
         self._process = start_bound(command, environment={**environment, "PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self._name = name
         self._url: str | None = None
@@ -42,13 +45,13 @@ class ServerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def look(self) -> Seen:
+    def look(self) -> ReplicaStatus:
         code = self._process.poll()
         if code is None:
-            return Seen(self._url)
-        self._reader.join(timeout=0.2)  # its last lines; its children may hold the pipe for longer
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return Seen(self._url, f"{how}: {' | '.join(self._last_lines)}" if self._last_lines and code else how)
+            return ReplicaStatus(self._url)
+        self._reader.join(timeout=0.2)  # for its last lines; its children may keep the pipe open
+        how = how_ended(code)
+        return ReplicaStatus(self._url, f"{how}: {' | '.join(self._last_lines)}" if self._last_lines and code else how)
 
     def drain(self) -> None:
         with suppress(OSError):
@@ -58,14 +61,14 @@ class ServerProcess:
         children = _children(self.pid) if self._process.poll() is None else []
         with suppress(OSError):
             self._process.kill()
-        for child in children:  # they end when it is gone, but for those that hang: they would keep their GPUs
+        for child in children:  # they end with it unless they hang, and would keep their GPUs
             with suppress(OSError):
                 os.kill(child, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDS_S)
 
     def _read(self) -> None:
-        """Pass on what the server says, and find the address at which it serves."""
+        """Copy the server's log, and find its URL in it."""
         lines: IO[bytes] | None = self._process.stdout
         for line in lines or ():
             text = line.decode(errors="replace").rstrip()
@@ -73,34 +76,18 @@ class ServerProcess:
                 self._url = found[1]
             if text:
                 self._last_lines.append(text)
-                with suppress(OSError, ValueError):  # nobody reads our log any more: the server's pipe must be read all the same
+                with suppress(OSError, ValueError):  # our log is closed: the server's pipe must be drained all the same
                     print(f"{self._name}: {text}", file=sys.stderr, flush=True)
 
 
-class HereReplica:
-    """A replica of this machine. It gives its GPUs back when its process is gone."""
-
-    def __init__(self, process: ServerProcess, gpus: Sequence[str]) -> None:
-        self._process, self.gpus = process, gpus
-        self.drain, self.kill = process.drain, process.kill
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def look(self) -> Seen:
-        return self._process.look()
-
-
-class HerePlace:
-    """This machine and its GPUs."""
+class LocalLauncher:
+    """Starts replicas on this machine and assigns its GPUs."""
 
     def __init__(self, settings: ClusterSettings, api_keys: tuple[str, ...] = (), gpus: Sequence[str] | None = None) -> None:
-        """`gpus` are those that may be given away; None: all that this process sees. Raises `ConfigError` if there are fewer than `min` replicas
-        need."""
+        """`gpus`: those to assign; None: all visible ones. Raises `ConfigError` if `min` replicas need more."""
         self._settings, self._keys = settings, api_keys
         self._gpus = list(visible_gpus() if gpus is None else gpus) if settings.gpus else []
-        self._replicas: list[HereReplica] = []
+        self._replicas: list[ServerProcess] = []
         if len(self._gpus) < (needed := settings.gpus * settings.replicas.min):
             raise ConfigError(f"gpus: {settings.replicas.min} replicas of {settings.gpus} need {needed}, and this machine has {len(self._gpus)}")
 
@@ -110,7 +97,7 @@ class HerePlace:
             raise DovetailError(f"no {self._settings.gpus} GPUs are free")
         environment = {**keys_variable(self._keys), **({VISIBLE: ",".join(gpus)} if gpus else {})}
         try:
-            replica = HereReplica(ServerProcess(name, serve_command(self._settings, "127.0.0.1"), environment), gpus)
+            replica = ServerProcess(name, serve_command(self._settings, "127.0.0.1"), environment, gpus)
         except OSError as error:
             raise DovetailError(f"its process can't be started: {error.strerror or error}") from None
         self._replicas.append(replica)
@@ -130,16 +117,16 @@ class HerePlace:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the processes that a process has started and not yet buried; none where the kernel doesn't tell."""
+    """Return the child processes of a process; none if the kernel doesn't list them."""
     found: list[int] = []
-    for told in Path(f"/proc/{pid}/task").glob("*/children"):
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
-            found += map(int, told.read_text().split())
+            found += map(int, listed.read_text().split())
     return found
 
 
 def visible_gpus() -> list[str]:
-    """Return the names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES takes them."""
-    if (told := os.environ.get(VISIBLE)) is not None:
-        return [name.strip() for name in told.split(",") if name.strip()]
+    """Return the names of the GPUs visible to this process, as in CUDA_VISIBLE_DEVICES."""
+    if (names := os.environ.get(VISIBLE)) is not None:
+        return [name.strip() for name in names.split(",") if name.strip()]
     return [str(number) for number in range(len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0)]

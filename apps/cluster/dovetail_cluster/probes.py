@@ -1,42 +1,21 @@
-"""`Probes`: asks every replica how it is, each in a thread of its own, so that one that hangs holds nobody up."""
+"""`Probes`: checks each replica in a thread of its own, so that a hung one delays no other."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from dovetail_cluster.http_json import ask
+from dovetail_cluster.interfaces import Vitals
 
 WAITING, RUNNING = "vllm:num_requests_waiting", "vllm:num_requests_running"
 
 
-@dataclass(frozen=True, slots=True)
-class Vitals:
-    """The last that a replica said of itself."""
-
-    ready: bool = False  # it takes requests
-    healthy_at: float = 0.0  # when it last said that it is well, on the controller's clock
-    waiting: int = 0  # requests that hold no blocks yet
-    running: int = 0
-
-
-class Prober(Protocol):
-    """One who knows how replicas are."""
-
-    def vitals(self, url: str) -> Vitals | None:
-        """Return what a replica last said. None: nothing is known of it yet, and it is asked from now on."""
-
-    def forget(self, url: str) -> None:
-        """Ask a replica no more."""
-
-
 class Probes:
-    """Asks replicas over HTTP."""
+    """Checks replicas over HTTP."""
 
     def __init__(self, key: str | None = None, every_s: float = 0.5, clock: Callable[[], float] = time.monotonic) -> None:
         self._key, self._every_s, self._clock = key, every_s, clock
@@ -61,7 +40,7 @@ class Probes:
 
 
 def probe(url: str, key: str | None, last: Vitals, clock: Callable[[], float] = time.monotonic) -> Vitals:
-    """Ask a replica three things, and return its vitals: `last` where it doesn't answer."""
+    """Check a replica and return its vitals; where it doesn't answer, those of `last`."""
     healthy = ask(f"{url}/health", timeout_s=5.0)[0] == 200
     ready = ask(f"{url}/ready")[0] == 200
     status, text = ask(f"{url}/metrics", key=key)
@@ -70,7 +49,7 @@ def probe(url: str, key: str | None, last: Vitals, clock: Callable[[], float] = 
 
 
 def gauges(text: str) -> dict[str, int]:
-    """Return the two gauges of a server's /metrics. Each front end tells those of the one engine: the largest holds."""
+    """Return the two gauges of a server's /metrics. All front ends report those of the one engine: the maximum counts."""
     found: dict[str, int] = {}
     for family in text_string_to_metric_families(text):
         if family.name in (WAITING, RUNNING):

@@ -1,5 +1,5 @@
-"""`python -m dovetail_cluster.router_process`: the router, and the gate in front of it in a thread. Arguments come from the environment, where nobody
-else reads keys; the router's may be on the command line, too."""
+"""`python -m dovetail_cluster.router_process`: the router, with the gate in a thread. Arguments come from the environment, which keeps keys private;
+further ones of the router may be on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`run_cluster`: the process of `dovetail cluster up`. It puts place, router and controller together and turns signals and questions into orders."""
+"""`run_cluster`: the process of `dovetail cluster up`. Connects launcher, router and controller, and handles signals and commands."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dovetail.cli.streams import OutputError, discard
 from dovetail.errors import DovetailError
 from dovetail.process_watch import ProcessWatch
 from dovetail_cluster.control import ControlSocket
-from dovetail_cluster.controller import Controller, Status
-from dovetail_cluster.here_places import HerePlace
-from dovetail_cluster.places import Place
+from dovetail_cluster.controller import Controller
+from dovetail_cluster.interfaces import Launcher
+from dovetail_cluster.local_launcher import LocalLauncher
 from dovetail_cluster.probes import Probes
 from dovetail_cluster.settings import ClusterSettings
 from dovetail_cluster.smg_router import SmgRouter
@@ -27,7 +27,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def run_cluster(settings: ClusterSettings) -> int:
-    """Hold a cluster up until a signal or `dovetail cluster down` ends it, and return the exit code. A second signal ends it at once.
+    """Run a cluster until a signal or `dovetail cluster down`, and return the exit code. A second signal ends it at once.
 
     Raises `DovetailError` if it can't start.
     """
@@ -35,19 +35,19 @@ def run_cluster(settings: ClusterSettings) -> int:
     control = ControlSocket(settings.name)
     handled = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup ignores SIGHUP
     handlers = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in handled}
-    place: Place | None = None
+    launcher: Launcher | None = None
     router: SmgRouter | None = None
     try:
         clients = settings.server.api_keys
-        own = secrets.token_urlsafe(32) if clients else None  # or the router would let in those without a key, by its own
+        own = secrets.token_urlsafe(32) if clients else None  # otherwise clients without a key would get in by the router's
         router = SmgRouter(settings, clients, own)
-        place = _place(settings, (*clients, own) if own else ())
+        launcher = _launcher(settings, (*clients, own) if own else ())
         clock = ProcessWatch()
-        controller = Controller(settings, place, router, Probes(own, clock=lambda: clock.now), clock=clock.turn, say=_say)
-        return _hold(controller, router, control, signals)
+        controller = Controller(settings, launcher, router, Probes(own, clock=lambda: clock.now), clock=clock.turn, say=_say)
+        return _loop(controller, router, control, signals)
     finally:
-        if place is not None:
-            place.close()
+        if launcher is not None:
+            launcher.close()
         if router is not None:
             router.close()
         control.close()
@@ -55,15 +55,15 @@ def run_cluster(settings: ClusterSettings) -> int:
             signal.signal(number, handler)
 
 
-def _place(settings: ClusterSettings, api_keys: tuple[str, ...]) -> Place:
+def _launcher(settings: ClusterSettings, api_keys: tuple[str, ...]) -> Launcher:
     if settings.place == "here":
-        return HerePlace(settings, api_keys)
-    from dovetail_cluster.ray_places import RayPlace
+        return LocalLauncher(settings, api_keys)
+    from dovetail_cluster.ray_launcher import RayLauncher
 
-    return RayPlace(settings, api_keys)
+    return RayLauncher(settings, api_keys)
 
 
-def _hold(controller: Controller, router: SmgRouter, control: ControlSocket, signals: list[int]) -> int:
+def _loop(controller: Controller, router: SmgRouter, control: ControlSocket, signals: list[int]) -> int:
     was_announced = False
 
     def answer(what: str) -> Mapping[str, Any]:
@@ -76,7 +76,7 @@ def _hold(controller: Controller, router: SmgRouter, control: ControlSocket, sig
             controller.end()
         elif what != "status":
             return {"error": f"unknown: {what}"}
-        return as_values(controller.status, router)
+        return _status(controller, router)
 
     while not controller.is_done:
         if signals:
@@ -91,19 +91,19 @@ def _hold(controller: Controller, router: SmgRouter, control: ControlSocket, sig
     return 0
 
 
-def as_values(status: Status, router: SmgRouter) -> dict[str, Any]:
-    """Return a status as JSON has it."""
+def _status(controller: Controller, router: SmgRouter) -> dict[str, Any]:
+    """Return what `dovetail cluster status --json` prints."""
     return {
         "router": {
             "url": router.url,
-            "answers": status.router_answers,
+            "answers": controller.router_answers,
             "pid": router.pid,
             "metrics": f"http://127.0.0.1:{router.metrics_port}/metrics",
         },
-        "target": status.target,
-        "rolling": status.is_rolling,
-        "deaths": status.deaths,
-        "last_death": status.last_death,
+        "target": controller.target,
+        "rolling": controller.is_rolling,
+        "deaths": controller.deaths,
+        "last_death": controller.last_death,
         "replicas": [
             {
                 "name": member.name,
@@ -113,13 +113,13 @@ def as_values(status: Status, router: SmgRouter) -> dict[str, Any]:
                 "waiting": member.vitals.waiting,
                 "running": member.vitals.running,
             }
-            for member in status.members
+            for member in controller.members
         ],
     }
 
 
 def announce(text: str) -> None:
-    """Print a line for whoever waits for it. If nobody reads any more, the cluster serves all the same."""
+    """Print a line; a closed standard output doesn't end the cluster."""
     try:
         print(text, flush=True)
     except (OSError, OutputError, typer.Exit):  # the last two: standard output as `guard_output` has it, which would end the command
@@ -127,5 +127,5 @@ def announce(text: str) -> None:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # nobody reads the log any more
+    with suppress(OSError):  # the log is closed
         print(f"dovetail cluster: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`Scaler`: how many replicas there should be, from the number of requests that wait. It knows no processes: the controller tells it what is."""
+"""`Scaler`: the target number of replicas, from the number of waiting requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dovetail_cluster.settings import Replicas, Scale
 
 
 class Scaler:
-    """Changes the target by one at a time, and only after the queue has been too long, or empty, without a break."""
+    """Changes the target by one at a time, after the queue has been too long, or empty, without interruption."""
 
     def __init__(self, bounds: Replicas, scale: Scale) -> None:
         self._bounds, self._scale = bounds, scale
@@ -15,9 +15,9 @@ class Scaler:
         self._empty_since: float | None = None
 
     def note(self, now: float, serving: int, waiting: int) -> int:
-        """Take the number of replicas that serve and of all requests that wait, at `now` seconds, and return how many replicas there should be.
+        """Update the target from the number of serving replicas and of waiting requests at `now` seconds, and return it.
 
-        While fewer serve than should, nothing is decided: what has just been started must show first what it changes.
+        While fewer replicas serve than targeted it stays: a new replica must first show its effect.
         """
         if serving < self.target:
             self._long_since = self._empty_since = None

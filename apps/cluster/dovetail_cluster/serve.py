@@ -1,7 +1,7 @@
 """`app`: Dovetail's HTTP server as an application of Ray Serve, `serve run dovetail_cluster.serve:app engine=demo`.
 
-Ray Serve listens, starts replicas on the cluster's machines, watches them, and shares requests out. Each replica is an engine in a thread of its own
-beside the routes of `dovetail serve`, which stream through Ray's proxy.
+Ray Serve listens, starts and monitors replicas on the cluster's machines, and distributes requests. Each replica is an engine in a thread beside the
+routes of `dovetail serve`, which stream through Ray's proxy.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pydantic import ValidationError
 from dovetail.checks import did_you_mean, shown
 from dovetail.config import EngineConfig
 from dovetail.errors import ConfigError, EngineDeadError, MissingExtraError
-from dovetail_cluster.plain_config import plain_config
+from dovetail_cluster.settings import plain_config
 from dovetail_server.settings import ServerSettings
 
 OWN = ("engine", "replicas", "gpus")
-ELSEWHERE = {  # options of `dovetail serve` that are somebody else's matter here, and whose
+ELSEWHERE = {  # options of `dovetail serve` that don't apply here, and why
     **dict.fromkeys(("host", "port", "root_path"), "Ray Serve listens: set it in its http_options or as the application's route_prefix"),
     **dict.fromkeys(("uds", "tls_cert", "tls_key"), "Ray Serve listens: put a proxy in front of it"),
     "front_ends": "Ray Serve has proxies of its own",
@@ -28,17 +28,17 @@ ELSEWHERE = {  # options of `dovetail serve` that are somebody else's matter her
     "batch_directory": "replicas can't share the folder of batches: see `dovetail serve`, or `dovetail batch run --on ray`",
     "page": "a page would show one replica of several",
 }
-MOST_ONGOING = 100_000  # requests in a replica, as Ray counts them: the server itself says 429, by `max_queued_requests`
-HEALTH_S = 5.0  # between two looks of Ray at a replica
+MOST_ONGOING = 100_000  # requests in a replica: the server itself answers 429 beyond `max_queued_requests`
+HEALTH_S = 5.0  # between Ray's health checks
 
 
 def app(arguments: Mapping[str, Any]) -> Any:
-    """Return the application. Ray Serve calls this with what follows the application's name on its command line, or `args` of its config.
+    """Return the application. Ray Serve passes the arguments after the application's name on its command line, or `args` of its config.
 
-    `engine`: a model, the path of an `engine.yaml`, or its keys; "demo" if it is left out. `replicas`: number of engines; 1. `gpus`: number of GPUs
-    of each; 0. All others are options of `dovetail serve`, as `ServerSettings` names them; a list may be a text parted by commas.
+    `engine`: a model, the path of an `engine.yaml`, or its keys; default "demo". `replicas`: number of engines; default 1. `gpus`: number of GPUs of
+    each; default 0. All others are options of `dovetail serve`, named as in `ServerSettings`; lists may be comma-separated.
 
-    Raises `ConfigError` for what is wrong, by its name, and `MissingExtraError` without Ray.
+    Raises `ConfigError` naming an invalid argument, and `MissingExtraError` without Ray.
     """
     try:
         from ray import serve
@@ -54,11 +54,11 @@ def app(arguments: Mapping[str, Any]) -> Any:
         max_ongoing_requests=MOST_ONGOING,
         health_check_period_s=HEALTH_S,
     )
-    return deployment(serve.ingress()(Replica)).bind(config, settings.model_dump(mode="json"))
+    return deployment(serve.ingress()(ServeReplica)).bind(config, settings.model_dump(mode="json"))
 
 
 def server_settings(arguments: Mapping[str, Any]) -> ServerSettings:
-    """Return those of the arguments that are options of the server. Raises `ConfigError`."""
+    """Return the server's options among the arguments. Raises `ConfigError`."""
     options: dict[str, Any] = {"page": False}
     for name, value in arguments.items():
         if name in OWN:
@@ -88,7 +88,7 @@ def _count(arguments: Mapping[str, Any], name: str, default: int, *, least: int)
     return count
 
 
-class Replica:
+class ServeReplica:
     """An engine and the server's routes, in an actor of Ray Serve."""
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -97,7 +97,7 @@ class Replica:
         self._failure: str | None = None
 
     async def __serve_build_asgi_app__(self) -> Any:
-        """Start the engine, and return its routes. Ray Serve calls it once, in the event loop of all requests. Raises what the engine does."""
+        """Start the engine and return its app. Ray Serve calls it once, in the event loop of all requests. Raises as the engine does."""
         from dovetail.front.assembly import assemble
         from dovetail_server.app import create_app
         from dovetail_server.front_end import log_to_stderr
@@ -117,7 +117,7 @@ class Replica:
         return create_app(self._engine, self._settings)
 
     def check_health(self) -> None:
-        """Raise `EngineDeadError` if the engine is dead, or hangs in a step: Ray Serve, which asks, then starts another replica."""
+        """Raise `EngineDeadError` if the engine is dead or hangs in a step: Ray Serve then replaces the replica."""
         if self._thread.host.busy_s() > self._settings.step_timeout_s:
             self._fail(f"a step took longer than {self._settings.step_timeout_s:g} s (step_timeout_s)")
         if self._failure is not None:

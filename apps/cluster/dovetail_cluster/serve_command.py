@@ -11,11 +11,11 @@ from dovetail_cluster.settings import ClusterSettings
 from dovetail_server.command import NULL, option_name
 from dovetail_server.settings import API_KEYS_VARIABLE
 
-QUIET = {"log_requests": False}  # the questions of the router and of the cluster would fill the log
+QUIET = {"log_requests": False}  # health checks would fill the log
 
 
 def serve_command(settings: ClusterSettings, host: str) -> list[str]:
-    """Return the module and arguments that serve one replica at a free port of `host`."""
+    """Return the module and arguments of a replica at a free port of `host`."""
     command = ["dovetail", "serve"]
     if isinstance(settings.engine, str):
         command.append(settings.engine)
@@ -39,5 +39,5 @@ def _option(name: str, value: Any) -> list[str]:
 
 
 def keys_variable(keys: tuple[str, ...]) -> Mapping[str, str]:
-    """Return the environment that gives a server its API keys: not its command line, which every user of the machine may read."""
+    """Return the environment with a server's API keys: every user of the machine may read command lines."""
     return {**os.environ, API_KEYS_VARIABLE: ",".join(keys)}

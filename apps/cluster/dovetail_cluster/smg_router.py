@@ -1,4 +1,4 @@
-"""`SmgRouter`: the router of the package `smg`, behind a `gate`, as a process of its own that is started again when it dies, and asked over HTTP."""
+"""`SmgRouter`: runs the router of the package `smg` behind a `gate` in a process, restarts it when it dies, and controls it over HTTP."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from typing import Any
 from dovetail.errors import ConfigError, DovetailError, MissingExtraError
 from dovetail_cluster.bound_process import start_bound
 from dovetail_cluster.http_json import ask
-from dovetail_cluster.routing import Listed
+from dovetail_cluster.interfaces import Listed
 from dovetail_cluster.settings import ClusterSettings
 
-ARGUMENTS = "DOVETAIL_ROUTER_ARGUMENTS"  # the environment variable of its arguments: keys don't belong on a command line
-RESTART_S = 1.0  # least time between two starts
+ARGUMENTS = "DOVETAIL_ROUTER_ARGUMENTS"  # environment variable; a command line would expose the keys
+RESTART_S = 1.0  # minimum time between two starts
 STOPS_S = 5.0
-FUTILE_STARTS = 3  # of a router that ends before it answers, so many in a row: it never will
-HANGS_S = 15.0  # a router that runs and says nothing for so long is killed
+FUTILE_STARTS = 3  # starts in a row without an answer: then it is given up
+HANGS_S = 15.0  # without an answer, a running router is killed
 
 
 class SmgRouter:
     """The router in front of the replicas."""
 
     def __init__(self, settings: ClusterSettings, api_keys: tuple[str, ...] = (), replica_key: str | None = None) -> None:
-        """`api_keys`: of clients, whom the gate lets in. `replica_key`: the key with which the router asks replicas itself.
+        """`api_keys`: of clients. `replica_key`: the router's own for the replicas.
 
         Raises `MissingExtraError` without the package, `ConfigError` if a port is taken.
         """
@@ -44,12 +44,12 @@ class SmgRouter:
         host = settings.router.host
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{settings.router.port}"
         self._gate = f"http://{_reached_at(self._address)}:{settings.router.port}"
-        self._port = 0  # of loopback, at which the router itself listens; another one at each start
+        self._port = 0  # of the router on loopback; a new one at each start
         self._process: subprocess.Popen[bytes] | None = None
         self._started = self._answered = -RESTART_S
         self._has_answered = False
         self._starts = 0
-        self._ids: dict[str, str] = {}  # URL -> the router's name for it
+        self._ids: dict[str, str] = {}  # the router's ids of replicas, by URL
 
     @property
     def _base(self) -> str:
@@ -69,9 +69,9 @@ class SmgRouter:
                 self._ids = {worker["url"]: worker["id"] for worker in workers}
                 self._answered, self._has_answered = time.monotonic(), True
                 return {worker["url"]: _listed(worker["status"]) for worker in workers}
-        except (ValueError, KeyError, TypeError):  # another program listens there, or another version of this one
+        except (ValueError, KeyError, TypeError):  # another program, or another version of this one
             pass
-        self._kill_if_hung()  # after it was asked: this process may have been suspended since the last time
+        self._kill_if_hung()  # only after asking: this process may have been suspended
         return None
 
     def add(self, url: str) -> None:
@@ -83,7 +83,7 @@ class SmgRouter:
             ask(f"{self._base}/workers/{self._ids[url]}", key=self._admin_key, method="DELETE")
 
     def close(self) -> None:
-        """End the router's process."""
+        """End the router."""
         if self._process is None:
             return
         self._process.terminate()
@@ -93,17 +93,17 @@ class SmgRouter:
         self._process.wait()
 
     def _is_running(self) -> bool:
-        """Start it if it doesn't run, not too often. Return True if it runs. Raises `DovetailError` if it has never answered and ends each time."""
+        """Return True if it runs; otherwise restart it, at most every `RESTART_S`. Raises `DovetailError` if it keeps ending without an answer."""
         if self._process is not None and self._process.poll() is None:
             return True
         if time.monotonic() - self._started >= RESTART_S:
             if self._process is not None:
-                with suppress(OSError):  # nobody reads the log any more
+                with suppress(OSError):  # the log is closed
                     print(f"dovetail cluster: the router ended with {self._process.returncode}; it is started again", file=sys.stderr, flush=True)
             if self._starts >= FUTILE_STARTS and not self._has_answered:
                 raise DovetailError("the router ends before it answers: its last words are above")
             self._started = time.monotonic()
-            with suppress(OSError):  # of this machine, which may have room for another process, or file, when it is tried again
+            with suppress(OSError):  # no process or file can be created now: retried later
                 self._port = _free_port()
                 arguments = {"router": self._arguments(), "gate": self._gate_arguments()}
                 environment = {**os.environ, ARGUMENTS: json.dumps(arguments)}
@@ -112,7 +112,7 @@ class SmgRouter:
         return False
 
     def _kill_if_hung(self) -> None:
-        """Kill the router's process if it hasn't answered for long: the next look starts it again."""
+        """Kill the router if it hasn't answered for `HANGS_S`: the next look restarts it."""
         if self._process is not None and time.monotonic() - max(self._started, self._answered) > HANGS_S:
             self._process.kill()
 
@@ -122,7 +122,7 @@ class SmgRouter:
             "--host": "127.0.0.1",
             "--port": self._port,
             "--policy": router.policy,
-            "--prometheus-host": "127.0.0.1",  # or it would listen everywhere
+            "--prometheus-host": "127.0.0.1",  # otherwise it listens on all addresses
             "--prometheus-port": self.metrics_port,
             "--health-check-endpoint": "/ready",  # 503 while a server drains
             "--health-check-interval-secs": 5,
@@ -130,7 +130,7 @@ class SmgRouter:
             "--load-monitor-interval": 1,
             "--shutdown-grace-period-secs": 1,
             "--max-payload-size": self._settings.server.max_body_bytes,
-            "--history-backend": "none",  # answers are kept by nobody
+            "--history-backend": "none",  # answers aren't stored
             "--log-level": "warn",
             "--control-plane-api-keys": f"cluster:cluster:admin:{self._admin_key}",
             "--tenant-api-key": f"gate:{self._gate_key}",
@@ -157,7 +157,7 @@ def _listed(status: str) -> Listed:
 
 
 def _reached_at(host: str) -> str:
-    """Return the address at which this machine reaches a server that listens on `host`."""
+    """Return the address under which this machine reaches a server listening on `host`."""
     if host in ("0.0.0.0", "::"):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host
@@ -169,7 +169,7 @@ def _free_port() -> int:
 
 
 def _free_address(host: str, port: int) -> str:
-    """Return the IP address of a host, on which the port is free. Raises `ConfigError` if there is no such address, or the port is taken."""
+    """Return a host's IP address. Raises `ConfigError` if it has none, or the port is taken there."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
