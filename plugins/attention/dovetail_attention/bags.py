@@ -1,9 +1,9 @@
-"""Decodes on a CPU without gathering K and V: each head of each row is a *bag* of cache entries, read where they lie.
+"""Decodes on a CPU without gathering K and V: each head of each row is a *bag* of cache entries, read in place.
 
 The scores are a matrix product sampled at a sparse pattern (row and head x slot and kv head), the output is a weighted sum over the same pattern,
-an embedding bag whose table is the cache. Nothing is filled up or copied, so rows of any lengths go together, and what a row gets doesn't depend
-on the others. Against gathering (`pieces.py`) it was measured 1.4 to 2.6 times as fast for 4 rows and more, in float32, the one dtype that
-torch's sampled product has there besides float64.
+an embedding bag whose table is the cache. Nothing is padded or copied, so rows of any lengths are computed together, and a row's result doesn't
+depend on the others. For 4 rows and more it was measured 1.4 to 2.6 times as fast as gathering (`pieces.py`), in float32: torch's sampled product
+has only float32 and float64 there.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def make_bags(queries: Int64, slots: Int64, lens: Int64, heads: int, kv_heads: i
 
 @cache
 def bags_work() -> bool:
-    """True if this build of torch has the sampled product on the CPU: some platforms' builds don't."""
+    """Return True if this build of torch has the sampled product on the CPU: some platforms' builds don't."""
     try:
         pattern = _csr(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), (1, 1))
         torch.sparse.sampled_addmm(pattern, torch.ones(1, 2), torch.ones(2, 1), beta=0.0, out=pattern)

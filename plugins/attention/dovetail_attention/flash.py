@@ -24,7 +24,7 @@ from dovetail_attention.flash_library import PAGE, Paged, Ragged, find_library, 
 
 
 class FlashAttention(AttentionBackend):
-    """Makes the layers, owns their memory and the buffers of a step."""
+    """Creates the layers, and owns their memory and the buffers of a step."""
 
     capabilities = AttentionCapabilities(
         devices=("cuda",), dtypes=("float16", "bfloat16"), head_sizes=tuple(range(8, 257, 8)), block_size_multiple=PAGE, cuda_graph="decode"

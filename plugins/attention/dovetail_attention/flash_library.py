@@ -1,6 +1,6 @@
 """FlashAttention's packages, behind the two calls that the backend `flash_attn` makes: decodes, and ragged rows of more tokens.
 
-Which is installed is found by importing: builds come under several distribution names, and some without metadata.
+The installed one is found by importing: builds have several distribution names, and some no metadata.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class FlashLibrary(ABC):
 
     @classmethod
     def runs_on(cls, device: torch.device) -> bool:
-        """True if the package has kernels for such a device."""
+        """Return True if the package has kernels for such a device."""
         return True
 
     @abstractmethod
@@ -128,7 +128,7 @@ class FlashAttention3(FlashLibrary):
 
 
 def find_library(device: torch.device) -> FlashLibrary:
-    """The newest that is installed and made for the device. Raises `ImportError` that says what to install, or why one that is there won't do."""
+    """Return the newest one installed that supports the device. Raises `ImportError` with what to install, or why an installed one doesn't work."""
     failures = []
     for library in (FlashAttention3, FlashAttention2):
         try:
@@ -146,7 +146,7 @@ def find_library(device: torch.device) -> FlashLibrary:
 
 
 def reason_against(library: FlashLibrary, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
-    """Why it can't serve such heads, by trying: a build may leave out kernels, and then returns whatever lies in memory."""
+    """Return why it can't serve such heads, by trying: a build without the kernels returns uninitialised memory."""
     generator, tokens = torch.Generator().manual_seed(0), TRIED_PAGES * PAGE  # long enough that decodes are split
     q = torch.randn((2, 1, head_size), generator=generator).to(device, dtype)  # two queries, the row's last
     k, v = (torch.randn((TRIED_PAGES, PAGE, 1, head_size), generator=generator).to(device, dtype) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Splitting a ragged batch into parts for the `torch` backend, once a step for all layers.
+"""Splits a ragged batch into parts for the `torch` backend, once per step for all layers.
 
 A *piece* is what one scaled dot product computes, over K and V gathered through the block table:
 
@@ -7,8 +7,7 @@ A *piece* is what one scaled dot product computes, over K and V gathered through
   filling lies at the right.
 - *chunks*: up to `CHUNK` queries of one row that has tokens before them or a window. The mask is a part of one band matrix.
 
-Decodes in float32 on a CPU are no pieces but `bags.Bags`, which gather nothing; save a row alone whose blocks follow each other, which a piece
-reads in place.
+Decodes in float32 on a CPU are `bags.Bags` instead, which gather nothing, except a single row with contiguous blocks, which a piece reads in place.
 
 Grouping pays off because a call costs about as much as some 100 KiB of K; filling up to the longest row costs time as well, and a piece that
 outgrows the CPU's cache is read twice from memory. The two constants below balance that (measured on a 2-core Xeon, heads of 32 and of 128).
@@ -39,7 +38,7 @@ Where = slice | torch.Tensor  # consecutive indices, or an index [n] int64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows that are attended in one call. Queries and keys are taken row by row, each row filled up to the same number."""
+    """Rows that are attended in one call. Queries and keys are row by row, each row padded to the same number."""
 
     rows: int
     queries_per_row: int
@@ -226,7 +225,7 @@ class _BatchCutter:
         return torch.where(seen, slots, self.null_slot).flatten(), seen
 
     def _as_slice(self, slots: torch.Tensor) -> Where:
-        """A row whose blocks happen to follow each other is read where it lies. On a GPU looking would mean to wait for it."""
+        """A row with contiguous blocks is read in place. Not on a GPU, where checking would synchronise."""
         if self.device.type == "cpu":
             first, count = int(slots[0]), len(slots)
             if int(slots[-1]) - first == count - 1 and bool((slots.diff() == 1).all()):

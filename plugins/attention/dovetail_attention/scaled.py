@@ -1,4 +1,4 @@
-"""K and V in a cache of a smaller dtype, in plain torch: what the `torch` backend computes with, and what the kernels of others are held against."""
+"""K and V in a cache of a smaller dtype, in plain torch: used by the `torch` backend, and the oracle of other backends' kernels."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def stored(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 def as_bytes(cache: torch.Tensor) -> torch.Tensor:
-    """A cache as numbers that torch can gather and scatter on every device."""
+    """Return a view of a cache in a dtype that torch can gather and scatter on every device."""
     return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache

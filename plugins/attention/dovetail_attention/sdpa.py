@@ -1,10 +1,10 @@
-"""The `torch` attention backend: what PyTorch itself offers, over a paged cache.
+"""The `torch` attention backend: PyTorch's own operations over a paged cache.
 
 It runs wherever torch does, with every head size, window and block size, and is the default on the CPU. `plan` sorts a ragged batch into parts,
 once for all layers: *pieces* (`pieces.py`: gather K and V through the block table, then a scaled dot product) and *bags* (`bags.py`: many decodes
 on a CPU, nothing gathered).
 
-A cache of FP8 is read into the activations' dtype, piece by piece: the oracle of kernels that read it as it is.
+An FP8 cache is converted to the activations' dtype piece by piece: the oracle of kernels that read FP8.
 
       cache of a layer    [num_blocks * block_size + 2, kv_heads, head_size], K and V apart
                            slots of the pool ... | null: zeros, for what a gather has to fill up | waste: where padding tokens are written
@@ -24,7 +24,7 @@ from dovetail_attention.scaled import CACHE_DTYPES, ONE, as_bytes, stored
 
 
 class TorchAttention(AttentionBackend):
-    """Makes the layers, owns their memory, and plans a step for all of them."""
+    """Creates the layers, owns their memory, and plans steps for all of them."""
 
     capabilities = AttentionCapabilities(cache_dtypes=CACHE_DTYPES)
 

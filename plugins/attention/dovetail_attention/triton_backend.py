@@ -1,4 +1,4 @@
-"""The `triton` attention backend: paged K and V on a GPU, read in place by kernels of our own.
+"""The `triton` attention backend: our own kernels for paged K and V on a GPU.
 
 `plan` copies a step's inputs and the host's schedule into buffers whose addresses never change; `attend` launches at most two kinds of kernel:
 rows of one query token go to `triton_decode`, the others to `triton_prefill`, or on a Hopper to `triton_prefill_hopper`, if that can serve the layer.
@@ -46,7 +46,7 @@ LOADS_APART = "prefill with warps of their own for loading"
 
 
 class TritonAttention(AttentionBackend):
-    """Makes the layers, owns their memory and the buffers of a step. `tilings` may be replaced before `prepare`."""
+    """Creates the layers, and owns their memory and the buffers of a step. `tilings` may be replaced before `prepare`."""
 
     capabilities = AttentionCapabilities(
         devices=("cuda",), head_sizes=tuple(range(8, 257, 8)), cuda_graph="mixed", shared_prefix=True, cache_dtypes=CACHE_DTYPES
@@ -191,7 +191,7 @@ class TritonLayer(AttentionLayer):
 
     @property
     def _scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales of K and of V; without any, tensors that kernels don't read."""
+        """Return the scales of K and V; without any, tensors that kernels don't read."""
         scales = self.kv_scales
         return (self._backend.planned.slots,) * 2 if scales is None else (scales.k, scales.v)
 
@@ -300,7 +300,7 @@ class TritonLayer(AttentionLayer):
 
 @cache
 def _can_load_apart() -> bool:
-    """True if this Triton can import `triton_prefill_hopper`, which is written in Gluon."""
+    """Return True if this Triton can import `triton_prefill_hopper`, which is written in Gluon."""
     return works(LOADS_APART, lambda: import_module("dovetail_attention.triton_prefill_hopper"))
 
 

@@ -1,6 +1,6 @@
-"""Schedules: which program of the `triton` kernels computes what, written on the host in numpy once a step and read by the kernels as int32 records.
+"""Schedules: the work of each program of the `triton` kernels, computed on the host in numpy once per step and read by the kernels as int32 records.
 
-The cut is made anew for every step, but the sizes of all tables are fixed when they are made: a CUDA graph replays the same grids over them.
+Each step has a new schedule, but the sizes of all tables are fixed at creation: a CUDA graph replays the same grids over them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class OwnSteps:
     """For each row, return the first token that it reads by itself, the step in which that lies, and its steps. [n] each."""
 
     begins: Int64
@@ -65,7 +65,7 @@ class Seen:
     steps: Int64
 
     @classmethod
-    def of(cls, rows: StepRows, window: int | None, step: int, prefix: Prefix) -> Seen:
+    def of(cls, rows: StepRows, window: int | None, step: int, prefix: Prefix) -> OwnSteps:
         begins = np.full_like(rows.lens, prefix.tokens) if window is None else np.maximum(rows.lens - window, 0)
         base = begins // step
         return cls(begins, base, -(-rows.lens // step) - base)
@@ -114,7 +114,7 @@ class DecodeTables:
         from `first_padding` on, become zeros. The next call may change it.
 
         While no row begins another step, which few rows seldom do, nothing but the ends of the rows changes from one call to the next."""
-        seen = Seen.of(rows, window, step, prefix)
+        seen = OwnSteps.of(rows, window, step, prefix)
         made_of = (rows.index.tobytes(), rows.tokens.tobytes(), seen.begins.tobytes(), seen.steps.tobytes(), step, prefix, padding, first_padding)
         if self._filled is None or self._filled.made_of != made_of:
             buffer, ends = self._fill(rows, seen, step, prefix)
@@ -123,8 +123,8 @@ class DecodeTables:
         self._filled.buffer[self._filled.ends] = rows.lens
         return self._filled.buffer
 
-    def _fill(self, rows: StepRows, seen: Seen, step: int, prefix: Prefix) -> tuple[Int32, Int64]:
-        """Fill everything but the bounds and the ends of the rows (`Filled.ends`)."""
+    def _fill(self, rows: StepRows, seen: OwnSteps, step: int, prefix: Prefix) -> tuple[Int32, Int64]:
+        """Fill everything except the bounds and the rows' ends (`Filled.ends`)."""
         keys = int(seen.steps.sum()) * step
         shares = self._worth_having(keys)  # the rest have nothing to do
         beginning = min(BEGINNING_KEYS, keys // shares // 2)  # or beginning would be all that some have to do
@@ -219,5 +219,5 @@ def _in_parts(tiles: Int32, seen: Int64, split: Split) -> Int32:
 
 
 def most_prefill_tiles(max_rows: int, max_tokens: int, group: int, tile: int, split: Split | None = None) -> int:
-    """No batch has more."""
+    """Return an upper bound of the number of tiles of any batch."""
     return -(-max_tokens * group // tile) + max_rows + (0 if split is None else split.most)

@@ -42,7 +42,7 @@ class Limits:
 
     @property
     def on_matrix_units(self) -> bool:
-        """True if they multiply q, k and v: they would round float32."""
+        """Return True if matrix units multiply q, k and v: they would round float32."""
         return self.tilings.matrix_units and self.dtype != torch.float32
 
 
@@ -116,7 +116,7 @@ class Schedule:
 
     @property
     def prefix_queries(self) -> int:
-        """The queries of a tile that attends to a shared prefix."""
+        """Return the queries of a tile that attends to a shared prefix."""
         return 64 if self.limits.on_matrix_units else 16
 
     def fill(self, rows: StepRows, batch: AttentionBatch) -> None:

@@ -1,4 +1,4 @@
-"""Trying the kernels of the `triton` backend on a GPU that nobody has measured them on, before an engine relies on them: called by `reasons_against`.
+"""Tests the kernels of the `triton` backend on a GPU where they weren't measured, before an engine uses them: called by `reasons_against`.
 
 Both this backend and the plain one are given the same two steps: prompts, two of which begin alike; then a decode of these two, beside a chunk.
 """
@@ -31,7 +31,7 @@ class Step:
 
 
 def check(backend: type[AttentionBackend], context: AttentionContext, spec: LayerSpec) -> None:
-    """Raises unless such layers attend as in plain torch, whatever it is that goes wrong."""
+    """Raise unless such layers compute what plain torch does; any exception counts."""
     ours, plain = (_attended(kind(NoOptions(), context), spec) for kind in (backend, TorchAttention))
     if not torch.allclose(ours, plain, atol=CLOSE):
         raise DovetailError(f"heads of {spec.head_size} in {context.dtype}: it computes wrong numbers")

@@ -1,4 +1,4 @@
-"""`forced_tokens`: the tokens that must come next, found by looking at masks. Both backends use it where their library says that text must come."""
+"""`forced_tokens`: the tokens that must come next, found from masks. Both backends use it where their library reports forced text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FORCED_AT_MOST = 16  # tokens found at once
 
 
 def forced_tokens(matcher: Matcher, context: GrammarContext) -> list[int]:
-    """Return the tokens of which each is the only one that may come. The matcher goes on by them, and back."""
+    """Return the next tokens as long as only one is allowed. Advances the matcher and rolls it back."""
     words = np.zeros(-(-context.vocab_size // 32), dtype=np.uint32)
     tokens: list[int] = []
     while len(tokens) < FORCED_AT_MOST:

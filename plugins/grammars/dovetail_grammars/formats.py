@@ -1,4 +1,4 @@
-"""The formats of strings that the libraries know too loosely, as patterns that both backends use in their stead."""
+"""Patterns for string formats that the libraries check too loosely, for both backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of users' Lark grammars: both libraries extend the syntax by what a backend can't keep its contract with."""
+"""Checks users' Lark grammars: both libraries extend the syntax in ways that would break a backend's contract."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ATTRIBUTE = re.compile(r"[\[,]\s*(stop|temperature|max_tokens)\b")
 
 
 def check_lark(spec: GrammarSpec, lark: str) -> None:
-    """Raise `RequestError` if special tokens are called for, which aren't text, or attributes that concern sampling."""
+    """Raise `RequestError` for special tokens, which aren't text, and for attributes that affect sampling."""
     syntax = NOT_SYNTAX.sub("", lark)
     if special := _SPECIAL_TOKEN.search(syntax):
         refuse(spec, f"{special[0]}: special tokens aren't text, and never come")

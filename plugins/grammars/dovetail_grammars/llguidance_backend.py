@@ -1,4 +1,4 @@
-"""The backend `llguidance`: the library parses as the answer grows, so that compiling is mere checking, and takes a millisecond or so.
+"""The backend `llguidance`: the library parses incrementally, so compiling only validates and takes about a millisecond.
 
 Every grammar is written in the library's Lark dialect, with `no_forcing`: by default it would force one way of cutting certain text into tokens, and
 forbid all others.
@@ -30,7 +30,7 @@ from dovetail_grammars.llguidance_reasons import HEAD
 from dovetail_grammars.options import WHITESPACE_AT_MOST, GrammarOptions
 from dovetail_grammars.positions import Tracker
 from dovetail_grammars.regexes import RUST, Ranges, demands, rewritten
-from dovetail_grammars.schemas import BOUNDS, EXCLUSIVE_BOUNDS, Part, checked_parts, literals, refuse_others, shown
+from dovetail_grammars.schemas import BOUNDS, EXCLUSIVE_BOUNDS, Subschema, checked_parts, literals, refuse_others, shown
 from dovetail_grammars.specs import decoder, read_choices, read_json, read_schema, read_structural_tag, refuse
 from dovetail_grammars.string_tokens import StringTokens
 
@@ -98,7 +98,7 @@ class LLGuidance(GrammarBackend):
                 if time.monotonic() > until:
                     return reason
                 try:
-                    self._compiled(f"{HEAD}start: {_schema([Part('#', rule, rule)], options)}\n")
+                    self._compiled(f"{HEAD}start: {_schema([Subschema('#', rule, rule)], options)}\n")
                 except DovetailError as error:
                     return f"{part.place}: {', '.join(shown(key, value) for key, value in rule.items())}: {error}"
         return reason.replace("nothing follows it", "nothing follows the schema, whose parts contradict each other")
@@ -118,7 +118,7 @@ def _tokenizer(context: GrammarContext, slices: list[str] | None) -> Any:
 
 
 class _Vocabulary:
-    """The vocabulary as the library reads it. An id without bytes is in no text."""
+    """The vocabulary for the library. Ids without bytes occur in no text."""
 
     is_tokenizer_wrapper = True  # by this the library knows one
     bos_token_id = None
@@ -135,14 +135,14 @@ class _Vocabulary:
 
 
 def _ends(context: GrammarContext) -> list[int]:
-    """Return the ids that end an answer. The library wants one: if there is none, it gets an id beyond the vocabulary."""
+    """Return the ids that end an answer. The library requires one: the default is an id beyond the vocabulary."""
     return sorted(context.stop_ids) or [context.vocab_size]
 
 
 # ---- grammars in the library's dialect of Lark
 
 
-def _schema(parts: Sequence[Part], options: Mapping[str, Any]) -> str:
+def _schema(parts: Sequence[Subschema], options: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**parts[0].schema, 'x-guidance': options})}"
 
 
@@ -150,7 +150,7 @@ def _json_schema(spec: GrammarSpec, options: Mapping[str, Any]) -> str:
     return f"start: {_schema(_exact(spec, read_schema(spec, read_json(spec))), options)}\n"
 
 
-def _parts(spec: GrammarSpec) -> Sequence[Part]:
+def _parts(spec: GrammarSpec) -> Sequence[Subschema]:
     """Return the parts of all schemas in a spec, other than those in a grammar."""
     if spec.kind == "json_schema":
         return _exact(spec, read_schema(spec, read_json(spec)))
@@ -160,14 +160,14 @@ def _parts(spec: GrammarSpec) -> Sequence[Part]:
 
 
 def _rules_of(schema: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what a schema says of values without a schema in them, then its patterns of keys."""
+    """Yield the keywords of a schema that contain no schema, then its key patterns."""
     if not _OF_VALUES.isdisjoint(schema):
         yield {key: value for key, value in schema.items() if key in _OF_VALUES}
     for pattern in schema.get("patternProperties", ()):
         yield {"patternProperties": {pattern: {}}, "type": "object"}
 
 
-def _exact(spec: GrammarSpec, schema: dict[str, Any], place: str = "#") -> Sequence[Part]:
+def _exact(spec: GrammarSpec, schema: dict[str, Any], place: str = "#") -> Sequence[Subschema]:
     """Return the parts of a schema, itself first, changed in place: with patterns instead of the formats that the library knows too loosely. Raises
     `RequestError` for what the library doesn't do or gets wrong."""
     parts = checked_parts(spec, schema, place)
@@ -198,7 +198,7 @@ _BOUNDED = BOUNDS | {"multipleOf"}
 _OF_VALUES = frozenset({"type", "const", "enum", *_BOUNDED, "minLength", "maxLength", "pattern", "format"})  # keywords without schemas in them
 
 
-def _refuse_rounded(spec: GrammarSpec, part: Part) -> None:
+def _refuse_rounded(spec: GrammarSpec, part: Subschema) -> None:
     """The library reads numbers as doubles, some of them as the next one, counts integers in 64 bits, and multiples in 32."""
     inexact = "the backend llguidance can't keep this number exactly"
     for key in BOUNDS & part.schema.keys():
@@ -216,7 +216,7 @@ def _refuse_rounded(spec: GrammarSpec, part: Part) -> None:
 
 
 def _is_kept(value: float, *, excluded: bool = False) -> bool:
-    """True if the library neither rounds a number nor, if it is `excluded`, that which comes next."""
+    """Return True if the library rounds neither a number nor, if it is `excluded`, the next one."""
     if isinstance(value, float) and _as_read(value) != value:
         return False
     if isinstance(value, float) and not value.is_integer():
@@ -249,7 +249,7 @@ def _decimal(value: float) -> tuple[int, int] | None:
 _UNWRITTEN: Ranges = [(0x00, 0x07), (0x0B, 0x0B), (0x0E, 0x1F), (0x7F, 0x7F)]  # JSON has them as \u and digits alone, or the library makes it so
 
 
-def _refuse_unwritten(spec: GrammarSpec, part: Part) -> None:
+def _refuse_unwritten(spec: GrammarSpec, part: Subschema) -> None:
     """The library leaves out a character that no escape in `ESCAPES` stands for."""
     unwritten = "the backend llguidance can't write such a character in a string"
     for key, values in (("const", [part.schema.get("const")]), ("enum", part.schema.get("enum", ()))):
@@ -263,13 +263,13 @@ def _refuse_unwritten(spec: GrammarSpec, part: Part) -> None:
             part.refuse(spec, "patternProperties", unwritten, pattern)
 
 
-def _refuse_uncountable(spec: GrammarSpec, part: Part) -> None:
+def _refuse_uncountable(spec: GrammarSpec, part: Subschema) -> None:
     """The library lets keys that the schema doesn't name come twice, and counts them twice."""
     if part.schema.get("minProperties", 0) > max(1, len(part.schema.get("required", ()))):
         part.refuse(spec, "minProperties", "more than one can't be told apart from a key that comes twice; name them in `required`")
 
 
-def _refuse_narrow(spec: GrammarSpec, parts: Sequence[Part]) -> None:
+def _refuse_narrow(spec: GrammarSpec, parts: Sequence[Subschema]) -> None:
     """The library allows an exclusive bound that is an integer, if the other bound isn't one and less than 1 away; and it combines multiples in 32
     bits."""
 

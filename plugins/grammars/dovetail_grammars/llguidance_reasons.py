@@ -1,4 +1,4 @@
-"""What llguidance's errors mean to the author of a rule."""
+"""Translates llguidance's errors for users."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IN_PLAIN_WORDS = (  # what the library says, and what that means to the author 
 
 
 def reason(error: str) -> str:
-    """Return the sentence in the library's error, without the place in our Lark and the pictures."""
+    """Return the message of the library's error, without positions in generated Lark and excerpts of it."""
     lines = [re.sub(r"^(at \d+\(\d+\): )?(failed to compile JSON schema: )?", "", line.strip()) for line in error.splitlines()]
     said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     sentence = said[0] if said else next(iter(lines), "it failed without saying why")

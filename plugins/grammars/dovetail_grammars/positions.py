@@ -1,7 +1,7 @@
-"""Tracks an answer through its JSON Schema, to know how many characters the string that it is in may have.
+"""Tracks an answer through its JSON Schema, to find the maximum length of the current string.
 
-The answer is known to follow the schema, so that looking at quotes, brackets, colons and commas is enough. Where it isn't clear which subschemas a
-value follows, or a string is restrained by more than a length, the tracker says that it doesn't know.
+The answer follows the schema, so quotes, brackets, colons and commas suffice. Where a value's subschemas are ambiguous, or a string is constrained by
+more than its length, the tracker reports that it doesn't know.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ESCAPED = -1
 
 
 class _Candidates:
-    """The subschemas of which a value follows at least one; if they aren't `known`, it may follow others, too."""
+    """The subschemas of which a value matches at least one; unless `known`, it may match others, too."""
 
     def __init__(self, schemas: Iterable[Schema], known: bool) -> None:
         self.schemas, self.known = tuple(schemas), known
@@ -54,7 +54,7 @@ class _Candidates:
         return [schema for schema, allowed in types if name in ([allowed] if isinstance(allowed, str) else allowed)]
 
     def _longest(self) -> float | None:
-        """Return how many characters a string has at most, if nothing else restrains it but `minLength`."""
+        """Return the maximum length of a string, if only `minLength` constrains it besides."""
         strings = self.of_type("string")
         lengths = {schema.get("maxLength", math.inf) for schema in strings}
         if not self.known or len(lengths) != 1 or not all((_VALUES | _OTHERS_OF_STRINGS).isdisjoint(schema) for schema in strings):
@@ -77,7 +77,7 @@ class _Container:
 
 @dataclass(eq=False, slots=True)
 class Position:
-    """A place in an answer, but for how many characters its string has so far."""
+    """A position in an answer, without the current length of its string."""
 
     container: _Container | None
     follows: _Candidates  # what the string follows if it is in one, else what the next value follows
@@ -109,7 +109,7 @@ class Position:
 
 
 class Step(NamedTuple):
-    """What a token does: it leads `to` a position, to whose string it adds so many `characters`. `begins`: the string begins in the token."""
+    """Effect of a token: it leads `to` a position, and adds `characters` to its string. `begins`: the string begins in the token."""
 
     to: Position
     characters: int
@@ -117,7 +117,7 @@ class Step(NamedTuple):
 
 
 class Tracker:
-    """The positions in answers that follow one schema. It remembers steps, so that most take but a look."""
+    """Positions in answers to one schema, with a cache of steps."""
 
     def __init__(self, schema: Schema) -> None:
         self._root = schema
@@ -128,7 +128,7 @@ class Tracker:
         self.start = Position(None, self._of([schema]), False, False, b"", 0)
 
     def step(self, position: Position, token: int, text: bytes) -> Step:
-        """Return what `token`, whose bytes are `text`, does at a position, where it may come."""
+        """Return the effect of `token`, whose bytes are `text`, at a position where it is allowed."""
         step = position.steps.get(token)
         if step is None:
             step = self._go(position, text)
@@ -225,7 +225,7 @@ class Tracker:
         return of.within[_ITEMS]
 
     def _parts(self, of: _Candidates, kind: str, parts: Iterable[Any]) -> _Candidates:
-        """Return what the members of an array or object follow. They may be fixed by what is beside their schemas."""
+        """Return the subschemas of an array's or object's members, which keywords beside them may fix."""
         fixed = not all(_VALUES.isdisjoint(schema) for schema in of.of_type(kind))
         return self._of(parts) if of.known and not fixed else _UNKNOWN
 
@@ -239,7 +239,7 @@ class Tracker:
         return self._candidates[key]
 
     def _add(self, part: Any, schemas: dict[int, Schema], references: frozenset[str]) -> bool:
-        """Add what a schema comes down to, references and alternatives resolved. Returns False if it has keywords whose effect isn't known here."""
+        """Add a schema with references and alternatives resolved. Return False if it has unsupported keywords."""
         if part is False:
             return True
         if part is True:

@@ -1,7 +1,7 @@
-"""Regular expressions, rewritten for both libraries, which read other dialects than Python's and pass over some things.
+"""Rewrites regular expressions for both libraries, whose dialects differ from Python's and silently ignore some features.
 
-A pattern is parsed by Python's own `re`, whatever isn't regular is refused by name, and the rest is written anew in what a dialect surely has:
-groups, alternatives, repetitions, and classes as ranges of characters.
+A pattern is parsed by Python's own `re`, non-regular features are rejected by name, and the rest is rewritten with groups, alternatives, repetitions
+and classes as ranges of characters, which every dialect has.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The notation in which a pattern is written anew. Classes, repetitions and escapes (\\u and four digits) are alike in all."""
+    """The target notation of a pattern. Classes, repetitions and escapes (\\u and four digits) are alike in all."""
 
     group: str  # what opens a group
     quote: str  # around literal text
@@ -105,7 +105,7 @@ def _without_anchors(parsed: Iterable[Any]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """Writes a parsed pattern anew. The argument `flags` has those that hold at the place, since groups can change them."""
+    """Writes a parsed pattern in a dialect. The argument `flags` has those that hold at the place, since groups can change them."""
 
     spec: GrammarSpec
     dialect: Dialect
@@ -152,7 +152,7 @@ class _Writer:
         return f"{self.dialect.group}{text})"
 
     def characters(self, ranges: Ranges) -> str | int:
-        """Return a class as text, or as a number if it has just one character."""
+        """Return a class as text, or as a number if it has a single character."""
         merged = _others([*_others(ranges), *self.dialect.never]) if self.dialect.never else _merged(ranges)
         if not merged:
             unwritten = ", other than such as would have to be escaped in JSON" if self.dialect.never else ""

@@ -1,5 +1,5 @@
-"""The checks of JSON Schemas that don't depend on the library: `checked_parts` names the place, the keyword and the value of whatever is malformed,
-and settles what the libraries would read in different ways or not at all."""
+"""Checks of JSON Schemas that don't depend on the library: `checked_parts` reports place, keyword and value of anything malformed, and unifies what
+the libraries interpret differently or not at all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NAMED = ("properties", "patternProperties")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Subschema:
     """A schema within a schema."""
 
     place: str  # as `$ref` would name it
@@ -47,18 +47,18 @@ class Part:
 
 
 def shown(key: str, value: Json) -> str:
-    """Show a keyword with its value, as the user wrote them."""
+    """Format a keyword and its value as the user wrote them."""
     text = json.dumps(value, ensure_ascii=False)
     return f"{key} = {text if len(text) <= 80 else f'{text[:77]}...'}"
 
 
-def checked_parts(spec: GrammarSpec, root: Schema, place: str = "#") -> list[Part]:
-    """Return each schema that an answer can come to: `root`, then those within it and those that `$ref`s lead to.
+def checked_parts(spec: GrammarSpec, root: Schema, place: str = "#") -> list[Subschema]:
+    """Return each schema that an answer can reach: `root`, its subschemas, and the targets of `$ref`s.
 
     They are changed in place: keywords that say nothing are left out, as are formats that JSON Schema doesn't define. Raises `RequestError` for a
     keyword whose value has a wrong form, and for a `$ref` that isn't a JSON pointer.
     """
-    parts: list[Part] = []
+    parts: list[Subschema] = []
     seen: set[int] = set()
     rest: list[tuple[str, Json, Schema]] = [(place, root, root)]
     while rest:
@@ -68,7 +68,7 @@ def checked_parts(spec: GrammarSpec, root: Schema, place: str = "#") -> list[Par
         if not isinstance(schema, dict):
             refuse(spec, f"{where}: a schema is an object or a boolean, got {json.dumps(schema)[:80]}")
         seen.add(id(schema))
-        part = Part(where, schema, schema if isinstance(schema.get("$id"), str) else base)
+        part = Subschema(where, schema, schema if isinstance(schema.get("$id"), str) else base)
         _settle(schema)
         _check_forms(spec, part)
         parts.append(part)
@@ -76,7 +76,7 @@ def checked_parts(spec: GrammarSpec, root: Schema, place: str = "#") -> list[Par
     return parts
 
 
-def refuse_others(spec: GrammarSpec, part: Part, done: frozenset[str], backend: str) -> None:
+def refuse_others(spec: GrammarSpec, part: Subschema, done: frozenset[str], backend: str) -> None:
     """Raise `RequestError` for the first keyword, or the format, that a backend doesn't do."""
     for key in part.schema:
         if key in ASSERTIONS and key not in done:
@@ -126,13 +126,13 @@ def _says_nothing(schema: Schema, key: str) -> bool:
     return False
 
 
-def _check_forms(spec: GrammarSpec, part: Part) -> None:
+def _check_forms(spec: GrammarSpec, part: Subschema) -> None:
     for key, value in part.schema.items():
         if (form := _FORMS.get(key)) is not None and not form[0](value):
             part.refuse(spec, key, f"it must be {form[1]}")
 
 
-def _within(spec: GrammarSpec, part: Part, place: str) -> Iterator[tuple[str, Json, Schema]]:
+def _within(spec: GrammarSpec, part: Subschema, place: str) -> Iterator[tuple[str, Json, Schema]]:
     schema = part.schema
     for key in _ONE_SCHEMA:
         if key in schema and not isinstance(schema[key], list):

@@ -1,4 +1,4 @@
-"""The reading of specs, for both backends: JSON within bounds, choices, structural tags, and the loops in a schema that no library finds."""
+"""Parses specs for both backends: bounded JSON, choices, structural tags, and loops of references that no library detects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refuse(spec: GrammarSpec, why: str) -> NoReturn:
 
 
 def decoder(spec: GrammarSpec) -> json.JSONDecoder:
-    """Return a reader of JSON that refuses what isn't JSON, or would be another number."""
+    """Return a strict JSON decoder, which also rejects numbers that would be rounded."""
 
     def read(text: str) -> float:
         try:
@@ -128,7 +128,7 @@ def target(root: Json, reference: str) -> Json:
 
 
 def read_choices(spec: GrammarSpec) -> list[str]:
-    """Return the different strings of a choice. Raises `RequestError` unless there is one, and all can be written in UTF-8."""
+    """Return the distinct strings of a choice. Raises `RequestError` if there are none, or one isn't valid Unicode."""
     choices = read_json(spec)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         refuse(spec, "expected a list of one string or more")
@@ -153,7 +153,7 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """`at_least_one`: the answer begins with a structure. `stop_after_first`: it ends behind the first. `separator`: the text between structures, if
+    """`at_least_one`: the answer begins with a structure. `stop_after_first`: it ends after the first. `separator`: the text between structures, if
     there is no other text."""
 
     structures: list[Structure]

@@ -1,4 +1,4 @@
-"""`StringTokens`: the tokens that stay within a JSON string, whatever the string: which of them may come follows from the characters it has left."""
+"""`StringTokens`: the tokens that stay within a JSON string, whatever the string: which of them are allowed depends only on the characters left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StringTokens:
 
     @cached_property
     def characters(self) -> Sequence[int]:
-        """How many characters a token is; 0 for one of the rest."""
+        """Number of characters of a token; 0 for one of the rest."""
         stops = self._context.stop_ids
         return [0 if id in stops else _characters(text) for id, text in enumerate(self._context.token_bytes)]
 

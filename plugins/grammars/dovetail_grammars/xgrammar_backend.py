@@ -1,6 +1,6 @@
 """The backend `xgrammar`: the library compiles a grammar with the whole vocabulary, so that filling a mask is mostly copying.
 
-What it can't do it passes over in silence: schemas and regular expressions are looked through first.
+It silently ignores what it doesn't support, so schemas and regular expressions are checked first.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class _Masks:
             matcher.fill_next_token_bitmask(wide.view(np.int32).reshape(1, -1))
 
     def only_end(self, matcher: Any) -> bool:
-        """True if no token but a stop id may come."""
+        """True if only a stop id is allowed."""
         words = np.zeros(-(-self.context.vocab_size // 32), dtype=np.uint32)
         self.fill(matcher, words)
         for id in self.context.stop_ids:
@@ -176,7 +176,7 @@ class _Matcher(Matcher):
         self.check(words)
 
     def check(self, words: UInt32) -> None:
-        """Raise `DovetailError` if nothing may come, nor an end."""
+        """Raise `DovetailError` if neither a token nor an end is allowed."""
         if not words.any() and not self.inner.is_completed():
             raise DovetailError("no token of the vocabulary can go on")
 
@@ -257,5 +257,5 @@ def _text(text: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return the library's sentence, without the time, the place in its source, and the condition that failed there."""
+    """Return the library's message without its timestamp, source location and failed condition."""
     return re.sub(r"\[[\d:]+\] \S+?:\d+: |Check failed: \(.*\) is false: ", "", str(error).splitlines()[0]) if str(error) else describe(error)

@@ -1,4 +1,4 @@
-"""The part of JSON Schema that XGrammar does. It passes over the rest in silence, so that whatever isn't known to be done is refused here by name."""
+"""The part of JSON Schema that XGrammar supports. It silently ignores the rest, so everything else is rejected here by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dovetail.api.grammar import GrammarSpec
 from dovetail.checks import INT64
 from dovetail_grammars.formats import PATTERNS
 from dovetail_grammars.regexes import IN_JSON, rewritten
-from dovetail_grammars.schemas import ASSERTIONS, BOUNDS, EXCLUSIVE_BOUNDS, Part, Schema, checked_parts, literals, refuse_others, shown
+from dovetail_grammars.schemas import ASSERTIONS, BOUNDS, EXCLUSIVE_BOUNDS, Schema, Subschema, checked_parts, literals, refuse_others, shown
 from dovetail_grammars.specs import refuse
 
 DONE: Mapping[str, frozenset[str]] = {  # by the keyword, or the type, that decides over the others
@@ -45,7 +45,7 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def done_in_full(spec: GrammarSpec, schema: Schema, place: str = "#") -> Schema:
-    """Return the schema as XGrammar is to get it: patterns and lengths rewritten. Raises `RequestError` that names a keyword, and where it stands."""
+    """Return the schema for XGrammar, with patterns and lengths rewritten. Raises `RequestError` that names an unsupported keyword and its place."""
     parts = checked_parts(spec, schema, place)
     for part in parts:
         refuse_others(spec, part, _DONE_SOMEWHERE, "xgrammar")
@@ -59,7 +59,7 @@ def done_in_full(spec: GrammarSpec, schema: Schema, place: str = "#") -> Schema:
     return {**_checked(spec, schema, place), **definitions}
 
 
-def _refuse_rounded(spec: GrammarSpec, part: Part) -> None:
+def _refuse_rounded(spec: GrammarSpec, part: Subschema) -> None:
     """The library has integers of 64 bits; bounds of other numbers are doubles, of which it reads six digits behind the point."""
     inexact = "the backend xgrammar can't keep this number exactly"
     for key, values in (("const", [part.schema.get("const")]), ("enum", part.schema.get("enum", ()))):
@@ -107,7 +107,7 @@ def _types(schema: Schema) -> list[str]:
 
 
 def _check_values(spec: GrammarSpec, schema: Schema, deciding: str | None, place: str) -> None:
-    """Look at the values of keywords of which XGrammar does only a part."""
+    """Check the values of keywords that XGrammar supports only in part."""
     if deciding == "$ref" and not re.fullmatch(r"#(/(\$defs|definitions)/[^/~%]+)?", str(schema["$ref"])):
         refuse(spec, f"{place}: the backend xgrammar follows $refs to # and into $defs, not to {schema['$ref']!r}")
     if deciding in ("const", "enum") and "type" in schema:
