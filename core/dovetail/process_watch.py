@@ -4,7 +4,6 @@ server's supervisor, the executor `tensor`, batch jobs and the cluster.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -64,6 +63,8 @@ def how_ended(code: int) -> str:
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when the thread of its parent that started it ends. Linux only; a no-op elsewhere."""
     if sys.platform == "linux":
+        import ctypes
+
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it ended before
             os._exit(0)

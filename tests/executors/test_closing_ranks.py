@@ -17,7 +17,7 @@ from dovetail_executors.rank import Rank, RankSettings
 from tests.executors.ranks import engine
 from tests.runtime.demo import context
 
-SETTINGS = RankSettings(executor="tensor", group="test", size=2, store="nowhere", num_blocks=None, threads=None, symmetric=True, step_timeout_s=1.0)
+SETTINGS = RankSettings(group="test", size=2, store="nowhere", num_blocks=None, threads=None, symmetric=True, step_timeout_s=1.0)
 
 
 class Part:

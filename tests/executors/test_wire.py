@@ -40,7 +40,7 @@ def framed(data: bytes) -> bytes:
 
 
 def remote(address: str = THERE) -> RemoteRanks:
-    return RemoteRanks(address, [], "tensor", threading.Condition())
+    return RemoteRanks(address, [], threading.Condition())
 
 
 @contextmanager

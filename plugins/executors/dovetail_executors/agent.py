@@ -116,7 +116,7 @@ class _Engagement:
     def _obey(self, message: Message) -> None:
         if "jobs" in message:
             jobs = [pickle.loads(pickle.loads(job)["job"]) for job in message["jobs"]]
-            host = self._host = Ranks(jobs, "tensor")
+            host = self._host = Ranks(jobs)
             host.on_failure = self._ranks_failed
             host.start()
             _say(f"computing {', '.join(job.name for job in jobs)}")

@@ -21,10 +21,10 @@ POLL_S = 0.2
 class AllRanks:
     """All ranks but the first. Made by one thread, which also waits; `failure` may be read by any."""
 
-    def __init__(self, here: Ranks, hosts: Sequence[tuple[str, list[RankJob]]], at: tuple[str, int], executor: str) -> None:
+    def __init__(self, here: Ranks, hosts: Sequence[tuple[str, list[RankJob]]], at: tuple[str, int]) -> None:
         """`hosts`: address and jobs of each other one. `at`: where this host listens for them."""
         self._here, self._at, self._changed = here, at, threading.Condition()
-        self._hosts = [RemoteRanks(address, jobs, executor, self._changed) for address, jobs in hosts]
+        self._hosts = [RemoteRanks(address, jobs, self._changed) for address, jobs in hosts]
         self._reception: Reception | None = None
         self._over, self._lock = threading.Event(), threading.Lock()
         self._beats = threading.Thread(target=beat_until, args=(self._over, self._hosts), name="dovetail-host-beats", daemon=True)

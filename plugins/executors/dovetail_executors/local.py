@@ -1,6 +1,6 @@
-"""The executor `local`: the whole model on one device, by one worker in the engine's own process.
+"""The executor `local`: the whole model on one device, in the engine's process.
 
-On a CPU `submit` computes and `collect` hands over what came of it; steps in flight would only delay results there, so it declares one.
+On a CPU `submit` computes and `collect` returns the result; more than one step in flight would only delay results there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dovetail_executors.options import LocalOptions
 
 
 class LocalExecutor(Executor):
-    """One device. A step that fails ends it: what the device holds can't be trusted any more."""
+    """One device. A failed step ends it: the device's state is undefined then."""
 
     capabilities = ExecutorCapabilities(masks=True)
     options: LocalOptions

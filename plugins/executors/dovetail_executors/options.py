@@ -1,4 +1,4 @@
-"""Options of the built-in executors; apart from them, so that checking a config imports no torch."""
+"""Options of the built-in executors, in their own module so that validating a config imports no torch."""
 
 from __future__ import annotations
 
@@ -75,5 +75,5 @@ class TensorOptions(BaseModel):
     @field_validator("hosts")
     @classmethod
     def _addresses(cls, hosts: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        """As the system writes them, by which hosts that connect are recognised."""
+        """Normalize addresses as the system writes them, to recognise connecting hosts."""
         return None if hosts is None else tuple(str(ip_address(host)) for host in hosts)

@@ -1,4 +1,4 @@
-"""`Rank`: what each rank of the executor `tensor` does alike, in the engine's process or in one of its own."""
+"""`Rank`: a worker in a group, as each rank of the executor `tensor` has it, in the engine's process or in its own."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from dovetail.runtime.worker import Worker
 
 log = logging.getLogger("dovetail")
 
-IDLE_S = 10.0  # that a GPU gets to end what it computes, once nothing there waits for another rank
+IDLE_S = 10.0  # that a GPU gets to finish, once nothing on it waits for another rank
 IDLE_POLL_S = 0.001
-CONNECTION_LEFT_S = 10.0  # a sum between CPUs waits for longer than a step may take: the watch is to end it first, which knows whose fault it is
+CONNECTION_LEFT_S = 10.0  # a CPU sum's timeout exceeds the step's: the watch, which knows the culprit, ends it first
 
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """The settings that the ranks of an engine have in common. Picklable."""
+    """Settings shared by all ranks of an engine. Picklable."""
 
-    executor: str  # its name, for errors
-    group: str  # the group's name, which no other has on this host
+    group: str  # the group's name, unique on this host
     size: int
     store: str  # see `TorchGroup`
     num_blocks: int | None
@@ -38,7 +37,7 @@ class RankSettings:
     step_timeout_s: float
 
 
-_stuck: list[Rank] = []  # whose GPU uses their memory for ever
+_stuck: list[Rank] = []  # whose GPU never finished: they keep its memory
 
 
 class Rank:
@@ -58,11 +57,11 @@ class Rank:
         self.device, self._settings, self._context = device, settings, context
         timeout_s = settings.step_timeout_s + CONNECTION_LEFT_S
         self.group = TorchGroup(rank, settings.size, device, settings.group, settings.store, timeout_s, before_join, store_fd, address)
-        self.worker = Worker(context, self.group, settings.executor)
+        self.worker = Worker(context, self.group, "tensor")
 
     def load(self) -> Capacity:
-        """Load this rank's part of the model, connect to the other ranks, and tell what fits here. Raises as `Worker.load` and `TorchGroup.join`
-        do."""
+        """Load this rank's part of the model, connect to the other ranks, and return this device's capacity. Raises as `Worker.load` and
+        `TorchGroup.join` do."""
         settings = self._settings
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
@@ -77,8 +76,8 @@ class Rank:
     def close(self) -> None:
         """Release everything, without waiting for other ranks.
 
-        If the GPU still computes `IDLE_S` after nothing there waits for another rank, an error is logged and its memory is kept, since releasing it
-        would wait, too. The process then ends by `os._exit`, with status 1, so that nothing waits at its exit: the system ends what it has on GPUs.
+        If the GPU still computes `IDLE_S` after nothing on it waits for another rank, log an error and keep its memory, since releasing it would
+        block. The process then exits by `os._exit` with status 1, so that nothing blocks at its exit: the system cleans up the GPU.
         """
         if not self._is_idle():
             self.group.abort()
@@ -94,14 +93,14 @@ class Rank:
         self.group.close()
 
     def _is_idle(self) -> bool:
-        """Return whether the GPU has done all that was asked of it. Waits for nothing."""
+        """Return True if the GPU has finished all work. Never blocks."""
         if self.device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            with suppress(RuntimeError):  # a GPU that has failed computes nothing
+            with suppress(RuntimeError):  # a failed GPU computes nothing
                 return torch.cuda.default_stream(self.device).query()
         return True
 
     def _reserve(self) -> None:
-        """Make the memory that the ranks share: for the hidden states of the largest step, and the logits of all rows."""
+        """Allocate the ranks' shared memory, for the hidden states of the largest step and the logits of all rows."""
         config = self._context.config
         _, hf_config = find_architecture(config.model, self._context.models)
         dtype = resolve_dtype(config.dtype, hf_config, self.device)

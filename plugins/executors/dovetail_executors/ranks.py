@@ -64,9 +64,9 @@ class Ranks:
     """Processes of ranks on this host. Made by one thread, which also waits; `failure` may be read by any. `writer` sends to loaded ranks; it is
     None if there are no ranks."""
 
-    def __init__(self, jobs: Sequence[RankJob], executor: str, more_fds: Sequence[int] = ()) -> None:
+    def __init__(self, jobs: Sequence[RankJob], more_fds: Sequence[int] = ()) -> None:
         """Start nothing yet. `more_fds`: descriptors that the processes inherit; the caller closes them."""
-        self._executor, self._more_fds = executor, more_fds
+        self._more_fds = more_fds
         self._ring = Ring.make(max(1, len(jobs)))
         self._fds = [self._ring.fd]
         self._jobs, wakers = [], []
@@ -83,7 +83,7 @@ class Ranks:
         self._changed = threading.Condition()
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._thread = threading.Thread(target=self._run, name=f"dovetail-{executor}-ranks", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="dovetail-tensor-ranks", daemon=True)
         self._stopping = False
         self._unspawned: BaseException | None = None
         self._over = False  # the thread has ended
@@ -180,7 +180,7 @@ class Ranks:
         except BaseException as error:
             self._unspawned = error
             if self.failure is None:
-                self.failure = DovetailError(f"executor {self._executor}: the watch over the ranks failed: {type(error).__name__}: {error}")
+                self.failure = DovetailError(f"executor tensor: the watch over the ranks failed: {type(error).__name__}: {error}")
             self._end(0)
         finally:
             self._selector.close()
@@ -232,11 +232,11 @@ class Ranks:
             return
         dead = [child for child in self._children if child.process.poll() is not None]
         if dead:
-            self._fail(self._error(self._culprit(dead).how_it_ended()))
+            self._fail(DovetailError(f"executor tensor: {self._culprit(dead).how_it_ended()}"))
         elif stopped := [child for child in self._children if self._clock.is_stopped(child.process.pid)]:
-            self._fail(self._error(f"{stopped[0].named}, had been stopped (SIGSTOP) for {STOPPED_S:g} s"))
+            self._fail(DovetailError(f"executor tensor: {stopped[0].named}, had been stopped (SIGSTOP) for {STOPPED_S:g} s"))
         elif self._limit is not None and self._clock.now > self._limit[0]:
-            self._fail(self._error(self._limit[1]()))
+            self._fail(DovetailError(f"executor tensor: {self._limit[1]()}"))
 
     def _read(self, key: selectors.SelectorKey) -> None:
         """Read without blocking: messages are so short that they arrive whole."""
@@ -280,9 +280,6 @@ class Ranks:
             if own or time.monotonic() > until:
                 return (own or dead)[0]
             time.sleep(0.01)
-
-    def _error(self, reason: str) -> DovetailError:
-        return DovetailError(f"executor {self._executor}: {reason}")
 
     def _fail(self, failure: DovetailError) -> None:
         self._end(0)

@@ -20,9 +20,9 @@ from dovetail_executors.ring import Kind, Words
 class RemoteRanks:
     """The ranks of one other host: what `Ranks` is for this one."""
 
-    def __init__(self, address: str, jobs: list[RankJob], executor: str, changed: threading.Condition) -> None:
+    def __init__(self, address: str, jobs: list[RankJob], changed: threading.Condition) -> None:
         """`changed` is notified of every message."""
-        self.address, self._jobs, self._executor = address, jobs, executor
+        self.address, self._jobs = address, jobs
         self._wire: Wire | None = None
         self._heard: dict[str, Any] = {}
         self._changed = changed
@@ -127,7 +127,7 @@ class RemoteRanks:
             if self._over:
                 return
             self._over = True
-            self.failure = DovetailError(f"executor {self._executor}: {reason}")
+            self.failure = DovetailError(f"executor tensor: {reason}")
         if self._wire is not None:
             self._wire.close()
         self.on_failure()

@@ -1,13 +1,13 @@
-"""The ring of shared memory through which rank 0 sends batches to the other ranks, and the pipes that wake them.
+"""Ring buffer in shared memory by which rank 0 sends batches to the other ranks, with pipes that wake them.
 
-      published ────────────────────┐            one writer, several readers, each with a place of its own; all count words since the start
+      published ────────────────────┐            one writer; several readers, each with its own position; all count words since the start
       ┌──────┬───────────┬──────────▼──┬─────┐
       │ head │ …………………… │ message     │     │   message: kind, sequence number, length, then so many words
       └──────┴─▲─────────┴──────▲──────┴─────┘
        taken by rank 1     taken by rank 2
 
-The memory has no name: processes inherit it, and when the last is gone, so is it. A message may be larger than the ring: it is written as readers
-make room. A reader spins for a moment and then waits at its pipe, which tells it as well when the writer is gone.
+The memory is anonymous: processes inherit it, and it is freed with the last one. A message may be larger than the ring: it is written as readers make
+room. A reader spins briefly and then blocks on its pipe, which also reports the end of the writer.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Words = NDArray[np.int32]
 
 RING_WORDS = 1 << 20
 SPIN_S = 50e-6
-FULL_POLL_S = 50e-6  # how often the writer looks whether readers have made room
+FULL_POLL_S = 50e-6  # between the writer's checks for room
 HEAD = 3  # words before a message
-_LINE = 8  # int64 numbers in a line of a processor's cache: counters of different ranks keep out of each other's
-_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64")  # what one core writes, others see in the same order; else pipes see to it
+_LINE = 8  # int64 numbers per cache line: counters of different ranks don't share one
+_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64")  # stores become visible in order; otherwise pipes provide the ordering
 
 
 class Kind(IntEnum):
@@ -41,7 +41,7 @@ class Kind(IntEnum):
 
 
 class WriterGone(Exception):
-    """The writer has closed the ring, or is dead."""
+    """The writer has closed the ring or is dead."""
 
 
 class Ring:
@@ -52,17 +52,17 @@ class Ring:
         """`fd` is a file of the size that `make` gave it."""
         self.fd, self.readers = fd, readers
         head = _head_bytes(readers)
-        memory = mmap.mmap(fd, head + 4 * size)  # let go of with the arrays
+        memory = mmap.mmap(fd, head + 4 * size)  # freed with the arrays
         self.counters = np.frombuffer(memory, np.int64, (1 + readers) * _LINE).reshape(1 + readers, _LINE)
         self.words = np.frombuffer(memory, np.int32, size, head)
 
     def close(self) -> None:
-        """Let go of the memory, which nobody may use any more."""
+        """Release the memory."""
         self.counters, self.words = np.zeros((1 + self.readers, _LINE), np.int64), np.zeros(1, np.int32)
 
     @classmethod
     def make(cls, readers: int, size: int = RING_WORDS) -> Ring:
-        """Return a new ring. Its file is to be closed by who made it."""
+        """Return a new ring. The caller closes its file."""
         fd = os.memfd_create("dovetail-ring")
         os.ftruncate(fd, _head_bytes(readers) + 4 * size)
         return cls(fd, readers, size)
@@ -72,20 +72,20 @@ class RingWriter:
     """Sends messages to all readers."""
 
     def __init__(self, ring: Ring, wakers: Sequence[int], check: Callable[[], None]) -> None:
-        """`wakers` are the ends of the readers' pipes, which don't block. `check` is called while the writer waits for readers: it may raise."""
+        """`wakers`: non-blocking write ends of the readers' pipes. `check` is called while waiting for readers; it may raise."""
         self._ring, self._wakers, self._check = ring, wakers, check
         self._written = 0  # words
         self.sent = 0  # messages
 
     def send(self, kind: Kind, arrays: Sequence[Words]) -> None:
-        """Send a message that consists of these arrays. Returns once it is in the ring."""
+        """Send a message of these arrays. Returns once it is in the ring."""
         self.sent += 1
         head = np.array([kind, self.sent & 0x7FFFFFFF, sum(map(len, arrays))], np.int32)
         self._write(np.concatenate((head, *arrays)))
         self._publish()
 
     def done(self) -> list[int]:
-        """Return how many messages each reader is through with."""
+        """Return the number of messages that each reader has finished."""
         return [int(done) for done in self._ring.counters[1:, 2]]
 
     def _write(self, array: Words) -> None:
@@ -111,32 +111,32 @@ class RingWriter:
         self._ring.counters[0, 0] = self._written
         place = self._written.to_bytes(8, "little")
         for waker in self._wakers:
-            with suppress(BlockingIOError, BrokenPipeError):  # full: it has wakes enough; broken: the watch will tell
+            with suppress(BlockingIOError, BrokenPipeError):  # full: it will wake anyway; broken: the watch reports it
                 os.write(waker, place)
 
 
 class RingReader:
-    """Takes the messages of one reader."""
+    """Receives the messages of one reader."""
 
     def __init__(self, ring: Ring, index: int, waker: int) -> None:
-        """`waker` is the pipe's end that is read."""
+        """`waker`: read end of its pipe."""
         self._ring, self._waker = ring, waker
         self._own = ring.counters[1 + index]
         self._taken = self._known = 0  # words; those that are known to be published
         self._messages = 0
 
     def next(self) -> tuple[Kind, Words]:
-        """Wait for the next message, and return it in memory of its own. Raises `WriterGone`."""
+        """Wait for the next message and return a copy. Raises `WriterGone`."""
         kind, sequence, length = self._take(HEAD).tolist()
         self._messages += 1
         if sequence != self._messages & 0x7FFFFFFF:
-            raise RuntimeError(f"message {self._messages} of the ring bears the number {sequence}")
+            raise RuntimeError(f"message {self._messages} of the ring has the number {sequence}")
         words = self._take(length)
         self._own[1] = self._messages
         return Kind(kind), words
 
     def done(self) -> None:
-        """Tell that the last message has been dealt with."""
+        """Mark the last message as finished."""
         self._own[2] = self._messages
 
     def _take(self, count: int) -> Words:

@@ -1,5 +1,5 @@
-"""The executor `tensor`: one model over several GPUs, or over processes on CPUs. Rank 0 is in the engine's own process, each other rank in a process
-of its own, on this host or on others. All compute every step, and sample the same ids from the same logits; rank 0's answer counts.
+"""The executor `tensor`: one model over several GPUs, or over processes on CPUs. Rank 0 is in the engine's process, each other rank in its own, on
+this host or on others. All compute every step and sample the same ids from the same logits; rank 0's result is used.
 
     engine ─ submit ─▶ ring of shared memory ─▶ rank 1, rank 2, …      batches (`ring`, `dovetail.runtime.batch_words`);
               │   └──▶ TCP ─▶ another host's ring ─▶ rank 4, …         to other hosts over TCP (`remote_ranks`, `agent`)
@@ -45,11 +45,11 @@ from dovetail_executors.ring import Kind
 
 log = logging.getLogger("dovetail")
 
-TOLD_S = 2.0  # when rank 0 misses another rank, so long is waited for the watch to say what that one died of
-DEVICE_POLL_S = 20e-6  # the system makes some 70 of it; with steps in flight the device has work meanwhile
-MOST_FILES = 1 << 16  # file numbers that are counted with, if the system allows more
+TOLD_S = 2.0  # when rank 0 misses another rank, wait so long for the watch to report its failure
+DEVICE_POLL_S = 20e-6  # sleeps about 70 µs in practice; with steps in flight the device has work meanwhile
+MOST_FILES = 1 << 16  # upper bound of descriptor numbers used, if the system allows more
 _stores = count()  # of this process
-DRAIN_S = 2.0  # that steps in flight get to end when the executor is stopped
+DRAIN_S = 2.0  # that steps in flight get to finish when the executor is stopped
 
 
 class TensorExecutor(Executor):
@@ -66,7 +66,7 @@ class TensorExecutor(Executor):
         self._fds: list[int] = []
         self._in_flight: deque[PendingStep] = deque()
         self._failure: DovetailError | None = None
-        self._finalizer: Any = None  # ends the ranks if nobody calls `stop`
+        self._finalizer: Any = None  # ends the ranks if `stop` isn't called
 
     def start(self) -> Capacity:
         try:
@@ -144,9 +144,9 @@ class TensorExecutor(Executor):
         settings = self._settings(devices, at)
         jobs = [self._job(rank, settings, devices, hosts) for rank in range(options.size)]
         each = options.size // len(hosts)
-        here = Ranks(jobs[1:each], "tensor", (store,) if options.hosts is None else ())
+        here = Ranks(jobs[1:each], (store,) if options.hosts is None else ())
         others = [(host, jobs[n * each : (n + 1) * each]) for n, host in enumerate(hosts)][1:]
-        ranks = self._ranks = AllRanks(here, others, (hosts[0], options.port), "tensor")
+        ranks = self._ranks = AllRanks(here, others, (hosts[0], options.port))
         self._ends_with(ranks.stop)
         ranks.limit(options.start_timeout_s, partial(_late_at_start, ranks, options.start_timeout_s))
         ranks.start()
@@ -165,7 +165,7 @@ class TensorExecutor(Executor):
         return capacity
 
     def _ends_with(self, end: Callable[..., None], *args: Any) -> None:
-        """Have this called if the executor is forgotten, or the process ends, before `stop`."""
+        """Call `end` if the executor is garbage collected, or the process ends, before `stop`."""
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(self, end, *args)
@@ -187,11 +187,10 @@ class TensorExecutor(Executor):
         return replace(own, num_blocks=num_blocks, max_in_flight=in_flight, details=details)
 
     def _store(self) -> tuple[int, str]:
-        """Make the file in which the ranks find each other, and return its descriptor and its path.
+        """Create the file of torch's store, by which the ranks find each other, and return its descriptor and path.
 
-        Torch's store opens its path once more when it is freed, perhaps long after the executor has stopped, and ends the process if something is
-        there that is no file, such as a socket that was given the same number meanwhile. So it gets a number that nothing else is given: the system
-        gives the lowest that is free.
+        The store opens its path again when it is freed, perhaps long after the executor has stopped, and ends the process unless it finds a file:
+        a socket may have the same descriptor number by then. So it gets a high number; the system assigns the lowest free one to others.
         """
         made = os.memfd_create("dovetail-ranks")
         try:
@@ -202,7 +201,7 @@ class TensorExecutor(Executor):
         return store, f"/proc/self/fd/{store}"
 
     def _listening(self, address: str) -> tuple[int, str]:
-        """Make the socket through which ranks of several hosts find each other, and return its descriptor and where it listens."""
+        """Create the socket of torch's store for ranks of several hosts, and return its descriptor and URL."""
         try:
             sock = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         except OSError as error:
@@ -215,7 +214,6 @@ class TensorExecutor(Executor):
         options, on_gpu = self.options, devices[0].type == "cuda"
         share = max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) * len(options.hosts or ("",)) // options.size))
         return RankSettings(
-            executor="tensor",
             group=f"dovetail-{uuid4()}",
             size=options.size,
             store=store,
@@ -248,20 +246,20 @@ class TensorExecutor(Executor):
         return self._ranks, self._rank
 
     def _limit(self, step: int | None) -> None:
-        """From now on step `step` must be done within the limit; None: there is none."""
+        """Set the deadline of step `step`; None: no step is in flight."""
         if self._ranks is not None and self._loaded:
             seconds = self.options.step_timeout_s
             late = partial(_late_in_step, self._ranks, step, seconds)
             self._ranks.limit(None if step is None else seconds, late)
 
     def _wait_for(self, handle: PendingStep) -> None:
-        """Wait until the device has passed the step, unless a rank dies: then the device may never do, so that this can't be left to CUDA."""
+        """Wait until the device has passed the step. Polls instead of a CUDA wait, which would never return if a rank dies."""
         while not handle.passed:
             self.check()
             time.sleep(DEVICE_POLL_S)
 
     def _fail(self, error: Exception) -> NoReturn:
-        """Raise what went wrong, from now on by `check` too: another rank's failure if this one only missed it."""
+        """Raise an error, from now on in `check`, too: another rank's failure if that caused it."""
         failure = self._others_failure()
         if failure is None:
             failure = error if isinstance(error, DovetailError) else DovetailError(f"executor tensor: rank 0: {type(error).__name__}: {error}")
@@ -271,7 +269,7 @@ class TensorExecutor(Executor):
         raise failure from error
 
     def _others_failure(self) -> DovetailError | None:
-        """Return what another rank died of, if one did; if a sum has failed here, one surely does, and is waited for."""
+        """Return another rank's failure, if any. If a sum has failed here, wait for the failure that caused it."""
         ranks, rank = self._ranks, self._rank
         if ranks is None:
             return None
@@ -280,7 +278,7 @@ class TensorExecutor(Executor):
         return None if ranks.failure is None else DovetailError(str(ranks.failure))
 
     def _drain(self) -> None:
-        """Let the steps in flight end, so that no rank waits for one that was stopped."""
+        """Wait for the steps in flight, so that no rank waits for a stopped one."""
         until = time.monotonic() + DRAIN_S
         while self._in_flight and time.monotonic() < until:
             if self._failure is not None or self._ranks is None or self._ranks.failure is not None:
@@ -308,7 +306,7 @@ def rank_devices(options: TensorOptions) -> list[torch.device]:
     if max(indices) >= count:
         here = "" if options.hosts is None else " on each host"
         raise UnsupportedError(f"executor.size: {each} ranks{here} need as many CUDA devices, and torch {torch.__version__} sees {count}")
-    return [torch.device("cuda", index) for index in indices] * len(hosts)  # none is used here: this process is to have memory on rank 0's alone
+    return [torch.device("cuda", index) for index in indices] * len(hosts)  # none is initialised: this process must use memory on rank 0's only
 
 
 def _all_joining(ranks: AllRanks) -> None:
@@ -321,7 +319,7 @@ def _end(ranks: AllRanks, rank: Rank) -> None:
 
 
 def _progress(own: object, ranks: AllRanks, started: float, what: str, done: int, total: int) -> None:
-    """Report progress, and break off if a rank has died meanwhile."""
+    """Report progress; raise if a rank has died."""
     ranks.check()
     if done == total:
         log.debug("rank 0: %s, done %.2f s after the other ranks were started", what, time.monotonic() - started)
@@ -343,7 +341,7 @@ def _late_in_step(ranks: AllRanks, step: int | None, seconds: float) -> str:
 
 
 def _in_words(devices: list[str], hosts: Sequence[str] | None) -> str:
-    """["cpu", "cpu"] -> "2 × cpu"; different ones one by one; with hosts each one's behind its address."""
+    """["cpu", "cpu"] -> "2 × cpu"; different ones are listed; with hosts, each host's after its address."""
     if hosts is not None:
         each = len(devices) // len(hosts)
         return "; ".join(f"{host}: {_in_words(devices[n * each : (n + 1) * each], None)}" for n, host in enumerate(hosts))
@@ -351,14 +349,14 @@ def _in_words(devices: list[str], hosts: Sequence[str] | None) -> str:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Have an error's frames, which may be kept with it for long, forget what they computed with: connections, memory."""
+    """Clear the frames of an error that may be kept for long: they hold connections and memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def _rare_number() -> int:
-    """Return a file number that is far above those in use, another one each time."""
+    """Return a descriptor number far above those in use, a new one each time."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     half = (soft if 0 < soft < MOST_FILES else MOST_FILES) // 2
     return half + next(_stores) % max(1, half - 16)
