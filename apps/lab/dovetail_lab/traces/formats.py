@@ -12,17 +12,27 @@ from typing import Any
 
 from dovetail.checks import unicode_error
 from dovetail_lab.traces.objects import CountTokens, read_bench_serve, read_mooncake, read_sharegpt, read_vllm_requests, read_vtc_measured
-from dovetail_lab.traces.reading import Draft, Rows, Source, TraceError, counted, json_of, read_source
+from dovetail_lab.traces.reading import Contents, Located, Source, TraceError, counted, json_of, read_source
 from dovetail_lab.traces.request import Trace, TraceRequest
 from dovetail_lab.traces.tables import TABLES, Column, Table, almost, header_of, read_table, table_of
+from dovetail_lab.traces.transform import shifted
 
-_OBJECTS: Mapping[str, Callable[[Source], Rows]] = {
+_OBJECTS: Mapping[str, Callable[[Source], Contents]] = {
     "mooncake": read_mooncake,
     "vllm_requests": read_vllm_requests,
     "vtc_measured": read_vtc_measured,
     "bench_serve": read_bench_serve,
     "sharegpt": read_sharegpt,
 }
+_MARKS: Sequence[tuple[str, set[str]]] = (  # a format and the fields that identify it; the first match is taken
+    ("mooncake", {"hash_ids"}),
+    ("vllm_requests", {"queued_ts"}),
+    ("vtc_measured", {"config", "result"}),
+    ("bench_serve", {"total_input_tokens"}),
+    ("bench_serve", {"input_lens"}),
+    ("sharegpt", {"conversations"}),
+    ("sharegpt", {"messages"}),
+)
 FORMATS = (*(table.name for table in TABLES), *_OBJECTS, "csv")
 
 
@@ -41,13 +51,13 @@ def load_trace(
     """
     source = read_source(path)
     reader = _reader(source, format, columns)
-    rows = reader(source, count_tokens) if reader is read_sharegpt else reader(source)
-    if not rows.drafts:
+    contents = reader(source, count_tokens) if reader is read_sharegpt else reader(source)
+    if not contents.located:
         raise source.error("expected at least one request, there is none")
-    return _in_order(source, rows)
+    return _in_order(source, contents)
 
 
-def _reader(source: Source, format: str | None, columns: Mapping[str, Column] | None) -> Callable[[Source], Rows]:
+def _reader(source: Source, format: str | None, columns: Mapping[str, Column] | None) -> Callable[[Source], Contents]:
     if columns is not None:
         if format not in (None, "csv"):
             raise TraceError(f"a column map is for CSV, not for the format {format!r}")
@@ -62,7 +72,7 @@ def _reader(source: Source, format: str | None, columns: Mapping[str, Column] | 
     return partial(read_table, table=table) if table else _OBJECTS[format]
 
 
-def _found_by_content(source: Source) -> Callable[[Source], Rows]:
+def _found_by_content(source: Source) -> Callable[[Source], Contents]:
     if source.text.lstrip().startswith(("{", "[")):
         return _OBJECTS[_kind_of_json(source)]
     table = table_of(header_of(source))
@@ -75,19 +85,11 @@ def _found_by_content(source: Source) -> Callable[[Source], Rows]:
 def _kind_of_json(source: Source) -> str:
     if source.text.lstrip().startswith("["):
         return "sharegpt"
-    first_line = source.text.lstrip().split("\n", 1)[0]
-    keys = _keys(first_line) or list(json_of(source))
-    if "hash_ids" in keys:
-        return "mooncake"
-    if "queued_ts" in keys:
-        return "vllm_requests"
-    if "config" in keys and "result" in keys:
-        return "vtc_measured"
-    if "total_input_tokens" in keys or "input_lens" in keys:
-        return "bench_serve"
-    if "conversations" in keys or "messages" in keys:
-        return "sharegpt"
-    raise source.error(f"no known format has the fields {', '.join(map(repr, keys)) or 'none'}", 1)
+    keys = _keys(source.text.lstrip().split("\n", 1)[0]) or list(json_of(source))
+    name = next((name for name, marks in _MARKS if marks <= set(keys)), None)
+    if name is None:
+        raise source.error(f"no known format has the fields {', '.join(map(repr, keys)) or 'none'}", 1)
+    return name
 
 
 def _keys(text: str) -> Sequence[str]:
@@ -98,46 +100,34 @@ def _keys(text: str) -> Sequence[str]:
     return list(value) if isinstance(value, dict) else ()
 
 
-def _in_order(source: Source, rows: Rows) -> Trace:
-    """Sorted by arrival, with ids and a clock that begins at the first arrival."""
-    numbered = sorted(enumerate(rows.drafts), key=lambda item: item[1].arrival_time)
-    drafts = [draft for _, draft in numbered]
-    early = sum(after.arrival_time < before.arrival_time for before, after in pairwise(rows.drafts))
-    notes = rows.notes
+def _in_order(source: Source, contents: Contents) -> Trace:
+    """Sort by arrival, number requests without ids, and start the clock at the first arrival."""
+    located = contents.located
+    _check_ids(replace(source, row_is=contents.row_is), located)
+    numbered = [replace(request, id=request.id or str(number)) for number, (_, request) in enumerate(located)]
+    requests = sorted(numbered, key=lambda request: request.arrival_time)
+    early = sum(after.arrival_time < before.arrival_time for before, after in pairwise(numbered))
+    notes = contents.notes
     if early:
         notes += (f"sorted by arrival: {counted(early)} came before the one above",)
-    if drafts[0].arrival_time == drafts[-1].arrival_time and len(drafts) > 1:
+    start = requests[0].arrival_time
+    if start == requests[-1].arrival_time and len(requests) > 1:
         notes += ("all requests arrive at once",)
-    start = drafts[0].arrival_time
-    _check_ids(replace(source, row_is=rows.row_is), rows.drafts)
-    requests = tuple(_request(draft, str(number) if draft.id is None else draft.id, start) for number, draft in numbered)
-    return Trace(Path(source.path).name, source.path, requests, notes)
+    return Trace(Path(source.path).name, source.path, tuple(_starting_at(request, start) for request in requests), notes)
 
 
-def _request(draft: Draft, id: str, start: float) -> TraceRequest:
-    """A file's times are rounded to microseconds: what its own clock adds below that, which counts from 1970, is no information."""
-    return TraceRequest(
-        id,
-        round(draft.arrival_time - start, 6),
-        draft.prompt_tokens,
-        draft.output_tokens,
-        draft.client,
-        draft.priority,
-        None if draft.deadline is None else round(draft.deadline - start, 6),
-        draft.max_tokens,
-        draft.predicted_tokens,
-        draft.spans,
-        None if draft.measured is None else draft.measured.shifted(-start),
-        None if draft.ttft_deadline is None else round(draft.ttft_deadline - start, 6),
-        draft.tbt_s,
-    )
+def _starting_at(request: TraceRequest, start: float) -> TraceRequest:
+    """Return the request on a clock that starts at `start`, in whole microseconds: a finer difference of two epoch times is rounding noise."""
+    moved = shifted(request, -start)
+    last, first = (None if time is None else round(time, 6) for time in (moved.deadline, moved.ttft_deadline))
+    return replace(moved, arrival_time=round(moved.arrival_time, 6), deadline=last, ttft_deadline=first)
 
 
-def _check_ids(source: Source, drafts: Sequence[Draft]) -> None:
-    seen: dict[str, int] = {}
-    for draft in drafts:
-        for name in (draft.id, draft.client):
-            if name is not None and unicode_error(name):
-                raise source.error(f"expected ids and clients that are text, got half a surrogate pair in {name!r}", draft.line)
-        if draft.id is not None and seen.setdefault(draft.id, draft.line) != draft.line:
-            raise source.error(f"expected ids that differ, {draft.id!r} is also in {source.row_is} {seen[draft.id]}", draft.line)
+def _check_ids(source: Source, located: Sequence[Located]) -> None:
+    lines: dict[str, int] = {}
+    for line, request in located:
+        for name in (request.id, request.client):
+            if name and unicode_error(name):
+                raise source.error(f"expected ids and clients that are text, got half a surrogate pair in {name!r}", line)
+        if request.id and lines.setdefault(request.id, line) != line:
+            raise source.error(f"expected ids that differ, {request.id!r} is also in {source.row_is} {lines[request.id]}", line)

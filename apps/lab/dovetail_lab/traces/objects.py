@@ -8,20 +8,20 @@ from itertools import accumulate
 from typing import Any
 
 from dovetail.checks import shown
-from dovetail_lab.traces.reading import Draft, Row, Rows, Source, as_seconds, json_of, json_rows, without_failed
-from dovetail_lab.traces.request import Measured, Span, stream_of
+from dovetail_lab.traces.reading import Contents, JsonObject, Located, Source, as_seconds, json_of, json_rows, without_failed
+from dovetail_lab.traces.request import Measured, Span, TraceRequest, stream_of
 
 MOONCAKE_BLOCK = 512  # tokens that a hash id stands for
 
 CountTokens = Callable[[str], int]
 
 
-def read_mooncake(source: Source) -> Rows:
+def read_mooncake(source: Source) -> Contents:
     """Mooncake (Qin et al., FAST '25): equal hash ids are equal blocks of 512 tokens, so a prompt is made of the texts that its ids name."""
-    return Rows([_mooncake(row) for row in json_rows(source)])
+    return Contents([_mooncake(row) for row in json_rows(source)])
 
 
-def _mooncake(row: Row) -> Draft:
+def _mooncake(row: JsonObject) -> Located:
     tokens, ids = row.tokens("input_length"), row.get("hash_ids")
     blocks = -(-tokens // MOONCAKE_BLOCK)
     if not isinstance(ids, list) or len(ids) != blocks or not all(type(id) is int for id in ids):
@@ -30,49 +30,50 @@ def _mooncake(row: Row) -> Draft:
         )
     last = tokens - (blocks - 1) * MOONCAKE_BLOCK
     spans = [Span(stream_of("mooncake", id), 0, MOONCAKE_BLOCK) for id in ids[:-1]] + [Span(stream_of("mooncake", ids[-1]), 0, last)]
-    return Draft(row.line, row.seconds("timestamp", "ms"), tokens, row.tokens("output_length"), spans=tuple(spans))
+    return Located(row.line, TraceRequest("", row.seconds("timestamp", "ms"), tokens, row.tokens("output_length"), spans=tuple(spans)))
 
 
-def read_vllm_requests(source: Source) -> Rows:
+def read_vllm_requests(source: Source) -> Contents:
     """Read measurements of a running vLLM, a request a line. Its arrivals are wall-clock times and the rest monotonic ones: the offset between
     the two is the one that makes the shortest wait for the queue zero."""
     rows = list(json_rows(source))
     offset = min(row.seconds("queued_ts") - row.seconds("arrival_time") for row in rows)
 
-    def draft(row: Row) -> Draft:
+    def located(row: JsonObject) -> Located:
         scheduled, first, last = (row.seconds(name) - offset for name in ("scheduled_ts", "first_token_ts", "last_token_ts"))
         _in_order(row, row.seconds("arrival_time"), scheduled, first, last)
         measured = Measured(first, last, scheduled)
-        name = str(row.get("request_id"))
-        return Draft(row.line, row.seconds("arrival_time"), row.tokens("input_toks"), row.tokens("output_toks"), id=name, measured=measured)
+        tokens = row.tokens("input_toks"), row.tokens("output_toks")
+        return Located(row.line, TraceRequest(str(row.get("request_id")), row.seconds("arrival_time"), *tokens, measured=measured))
 
-    return Rows([draft(row) for row in rows])
+    return Contents([located(row) for row in rows])
 
 
-def _in_order(row: Row, arrival: float, scheduled: float, first: float, last: float) -> None:
+def _in_order(row: JsonObject, arrival: float, scheduled: float, first: float, last: float) -> None:
     if not arrival - 1e-6 <= scheduled <= first <= last:
         times = ", ".join(f"{time - arrival:.6f}" for time in (scheduled, first, last))
         raise row.source.error(f"expected arrival <= scheduled <= first token <= last token, got {times} s after arrival", row.line)
 
 
-def read_vtc_measured(source: Source) -> Rows:
+def read_vtc_measured(source: Source) -> Contents:
     """Measurements of the artifact of VTC (Sheng et al., OSDI '24). Aborted requests have no first token and are left out."""
-    responses = _list(Row(source, 1, json_of(source)), "result", "responses")
+    responses = _list(JsonObject(source, 1, json_of(source)), "result", "responses")
 
-    def drafts() -> Iterator[Draft]:
+    def located() -> Iterator[Located]:
         for row in _items(source, responses):
             arrival = row.seconds("req_time")
             failed = row.get("first_token_latency") == -1
             times = None if failed else Measured(arrival + row.seconds("first_token_latency"), arrival + row.seconds("request_latency"))
             output = 0 if failed else row.tokens("output_len")
-            yield Draft(row.line, arrival, row.tokens("prompt_len"), output, client=str(row.get("adapter_dir")), measured=times)
+            client = str(row.get("adapter_dir"))
+            yield Located(row.line, TraceRequest("", arrival, row.tokens("prompt_len"), output, client, measured=times))
 
-    return without_failed(drafts(), "of aborted requests")
+    return without_failed(located(), "of aborted requests")
 
 
-def read_bench_serve(source: Source) -> Rows:
+def read_bench_serve(source: Source) -> Contents:
     """The result of vLLM's `bench serve`. Only with --save-detailed it holds what each request was; older versions give no start times."""
-    result = Row(source, 1, json_of(source)).values
+    result = JsonObject(source, 1, json_of(source)).values
     missing = [name for name in ("input_lens", "output_lens") if not isinstance(result.get(name), list)]
     if missing:
         raise source.error(f"expected a list {missing[0]!r}: only a run of vLLM's bench serve with --save-detailed writes it")
@@ -85,7 +86,7 @@ def read_bench_serve(source: Source) -> Rows:
     return without_failed(map(_bench_serve, _items(source, requests)), "that failed")
 
 
-def _bench_serve(row: Row) -> Draft:
+def _bench_serve(row: JsonObject) -> Located:
     values = row.values
     arrival = row.seconds("start_times") if "start_times" in values else 0.0
     output = 0 if values.get("errors") else row.tokens("output_lens", 0)
@@ -96,7 +97,7 @@ def _bench_serve(row: Row) -> Draft:
         if not isinstance(gaps, list):
             raise row.source.error(f"expected a list of seconds, got {shown(gaps)}", row.line, "itls")
         measured = Measured(first, first + sum(as_seconds(row.source, row.line, "itls", gap) for gap in gaps))
-    return Draft(row.line, arrival, row.tokens("input_lens", 0), output, measured=measured)
+    return Located(row.line, TraceRequest("", arrival, row.tokens("input_lens", 0), output, measured=measured))
 
 
 def count_words(text: str) -> int:
@@ -104,7 +105,7 @@ def count_words(text: str) -> int:
     return len(text.split())
 
 
-def read_sharegpt(source: Source, count_tokens: CountTokens | None = None) -> Rows:
+def read_sharegpt(source: Source, count_tokens: CountTokens | None = None) -> Contents:
     """Conversations as ShareGPT has them (`conversations` of `from` and `value`) or as chat APIs do (`messages` of `role` and `content`),
     in a list or a line each.
 
@@ -113,12 +114,12 @@ def read_sharegpt(source: Source, count_tokens: CountTokens | None = None) -> Ro
     """
     conversations = _items(source, json_of(source)) if source.text.lstrip().startswith("[") else json_rows(source)
     count = count_tokens or count_words
-    drafts = [draft for row in conversations for draft in _answers(row, count)]
+    answers = [answer for row in conversations for answer in _answers(row, count)]
     notes = () if count_tokens else ("lengths are counted in words: no tokenizer was given",)
-    return Rows(drafts, notes, "item" if source.text.lstrip().startswith("[") else "line")
+    return Contents(answers, notes, "item" if source.text.lstrip().startswith("[") else "line")
 
 
-def _answers(row: Row, count: CountTokens) -> Iterator[Draft]:
+def _answers(row: JsonObject, count: CountTokens) -> Iterator[Located]:
     name = str(row.values.get("id", row.line))
     said = [_turn(row, turn) for turn in _list(row, "conversations" if "conversations" in row.values else "messages")]
     lengths = [count(text) for _, text in said]
@@ -127,10 +128,10 @@ def _answers(row: Row, count: CountTokens) -> Iterator[Draft]:
         if index < len(said) and said[index][0] and before and lengths[index]:
             turn = sum(by_model for by_model, _ in said[:index])
             span = Span(stream, 0, before + lengths[index])
-            yield Draft(row.line, 0.0, before, lengths[index], id=f"{name}/{turn}", spans=(span,))
+            yield Located(row.line, TraceRequest(f"{name}/{turn}", 0.0, before, lengths[index], spans=(span,)))
 
 
-def _turn(row: Row, turn: Any) -> tuple[bool, str]:
+def _turn(row: JsonObject, turn: Any) -> tuple[bool, str]:
     """Return True if the model said it, and its text."""
     if isinstance(turn, dict):
         speaker, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
@@ -139,7 +140,7 @@ def _turn(row: Row, turn: Any) -> tuple[bool, str]:
     raise row.source.error(f"expected a turn with `from` and `value`, or `role` and `content`, as texts, got {shown(turn)}", row.line)
 
 
-def _list(row: Row, *names: str) -> list[Any]:
+def _list(row: JsonObject, *names: str) -> list[Any]:
     """Return the list at that path of names."""
     value: Any = row.values
     for name in names:
@@ -149,6 +150,6 @@ def _list(row: Row, *names: str) -> list[Any]:
     return value
 
 
-def _items(source: Source, values: list[Any]) -> Iterator[Row]:
+def _items(source: Source, values: list[Any]) -> Iterator[JsonObject]:
     by_item = replace(source, row_is="item")
-    return (Row(by_item, number, value) for number, value in enumerate(values, 1))
+    return (JsonObject(by_item, number, value) for number, value in enumerate(values, 1))

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from dovetail.checks import shown
 from dovetail.errors import DovetailError
-from dovetail_lab.traces.request import Measured, Span
+from dovetail_lab.traces.request import TraceRequest
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _GZIP = b"\x1f\x8b"
@@ -39,32 +39,20 @@ class Source:
         return TraceError(": ".join(filter(None, (place, f"column {column}" if column is not None else "", message))))
 
 
-class Draft(NamedTuple):
-    """A row before its trace is put in order: times are on the file's own clock, in seconds."""
+class Located(NamedTuple):
+    """A request and its line or item in the file. Its times are on the file's own clock; an empty id stands for its number in the file."""
 
     line: int
-    arrival_time: float
-    prompt_tokens: int
-    output_tokens: int
-    id: str | None = None  # None: its number in the file
-    client: str | None = None
-    priority: int = 0
-    deadline: float | None = None
-    max_tokens: int | None = None
-    predicted_tokens: int | None = None
-    spans: tuple[Span, ...] = ()
-    measured: Measured | None = None
-    ttft_deadline: float | None = None
-    tbt_s: float | None = None
+    request: TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """The result of a loader: the file's rows, and notes on changes to them."""
+class Contents:
+    """Requests of a file in its order, and notes on changes to them."""
 
-    drafts: list[Draft]
+    located: list[Located]
     notes: tuple[str, ...] = ()
-    row_is: Literal["line", "item"] = "line"  # as of a `Source`: what a draft's `line` counts
+    row_is: Literal["line", "item"] = "line"  # as in `Source`: what `Located.line` counts
 
 
 def read_source(path: str | Path) -> Source:
@@ -87,11 +75,11 @@ def json_of(source: Source) -> Any:
     return _parse(source, source.text, 1)
 
 
-def json_rows(source: Source) -> Iterator[Row]:
+def json_rows(source: Source) -> Iterator[JsonObject]:
     """Yield the objects of a file of JSON lines; empty lines are skipped."""
     for number, line in enumerate(source.text.split("\n"), 1):
         if line.strip():
-            yield Row(source, number, _parse(source, line, number))
+            yield JsonObject(source, number, _parse(source, line, number))
 
 
 def _parse(source: Source, text: str, first_line: int) -> Any:
@@ -105,8 +93,8 @@ def _parse(source: Source, text: str, first_line: int) -> Any:
         raise source.error(f"expected JSON: {said}", first_line + error.lineno - 1, error.colno) from None
 
 
-class Row:
-    """A JSON object of a trace, whose fields are checked as they are read; `line` is its line, or its item in a list."""
+class JsonObject:
+    """A JSON object of a trace. Fields are validated when they are read; `line` is its line, or its position in a list."""
 
     def __init__(self, source: Source, line: int, values: Any) -> None:
         self.source, self.line = source, line
@@ -169,12 +157,12 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def without_failed(drafts: Iterable[Draft], what: str) -> Rows:
-    """Return the rows that got an answer; a note counts the others."""
-    drafts = list(drafts)
-    kept = [draft for draft in drafts if draft.output_tokens > 0 and draft.prompt_tokens > 0]
-    dropped = len(drafts) - len(kept)
-    return Rows(kept, (f"left out {counted(dropped)} {what}",) if dropped else ())
+def without_failed(located: Iterable[Located], what: str) -> Contents:
+    """Drop requests without an answer; a note counts them."""
+    located = list(located)
+    kept = [one for one in located if one.request.output_tokens > 0 and one.request.prompt_tokens > 0]
+    dropped = len(located) - len(kept)
+    return Contents(kept, (f"left out {counted(dropped)} {what}",) if dropped else ())
 
 
 def counted(rows: int) -> str:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dovetail_lab.traces.reading import UNITS, Draft, Rows, Source, TraceError, as_seconds, as_tokens, as_whole, without_failed
+from dovetail_lab.traces.reading import UNITS, Contents, Located, Source, TraceError, as_seconds, as_tokens, as_whole, without_failed
+from dovetail_lab.traces.request import TraceRequest
 
-_MEANS = {  # a field of a column map -> that of a draft
+_MEANS = {  # field of a column map -> field of `TraceRequest`
     "arrival": "arrival_time",
     "prompt": "prompt_tokens",
     "output": "output_tokens",
@@ -96,17 +97,17 @@ def header_of(source: Source) -> list[str]:
     return [name.strip() for name in next(csv.reader(source.text.split("\n", 1)[:1]), [])]
 
 
-def read_table(source: Source, table: Table) -> Rows:
+def read_table(source: Source, table: Table) -> Contents:
     """Read all rows of the file. Raises `TraceError` at the first that isn't as `table` says."""
     lines = csv.reader(io.StringIO(source.text), strict=True)
     try:
-        drafts = list(_drafts(source, table, next(lines), lines))
+        located = list(_located(source, table, next(lines), lines))
     except csv.Error as error:
         raise source.error(f"expected CSV: {error}", lines.line_num) from None
-    return without_failed(drafts, table.fails) if table.fails else Rows(drafts)
+    return without_failed(located, table.fails) if table.fails else Contents(located)
 
 
-def _drafts(source: Source, table: Table, header: list[str], lines: Any) -> Iterator[Draft]:
+def _located(source: Source, table: Table, header: list[str], lines: Any) -> Iterator[Located]:
     """`lines`: the csv reader, after the header."""
     names, width = [name.strip() for name in header], len(header)
     for column in table.columns.values():
@@ -115,12 +116,12 @@ def _drafts(source: Source, table: Table, header: list[str], lines: Any) -> Iter
             raise source.error(f"expected a column {column.name!r}; {found}", 1)
     least = 0 if table.fails else 1
     cells = [(_MEANS[field], names.index(column.name), _parser(source, field, column, least)) for field, column in table.columns.items()]
-    values: dict[str, Any] = {"arrival_time": 0.0}
+    values: dict[str, Any] = {"id": "", "arrival_time": 0.0}
     for row in lines:
         line = lines.line_num
         if len(row) == width:
             values |= {name: parse(line, row[index].strip()) for name, index, parse in cells}
-            yield Draft(line, **values)
+            yield Located(line, TraceRequest(**values))
         elif row:
             raise source.error(f"expected {width} columns, got {len(row)}", line)
 
@@ -137,4 +138,4 @@ def _parser(source: Source, field: str, column: Column, least: int) -> Callable[
         return lambda line, cell: as_whole(source, line, column.name, cell, -_PRIORITIES, _PRIORITIES) if cell else 0
     if field in ("max_tokens", "predicted"):
         return lambda line, cell: as_tokens(source, line, column.name, cell) if cell else None
-    return lambda line, cell: cell or None
+    return lambda line, cell: cell or ("" if field == "id" else None)

@@ -27,7 +27,7 @@ def scale_rate(trace: Trace, factor: float) -> Trace:
 
 def arriving_at(request: TraceRequest, time: float) -> TraceRequest:
     """Return the request with another arrival time, its deadlines as far away as before, and without measured times."""
-    return replace(_shifted(request, time - request.arrival_time), arrival_time=time, measured=None)
+    return replace(shifted(request, time - request.arrival_time), arrival_time=time, measured=None)
 
 
 def slice_trace(trace: Trace, text: str) -> Trace:
@@ -51,10 +51,11 @@ def slice_trace(trace: Trace, text: str) -> Trace:
         raise TraceError(f"expected a slice like 100:200 (requests) or 60s:120s (seconds), got {text!r}") from None
     if not chosen:
         raise TraceError(f"the slice {text} of {trace.name} is empty: it has {len(trace)} requests in {trace.duration_s:g} s")
-    return _changed(trace, (_shifted(request, -start) for request in chosen), f"slice {text}: {len(chosen)} of {len(trace)} requests")
+    return _changed(trace, (shifted(request, -start) for request in chosen), f"slice {text}: {len(chosen)} of {len(trace)} requests")
 
 
-def _shifted(request: TraceRequest, by: float) -> TraceRequest:
+def shifted(request: TraceRequest, by: float) -> TraceRequest:
+    """Return the request with all its times `by` seconds later."""
     last, first = (None if instant is None else instant + by for instant in (request.deadline, request.ttft_deadline))
     measured = None if request.measured is None else request.measured.shifted(by)
     return replace(request, arrival_time=request.arrival_time + by, deadline=last, ttft_deadline=first, measured=measured)
