@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from dovetail.errors import ConfigError
-from dovetail_lab.jobs import names_of
+from dovetail_lab.planned_runs import names_of
 from dovetail_lab.report.curves_page import Curves, Table
 from dovetail_lab.report.engine import Engine
 from dovetail_lab.report.style import MARKERS, PAPER
 from dovetail_lab.report.sweep_page import sweep_page
 from dovetail_lab.slo import parse_slo
-from dovetail_lab.sweep import RATE, Point, Row, as_csv, averaged, figures, grid, parse_axis
+from dovetail_lab.sweep import RATE, GridPoint, GridResult, averaged, figures, grid, parse_axis, table_of
 from tests.lab.commands import lab, write_engine
 from tests.lab.made_runs import record, rejected, run, run_of_ttfts
 from tests.lab.test_report import assert_complete
@@ -50,7 +50,7 @@ def test_a_malformed_axis_is_refused(text: str) -> None:
 def test_the_grid_has_every_combination_once() -> None:
     points = list(grid([parse_axis("a=1,2"), parse_axis("b=x,y,z")], range(2)))
     assert len({(*point.values.values(), point.seed) for point in points}) == len(points) == 12
-    assert points[0] == Point({"a": "1", "b": "x"}, 0)
+    assert points[0] == GridPoint({"a": "1", "b": "x"}, 0)
     with pytest.raises(ConfigError, match="a is given twice"):
         list(grid([parse_axis("a=1"), parse_axis("a=2")], range(1)))
 
@@ -61,14 +61,14 @@ def test_a_row_without_completed_requests_is_empty_and_misses() -> None:
     assert math.isnan(found["ttft_p99"])
     assert (found["completed"], found["rejected"], found["slo_met"]) == (0, 1, 0)
     assert (found["slo_ttft_p99"], found["slo_ttft_p99_within"]) == (math.inf, 0)
-    text = as_csv([Row(Point({"a": "1"}, 0), found, Engine.of("a", [nobody]))])
+    text = table_of([GridResult(GridPoint({"a": "1"}, 0), found, Engine.of("a", [nobody]))])
     assert ",,," in text
     assert ",inf," in text
 
 
 def test_averages_are_over_seeds_only() -> None:
     runs = [(value, run_of_ttfts([ttft], seed=seed)) for value, seed, ttft in (("1", 0, 1.0), ("1", 1, 3.0), ("2", 0, 5.0))]
-    rows = [Row(Point({"a": value}, one.seed), figures(one), Engine.of("a", [one])) for value, one in runs]
+    rows = [GridResult(GridPoint({"a": value}, one.seed), figures(one), Engine.of("a", [one])) for value, one in runs]
     assert [row.figures["ttft_mean"] for row in averaged(rows)] == pytest.approx([2.0, 5.0])
 
 
@@ -97,17 +97,17 @@ def test_processes_change_no_byte_of_the_table_or_the_page(engine: Path, tmp_pat
         assert text in page
 
 
-def rows(axis: str, values: Sequence[str], others: Sequence[str], slo: str = "ttft_p99<1") -> list[Row]:
+def rows(axis: str, values: Sequence[str], others: Sequence[str], slo: str = "ttft_p99<1") -> list[GridResult]:
     """A grid of runs made by hand: the larger the axis' value, the more requests a second, and the longer their wait."""
     made = []
     for other in others:
         for index, value in enumerate(values, start=1):
             one = run(record(i, 0.3 * index, arrival_s=i / index) for i in range(10))
-            made.append(Row(Point({axis: value, "scheduler": other}, 0), figures(one, parse_slo(slo)), Engine.of("e", [one])))
+            made.append(GridResult(GridPoint({axis: value, "scheduler": other}, 0), figures(one, parse_slo(slo)), Engine.of("e", [one])))
     return made
 
 
-def page_of(grid_rows: list[Row], slo: str = "ttft_p99<1") -> Curves:
+def page_of(grid_rows: list[GridResult], slo: str = "ttft_p99<1") -> Curves:
     return sweep_page("e", "made", grid_rows, parse_slo(slo), 1, Table(["scheduler"], [["fcfs"]]), "dovetail lab sweep", {})
 
 
@@ -142,7 +142,9 @@ def test_a_share_is_judged_for_objectives_on_percentiles_alone() -> None:
 
 def test_what_was_never_served_is_an_arrow_not_a_point() -> None:
     runs = [run([*(record(i, 0.2) for i in range(9)), *map(rejected, range(9, 9 + lost))]) for lost in (0, 5)]
-    grid_rows = [Row(Point({RATE: str(i)}, 0), figures(one, parse_slo("ttft_p99<1")), Engine.of("e", [one])) for i, one in enumerate(runs, start=1)]
+    grid_rows = [
+        GridResult(GridPoint({RATE: str(i)}, 0), figures(one, parse_slo("ttft_p99<1")), Engine.of("e", [one])) for i, one in enumerate(runs, start=1)
+    ]
     drawing = page_of(grid_rows).drawings[0]
     assert "An arrow at the top" in drawing.caption
     assert len(drawing.figure.axes[0].lines[0].get_xdata()) == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -15,12 +13,13 @@ from dovetail_lab.command_options import (
     ReplicaOptions,
     SettingsOfSeveral,
     StepTime,
-    TraceOptions,
+    TraceArgument,
     open_engines,
 )
 from dovetail_lab.digits import evenly, significant
 from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, need, seeds_from, shown_command, wide_console
-from dovetail_lab.writing import make_folder
+from dovetail_lab.workload_options import WorkloadOptions
+from dovetail_lab.writing import as_csv, make_folder
 
 if TYPE_CHECKING:
     from dovetail import EngineConfig
@@ -29,14 +28,14 @@ if TYPE_CHECKING:
     from dovetail_lab.report.engine import Engine
     from dovetail_lab.routers import Routing
     from dovetail_lab.slo import Objective
-    from dovetail_lab.workloads.load import WorkloadOptions
 
 TABLE_FILE = "capacity.csv"
 
 
 def capacity(
     engines: Annotated[list[str], typer.Argument(metavar="engine.yaml …", help="One engine or more; all are set beside the first.")],
-    requests: TraceOptions,
+    trace: TraceArgument,
+    options: WorkloadOptions,
     routed: ReplicaOptions,
     slo: Annotated[str, typer.Option("--slo", help='"ttft_p99<0.5,tpot_p99<50ms", or a preset such as mlperf-llama3.1-8b.')],
     tolerance: Annotated[float, typer.Option("--tolerance", help="How exactly to find the rate, as a share of it.")] = 0.02,
@@ -54,14 +53,14 @@ def capacity(
     objectives = parse_slo(slo)
     configs = open_engines(engines, settings, step_time=step_time)
     routing = routed.routing(list(configs))
-    options = [requests.workload(one, None) for one in seeds_from(requests.seed, seeds)]
-    own_rate = _own_rate(requests.trace, options)
+    of_seeds = [replace(options, seed=one, scale_rate=None) for one in seeds_from(options.seed, seeds)]
+    own_rate = _own_rate(trace, of_seeds)
     if out is not None:
         make_folder(out)
     found, engines_run, said, cautions = {}, [], [], []
     for name, config in configs.items():
-        runner = _Runner(name, config, requests.trace, options, routing[name], cores(jobs))
-        found[name] = find_capacity(runner, objectives, tolerance=tolerance, start=1.0 if requests.scale_rate is None else requests.scale_rate)
+        runner = _Runner(name, config, trace, of_seeds, routing[name], cores(jobs))
+        found[name] = find_capacity(runner, objectives, tolerance=tolerance, start=1.0 if options.scale_rate is None else options.scale_rate)
         said.append(f"{name}: {answer(found[name], objectives, own_rate)}")
         cautions += [f"{name}: {text}" for text in _cautions(found[name], runner.seeded)]
         engines_run.append(runner.engine)
@@ -82,7 +81,7 @@ def capacity(
             objectives,
             own_rate,
             engines_run,
-            trace=requests.trace,
+            trace=trace,
             answers=[*said, *compared],
             cautions=cautions,
             table=table,
@@ -101,25 +100,25 @@ class _Runner:
     def __init__(
         self, name: str, config: EngineConfig, trace: str, options: Sequence[WorkloadOptions], routing: Routing | None, processes: int
     ) -> None:
-        from dovetail_lab.jobs import Job
+        from dovetail_lab.planned_runs import PlannedRun
 
-        self._jobs = [Job(config, trace, one, name, routing) for one in options]
+        self._jobs = [PlannedRun(config, trace, one, name, routing) for one in options]
         self._name, self._processes = name, processes
         self._jobs[0].check()
 
     def __call__(self, scale: float) -> list[RunResult]:
-        from dovetail_lab.jobs import keep, run_jobs
+        from dovetail_lab.planned_runs import keep, run_all
         from dovetail_lab.report.engine import Engine
 
         scaled = [replace(job, options=replace(job.options, scale_rate=scale)) for job in self._jobs]
-        runs = list(run_jobs(scaled, keep, self._processes, f"{self._name} at {scale:.3g} times the rate"))
+        runs = list(run_all(scaled, keep, self._processes, f"{self._name} at {scale:.3g} times the rate"))
         self.engine, self.seeded = Engine.of(self._name, runs), runs[0].seeded
         return runs
 
 
 def _own_rate(trace: str, options: Sequence[WorkloadOptions]) -> float:
     """Return the workload's own rate in requests a second, averaged over seeds. Raises `ConfigError` if it has none."""
-    from dovetail_lab.jobs import cached_workload
+    from dovetail_lab.planned_runs import cached_workload
 
     rates = []
     for one in options:
@@ -185,18 +184,20 @@ def answer(found: Capacity, objectives: Sequence[Objective], own_rate: float) ->
 
 
 def _as_csv(found: Mapping[str, Capacity], objectives: Sequence[Objective], own_rate: float) -> str:
-    """Return the trials as CSV, one a line."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["policy", "scale_rate", "requests_per_s", *_csv_names(objectives), "met", "capacity"])
-    for name, of_engine in found.items():
-        for trial in of_engine.trials:
-            judged = (figure for one in trial.judged for figure in (one.value, one.share))
-            chosen = "yes" if trial.scale == of_engine.scale else "no"
-            writer.writerow([name, trial.scale, trial.scale * own_rate, *judged, "yes" if trial.met else "no", chosen])
-    return text.getvalue()
-
-
-def _csv_names(objectives: Sequence[Objective]) -> list[str]:
-    """Return for each objective the names of its value and of the share within its limit."""
-    return [name for objective in objectives for name in (f"{objective.name}_s", f"{objective.name}_within")]
+    """Return CSV with a line for each trial."""
+    names = [name for objective in objectives for name in (f"{objective.name}_s", f"{objective.name}_within")]
+    return as_csv(
+        ["policy", "scale_rate", "requests_per_s", *names, "met", "capacity"],
+        (
+            [
+                name,
+                trial.scale,
+                trial.scale * own_rate,
+                *(figure for one in trial.judged for figure in (one.value, one.share)),
+                "yes" if trial.met else "no",
+                "yes" if trial.scale == of_engine.scale else "no",
+            ]
+            for name, of_engine in found.items()
+            for trial in of_engine.trials
+        ),
+    )

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from dovetail import EngineConfig
     from dovetail_lab.routers import Routing
     from dovetail_lab.simulate import Progress
-    from dovetail_lab.workloads.load import WorkloadOptions
 
 Engine = Annotated[str, typer.Argument(metavar="engine.yaml", help="The engine: which policy, which KV-cache manager, what sizes.")]
 Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the engine, dotted if need be. May be repeated.")]
@@ -27,51 +26,10 @@ SettingsOfSeveral = Annotated[
     typer.Option("--set", metavar="[ENGINE:]KEY=VALUE", help="Set a key of every engine, or of the one of that name. May be repeated."),
 ]
 StepTime = Annotated[str | None, typer.Option("--step-time", metavar="FILE.json|NAME", help="How long steps take.  [default: as the engine says]")]
+TraceArgument = Annotated[
+    str, typer.Option("--trace", metavar="FILE|SPEC", help="A trace in any known format, a YAML spec of a workload, or a spec.")
+]
 Real = Annotated[bool, typer.Option("--real", help="On the engine's own executor, in real time, instead of a simulation.")]
-
-
-@dataclass(frozen=True, slots=True)
-class TraceOptions:
-    """The options that choose the requests."""
-
-    trace: Annotated[str, typer.Option("--trace", metavar="FILE|SPEC", help="A trace in any known format, a YAML spec of a workload, or a spec.")]
-    scale_rate: Annotated[float | None, typer.Option("--scale-rate", metavar="FACTOR", help="This many times as many requests a second.")] = None
-    slice: Annotated[
-        str | None, typer.Option("--slice", metavar="FROM:TO", help="A part of the trace: 100:200 (requests) or 60s:120s (seconds).")
-    ] = None
-    arrivals: Annotated[
-        str | None, typer.Option("--arrivals", metavar="PROCESS", help='In place of the trace\'s own times, such as "poisson(4)".')
-    ] = None
-    max_tokens: Annotated[str, typer.Option("--max-tokens", metavar="trace|N", help="What policies see as a request's max_tokens.")] = "trace"
-    predictor: Annotated[
-        str | None, typer.Option("--predictor", help="Guesses of output lengths that policies see: oracle, noisy(0.5), bucket(2, 0.8).")
-    ] = None
-    seed: Annotated[int, typer.Option("--seed", help="Of the engine, of synthetic workloads and of predictions.")] = 0
-    format: Annotated[str | None, typer.Option("--format", help="Of the trace.  [default: found by its content]")] = None
-    columns: Annotated[str | None, typer.Option("--columns", metavar="FIELD=COLUMN,…", help="What the columns of an unknown CSV file are.")] = None
-    tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", metavar="FILE.json", help="To count tokens of a trace that holds text.  [default: words are counted]")
-    ] = None
-    grammar_share: Annotated[
-        float | None, typer.Option("--grammar-share", metavar="SHARE", help="Of requests with a grammar, from 0 to 1.  [default: as the trace says]")
-    ] = None
-
-    def workload(self, seed: int, scale_rate: float | None) -> WorkloadOptions:
-        """Return the options of the workload, with another seed and rate."""
-        from dovetail_lab.workloads.load import WorkloadOptions
-
-        return WorkloadOptions(
-            self.format,
-            self.columns,
-            self.arrivals,
-            self.slice,
-            scale_rate,
-            self.max_tokens,
-            self.predictor,
-            seed,
-            self.tokenizer,
-            self.grammar_share,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +50,19 @@ class ReplicaOptions:
 
         chosen: dict[str, str | None] = dict.fromkeys(names)
         for text in self.router:
-            owner = max((name for name in names if text.startswith(f"{name}:")), key=len, default=None)
-            for name in names if owner is None else [owner]:
-                chosen[name] = text if owner is None else text.removeprefix(f"{owner}:")
+            owners, router = _addressed(text, names)
+            chosen |= dict.fromkeys(owners, router)
         if self.replicas == 1 and not self.router:
             return dict.fromkeys(names)
         if self.replicas == 1:
             raise ConfigError("--router: there is nothing to choose from with one engine: say how many with --replicas")
         return {name: Routing(self.replicas, router or "round_robin") for name, router in chosen.items()}
+
+
+def _addressed(text: str, names: Sequence[str]) -> tuple[Sequence[str], str]:
+    """Split "ENGINE:VALUE" into that engine and the value; without a known engine, the value is for all of `names`."""
+    owner = max((name for name in names if text.startswith(f"{name}:")), key=len, default=None)
+    return (names, text) if owner is None else ([owner], text.removeprefix(f"{owner}:"))
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
@@ -132,17 +95,17 @@ def open_engines(sources: Sequence[str], settings: Sequence[str], *, step_time: 
 
     Raises `ConfigError`, which names the engine.
     """
-    from dovetail_lab.jobs import names_of
+    from dovetail_lab.planned_runs import names_of
 
     names = names_of(sources)
     wanted: dict[str, list[str]] = {name: [] for name in names}
     for text in settings:
-        key = text.partition("=")[0]
-        owner = max((name for name in names if key.startswith(f"{name}:")), key=len, default=None)
-        if owner is None and ":" in key:
+        owners, setting = _addressed(text, names)
+        key = setting.partition("=")[0]
+        if owners is names and ":" in key:
             raise ConfigError(f"--set: {shown(text)}: there is no engine {shown(key.rpartition(':')[0])}; engines are {', '.join(names)}")
-        for name in names if owner is None else [owner]:
-            wanted[name].append(text if owner is None else text.removeprefix(f"{owner}:"))
+        for name in owners:
+            wanted[name].append(setting)
     return {
         name: open_engine(source, wanted[name], step_time=step_time, origin=f"{name}: --set") for name, source in zip(names, sources, strict=True)
     }

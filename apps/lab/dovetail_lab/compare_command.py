@@ -16,10 +16,11 @@ from dovetail_lab.command_options import (
     ReplicaOptions,
     SettingsOfSeveral,
     StepTime,
-    TraceOptions,
+    TraceArgument,
     open_engines,
 )
 from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, need, seeds_from, shown_command, wide_console
+from dovetail_lab.workload_options import WorkloadOptions
 from dovetail_lab.writing import make_folder, write_whole
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 def compare(
     engines: Annotated[list[str], typer.Argument(metavar="a.yaml b.yaml …", help="Two engines or more; all are compared with the first.")],
-    requests: TraceOptions,
+    trace: TraceArgument,
+    options: WorkloadOptions,
     routed: ReplicaOptions,
     seeds: Seeds = 1,
     out: Out = None,
@@ -45,7 +47,7 @@ def compare(
     """Compare policies on the same requests, with confidence intervals and a verdict."""
     need("scipy", *(("matplotlib", "jinja2") if out is not None else ()))
     from dovetail_lab import compare as comparing
-    from dovetail_lab.jobs import Job, keep, run_jobs
+    from dovetail_lab.planned_runs import PlannedRun, keep, run_all
 
     if len(engines) < 2:
         raise ConfigError("a comparison needs two engines or more: dovetail lab compare a.yaml b.yaml --trace …")
@@ -57,25 +59,25 @@ def compare(
     if decisions and any(routing.values()):
         raise ConfigError("--decisions: a log is of one engine: leave it out, or --replicas")
     todo = [
-        Job(
+        PlannedRun(
             _with_log(config, out / file_name(name, one, "-decisions")) if decisions and out else config,
-            requests.trace,
-            requests.workload(one, requests.scale_rate),
+            trace,
+            replace(options, seed=one),
             name,
             routing[name],
         )
         for name, config in configs.items()
-        for one in seeds_from(requests.seed, seeds)
+        for one in seeds_from(options.seed, seeds)
     ]
     if out is not None:
         make_folder(out)
     for job in todo:
         job.check()
-    done = list(run_jobs(todo, keep, cores(jobs), "compare"))
+    done = list(run_all(todo, keep, cores(jobs), "compare"))
     if decisions:
         done = [_without_log(run) for run in done]
     runs = {name: done[index * seeds : (index + 1) * seeds] for index, name in enumerate(configs)}
-    found = comparing.compare(runs, resamples=resamples, confidence=confidence, seed=requests.seed)
+    found = comparing.compare(runs, resamples=resamples, confidence=confidence, seed=options.seed)
     print_comparison(found)
     if out is not None:
         if keep_runs:

@@ -14,10 +14,11 @@ from dovetail_lab.command_options import (
     ReplicaOptions,
     Settings,
     StepTime,
-    TraceOptions,
+    TraceArgument,
     open_engine,
     progress_bar,
 )
+from dovetail_lab.workload_options import WorkloadOptions
 from dovetail_lab.writing import make_folder
 
 RUN_FILE = "run.json"
@@ -25,7 +26,8 @@ RUN_FILE = "run.json"
 
 def run(
     engine: Engine,
-    requests: TraceOptions,
+    trace: TraceArgument,
+    options: WorkloadOptions,
     routed: ReplicaOptions,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help=f"Where to write {RUN_FILE}: every request and every step.")] = None,
     goodput: Annotated[
@@ -44,14 +46,14 @@ def run(
     routing = routed.routing([name])[name]
     if routing is not None and real:
         raise ConfigError("--replicas: they are simulated: leave --real out")
-    workload = load_workload(requests.trace, requests.workload(requests.seed, requests.scale_rate))
+    workload = load_workload(trace, options)
     if out is not None:
         make_folder(out)
-    from dovetail_lab.jobs import replay_routed
+    from dovetail_lab.planned_runs import replay_routed
     from dovetail_lab.summary import print_summary
 
     with progress_bar(workload.name) as progress:
-        result = replay_routed(config, workload, routing, name=name, seed=requests.seed, progress=progress)
+        result = replay_routed(config, workload, routing, name=name, seed=options.seed, progress=progress)
     print_summary(result, slo)
     if out is not None:
         result.save(out / RUN_FILE)

@@ -1,9 +1,7 @@
-"""A grid of engines and rates, a row of figures for each point. The rows don't depend on how many processes computed them."""
+"""A grid of engines and rates, with figures for each point. Results don't depend on the number of processes."""
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +11,12 @@ from functools import partial
 import numpy as np
 
 from dovetail.errors import ConfigError
-from dovetail_lab.jobs import Job, run_jobs
 from dovetail_lab.metrics import measure
+from dovetail_lab.planned_runs import PlannedRun, run_all
 from dovetail_lab.records import RunResult
 from dovetail_lab.report.engine import Engine
 from dovetail_lab.slo import Objective
+from dovetail_lab.writing import as_csv
 
 RATE = "scale_rate"  # the axis of --rates: no key of the engine
 LATENCIES = ("ttft_mean", "ttft_p50", "ttft_p99", "tpot_mean", "tpot_p99", "itl_p99", "e2e_mean", "e2e_p50", "e2e_p99")  # seconds
@@ -35,7 +34,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class GridPoint:
     """One point of the grid: a value for each axis, and the seed."""
 
     values: Mapping[str, str]
@@ -43,10 +42,10 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GridResult:
     """The results at a point. `figures` are in seconds, in counts, or per second; NaN if there was nothing to measure."""
 
-    point: Point
+    point: GridPoint
     figures: Mapping[str, float]
     engine: Engine
 
@@ -79,7 +78,7 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def grid(axes: Sequence[Axis], seeds: Sequence[int]) -> Iterator[Point]:
+def grid(axes: Sequence[Axis], seeds: Sequence[int]) -> Iterator[GridPoint]:
     """Every combination; the last axis turns fastest, seeds faster still. Raises `ConfigError` if an axis is given twice."""
     keys = [axis.key for axis in axes]
     for key in keys:
@@ -87,15 +86,15 @@ def grid(axes: Sequence[Axis], seeds: Sequence[int]) -> Iterator[Point]:
             raise ConfigError(f"--set: {key} is given twice: write {key}=a,b")
     for values in itertools.product(*(axis.values for axis in axes)):
         for seed in seeds:
-            yield Point(dict(zip(keys, values, strict=True)), seed)
+            yield GridPoint(dict(zip(keys, values, strict=True)), seed)
 
 
-def sweep(jobs: Sequence[tuple[Point, Job]], objectives: Sequence[Objective] = (), processes: int = 1) -> list[Row]:
+def sweep(jobs: Sequence[tuple[GridPoint, PlannedRun]], objectives: Sequence[Objective] = (), processes: int = 1) -> list[GridResult]:
     """A row for each job, in order. All are checked before the first runs."""
     for _, job in jobs:
         job.check()
-    found = run_jobs([job for _, job in jobs], partial(_measured, objectives=tuple(objectives)), processes, "sweep")
-    return [Row(point, values, engine) for (point, _), (values, engine) in zip(jobs, found, strict=True)]
+    found = run_all([job for _, job in jobs], partial(_measured, objectives=tuple(objectives)), processes, "sweep")
+    return [GridResult(point, values, engine) for (point, _), (values, engine) in zip(jobs, found, strict=True)]
 
 
 def _measured(run: RunResult, objectives: Sequence[Objective]) -> tuple[dict[str, float], Engine]:
@@ -120,24 +119,21 @@ def figures(run: RunResult, objectives: Sequence[Objective] = ()) -> dict[str, f
     return {**{name: float(getattr(metrics, name)) for name in (*COUNTS, *RATES)}, **arrivals, **latencies, **slo}
 
 
-def averaged(rows: Sequence[Row]) -> list[Row]:
+def averaged(rows: Sequence[GridResult]) -> list[GridResult]:
     """Return one row for each point of the grid: the mean over its seeds. The row has the seed and the engine of the first."""
-    places: dict[tuple[str, ...], list[Row]] = {}
+    places: dict[tuple[str, ...], list[GridResult]] = {}
     for row in rows:
         places.setdefault(tuple(row.point.values.values()), []).append(row)
     means = ({name: float(np.mean([row.figures[name] for row in same])) for name in same[0].figures} for same in places.values())
-    return [Row(same[0].point, figures, same[0].engine) for same, figures in zip(places.values(), means, strict=True)]
+    return [GridResult(same[0].point, figures, same[0].engine) for same, figures in zip(places.values(), means, strict=True)]
 
 
-def as_csv(rows: Sequence[Row]) -> str:
-    """Every run a line, numbers in full; nothing where there was nothing to measure."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*rows[0].point.values, "seed", *rows[0].figures] if rows else [])
-    for row in rows:
-        writer.writerow([*row.point.values.values(), row.point.seed, *(_cell(value) for value in row.figures.values())])
-    return text.getvalue()
+def table_of(results: Sequence[GridResult]) -> str:
+    """Return CSV with a line for each run."""
+    header = [*results[0].point.values, "seed", *results[0].figures] if results else []
+    return as_csv(header, ([*one.point.values.values(), one.point.seed, *map(_cell, one.figures.values())] for one in results))
 
 
-def _cell(value: float) -> str:
-    return "" if math.isnan(value) else repr(int(value) if value.is_integer() else value)
+def _cell(value: float) -> float:
+    """Write whole numbers without a decimal point."""
+    return int(value) if value.is_integer() else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,15 +14,16 @@ from dovetail_lab.command_options import (
     Engine,
     ReplicaOptions,
     StepTime,
-    TraceOptions,
+    TraceArgument,
     open_engine,
 )
 from dovetail_lab.digits import evenly
 from dovetail_lab.experiment_options import Jobs, Out, Seeds, cores, need, seeds_from, shown_command, wide_console
+from dovetail_lab.workload_options import WorkloadOptions
 from dovetail_lab.writing import make_folder
 
 if TYPE_CHECKING:
-    from dovetail_lab.sweep import Row
+    from dovetail_lab.sweep import GridResult
 
 TABLE_FILE = "sweep.csv"
 _SHOWN = ("arrival_rate", "completed", "ttft_mean", "ttft_p99", "tpot_p99", "itl_p99", "e2e_mean", "e2e_p99", "output_rate", "slo_met")
@@ -30,7 +32,8 @@ _MANY = 10_000  # points that nobody meant
 
 def sweep(
     engine: Engine,
-    requests: TraceOptions,
+    trace: TraceArgument,
+    options: WorkloadOptions,
     routed: ReplicaOptions,
     settings: Annotated[list[str], typer.Option("--set", metavar="KEY=A,B,…", help="A key of the engine, and its values. May be repeated.")] = [],  # noqa: B006 typer makes a list of its own
     rates: Annotated[str | None, typer.Option("--rates", metavar="A,B,…", help="Factors on the trace's rate.")] = None,
@@ -43,7 +46,7 @@ def sweep(
     """Run every combination of settings and rates."""
     need(*(("matplotlib", "jinja2") if out is not None else ()))
     from dovetail_lab import sweep as sweeping
-    from dovetail_lab.jobs import Job, names_of
+    from dovetail_lab.planned_runs import PlannedRun, names_of
     from dovetail_lab.slo import parse_slo
 
     objectives = () if slo is None else parse_slo(slo)
@@ -51,15 +54,15 @@ def sweep(
     axes = [*map(sweeping.parse_axis, settings), *([] if rates is None else [sweeping.Axis(sweeping.RATE, _factors(rates))])]
     if not axes:
         raise ConfigError("nothing to sweep over: give --set key=value,value,… or --rates")
-    points = list(sweeping.grid(axes, seeds_from(requests.seed, seeds)))
+    points = list(sweeping.grid(axes, seeds_from(options.seed, seeds)))
     if len(points) > _MANY:
         raise ConfigError(f"the grid has {len(points):,} points: more than {_MANY:,} is surely a mistake")
     todo = []
     for point in points:
         chosen = [f"{key}={value}" for key, value in point.values.items() if key != sweeping.RATE]
         factor = point.values.get(sweeping.RATE)
-        rate = requests.scale_rate if factor is None else float(factor) * (1.0 if requests.scale_rate is None else requests.scale_rate)
-        job = Job(open_engine(engine, chosen, step_time=step_time), requests.trace, requests.workload(point.seed, rate), routing=routing)
+        rate = options.scale_rate if factor is None else float(factor) * (1.0 if options.scale_rate is None else options.scale_rate)
+        job = PlannedRun(open_engine(engine, chosen, step_time=step_time), trace, replace(options, seed=point.seed, scale_rate=rate), routing=routing)
         todo.append((point, job))
     if out is not None:
         make_folder(out)
@@ -70,8 +73,8 @@ def sweep(
         from dovetail_lab.report.curves_page import Table, write_curves
         from dovetail_lab.report.sweep_page import sweep_page
 
-        table, files = Table(*_table(means), names=len(axes)), {TABLE_FILE: sweeping.as_csv(rows)}
-        page = sweep_page(names_of([engine])[0], requests.trace, means, objectives, seeds, table, shown_command(), files)
+        table, files = Table(*_table(means), names=len(axes)), {TABLE_FILE: sweeping.table_of(rows)}
+        page = sweep_page(names_of([engine])[0], trace, means, objectives, seeds, table, shown_command(), files)
         typer.echo(f"written: {write_curves(page, out)[0]}")
 
 
@@ -90,7 +93,7 @@ def _factors(text: str) -> tuple[str, ...]:
     return parts
 
 
-def print_rows(rows: Sequence[Row], seeds: int) -> None:
+def print_rows(rows: Sequence[GridResult], seeds: int) -> None:
     from rich.table import Table
 
     header, cells = _table(rows)
@@ -104,7 +107,7 @@ def print_rows(rows: Sequence[Row], seeds: int) -> None:
     console.print("latencies in seconds" + (f", means over {seeds} seeds" if seeds > 1 else ""))
 
 
-def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def _table(rows: Sequence[GridResult]) -> tuple[list[str], list[list[str]]]:
     """Return the header, and a row of texts for each point; those of a column have as many decimals."""
     shown = [name for name in _SHOWN if name in rows[0].figures]
     columns = [_column(name, [row.figures[name] for row in rows]) for name in shown]

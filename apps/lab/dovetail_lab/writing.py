@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import math
 import os
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dovetail.errors import ConfigError
+
+Cell = str | int | float | None
 
 
 def make_folder(out: Path) -> None:
@@ -34,3 +40,12 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     finally:
         if unfinished.exists():
             unfinished.unlink()
+
+
+def as_csv(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
+    """Return CSV with numbers in full precision; NaN and None are empty cells."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows([None if isinstance(cell, float) and math.isnan(cell) else cell for cell in row] for row in rows)
+    return text.getvalue()

@@ -10,27 +10,34 @@ from dovetail_lab.report.curves_page import Curves, Table
 from dovetail_lab.report.drawing import Drawing
 from dovetail_lab.slo import Objective
 from dovetail_lab.summary import title_of
-from dovetail_lab.sweep import ARRIVALS, RATE, Row
+from dovetail_lab.sweep import ARRIVALS, RATE, GridResult
 
 _SHOWN = ("ttft_p99", "tpot_p99", "itl_p99", "e2e_mean")
 _NO_FIGURE = "There is no figure: no axis is a number with two values or more. --rates shows how latencies grow with the rate of arrivals."
 
 
 def sweep_page(
-    name: str, trace: str, rows: Sequence[Row], objectives: Sequence[Objective], seeds: int, table: Table, command: str, files: Mapping[str, str]
+    name: str,
+    trace: str,
+    results: Sequence[GridResult],
+    objectives: Sequence[Objective],
+    seeds: int,
+    table: Table,
+    command: str,
+    files: Mapping[str, str],
 ) -> Curves:
-    """Make the page. `rows`: one for each point of the grid, means over `seeds`; `name`: the engine's."""
-    axis = _axis(rows)
-    drawings = [] if axis is None else _drawings(name, rows, axis, objectives, seeds)
+    """Make the page. `results`: one for each point of the grid, means over `seeds`; `name`: the engine's."""
+    axis = _axis(results)
+    drawings = [] if axis is None else _drawings(name, results, axis, objectives, seeds)
     over = f", means over {seeds} seeds" if seeds > 1 else ""
-    combinations = "1 combination" if len(rows) == 1 else f"{len(rows):,} combinations"
+    combinations = "1 combination" if len(results) == 1 else f"{len(results):,} combinations"
     return Curves(
         title=f"{name} on {trace}",
         command=command,
-        introduction=f"{combinations} of {', '.join(rows[0].point.values)}{over}. Latencies count from arrival. Settings are those of the first.",
+        introduction=f"{combinations} of {', '.join(results[0].point.values)}{over}. Latencies count from arrival. Settings are those of the first.",
         answers=(),
         cautions=(),
-        engines=[rows[0].engine],
+        engines=[results[0].engine],
         drawings=drawings,
         table=table,
         absent="" if drawings else _NO_FIGURE,
@@ -38,10 +45,10 @@ def sweep_page(
     )
 
 
-def _axis(rows: Sequence[Row]) -> str | None:
+def _axis(results: Sequence[GridResult]) -> str | None:
     """Return the horizontal axis: the rate, or else the first key whose values are numbers, of which there must be two."""
-    for key in sorted(rows[0].point.values, key=lambda key: key != RATE):
-        values = {row.point.values[key] for row in rows}
+    for key in sorted(results[0].point.values, key=lambda key: key != RATE):
+        values = {result.point.values[key] for result in results}
         if len(values) > 1 and all(map(_number, values)):
             return key
     return None
@@ -54,13 +61,13 @@ def _number(text: str) -> bool:
         return False
 
 
-def _drawings(name: str, rows: Sequence[Row], axis: str, objectives: Sequence[Objective], seeds: int) -> list[Drawing]:
+def _drawings(name: str, results: Sequence[GridResult], axis: str, objectives: Sequence[Objective], seeds: int) -> list[Drawing]:
     def curves(figure: str, objective: Objective | None = None) -> dict[str, list[Point]]:
         made: dict[str, list[Point]] = {}
-        for row in rows:
-            x = row.figures[ARRIVALS] if axis == RATE else float(row.point.values[axis])
-            missed = objective is not None and row.figures[f"slo_{objective.name}"] > objective.limit_s
-            made.setdefault(_name(name, row, axis), []).append(Point(x, row.figures[figure], None if objective is None else not missed))
+        for result in results:
+            x = result.figures[ARRIVALS] if axis == RATE else float(result.point.values[axis])
+            missed = objective is not None and result.figures[f"slo_{objective.name}"] > objective.limit_s
+            made.setdefault(_name(name, result, axis), []).append(Point(x, result.figures[figure], None if objective is None else not missed))
         return {name: sorted(points, key=lambda point: point.x) for name, points in made.items()}
 
     x_label = "requests/s that arrive" if axis == RATE else axis
@@ -81,9 +88,9 @@ def _drawings(name: str, rows: Sequence[Row], axis: str, objectives: Sequence[Ob
     return [drawing for drawing in made if drawing is not None]
 
 
-def _name(name: str, row: Row, axis: str) -> str:
+def _name(name: str, result: GridResult, axis: str) -> str:
     """Return a curve's name: its settings, without the axis; the engine's name if there are no others."""
-    return ", ".join(f"{key}={value}" for key, value in row.point.values.items() if key != axis) or name
+    return ", ".join(f"{key}={value}" for key, value in result.point.values.items() if key != axis) or name
 
 
 def _title(figure: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -14,9 +12,9 @@ from dovetail_lab.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT
 from dovetail_lab.metrics import PERCENTILES, e2e_s, measure, per_request, queue_s, tpot_s, ttft_s
 from dovetail_lab.records import RequestRecord, RunResult
 from dovetail_lab.report.figures import BINS, held_means
+from dovetail_lab.writing import Cell, as_csv
 
 Runs = Mapping[str, Sequence[RunResult]]
-Cell = str | int | float | None
 
 
 _REQUEST_COLUMNS: Mapping[str, Callable[[RequestRecord], Cell]] = {
@@ -39,7 +37,7 @@ _REQUEST_COLUMNS: Mapping[str, Callable[[RequestRecord], Cell]] = {
 
 def requests(runs: Runs) -> str:
     """Return a line for each request, policy and seed."""
-    return _csv(
+    return as_csv(
         ("policy", "seed", *_REQUEST_COLUMNS),
         (
             (name, run.seed, *(column(record) for column in _REQUEST_COLUMNS.values()))
@@ -53,7 +51,7 @@ def requests(runs: Runs) -> str:
 def clients(runs: Runs) -> str:
     """Return a line for each client, policy and seed; `service` is input + 2 x output tokens of its completed requests."""
     header = ("policy", "seed", "client", "requests", "completed", "prompt_tokens", "output_tokens", "service", "ttft_mean_s", "e2e_mean_s")
-    return _csv(header, (row for name, of_policy in runs.items() for run in of_policy for row in _clients(name, run)))
+    return as_csv(header, (row for name, of_policy in runs.items() for run in of_policy for row in _clients(name, run)))
 
 
 def _clients(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
@@ -69,7 +67,7 @@ def _clients(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
 
 def summary(runs: Runs) -> str:
     """Return a line for each figure, policy and seed."""
-    return _csv(
+    return as_csv(
         ("policy", "seed", "metric", "statistic", "value"),
         (row for name, of_policy in runs.items() for run in of_policy for row in _figures(name, run)),
     )
@@ -88,7 +86,7 @@ def _figures(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
 
 def timeline(runs: Runs) -> str:
     """Return the data of the figure over time, for every run: means over equal intervals."""
-    return _csv(
+    return as_csv(
         ("policy", "seed", "time_s", "waiting", "running", "kv_held_blocks"),
         (row for name, of_policy in runs.items() for run in of_policy for row in _stretches(name, run)),
     )
@@ -107,18 +105,10 @@ def _stretches(name: str, run: RunResult) -> Iterable[tuple[Cell, ...]]:
 def comparison(found: Comparison) -> str:
     """Return a line for each change."""
     header = ("policy", "against", "metric", "statistic", "before", "after", "change", "low", "high", "measurable", "outcome")
-    return _csv(header, (_change(versus, line) for versus in found.versus for line in versus.lines))
+    return as_csv(header, (_change(versus, line) for versus in found.versus for line in versus.lines))
 
 
 def _change(versus: Versus, line: Line) -> tuple[Cell, ...]:
     change = line.change
     figures = (change.a, change.b, change.relative, change.low, change.high)
     return versus.other, versus.base, line.metric, line.statistic, *figures, "yes" if line.measurable else "no", line.outcome
-
-
-def _csv(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows([None if isinstance(cell, float) and math.isnan(cell) else cell for cell in row] for row in rows)
-    return text.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from dovetail.errors import MissingExtraError
@@ -10,28 +9,15 @@ from dovetail_lab.calls import parse_call
 from dovetail_lab.predictors import parse_predictor, predict
 from dovetail_lab.traces import CountTokens, Trace, TraceError, load_trace, parse_columns, scale_rate, set_grammar_share, set_max_tokens, slice_trace
 from dovetail_lab.traces.reading import read_source
+from dovetail_lab.workload_options import WorkloadOptions
 from dovetail_lab.workloads.arrivals import ARRIVALS
 from dovetail_lab.workloads.generate import generate, with_arrivals
 from dovetail_lab.workloads.spec import parse_spec, parse_yaml_spec
 
-
-@dataclass(frozen=True, slots=True)
-class WorkloadOptions:
-    """Changes to a workload, applied in this order; each field is a command line's option."""
-
-    format: str | None = None  # one of `traces.FORMATS`; None: found by content
-    columns: str | None = None  # field=column,… for CSV that nobody knows
-    arrivals: str | None = None  # such as poisson(4), in place of the trace's own times
-    slice: str | None = None  # 100:200 or 60s:120s
-    scale_rate: float | None = None
-    max_tokens: str = "trace"  # or a number: what policies see
-    predictor: str | None = None  # oracle, noisy(0.5), bucket(2, 0.8)
-    seed: int = 0
-    tokenizer: str | None = None  # a tokenizer.json, to count tokens where a trace holds text; None: words
-    grammar_share: float | None = None  # from 0 to 1; None: as the trace has it
+UNCHANGED = WorkloadOptions()
 
 
-def load_workload(text: str, options: WorkloadOptions = WorkloadOptions()) -> Trace:
+def load_workload(text: str, options: WorkloadOptions = UNCHANGED) -> Trace:
     """Return the trace that `text` names. Raises `TraceError`."""
     if options.seed < 0:
         raise TraceError(f"the seed must be 0 or more, got {options.seed}")

@@ -1,4 +1,4 @@
-"""Many runs: a `Job` describes one run; `run_jobs` does all on several processes, with the same results, in order, as on one."""
+"""Run many simulations: `PlannedRun` describes one, `run_all` runs a list in several processes with results that don't depend on their number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from dovetail_lab.simulate import replay
 from dovetail_lab.simulated import SimulatedOptions
 from dovetail_lab.step_profile import StepTimeProfile
 from dovetail_lab.traces import Trace
-from dovetail_lab.workloads.load import WorkloadOptions, load_workload
+from dovetail_lab.workload_options import WorkloadOptions
+from dovetail_lab.workloads.load import load_workload
 
 Made = TypeVar("Made")
 
@@ -32,8 +33,8 @@ CHECKED: tuple[Kind, ...] = ("scheduler", "kv_cache", "executor")  # kinds whose
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One run. The seed in its options is also the engine's."""
+class PlannedRun:
+    """One run. The seed in `options` is also the engine's."""
 
     config: EngineConfig
     workload: str  # an argument of `load_workload`
@@ -42,7 +43,7 @@ class Job:
     routing: Routing | None = None  # None: one engine, and nothing before it
 
     def check(self) -> None:
-        """Raise the errors of its components or its workload now, before hours of simulation."""
+        """Validate components and workload, so that errors surface before hours of simulation."""
         registry = Registry.discover(self.config.plugins)
         for kind in CHECKED:
             choice = getattr(self.config, kind)
@@ -72,23 +73,23 @@ def cached_workload(text: str, options: WorkloadOptions) -> Trace:
 
 
 def keep(run: RunResult) -> RunResult:
-    """Return the run as it is: a `make` for `run_jobs`."""
+    """Return the run as it is: a `make` for `run_all`."""
     return run
 
 
-def run_jobs(jobs: Sequence[Job], make: Callable[[RunResult], Made], processes: int = 1, desc: str = "runs") -> Iterator[Made]:
-    """Yield `make(run)` for each job, in order. With several processes `make` is sent to them, so it must be importable; results don't depend on
-    their number. Shows a progress bar on stderr, if that is a terminal. Errors of a run are raised."""
-    with tqdm(total=len(jobs), desc=desc, unit="run", disable=None, leave=False) as bar:
-        if processes == 1 or len(jobs) == 1:
-            for job in jobs:
-                yield make(job.run(progress=partial(_show, bar)))
+def run_all(planned: Sequence[PlannedRun], make: Callable[[RunResult], Made], processes: int = 1, desc: str = "runs") -> Iterator[Made]:
+    """Yield `make(run)` for each planned run, in order. With several processes `make` must be picklable. Shows a progress bar on stderr if that is a
+    terminal. Raises the errors of a run."""
+    with tqdm(total=len(planned), desc=desc, unit="run", disable=None, leave=False) as bar:
+        if processes == 1 or len(planned) == 1:
+            for one in planned:
+                yield make(one.run(progress=partial(_show, bar)))
                 bar.update()
             return
         context = multiprocessing.get_context("spawn")
         finished = context.Value("q", 0)  # finished requests of all processes
-        with ProcessPoolExecutor(min(processes, len(jobs)), context, initializer=_count_in, initargs=(finished,)) as pool:
-            waiting = [pool.submit(_run_and_make, make, job) for job in jobs]
+        with ProcessPoolExecutor(min(processes, len(planned)), context, initializer=_count_in, initargs=(finished,)) as pool:
+            waiting = [pool.submit(_run_and_make, make, one) for one in planned]
             try:
                 for future in waiting:
                     while wait([future], timeout=SHOWN_EVERY_S).not_done:
@@ -99,7 +100,7 @@ def run_jobs(jobs: Sequence[Job], make: Callable[[RunResult], Made], processes: 
                 pool.shutdown(wait=False, cancel_futures=True)
 
 
-_finished: Any = None  # in a process of `run_jobs`: the count shared by all
+_finished: Any = None  # in a worker process of `run_all`: the shared count
 
 
 def _count_in(finished: Any) -> None:
@@ -107,7 +108,7 @@ def _count_in(finished: Any) -> None:
     _finished = finished
 
 
-def _run_and_make(make: Callable[[RunResult], Made], job: Job) -> Made:
+def _run_and_make(make: Callable[[RunResult], Made], planned: PlannedRun) -> Made:
     counted = 0
 
     def count(done: int, total: int) -> None:
@@ -116,7 +117,7 @@ def _run_and_make(make: Callable[[RunResult], Made], job: Job) -> Made:
             _finished.value += done - counted
         counted = done
 
-    return make(job.run(progress=count))
+    return make(planned.run(progress=count))
 
 
 def _show(bar: tqdm[Any], done: int, total: int) -> None:

@@ -1,0 +1,34 @@
+"""`WorkloadOptions`: changes to a workload, in Python and as options of the lab's commands. Imports nothing heavy, as `--help` needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadOptions:
+    """Changes to a workload. Applied in this order: `arrivals`, `slice`, `scale_rate`, `max_tokens`, `predictor`, `grammar_share`."""
+
+    scale_rate: Annotated[float | None, typer.Option("--scale-rate", metavar="FACTOR", help="This many times as many requests a second.")] = None
+    slice: Annotated[
+        str | None, typer.Option("--slice", metavar="FROM:TO", help="A part of the trace: 100:200 (requests) or 60s:120s (seconds).")
+    ] = None
+    arrivals: Annotated[
+        str | None, typer.Option("--arrivals", metavar="PROCESS", help='In place of the trace\'s own times, such as "poisson(4)".')
+    ] = None
+    max_tokens: Annotated[str, typer.Option("--max-tokens", metavar="trace|N", help="What policies see as a request's max_tokens.")] = "trace"
+    predictor: Annotated[
+        str | None, typer.Option("--predictor", help="Guesses of output lengths that policies see: oracle, noisy(0.5), bucket(2, 0.8).")
+    ] = None
+    seed: Annotated[int, typer.Option("--seed", help="Of the engine, of synthetic workloads and of predictions.")] = 0
+    format: Annotated[str | None, typer.Option("--format", help="Of the trace.  [default: found by its content]")] = None
+    columns: Annotated[str | None, typer.Option("--columns", metavar="FIELD=COLUMN,…", help="What the columns of an unknown CSV file are.")] = None
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", metavar="FILE.json", help="To count tokens of a trace that holds text.  [default: words are counted]")
+    ] = None
+    grammar_share: Annotated[
+        float | None, typer.Option("--grammar-share", metavar="SHARE", help="Of requests with a grammar, from 0 to 1.  [default: as the trace says]")
+    ] = None
