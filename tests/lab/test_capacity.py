@@ -15,7 +15,7 @@ from dovetail_lab.capacity import MAX_DOUBLINGS, find_capacity
 from dovetail_lab.capacity_command import _cautions
 from dovetail_lab.records import RunResult
 from dovetail_lab.report.capacity_page import capacity_page
-from dovetail_lab.report.curves_page import Table
+from dovetail_lab.report.curves import Table
 from dovetail_lab.slo import parse_slo
 from tests.lab.commands import lab, write_engine
 from tests.lab.made_runs import run_of_ttfts

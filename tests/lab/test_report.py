@@ -22,8 +22,8 @@ from dovetail_lab.digits import evenly
 from dovetail_lab.experiment_options import need
 from dovetail_lab.records import RunResult
 from dovetail_lab.report.figures import held_means
+from dovetail_lab.report.html import differences
 from dovetail_lab.report.page import Report, write_report
-from dovetail_lab.report.settings import differences
 from dovetail_lab.report.style import DASHES, SERIES, STYLES, dot_of, line_of
 from dovetail_lab.report_command import by_policy
 from tests.lab.commands import lab, write_engine

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.errors import ConfigError
-from dovetail_lab.slo import PRESETS, Objective, met, parse_slo
+from dovetail_lab.slo import PRESETS, Objective, parse_slo
 from tests.lab.made_runs import record, rejected, run, run_of_ttfts
 from tests.support import examples
 
@@ -80,10 +80,10 @@ def test_a_request_of_one_token_has_no_tpot_to_miss() -> None:
 
 
 def test_nothing_completed_meets_nothing() -> None:
-    assert not met(parse_slo("ttft_p50<1"), [run([rejected(0)])])
+    assert not parse_slo("ttft_p50<1")[0].judge([run([rejected(0)])]).met
 
 
 def test_runs_are_judged_together() -> None:
     quick, slow = run_of_ttfts(np.full(98, 0.1)), run_of_ttfts(np.full(2, 5.0))
-    assert met(parse_slo("ttft_p98<1"), [quick, slow])
-    assert not met(parse_slo("ttft_p99<1"), [quick, slow])
+    assert parse_slo("ttft_p98<1")[0].judge([quick, slow]).met
+    assert not parse_slo("ttft_p99<1")[0].judge([quick, slow]).met

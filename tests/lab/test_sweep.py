@@ -11,7 +11,7 @@ import pytest
 
 from dovetail.errors import ConfigError
 from dovetail_lab.planned_runs import names_of
-from dovetail_lab.report.curves_page import Curves, Table
+from dovetail_lab.report.curves import Curves, Table
 from dovetail_lab.report.engine import Engine
 from dovetail_lab.report.style import MARKERS, PAPER
 from dovetail_lab.report.sweep_page import sweep_page

@@ -70,7 +70,7 @@ def capacity(
         typer.echo(text)
     if out is not None:
         from dovetail_lab.report.capacity_page import capacity_page
-        from dovetail_lab.report.curves_page import Table, write_curves
+        from dovetail_lab.report.curves import Table, write_curves
 
         table = Table(
             ["engine", *_header(objectives)],

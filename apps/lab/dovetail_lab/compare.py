@@ -7,7 +7,7 @@ Every policy gets the same trace, the same seeds and the same predictions of len
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -16,6 +16,7 @@ import numpy as np
 
 from dovetail.errors import ConfigError
 from dovetail_lab.block_length import BlockLength, block_length
+from dovetail_lab.digits import MISSING, evenly
 from dovetail_lab.draws import MIN_SEEDS, BlockDraws, Draws, SeedDraws
 from dovetail_lab.metrics import itl_by_request, measure, per_request
 from dovetail_lab.pairs import MEAN, P50, P90, P99, Pairs
@@ -300,3 +301,26 @@ def _listed(lines: Iterable[Line]) -> str:
     """Return the labels, those of one metric together: "mean and p99 TPOT, output tokens/s"."""
     metrics = (list(same) for _, same in groupby(lines, key=lambda line: line.metric))
     return ", ".join(f"{''.join(f'{line.statistic} and ' for line in same[:-1])}{same[-1].label}" for same in metrics)
+
+
+def change_rows(lines: Sequence[Line]) -> Iterator[tuple[Line, list[str]]]:
+    """Yield each line with its cells: before, after, the change and its interval."""
+    for _, same in groupby(lines, key=lambda line: line.metric):
+        of_metric = list(same)
+        texts = iter(evenly([value for line in of_metric for value in (line.change.a, line.change.b)]))
+        for line in of_metric:
+            yield line, [next(texts), next(texts), _signed(line.change.relative), _interval(line.change)]
+
+
+def _signed(value: float) -> str:
+    return MISSING if math.isnan(value) else f"{_tenths(value)} %"
+
+
+def _interval(change: Change) -> str:
+    return MISSING if math.isnan(change.low) else f"[{_tenths(change.low)}, {_tenths(change.high)}]"
+
+
+def _tenths(share: float) -> str:
+    """Return a signed percentage with one decimal; what rounds to nothing has no sign."""
+    tenths = round(100 * share, 1)
+    return f"{tenths:+.1f}" if tenths else "0.0"

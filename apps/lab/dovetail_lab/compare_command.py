@@ -119,7 +119,7 @@ def print_comparison(found: Comparison) -> None:
     """Verdicts first, then all that they rest on."""
     from rich.table import Table
 
-    from dovetail_lab.comparison_table import change_rows
+    from dovetail_lab.compare import change_rows
 
     console = wide_console()
     for versus in found.versus:

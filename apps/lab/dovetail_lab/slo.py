@@ -165,7 +165,3 @@ def _limit(match: re.Match[str], where: str) -> float:
 def _suggest(wrong: str, valid: Iterable[str]) -> str:
     near = difflib.get_close_matches(wrong, list(valid), n=1)
     return f", did you mean {near[0]}?" if near else f"; there are {', '.join(valid)}"
-
-
-def met(objectives: Sequence[Objective], runs: Sequence[RunResult]) -> bool:
-    return all(objective.judge(runs).met for objective in objectives)

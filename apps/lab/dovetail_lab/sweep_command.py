@@ -70,7 +70,7 @@ def sweep(
     means = sweeping.averaged(rows)
     print_rows(means, seeds)
     if out is not None:
-        from dovetail_lab.report.curves_page import Table, write_curves
+        from dovetail_lab.report.curves import Table, write_curves
         from dovetail_lab.report.sweep_page import sweep_page
 
         table, files = Table(*_table(means), names=len(axes)), {TABLE_FILE: sweeping.table_of(rows)}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dovetail_lab.capacity import Capacity
-from dovetail_lab.report.curves import Panel, Point, draw
-from dovetail_lab.report.curves_page import Curves, Table
-from dovetail_lab.report.drawing import Drawing
+from dovetail_lab.report.curves import Curves, Panel, Point, Table, draw
 from dovetail_lab.report.engine import Engine
+from dovetail_lab.report.style import Drawing
 from dovetail_lab.slo import Objective
 from dovetail_lab.summary import title_of
 

@@ -1,16 +1,18 @@
-"""The figures of `sweep` and `capacity`: what latencies, and the shares of requests that keep an objective, come to as the rate rises."""
+"""Page and figures of `sweep` and `capacity`: latencies, and shares of requests within an objective, by arrival rate."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from dovetail_lab.report.drawing import Drawing
-from dovetail_lab.report.style import INK, PAPER, STYLES, dot_of, key_in, line_of, make, name_lines, styled
+from dovetail_lab.report.engine import Engine
+from dovetail_lab.report.html import write_page
+from dovetail_lab.report.style import INK, PAPER, STYLES, Drawing, dot_of, key_in, line_of, make, name_lines, plain_log_ticks, styled
 
 _COLUMNS = 2
 _WIDE = 8.0  # a logarithmic axis where the largest value is so many times the smallest
@@ -33,6 +35,36 @@ class Panel:
     curves: Mapping[str, Sequence[Point]]
     limit: float | None = None  # an objective's, drawn across
     share: bool = False  # from 0 to 1, on an axis in per cent
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of texts. The first `names` columns name what the row is about."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    names: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The content of a page. `engines` have a name for each curve, or one for the whole sweep."""
+
+    title: str
+    command: str
+    introduction: str  # what was run, in a sentence
+    answers: Sequence[str]  # in words, without full stops
+    cautions: Sequence[str]
+    engines: Sequence[Engine]
+    drawings: Sequence[Drawing]
+    table: Table
+    absent: str = ""  # why there is no figure
+    files: Mapping[str, str] = field(default_factory=dict)  # CSV by file name
+
+
+def write_curves(curves: Curves, out: Path) -> list[Path]:
+    """Write the page, its figures and its CSV into the new folder `out`, and return the files, the page first. Raises `ConfigError`."""
+    return write_page("curves.html.j2", curves.title, curves.command, curves.engines, curves.drawings, out, curves.files, curves=curves)
 
 
 def draw(name: str, title: str, caption: str, x_label: str, panels: Sequence[Panel], answers: Mapping[str, float] | None = None) -> Drawing | None:
@@ -80,7 +112,7 @@ def _draw(axes: Axes, panel: Panel, shown: Sequence[str], answers: Mapping[str, 
     _y_axis(axes, panel, [point.y for point in every if math.isfinite(point.y)])
     if _spread([point.x for point in every]) >= _WIDE:
         axes.set_xscale("log")
-        _plain_ticks(axes, "x")
+        plain_log_ticks(axes.xaxis, (1.0, 2.0, 5.0), 8)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(6))
 
@@ -94,16 +126,9 @@ def _y_axis(axes: Axes, panel: Panel, values: Sequence[float]) -> None:
     if _spread(drawn) >= _WIDE:
         axes.set_yscale("log")
         axes.set_ylim(min(drawn) / 1.5, max(drawn) * 1.6)
-        _plain_ticks(axes, "y")
+        plain_log_ticks(axes.yaxis, (1.0, 2.0, 5.0), 8)
     else:
         axes.set_ylim(0, (max(drawn, default=0.0) or 1.0) * 1.15)
-
-
-def _plain_ticks(axes: Axes, which: str) -> None:
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
 
 
 def _spread(values: Sequence[float]) -> float:

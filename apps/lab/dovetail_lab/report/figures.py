@@ -8,13 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dovetail_lab.fairness import service_difference, service_over_time, work_of
 from dovetail_lab.metrics import per_request
 from dovetail_lab.records import RunResult
-from dovetail_lab.report.drawing import Drawing
-from dovetail_lab.report.style import MUTED, dot_of, line_of, make, name_lines, styled
+from dovetail_lab.report.style import MUTED, Drawing, dot_of, line_of, make, name_lines, plain_log_ticks, styled
 
 Floats = npt.NDArray[np.float64]
 Runs = Mapping[str, Sequence[RunResult]]
@@ -64,17 +63,9 @@ def _ecdf(panel: Axes, runs: Runs, metric: str, title: str) -> bool:
         return False
     panel.set_xlim(lowest * 0.8, highest * 1.25)
     panel.set_xscale("log")
-    _log_ticks(panel, lowest * 0.8, highest * 1.25)
+    decades = math.log10(highest * 1.25 / (lowest * 0.8))
+    plain_log_ticks(panel.xaxis, (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 5.0), 6)
     return True
-
-
-def _log_ticks(panel: Axes, low: float, high: float) -> None:
-    """Put about four labels on a logarithmic axis, in plain numbers."""
-    decades = math.log10(high / low)
-    subs = (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 5.0)
-    panel.xaxis.set_major_locator(LogLocator(subs=subs, numticks=6))
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panel.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
 
 
 def over_time(runs: Runs) -> Drawing | None:

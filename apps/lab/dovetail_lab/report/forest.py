@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from dovetail_lab.compare import Comparison, Line, Versus
-from dovetail_lab.report.drawing import Drawing
-from dovetail_lab.report.style import INK, MUTED, PAPER, color_of, make, styled
+from dovetail_lab.report.style import INK, MUTED, PAPER, Drawing, color_of, make, styled
 
 _LEAST = 0.05  # an axis reaches at least so far to either side
-_STEPS = (1, 2, 2.5, 5)  # of ticks, times a power of ten
+_STEPS = (1, 2, 2.5, 5, 10)  # of ticks, times a power of ten
 _TICKS = (-99, -95, -90, -80, -67, -50, -33, 0, 50, 100, 200, 400, 900, 1_900, 4_900, 9_900)  # per cent, where changes are large
 _LARGE = 0.7  # |log(1 + change)| from which on the axis is logarithmic: half, or double
 
@@ -66,13 +66,6 @@ def _axis(panel: Axes, versus: Versus) -> None:
         ticks: list[float] = [tick for tick in _TICKS if low - margin <= math.log1p(tick / 100) <= high + margin]
         ticks = [tick for place, tick in enumerate(ticks) if len(ticks) <= 6 or (place - ticks.index(0)) % 2 == 0]
     else:
-        ticks = _even_ticks(100 * math.expm1(low - margin), 100 * math.expm1(high + margin))
+        ends = 100 * math.expm1(low - margin), 100 * math.expm1(high + margin)
+        ticks = [tick for tick in MaxNLocator(6, steps=_STEPS).tick_values(*ends) if ends[0] <= tick <= ends[1]]
     panel.set_xticks([math.log1p(tick / 100) for tick in ticks], [f"{tick:+g}" if tick else "0" for tick in ticks])
-
-
-def _even_ticks(low: float, high: float) -> list[float]:
-    """Return multiples of a round number from `low` to `high`, six at most."""
-    rough = (high - low) / 6
-    power = 10 ** math.floor(math.log10(rough))
-    step = next((one * power for one in _STEPS if one * power >= rough), 10 * power)
-    return [place * step for place in range(math.ceil(low / step), math.floor(high / step) + 1)]

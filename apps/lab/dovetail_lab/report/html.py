@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from dovetail_lab.report.drawing import Drawing
+from dovetail_lab.digits import MISSING
 from dovetail_lab.report.engine import Engine
-from dovetail_lab.report.settings import differences, in_full
-from dovetail_lab.report.style import lay_out, png, svg
+from dovetail_lab.report.style import Drawing, lay_out, png, svg
 from dovetail_lab.writing import make_folder, write_whole
 
 PAGE = "report.html"
@@ -37,7 +37,7 @@ def write_page(
         command=command,
         engines=engines,
         drawings=[(drawing, Markup(svg(drawing.figure, drawing.name))) for drawing in drawings],
-        settings={name: in_full(one) for name, one in settings.items()},
+        settings={name: json.dumps(one, indent=2, sort_keys=True, ensure_ascii=False) for name, one in settings.items()},
         differing=differences(settings),
         notes=_notes(engines),
         **more,
@@ -66,3 +66,20 @@ def _notes(engines: Sequence[Engine]) -> list[str]:
         for note in engine.notes:
             names.setdefault(note, []).append(engine.name)
     return [note if len(own) == len(engines) else f"{', '.join(own)}: {note}" for note, own in names.items()]
+
+
+def differences(settings: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Return each dotted key whose value isn't the same for all engines, with the value of each, in their order."""
+    flat = [dict(_flat("", one)) for one in settings.values()]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    rows = [(key, [one.get(key, MISSING) for one in flat]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield path, value if isinstance(value, str) else json.dumps(value)
+    else:
+        for key, one in items:
+            yield from _flat(f"{path}.{key}" if path else str(key), one)

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.errors import ConfigError
-from dovetail_lab.compare import Comparison
-from dovetail_lab.comparison_table import change_rows
+from dovetail_lab.compare import Comparison, change_rows
 from dovetail_lab.digits import evenly, per_cent
 from dovetail_lab.metrics import RunMetrics, measure
 from dovetail_lab.records import RunResult
 from dovetail_lab.report import figures, tables
-from dovetail_lab.report.drawing import Drawing
 from dovetail_lab.report.engine import Engine
 from dovetail_lab.report.forest import forest
 from dovetail_lab.report.html import write_page
+from dovetail_lab.report.style import Drawing
 from dovetail_lab.summary import TITLES
 
 _COLUMNS = ("mean", "p50", "p90", "p99")

@@ -1,4 +1,4 @@
-"""The style of the report's figures, and their PNG and SVG. An SVG takes its colours from the page: one drawing serves light, dark and print."""
+"""`Drawing`, the style of a report's figures, and their export as PNG and SVG. An SVG takes its colours from the page: light, dark or print."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 # Okabe and Ito 2008, "Color universal design", without yellow, which is too light on paper; told apart by all common kinds of colour vision.
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -65,6 +68,16 @@ _SETTINGS: dict[Any, Any] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A figure with its title and a caption that says how to read it."""
+
+    name: str  # of its files
+    title: str
+    caption: str
+    figure: Figure
+
+
 @contextmanager
 def styled() -> Iterator[None]:
     """Apply the style; figures are made and saved within this context."""
@@ -113,6 +126,13 @@ def name_lines(figure: Figure, names: Sequence[str], *, dots: bool = False) -> N
         figure.legend(
             lines, names, loc="outside upper left", ncols=columns, frameon=False, labelcolor="linecolor", handlelength=2.6, columnspacing=1.4
         )
+
+
+def plain_log_ticks(axis: Axis, subs: Sequence[float], most: int) -> None:
+    """Label a log axis in plain numbers: `subs` of each decade, about `most` labels."""
+    axis.set_major_locator(LogLocator(subs=subs, numticks=most))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def lay_out(figure: Figure) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from dovetail_lab.report.curves import Panel, Point, draw
-from dovetail_lab.report.curves_page import Curves, Table
-from dovetail_lab.report.drawing import Drawing
+from dovetail_lab.report.curves import Curves, Panel, Point, Table, draw
+from dovetail_lab.report.style import Drawing
 from dovetail_lab.slo import Objective
 from dovetail_lab.summary import title_of
 from dovetail_lab.sweep import ARRIVALS, RATE, GridResult
