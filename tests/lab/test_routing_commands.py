@@ -76,7 +76,7 @@ def test_sweep_and_capacity_take_replicas(config: str) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (("--router", "vllm"), "say how many with --replicas"),
+        (("--router", "vllm"), "give --replicas"),
         (("--replicas", "0"), "--replicas: expected 1 to 1024, got 0"),
         (("--replicas", "2", "--router", "prefix_awar"), "did you mean prefix_aware?"),
         (("--replicas", "2", "--router", "prefix_aware(blocks=0)"), "blocks: Input should be greater than or equal to 1"),
@@ -93,7 +93,7 @@ def test_decisions_and_real_time_are_of_one_engine(config: str, tmp_path: Path) 
     assert "a log is of one engine" in told
     real = tmp_path / "real.yaml"
     real.write_text("model: demo")
-    assert "they are simulated" in lab("run", str(real), "--trace", WORKLOAD, "--replicas", "2", "--real", code=2)
+    assert "replicas are simulated" in lab("run", str(real), "--trace", WORKLOAD, "--replicas", "2", "--real", code=2)
 
 
 def test_a_package_names_its_router(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def test_what_was_never_served_is_an_arrow_not_a_point() -> None:
         (["--rates", "1", "--step-time", "h9000"], "step times 'h9000': neither a .json file"),
         (["--set", "executor.step_time={kind: linear, base_s: 1},{kind: linear, base_s: 1, bas_s: 1}"], "bas_s: unknown key; there are kind, base_s"),
         (["--rates", "1", "--scale-rate", "0"], "must be a finite number > 0"),
-        ([], "nothing to sweep over"),
+        ([], "nothing to sweep"),
         (["--rates", "1", "--seeds", "0"], "--seeds: expected 1 or more"),
         (["--rates", "1", "--jobs", "0"], "--jobs: expected 1 or more"),
     ],

@@ -42,5 +42,5 @@ def test_a_folder_that_cannot_be_written_into_is_named(tmp_path: Path, monkeypat
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refused)
-    with pytest.raises(ConfigError, match=r"--out: .*: can't be made, or written into: Permission denied"):
+    with pytest.raises(ConfigError, match=r"--out: .*: can't be created or written to: Permission denied"):
         make_folder(tmp_path / "new")

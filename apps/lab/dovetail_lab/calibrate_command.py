@@ -16,17 +16,17 @@ from dovetail_lab.writing import make_folder
 def calibrate(
     engine: Engine,
     out: Annotated[Path, typer.Option("--out", metavar="FILE.json", help="Where to write the profile.")],
-    quick: Annotated[bool, typer.Option("--quick", help="A tiny grid: to see whether it works.")] = False,
-    time_limit: Annotated[float, typer.Option("--time-limit", min=1.0, metavar="SECONDS", help="To measure for, the engine's start aside.")] = 60.0,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure a tiny grid, as a smoke test.")] = False,
+    time_limit: Annotated[float, typer.Option("--time-limit", min=1.0, metavar="SECONDS", help="Limit of measuring, without the start.")] = 60.0,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
 ) -> None:
-    """Measure this machine's engine, so that simulations take as long as it does."""
+    """Measure the step times of this machine's engine for simulations."""
     if out.suffix != ".json":
         raise ConfigError(f"--out: expected a .json file, got {out}")
     from dovetail_lab.simulate import SIMULATED
 
     if EngineConfig.load(engine).executor.name in SIMULATED:
-        raise ConfigError(f"{engine}: the executor simulated has no step times of its own: name the one to be measured, such as local")
+        raise ConfigError(f"{engine}: the executor simulated can't be calibrated: name a real one, such as local")
     config = open_engine(engine, settings, real=True)
     make_folder(out.parent)
     from dovetail_lab.calibrate import calibrate as measure

@@ -17,7 +17,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Value(BaseModel):
-    """Base of the values made from such texts. The order of a subclass's fields is that of its arguments."""
+    """Base of values parsed from this syntax. The order of fields is the order of positional arguments."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

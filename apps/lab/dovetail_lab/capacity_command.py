@@ -33,12 +33,12 @@ TABLE_FILE = "capacity.csv"
 
 
 def capacity(
-    engines: Annotated[list[str], typer.Argument(metavar="engine.yaml …", help="One engine or more; all are set beside the first.")],
+    engines: Annotated[list[str], typer.Argument(metavar="engine.yaml …", help="One or more engines; all are compared with the first.")],
     trace: TraceArgument,
     options: WorkloadOptions,
     routed: ReplicaOptions,
     slo: Annotated[str, typer.Option("--slo", help='"ttft_p99<0.5,tpot_p99<50ms", or a preset such as mlperf-llama3.1-8b.')],
-    tolerance: Annotated[float, typer.Option("--tolerance", help="How exactly to find the rate, as a share of it.")] = 0.02,
+    tolerance: Annotated[float, typer.Option("--tolerance", help="Relative tolerance of the rate.")] = 0.02,
     seeds: Seeds = 1,
     out: Out = None,
     step_time: StepTime = None,
@@ -130,11 +130,11 @@ def _own_rate(trace: str, options: Sequence[WorkloadOptions]) -> float:
 
 
 def _compared(found: Mapping[str, Capacity]) -> Iterator[str]:
-    """Yield how each engine's rate compares with the first one's, in words."""
+    """Yield a sentence for each engine's rate relative to the first one's."""
     (first, base), *others = found.items()
     for name, own in others:
         if base.scale is not None and own.scale is not None:
-            yield f"{name} bears {own.scale / base.scale:.2f} times the rate of {first}"
+            yield f"{name} sustains {own.scale / base.scale:.2f} times the rate of {first}"
 
 
 def _header(objectives: Sequence[Objective]) -> list[str]:
@@ -154,7 +154,7 @@ def _cautions(found: Capacity, seeded: bool) -> list[str]:
     if found.monotone:
         return []
     remedy = "a longer trace or more seeds" if seeded else "a longer trace"
-    return [f"a higher rate met what a lower one missed. The answer is below every miss; {remedy} would tell better"]
+    return [f"a higher rate met what a lower one missed. The answer is below every miss; {remedy} would make it more certain"]
 
 
 def _print_one(found: Capacity, objectives: Sequence[Objective], own_rate: float, said: str, cautions: Sequence[str]) -> None:
@@ -169,7 +169,7 @@ def _print_one(found: Capacity, objectives: Sequence[Objective], own_rate: float
     console.print(table)
     console.print(said, style="bold")
     for caution in cautions:
-        console.print(f"beware: {caution}.")
+        console.print(f"warning: {caution}.")
 
 
 def answer(found: Capacity, objectives: Sequence[Objective], own_rate: float) -> str:
@@ -179,7 +179,7 @@ def answer(found: Capacity, objectives: Sequence[Objective], own_rate: float) ->
         return f"misses {wanted} even at {significant(found.trials[0].scale * own_rate)} requests/s"
     rate = found.scale * own_rate
     if found.open_ended:
-        return f"meets {wanted} even at {significant(rate)} requests/s, the highest rate tried: so few requests can't show where it ends"
+        return f"meets {wanted} even at {significant(rate)} requests/s, the highest rate tried: the trace is too short to show the limit"
     return f"{significant(rate)} requests/s ({significant(found.scale)} times the trace's own) meet {wanted}; tolerance {100 * found.tolerance:g} %"
 
 

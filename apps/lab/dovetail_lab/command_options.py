@@ -36,7 +36,7 @@ Real = Annotated[bool, typer.Option("--real", help="On the engine's own executor
 class ReplicaOptions:
     """The options that put several equal engines behind a router."""
 
-    replicas: Annotated[int, typer.Option("--replicas", metavar="N", help="Equal engines behind a router.")] = 1
+    replicas: Annotated[int, typer.Option("--replicas", metavar="N", help="Number of identical engines behind a router.")] = 1
     router: Annotated[
         list[str],
         typer.Option(
@@ -55,7 +55,7 @@ class ReplicaOptions:
         if self.replicas == 1 and not self.router:
             return dict.fromkeys(names)
         if self.replicas == 1:
-            raise ConfigError("--router: there is nothing to choose from with one engine: say how many with --replicas")
+            raise ConfigError("--router needs two or more engines: give --replicas")
         return {name: Routing(self.replicas, router or "round_robin") for name, router in chosen.items()}
 
 

@@ -14,12 +14,12 @@ from dovetail_lab.command_options import flat
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {  # name -> "module:function", one line
-        "run": ("dovetail_lab.run_command:run", "Replay a trace through an engine: what its users would feel"),
-        "compare": ("dovetail_lab.compare_command:compare", "The same requests through several engines: what differs, and how sure that is"),
-        "sweep": ("dovetail_lab.sweep_command:sweep", "Every combination of settings and rates, a line each"),
+        "run": ("dovetail_lab.run_command:run", "Replay a trace through an engine and print latencies and throughput"),
+        "compare": ("dovetail_lab.compare_command:compare", "Compare engines on the same requests, with confidence intervals"),
+        "sweep": ("dovetail_lab.sweep_command:sweep", "Run every combination of settings and arrival rates"),
         "capacity": ("dovetail_lab.capacity_command:capacity", "The highest rate of arrivals that meets objectives"),
-        "calibrate": ("dovetail_lab.calibrate_command:calibrate", "Measure this machine's engine, so that simulations take as long as it does"),
-        "report": ("dovetail_lab.report_command:report", "A page of runs that were made before: figures, tables, settings"),
+        "calibrate": ("dovetail_lab.calibrate_command:calibrate", "Measure the step times of this machine's engine for simulations"),
+        "report": ("dovetail_lab.report_command:report", "Render a report of saved runs: figures, tables, settings"),
     }
 )
 

@@ -32,7 +32,7 @@ HEADLINES = (*((metric, statistic.name) for metric in LATENCIES for statistic in
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """The method by which the intervals were made."""
+    """Method of the intervals."""
 
     draws: Draws
     confidence: float
@@ -51,17 +51,17 @@ class Line:
 
     @property
     def measurable(self) -> bool:
-        """True if the interval leaves out zero, and can be believed."""
+        """True if the interval excludes zero and isn't known to be too narrow."""
         return self.holds and self.change.measurable
 
     @property
     def better(self) -> bool | None:
-        """True if the change is for the better; None: no measurable difference."""
+        """True for an improvement, False for a regression, None if there is no measurable difference."""
         return (self.change.relative < 0) == (self.metric in LATENCIES) if self.measurable else None
 
     @property
     def outcome(self) -> str:
-        """The outcome in words."""
+        """The outcome as a phrase."""
         if math.isnan(self.change.low):
             return "no interval"
         if self.change.measurable and not self.holds:
@@ -90,7 +90,7 @@ class Line:
 
 
 class Sides(NamedTuple):
-    """The shares of the requests completed by both for which the other is quicker, and slower; the rest are the same. NaN if there are none."""
+    """Shares of the requests completed by both for which `other` is quicker or slower; the rest are equal. NaN without such requests."""
 
     quicker: float
     slower: float

@@ -1,4 +1,4 @@
-"""`dovetail lab compare`: the same requests through several engines, and what differs."""
+"""`dovetail lab compare`: compare engines on the same requests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def compare(
     if len(engines) < 2:
         raise ConfigError("a comparison needs two engines or more: dovetail lab compare a.yaml b.yaml --trace …")
     if out is None and (decisions or keep_runs):
-        raise ConfigError("--decisions and --keep-runs write files: say where with --out")
+        raise ConfigError("--decisions and --keep-runs write files: give --out")
     comparing.check_settings(confidence, resamples)
     configs = open_engines(engines, settings, step_time=step_time)
     routing = routed.routing(list(configs))
@@ -93,20 +93,20 @@ def file_name(name: str, seed: int, what: str = "") -> str:
 
 
 def _with_log(config: EngineConfig, path: Path) -> EngineConfig:
-    """The config with a decision log among its observers."""
+    """Return the config with a decision log added to its observers."""
     from dovetail import EngineConfig
 
     return EngineConfig.load_with(config, {"observers": [*config.observers, {"name": "decision_log", "path": str(path)}]})
 
 
 def _without_log(run: RunResult) -> RunResult:
-    """The run with the settings that its engine has: the log was ours, and its file's name differs for every run."""
+    """Return the run without the decision log in its settings, since its path differs between runs."""
     config = run.settings["config"]
     return replace(run, settings={**run.settings, "config": {**config, "observers": config["observers"][:-1]}})
 
 
 def write_comparison(found: Comparison, runs: Mapping[str, Sequence[RunResult]], out: Path) -> None:
-    """The report, and the comparison for other programs."""
+    """Write the report and `comparison.json`."""
     from dovetail_lab.report.page import Report, as_json, write_report
 
     first = next(iter(runs.values()))[0]
@@ -116,7 +116,7 @@ def write_comparison(found: Comparison, runs: Mapping[str, Sequence[RunResult]],
 
 
 def print_comparison(found: Comparison) -> None:
-    """Verdicts first, then all that they rest on."""
+    """Print verdicts, then the tables behind them."""
     from rich.table import Table
 
     from dovetail_lab.compare import change_rows
@@ -139,5 +139,5 @@ def print_comparison(found: Comparison) -> None:
     unsure = " ? the runs are too short to tell." if any(not line.holds for versus in found.versus for line in versus.lines) else ""
     console.print(f"~ no measurable difference.{unsure} {found.method.says}.")
     for warning in found.method.warnings:
-        console.print(f"beware: {warning}.")
+        console.print(f"warning: {warning}.")
     console.print(found.caution)

@@ -1,4 +1,4 @@
-"""Numbers of one kind as texts with as many decimals, for the columns of tables, in terminals and reports."""
+"""Number formatting for tables in terminals and reports."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Feeder:
 
     @property
     def done(self) -> bool:
-        """True if the engine has got all requests."""
+        """True once all requests were added."""
         return self._known_until == math.inf
 
     def take(self, request: TraceRequest, arrival: float) -> bool:

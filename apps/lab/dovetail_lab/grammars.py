@@ -28,7 +28,7 @@ RULE = Structured(regex="(?s).*")  # what policies see in `params.structured` of
 
 
 class SimulatedGrammars:
-    """The maker of an engine's stand-ins."""
+    """Factory of an engine's stand-in grammars."""
 
     def __init__(self, clock: Clock, vocab_size: int, median_s: float, sigma: float, seed: int) -> None:
         """Make it. Compiling takes `median_s` x exp(`sigma` z), z normal: drawn for each request by the seed and its id."""
@@ -44,7 +44,7 @@ class SimulatedGrammars:
 
 
 class _Compiling(Future[Grammar]):
-    """A grammar that is compiled from an instant of the clock on."""
+    """A grammar whose simulated compilation starts at a given time."""
 
     def __init__(self, clock: Clock, ready: float, grammar: Grammar) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class FreeGrammar(Grammar):
 
 
 class FreeMatcher(Matcher):
-    """A matcher that takes all that comes, and never ends an answer: the trace says how long it is."""
+    """A matcher that accepts every token and never ends an answer: the trace defines its length."""
 
     def __init__(self, backend: FreeBackend) -> None:
         self._backend = backend

@@ -1,4 +1,4 @@
-"""`dovetail lab report`: a page of runs that were made before."""
+"""`dovetail lab report`: render a report of saved runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def report(
 
 
 def by_policy(loaded: list[tuple[Path, RunResult]]) -> dict[str, list[RunResult]]:
-    """Runs under the names that they have, by seed; under their files' where that isn't one run a seed. Raises `ConfigError` for a file twice."""
+    """Group runs by name, ordered by seed; by file path if a name has two runs with one seed. Raises `ConfigError` for duplicate files."""
     paths = [path for path, _ in loaded]
     for path in paths:
         if paths.count(path) > 1:
@@ -47,7 +47,7 @@ def by_policy(loaded: list[tuple[Path, RunResult]]) -> dict[str, list[RunResult]
 
 
 def _comparison(runs: dict[str, list[RunResult]]) -> Comparison | None:
-    """None, with the reason said, where there is nothing to pair."""
+    """Return the comparison, or print why the runs can't be paired and return None."""
     from dovetail_lab.compare import compare
 
     if len(runs) < 2:

@@ -1,4 +1,4 @@
-"""`dovetail lab run`: one trace, one engine; a table of what its users felt, and the whole run as JSON."""
+"""`dovetail lab run`: replay one trace through one engine, print a summary, and write the run as JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(
     config, name = open_engine(engine, settings, step_time=step_time, real=real), Path(engine).stem
     routing = routed.routing([name])[name]
     if routing is not None and real:
-        raise ConfigError("--replicas: they are simulated: leave --real out")
+        raise ConfigError("--replicas are simulated only: drop --real")
     workload = load_workload(trace, options)
     if out is not None:
         make_folder(out)

@@ -51,7 +51,7 @@ class GridResult:
 
 
 def parse_axis(text: str) -> Axis:
-    """`scheduler.aging_s=1,2,5`: commas inside brackets or quotes don't count. Raises `ConfigError`."""
+    """Parse `scheduler.aging_s=1,2,5`: commas inside brackets or quotes don't count. Raises `ConfigError`."""
     key, equals, values = text.partition("=")
     parts = tuple(part.strip() for part in _split(values))
     if not equals or not key.strip() or not all(parts):
@@ -79,7 +79,7 @@ def _split(text: str) -> list[str]:
 
 
 def grid(axes: Sequence[Axis], seeds: Sequence[int]) -> Iterator[GridPoint]:
-    """Every combination; the last axis turns fastest, seeds faster still. Raises `ConfigError` if an axis is given twice."""
+    """Yield every combination, varying seeds fastest, then the last axis. Raises `ConfigError` if an axis is given twice."""
     keys = [axis.key for axis in axes]
     for key in keys:
         if keys.count(key) > 1:
@@ -90,7 +90,7 @@ def grid(axes: Sequence[Axis], seeds: Sequence[int]) -> Iterator[GridPoint]:
 
 
 def sweep(jobs: Sequence[tuple[GridPoint, PlannedRun]], objectives: Sequence[Objective] = (), processes: int = 1) -> list[GridResult]:
-    """A row for each job, in order. All are checked before the first runs."""
+    """Return a result for each planned run, in order. All are validated before the first starts."""
     for _, job in jobs:
         job.check()
     found = run_all([job for _, job in jobs], partial(_measured, objectives=tuple(objectives)), processes, "sweep")
@@ -102,7 +102,7 @@ def _measured(run: RunResult, objectives: Sequence[Objective]) -> tuple[dict[str
 
 
 def figures(run: RunResult, objectives: Sequence[Objective] = ()) -> dict[str, float]:
-    """Return a run's figures for a row. For each objective its value, which is infinite if too many requests were never served, and the share
+    """Return a run's figures. For each objective its value, which is infinite if too many requests were never served, and the share
     within its limit; then `slo_met`: 1 if all were met, else 0."""
     metrics = measure(run)
     latencies = {}
@@ -120,7 +120,7 @@ def figures(run: RunResult, objectives: Sequence[Objective] = ()) -> dict[str, f
 
 
 def averaged(rows: Sequence[GridResult]) -> list[GridResult]:
-    """Return one row for each point of the grid: the mean over its seeds. The row has the seed and the engine of the first."""
+    """Return the mean over seeds for each point of the grid, with the seed and engine of the first."""
     places: dict[tuple[str, ...], list[GridResult]] = {}
     for row in rows:
         places.setdefault(tuple(row.point.values.values()), []).append(row)

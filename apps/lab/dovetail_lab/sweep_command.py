@@ -1,4 +1,4 @@
-"""`dovetail lab sweep`: every combination of settings and rates, a line each."""
+"""`dovetail lab sweep`: run every combination of settings and arrival rates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TABLE_FILE = "sweep.csv"
 _SHOWN = ("arrival_rate", "completed", "ttft_mean", "ttft_p99", "tpot_p99", "itl_p99", "e2e_mean", "e2e_p99", "output_rate", "slo_met")
-_MANY = 10_000  # points that nobody meant
+_MANY = 10_000  # limit on points
 
 
 def sweep(
@@ -53,10 +53,10 @@ def sweep(
     [routing] = routed.routing(names_of([engine])).values()
     axes = [*map(sweeping.parse_axis, settings), *([] if rates is None else [sweeping.Axis(sweeping.RATE, _factors(rates))])]
     if not axes:
-        raise ConfigError("nothing to sweep over: give --set key=value,value,… or --rates")
+        raise ConfigError("nothing to sweep: give --set key=value,value,… or --rates")
     points = list(sweeping.grid(axes, seeds_from(options.seed, seeds)))
     if len(points) > _MANY:
-        raise ConfigError(f"the grid has {len(points):,} points: more than {_MANY:,} is surely a mistake")
+        raise ConfigError(f"the grid has {len(points):,} points: at most {_MANY:,} are supported")
     todo = []
     for point in points:
         chosen = [f"{key}={value}" for key, value in point.values.items() if key != sweeping.RATE]

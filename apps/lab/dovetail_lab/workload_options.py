@@ -12,7 +12,7 @@ import typer
 class WorkloadOptions:
     """Changes to a workload. Applied in this order: `arrivals`, `slice`, `scale_rate`, `max_tokens`, `predictor`, `grammar_share`."""
 
-    scale_rate: Annotated[float | None, typer.Option("--scale-rate", metavar="FACTOR", help="This many times as many requests a second.")] = None
+    scale_rate: Annotated[float | None, typer.Option("--scale-rate", metavar="FACTOR", help="Multiply the arrival rate.")] = None
     slice: Annotated[
         str | None, typer.Option("--slice", metavar="FROM:TO", help="A part of the trace: 100:200 (requests) or 60s:120s (seconds).")
     ] = None
@@ -23,11 +23,11 @@ class WorkloadOptions:
     predictor: Annotated[
         str | None, typer.Option("--predictor", help="Guesses of output lengths that policies see: oracle, noisy(0.5), bucket(2, 0.8).")
     ] = None
-    seed: Annotated[int, typer.Option("--seed", help="Of the engine, of synthetic workloads and of predictions.")] = 0
-    format: Annotated[str | None, typer.Option("--format", help="Of the trace.  [default: found by its content]")] = None
-    columns: Annotated[str | None, typer.Option("--columns", metavar="FIELD=COLUMN,…", help="What the columns of an unknown CSV file are.")] = None
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the engine, of synthetic workloads and of predictions.")] = 0
+    format: Annotated[str | None, typer.Option("--format", help="Format of the trace.  [default: detected from its content]")] = None
+    columns: Annotated[str | None, typer.Option("--columns", metavar="FIELD=COLUMN,…", help="Column map of a CSV file in no known format.")] = None
     tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", metavar="FILE.json", help="To count tokens of a trace that holds text.  [default: words are counted]")
+        str | None, typer.Option("--tokenizer", metavar="FILE.json", help="Tokenizer for traces with text.  [default: count words]")
     ] = None
     grammar_share: Annotated[
         float | None, typer.Option("--grammar-share", metavar="SHARE", help="Of requests with a grammar, from 0 to 1.  [default: as the trace says]")

@@ -1,4 +1,4 @@
-"""Writing a command's files: each is written whole or not at all, and an error says why."""
+"""Write a command's files atomically."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Cell = str | int | float | None
 
 
 def make_folder(out: Path) -> None:
-    """Make the output folder before the runs, so that no results are lost. Raises `ConfigError` if it can't be made or written to."""
+    """Create the output folder. Called before the runs, so that no results are lost. Raises `ConfigError` if it can't be created or written to."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise ConfigError(f"--out: {out}: can't be made, or written into: {error.strerror}") from None
+        raise ConfigError(f"--out: {out}: can't be created or written to: {error.strerror}") from None
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Replace the file, only once the new content is on the disk: if interrupted, the old file stays, or none. Text is UTF-8.
+    """Replace the file atomically. Text is UTF-8.
 
     Raises `ConfigError`.
     """

@@ -1,4 +1,4 @@
-"""The page of a search for capacity: what each objective comes to at every rate that was tried, by engine."""
+"""Page of a capacity search: each objective's value at every rate tried, by engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def capacity_page(
     return Curves(
         title=f"{', '.join(found)} on {trace}: rates that meet {wanted}",
         command=command,
-        introduction=f"The trace's own rate is {own_rate:.4g} requests/s. Latencies count from arrival; who was never served misses every objective.",
+        introduction=f"The trace's own rate is {own_rate:.4g} requests/s. Latencies count from arrival; requests never served miss every objective.",
         answers=answers,
         cautions=cautions,
         engines=engines,
@@ -55,8 +55,8 @@ def _drawings(found: Mapping[str, Capacity], objectives: Sequence[Objective], ow
         if objective.q is not None:
             within.append(Panel(f"{title_of(objective.metric)} within {objective.limit_s:g} s", curves(place, "share"), objective.q, share=True))
     answers = {name: of_engine.scale * own_rate for name, of_engine in found.items() if of_engine.scale is not None}
-    how = "Hollow: the objective is missed. Upright lines: the highest rate found at which all hold."
-    asked, x_label = "The share of all requests sent; a dotted line is the share that is asked for.", "requests/s that arrive"
+    how = "Hollow: the objective is missed. Vertical lines: the highest rate found at which all objectives are met."
+    asked, x_label = "The share of all requests sent; a dotted line is the required share.", "requests/s that arrive"
     made = (
         draw("rates", "Latency by rate", f"Of all requests sent. A dotted line is the limit. {how}", x_label, values, answers),
         draw("objectives", "Objectives by rate", f"{asked} {how}", x_label, within, answers),

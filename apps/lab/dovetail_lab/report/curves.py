@@ -68,7 +68,7 @@ def write_curves(curves: Curves, out: Path) -> list[Path]:
 
 
 def draw(name: str, title: str, caption: str, x_label: str, panels: Sequence[Panel], answers: Mapping[str, float] | None = None) -> Drawing | None:
-    """Draw the panels; None if no curve has a point. `answers`: the rate that each engine bears, marked in every panel."""
+    """Draw the panels; None if no curve has a point. `answers`: each engine's sustainable rate, marked in every panel."""
     shown = list(panels[0].curves)[:STYLES] if panels else []
     panels = [panel for panel in panels if any(not math.isnan(point.y) for own in shown for point in panel.curves[own])]
     if not panels:
@@ -86,7 +86,7 @@ def draw(name: str, title: str, caption: str, x_label: str, panels: Sequence[Pan
     left_out = len(panels[0].curves) - len(shown)
     more = [caption]
     if any(math.isinf(point.y) for panel in panels for own in shown for point in panel.curves[own]):
-        more.append("An arrow at the top: beyond any limit, since too many requests were never served.")
+        more.append("An arrow at the top: infinite, because too many requests were never served.")
     if left_out:
         more.append(f"The first {len(shown)} of {len(shown) + left_out}.")
     return Drawing(name, title, " ".join(more), figure)

@@ -1,4 +1,4 @@
-"""`Engine`: what a report says of an engine beside its figures. It needs no package for drawing, so processes that run engines can make it."""
+"""`Engine`: a report's description of an engine. Doesn't import matplotlib, so worker processes can build it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dovetail_lab.summary import conditions, source_of_times
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A page's words about an engine, beside its figures."""
+    """Description of an engine on a page."""
 
     name: str
     settings: Mapping[str, Any]
     conditions: str
-    times: str  # of steps, and how far off they are
+    times: str  # source and error of the step times
     notes: tuple[str, ...]
 
     @property

@@ -1,4 +1,4 @@
-"""The report's figures. Each takes runs by policy name (one for each seed) and returns a `Drawing`, or None if there is nothing to show."""
+"""The report's figures. Each takes runs by policy name (one for each seed) and returns a `Drawing`, or None without data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def latencies(runs: Runs) -> Drawing | None:
         panels[0].set_ylim(0, 1.02)
         panels[0].yaxis.set_major_formatter(FuncFormatter(_percent))
         name_lines(figure, list(runs))
-    return Drawing("latencies", "Latencies", "Share of requests that took at most so long; a line further left is better. A dot marks p99.", figure)
+    return Drawing("latencies", "Latencies", "Cumulative share of requests by latency; further left is better. A dot marks p99.", figure)
 
 
 _LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E"}
@@ -126,8 +126,8 @@ def work(runs: Runs) -> Drawing | None:
     return Drawing(
         "work",
         "Preemption and prefix cache",
-        f"Sums since the beginning, of the runs with seed {next(iter(firsts.values())).seed}. Tokens found in the cache are those of prompts, and "
-        "those that the preempted find again when they resume.",
+        f"Cumulative, for the runs with seed {next(iter(firsts.values())).seed}. Cached tokens include those that "
+        "preempted requests find again when they resume.",
         figure,
     )
 
@@ -157,7 +157,7 @@ def clients(runs: Runs) -> Drawing | None:
         left.set_title("mean TTFT by client", fontweight="normal")
         left.set_xlabel("s")
         left.set_xlim(left=0)
-        right.set_title("service that clients lag behind, tokens/s", fontweight="normal")
+        right.set_title("service lag of clients, tokens/s", fontweight="normal")
         right.set_xlabel(f"time, {unit}")
         right.set_ylim(bottom=0)
         name_lines(figure, list(runs))

@@ -39,8 +39,8 @@ def forest(comparison: Comparison) -> Drawing:
     return Drawing(
         "changes",
         "Changes",
-        f"With {level:g} % intervals, where there is a line; hollow: no measurable difference, runs too short to tell, or no interval. Of latencies, "
-        "left is better. Half is as far from the middle as double.",
+        f"With {level:g} % intervals, drawn as lines; hollow: no measurable difference, runs too short to tell, or no interval. For latencies, "
+        "left is better. The axis is logarithmic: half is as far from the center as double.",
         figure,
     )
 

@@ -1,4 +1,4 @@
-"""Rendering a report's page from its template, and writing it with the files beside it."""
+"""Render a report's page from its template and write it with its figures and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`write_report`: the page, its figures as PNG, its numbers as CSV. The same runs and the same command give the same bytes."""
+"""`write_report`: write a report's page, figures (PNG) and tables (CSV). Output is deterministic."""
 
 from __future__ import annotations
 
@@ -145,8 +145,8 @@ def _absent(drawings: Sequence[Drawing]) -> list[str]:
     absent = {
         "latencies": "No request completed: there are no latencies.",
         "over-time": "No step ran.",
-        "clients": "The trace has one client: nothing to tell of fairness.",
-        "work": "Nothing was preempted, nothing recomputed, and nothing found in the prefix cache.",
+        "clients": "The trace has one client: fairness doesn't apply.",
+        "work": "No preemption, no recomputation, and no prefix-cache hit.",
     }
     return [text for name, text in absent.items() if name not in names]
 

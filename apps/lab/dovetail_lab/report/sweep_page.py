@@ -1,4 +1,4 @@
-"""The page of a sweep: a curve for each combination of settings, over the rate of arrivals or over a setting that is a number."""
+"""Page of a sweep: a curve per combination of settings, over the arrival rate or a numeric setting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dovetail_lab.summary import title_of
 from dovetail_lab.sweep import ARRIVALS, RATE, GridResult
 
 _SHOWN = ("ttft_p99", "tpot_p99", "itl_p99", "e2e_mean")
-_NO_FIGURE = "There is no figure: no axis is a number with two values or more. --rates shows how latencies grow with the rate of arrivals."
+_NO_FIGURE = "There is no figure: no axis has two or more numeric values. --rates shows how latencies grow with the rate of arrivals."
 
 
 def sweep_page(
@@ -45,7 +45,7 @@ def sweep_page(
 
 
 def _axis(results: Sequence[GridResult]) -> str | None:
-    """Return the horizontal axis: the rate, or else the first key whose values are numbers, of which there must be two."""
+    """Return the horizontal axis: the rate, otherwise the first key with two or more numeric values."""
     for key in sorted(results[0].point.values, key=lambda key: key != RATE):
         values = {result.point.values[key] for result in results}
         if len(values) > 1 and all(map(_number, values)):
@@ -82,7 +82,7 @@ def _drawings(name: str, results: Sequence[GridResult], axis: str, objectives: S
     kept = " A panel with a dotted limit is of all requests sent, as the objective is; hollow: missed." if objectives else ""
     made = (
         draw("rates", "Latency and throughput", f"Of completed requests.{kept}{over}", x_label, [*judged, *plain, throughput]),
-        draw("objectives", "Objectives", f"The share of all requests sent; dotted: the share asked for; hollow: missed.{over}", x_label, within),
+        draw("objectives", "Objectives", f"The share of all requests sent; dotted: the required share; hollow: missed.{over}", x_label, within),
     )
     return [drawing for drawing in made if drawing is not None]
 

@@ -1,4 +1,4 @@
-"""`load_trace`: any trace file in, a `Trace` out. The format is told by the content, never by the file's name."""
+"""`load_trace`: read a trace file of any known format. The format is detected from the content, not from the file's name."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def load_trace(
     columns: Mapping[str, Column] | None = None,
     count_tokens: CountTokens | None = None,
 ) -> Trace:
-    """Read a trace; gzip and a byte-order mark are no trouble.
+    """Read a trace, gzipped or not, with or without a byte-order mark.
 
-    `format`: one of `FORMATS`; `None` finds it out. `columns`: for CSV that nobody knows, from `tables.parse_columns`. `count_tokens`: a
-    tokenizer, for formats that hold text. Rows out of order are sorted by arrival (of equals, the one above first), which a note tells; times
+    `format`: one of `FORMATS`; None detects it. `columns`: column map of an unknown CSV layout, from `tables.parse_columns`. `count_tokens`: a
+    tokenizer, for formats that hold text. Rows are sorted by arrival (stable), and a note counts those out of order; times
     count from the first arrival. Raises `TraceError` with file, line, column and what was expected.
     """
     source = read_source(path)

@@ -1,4 +1,4 @@
-"""Traces that are JSON: Mooncake's, ShareGPT's, what vLLM's `bench serve` and a measured vLLM leave, and the measurements of the VTC paper."""
+"""JSON traces: Mooncake, ShareGPT, results of vLLM's `bench serve`, measurements of vLLM, and those of the VTC paper."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CountTokens = Callable[[str], int]
 
 
 def read_mooncake(source: Source) -> Contents:
-    """Mooncake (Qin et al., FAST '25): equal hash ids are equal blocks of 512 tokens, so a prompt is made of the texts that its ids name."""
+    """Read Mooncake's trace (Qin et al., FAST '25): equal hash ids are equal blocks of 512 tokens."""
     return Contents([_mooncake(row) for row in json_rows(source)])
 
 
@@ -56,7 +56,7 @@ def _in_order(row: JsonObject, arrival: float, scheduled: float, first: float, l
 
 
 def read_vtc_measured(source: Source) -> Contents:
-    """Measurements of the artifact of VTC (Sheng et al., OSDI '24). Aborted requests have no first token and are left out."""
+    """Read measurements of the artifact of VTC (Sheng et al., OSDI '24). Aborted requests have no first token and are left out."""
     responses = _list(JsonObject(source, 1, json_of(source)), "result", "responses")
 
     def located() -> Iterator[Located]:
@@ -72,7 +72,7 @@ def read_vtc_measured(source: Source) -> Contents:
 
 
 def read_bench_serve(source: Source) -> Contents:
-    """The result of vLLM's `bench serve`. Only with --save-detailed it holds what each request was; older versions give no start times."""
+    """Read a result of vLLM's `bench serve`. It has individual requests only with --save-detailed; older versions have no start times."""
     result = JsonObject(source, 1, json_of(source)).values
     missing = [name for name in ("input_lens", "output_lens") if not isinstance(result.get(name), list)]
     if missing:
@@ -101,12 +101,12 @@ def _bench_serve(row: JsonObject) -> Located:
 
 
 def count_words(text: str) -> int:
-    """A stand-in for a tokenizer: words, of which English has about three for four tokens."""
+    """Count words, in place of tokens: English has about three words for four tokens."""
     return len(text.split())
 
 
 def read_sharegpt(source: Source, count_tokens: CountTokens | None = None) -> Contents:
-    """Conversations as ShareGPT has them (`conversations` of `from` and `value`) or as chat APIs do (`messages` of `role` and `content`),
+    """Read conversations in ShareGPT's form (`conversations` of `from` and `value`) or that of chat APIs (`messages` of `role` and `content`),
     in a list or a line each.
 
     Each answer is a request, whose prompt is all that was said before, so the turns of a conversation share it. There are no times.

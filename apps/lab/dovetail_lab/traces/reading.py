@@ -1,4 +1,4 @@
-"""Reading trace files: text out of whatever it is wrapped in, fields out of rows, and errors that name file, line, column and what was expected."""
+"""Read text and validated fields from trace files. Errors name file, line, column and the expected value."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dovetail_lab.traces.request import TraceRequest
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _GZIP = b"\x1f\x8b"
-MOST_TOKENS = 1 << 24  # of a request, more than any model has room for: beyond it is a slip, whose token ids would fill the memory
+MOST_TOKENS = 1 << 24  # per request: more than any model supports, so that a unit error doesn't exhaust memory
 
 
 class TraceError(DovetailError, ValueError):
-    """A trace or a workload can't be used; the text names file, line, column and what was expected."""
+    """Invalid trace or workload. The message names file, line, column and the expected value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class JsonObject:
 
 
 def as_seconds(source: Source, line: int, column: str, value: Any, unit: str = "s") -> float:
-    """A number of `unit`s, as number or text, or a date and time as ISO 8601 has it (without a zone: UTC). Never negative."""
+    """Return a time in seconds, from a number of `unit`s or an ISO 8601 date and time (UTC without a zone). Rejects negative times."""
     try:
         if isinstance(value, str) and value[4:5] == value[7:8] == "-":
             seconds = _timestamp(value)
@@ -151,7 +151,7 @@ def as_whole(source: Source, line: int, column: str, value: Any, least: int, mos
 
 
 def _number(value: Any) -> float:
-    """Python would also take true for 1, and 1_000 for 1000."""
+    """Convert to float, but reject what Python also accepts: True, and underscores in numbers."""
     if isinstance(value, bool) or (isinstance(value, str) and "_" in value):
         raise ValueError
     return float(value)
@@ -166,5 +166,5 @@ def without_failed(located: Iterable[Located], what: str) -> Contents:
 
 
 def counted(rows: int) -> str:
-    """Return a count in words, for a note."""
+    """Return "1 row" or "n rows", for a note."""
     return f"{rows} row{'' if rows == 1 else 's'}"

@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The times of a request's events on the real system where the trace was recorded, in seconds on the trace's clock."""
+    """Measured times of a request on the recorded system, in seconds on the trace's clock."""
 
     first_token_time: float
     last_token_time: float
@@ -38,7 +38,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace. Times are seconds since the trace began."""
+    """One request of a trace. Times are in seconds from the trace's start."""
 
     id: str  # unique in its trace
     arrival_time: float

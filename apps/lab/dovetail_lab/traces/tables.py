@@ -1,4 +1,4 @@
-"""Traces that are CSV tables, which differ only in their columns."""
+"""CSV traces, which differ only in their columns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A known layout: field -> column. `fails`: what a row without an answer is, if such rows are to be left out rather than refused."""
+    """Known layout: field -> column. `fails`: describes rows without an answer, which are then dropped; None rejects them."""
 
     name: str
     columns: Mapping[str, Column]
@@ -58,7 +58,7 @@ TABLES = (
 
 
 def parse_columns(text: str) -> dict[str, Column]:
-    """`arrival=ts:ms,prompt=in,output=out`: field=column, a time with its unit (s if none is named). Raises `TraceError`."""
+    """Parse a column map such as `arrival=ts:ms,prompt=in,output=out`; the unit of times defaults to s. Raises `TraceError`."""
     columns = {}
     for part in text.split(","):
         field, equals, column = (piece.strip() for piece in part.partition("="))
@@ -85,7 +85,7 @@ def missing_of(table: Table, header: Sequence[str]) -> list[str]:
 
 
 def almost(header: Sequence[str]) -> str:
-    """Return words that name the known layout that was probably meant, if all but one of its columns are there; else an empty text."""
+    """Return a hint at the known layouts that lack just one column; empty if there is none."""
     near = [(table, missing_of(table, header)) for table in TABLES]
     return "".join(
         f"; for {table.name} the column {missing[0]!r} is missing" for table, missing in near if len(missing) == 1 < len(table.columns) - 1

@@ -1,4 +1,4 @@
-"""Changes to a trace before it is replayed. Each function returns a new trace, whose notes describe the change."""
+"""Transform a trace before replay. Each function returns a new trace with a note on the change."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def _changed(trace: Trace, requests: Iterable[TraceRequest], note: str) -> Trace
 
 
 def scale_rate(trace: Trace, factor: float) -> Trace:
-    """`factor` times as many requests a second, in the same order with the same pattern of gaps; deadlines keep their distance from arrival.
+    """Multiply the arrival rate by `factor`; the pattern of gaps and the distance of deadlines from arrival stay.
 
-    What was measured belongs to the old arrivals and goes. Raises `TraceError` unless factor > 0.
+    Measured times are dropped. Raises `TraceError` unless factor > 0.
     """
     if not 0 < factor < math.inf:
         raise TraceError(f"the scale of the rate must be a finite number > 0, got {factor!r}")
@@ -31,7 +31,7 @@ def arriving_at(request: TraceRequest, time: float) -> TraceRequest:
 
 
 def slice_trace(trace: Trace, text: str) -> Trace:
-    """The part `text` of a trace: `100:200` requests by place, or `60s:120s` by arrival; either end may be left out, a negative place counts
+    """Return a part of the trace: `100:200` by index, or `60s:120s` by arrival; either end may be omitted, a negative index counts
     from the end. Times then count from the beginning of the slice, which is the first arrival in a slice by place.
 
     Raises `TraceError` if it isn't so written, or nothing is left.

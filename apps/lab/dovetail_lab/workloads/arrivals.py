@@ -38,7 +38,7 @@ class Arrivals(Value):
         times = self.times_at(np.cumsum(gaps))
         while count is None and duration_s is not None and times[-1] < duration_s:
             if far_too_many or len(gaps) > MOST_ARRIVALS:
-                raise TraceError(f"more than {MOST_ARRIVALS:,} would arrive in {duration_s:g} s: surely a mistake")
+                raise TraceError(f"more than {MOST_ARRIVALS:,} would arrive in {duration_s:g} s, the limit of a workload")
             gaps = np.concatenate([gaps, self.gaps(rng, len(gaps))])
             times = self.times_at(np.cumsum(gaps))
         times = np.round(times, 6)

@@ -41,7 +41,7 @@ def generate(spec: WorkloadSpec, seed: int = 0, *, name: str = "synthetic", sour
         for request in _turns(chat, stream, stream_name, seed)
     ]
     if not requests:
-        raise TraceError(f"{source or name}: expected at least one request, nobody arrives in that time")
+        raise TraceError(f"{source or name}: expected at least one request, none arrives in that time")
     requests.sort(key=lambda request: request.arrival_time)
     return Trace(name, source, tuple(requests), (f"synthetic, seed {seed}",), seeded=True)
 
@@ -67,7 +67,7 @@ def _chats(stream: Stream, name: str, seed: int) -> list[_Chat]:
     turns = [max(1, round(turns)) for turns in draw("turns", stream.turns, len(times))]
     ends = list(accumulate(turns))
     if sum(turns) > MOST_ARRIVALS:
-        raise TraceError(f"more than {MOST_ARRIVALS:,} turns: surely a mistake")
+        raise TraceError(f"more than {MOST_ARRIVALS:,} turns, the limit of a workload")
     prompts, outputs = _lengths(stream, name, seed, sum(turns))
     pauses = draw("think", stream.think, sum(turns))
     clients = _clients(stream.clients, name, _rng(seed, name, "clients"), len(times))
@@ -98,7 +98,7 @@ def _lengths(stream: Stream, name: str, seed: int, count: int) -> tuple[list[int
     def drawn(purpose: str, distribution: Distribution) -> list[int]:
         tokens = [max(1, round(tokens)) for tokens in distribution.draw(_rng(seed, name, purpose), count).tolist()]
         if max(tokens, default=0) > MOST_TOKENS:
-            raise TraceError(f"{purpose}: {max(tokens):,} tokens were drawn; more than {MOST_TOKENS:,} are surely a mistake")
+            raise TraceError(f"{purpose}: {max(tokens):,} tokens were drawn; the limit is {MOST_TOKENS:,}")
         return tokens
 
     return drawn("prompt", stream.prompt), drawn("output", stream.output)

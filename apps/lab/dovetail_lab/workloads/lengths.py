@@ -1,4 +1,4 @@
-"""Distributions of whole numbers (tokens, turns) and of times."""
+"""Distributions of token counts, turns and times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`load_workload`: what a command line names as its trace — a file of any known format, a YAML spec, or a spec itself — ready to replay."""
+"""`load_workload`: load a trace file of any known format, a YAML spec, or a spec, and apply `WorkloadOptions`."""
 
 from __future__ import annotations
 
