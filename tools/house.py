@@ -37,6 +37,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {  # a box of the drawing -> the modules 
         "dovetail.frozen",
         "dovetail.json_files",
         "dovetail.process_watch",
+        "dovetail.targets",
         "dovetail.whole_files",
         "dovetail.where",
         "dovetail.roadmap",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -98,6 +98,20 @@ def test_target_that_is_no_component_is_told_with_the_plugin(site: Site, source:
     with pytest.raises(PluginError, match=r"^scheduler: scheduler dovetail-odd:odd 0\.3 \(plugin dovetail-odd/main\): ") as caught:
         Registry.discover().resolve("scheduler", "odd").make(CONTEXT)
     assert says in str(caught.value)
+
+
+FAILS_WHEN_MADE = "from dovetail.api import Scheduler\nclass Fair(Scheduler):\n    def schedule(self, step): 1\n    def __init__(self, *a): {raises}"
+
+
+@pytest.mark.parametrize("use", [ResolvedComponent.make, lambda part, context: part.ref().make(context)], ids=["in this process", "in a worker"])
+def test_an_error_while_a_component_is_made_is_told_with_its_name_and_line(site: Site, use: Callable[[ResolvedComponent, Any], Any]) -> None:
+    spec = 'kind="scheduler", api="0.3", name="odd", target="odd_policy:Fair"'
+    site.install("dovetail-odd", "0.3", modules={"odd": components(spec), "odd_policy": FAILS_WHEN_MADE.format(raises="1/0")})
+    part = Registry.discover().resolve("scheduler", "odd")
+    with pytest.raises(
+        PluginError, match=r"scheduler dovetail-odd:odd.*: making it failed: ZeroDivisionError: division by zero \(.*odd_policy.py:4\)$"
+    ):
+        use(part, CONTEXT)
 
 
 ANNOTATED = """

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,8 @@ from dovetail.api.clock import Clock
 from dovetail.api.component import Kind, NoOptions
 from dovetail.api.kv_cache import BlockCopy, KVLayout
 from dovetail.api.sampler import RowSampling
-from dovetail.errors import UnsupportedError
+from dovetail.errors import PluginError, UnsupportedError
+from dovetail.targets import import_target, make_component
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,13 +40,16 @@ class ComponentRef:
     architectures: tuple[str, ...] = ()
 
     def load(self) -> Any:
-        """Import and return the component's class. Errors of the import pass through."""
-        return _import(self.path)
+        """Import and return the component's class. Raises `PluginError` with the component's name if the import fails."""
+        return import_target(self.path, self._wrong)
 
     def make(self, context: Any) -> Any:
-        """Make the component: `cls(options, context)`."""
-        options = (_import(self.options_model) if self.options_model else NoOptions)(**self.options)
-        return self.load()(options, context)
+        """Make the component, `cls(options, context)`. An error that isn't a `DovetailError` becomes a `PluginError` with the component's name."""
+        model = import_target(self.options_model, self._wrong) if self.options_model else NoOptions
+        return make_component(self.load(), model(**self.options), context, self.path, self._wrong)
+
+    def _wrong(self, what: str) -> PluginError:
+        return PluginError(f"{self.kind} {self.name}: {what}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +62,8 @@ class QuantizationRef:
     quantizes: bool  # it can quantize a plain checkpoint while that is loaded
 
     def load(self) -> Any:
-        """Import and return the class, a `dovetail.nn.format.Quantization`. Errors of the import pass through."""
-        return _import(self.path)
-
-
-def _import(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
+        """Import and return the class, a `dovetail.nn.format.Quantization`. Raises `PluginError` with its name if the import fails."""
+        return import_target(self.path, lambda what: PluginError(f"quantization {self.name}: {what}"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,17 @@ import inspect
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
 from dovetail import api
 from dovetail.api.component import API_VERSIONS, CommandSpec, ComponentSpec, Kind, NoOptions, QuantizationSpec
-from dovetail.errors import DISTRIBUTION, DovetailError, MissingExtraError, PluginError, describe_raised
+from dovetail.errors import DISTRIBUTION, MissingExtraError, PluginError
 from dovetail.registry.plugin import PluginOrigin
 from dovetail.registry.requirements import missing_requirements, pip_line
-from dovetail.where import Where, did_you_mean, explain
+from dovetail.targets import import_target, make_component
+from dovetail.where import Where, explain
 
 if TYPE_CHECKING:
     from dovetail.api.executor import ComponentRef, QuantizationRef
@@ -82,7 +82,7 @@ class ResolvedComponent:
         """Import and return its class. Raises `MissingExtraError`, or `PluginError` if the import fails or isn't a concrete class of its kind, or if
         the class is annotated with an options model that the spec doesn't name."""
         self.check_requires()
-        loaded = self._import(self.spec.target)
+        loaded = import_target(self.spec.target, self._wrong)
         base = getattr(api, BASE_CLASSES[self.spec.kind])
         if not isinstance(loaded, type) or not issubclass(loaded, base):
             raise self._wrong(f"{self.spec.target} is {loaded!r}, expected a subclass of dovetail.api.{base.__name__}")
@@ -97,61 +97,49 @@ class ResolvedComponent:
         """Return the pydantic model of its options, which refuses unknown keys. Raises `PluginError` if it doesn't, or can't be imported."""
         if self.spec.options is None:
             return NoOptions
-        model = self._import(self.spec.options)
+        model = import_target(self.spec.options, self._wrong)
         if not isinstance(model, type) or not issubclass(model, BaseModel):
             raise self._wrong(f"options {self.spec.options} is {model!r}, expected a pydantic model")
         if model.model_config.get("extra") != "forbid":
             raise self._wrong(f'options {self.spec.options} must have model_config = ConfigDict(extra="forbid"), or misspelt keys pass unseen')
         return model
 
-    def validate_options(self, options: Mapping[str, Any] | BaseModel | None = None, where: Where | None = None) -> BaseModel:
-        """Validate `options`, or those of the config, and return them as its model. Raises `ConfigError` with a line for each wrong one."""
-        if isinstance(options, BaseModel):
-            return options
-        given, model = self.given if options is None else options, self.options_model()
+    def validate_options(self) -> BaseModel:
+        """Return the options of the config as their model. Raises `ConfigError` with a line for each wrong one."""
+        model = self.options_model()
         try:
-            return model.model_validate(dict(given))
+            return model.model_validate(dict(self.given))
         except ValidationError as error:
             if self.spec.options is None:
                 with suppress(MissingExtraError):
-                    self.load()  # which may name the reason why it knows no options
-            raise explain(error, model, given, self.where if where is None else where, "option") from None
+                    self.load()  # may name the reason why it has no options
+            raise explain(error, model, self.given, self.where, "option") from None
 
     def in_full(self) -> str | dict[str, Any]:
         """Return its qualified name and all its options, defaults included, as plain values for YAML. Raises as `validate_options`."""
         options = self.validate_options().model_dump(mode="json")
         return {"name": self.qualified_name, **options} if options else self.qualified_name
 
-    def ref(self, options: Mapping[str, Any] | BaseModel | None = None) -> ComponentRef:
-        """Return the reference that worker processes get. The options are checked; nothing else of the component is imported."""
+    def ref(self) -> ComponentRef:
+        """Return the reference that worker processes get. The options are validated; nothing else of the component is imported."""
         from dovetail.api.executor import ComponentRef  # here, since it imports numpy, which `dovetail --help` doesn't need
 
-        valid, given = self.validate_options(options), self.given if options is None else options
-        plain = valid.model_dump() if isinstance(given, BaseModel) else dict(given)
-        return ComponentRef(self.spec.kind, self.qualified_name, self.spec.target, plain, self.spec.options, self.spec.architectures)
+        self.validate_options()
+        return ComponentRef(self.spec.kind, self.qualified_name, self.spec.target, dict(self.given), self.spec.options, self.spec.architectures)
 
-    def make(self, context: Any, options: Mapping[str, Any] | BaseModel | None = None) -> Any:
-        """Make the component, `cls(options, context)`, with `options` or those of the config. An error that isn't a `DovetailError` becomes a
-        `PluginError` with the component's name."""
-        valid, cls = self.validate_options(options), self.load()
-        try:
-            return cls(valid, context)
-        except DovetailError:
-            raise
-        except Exception as error:
-            raise self._wrong(f"making it failed: {describe_raised(error, _package(self.spec.target))}") from error
+    def make(self, context: Any) -> Any:
+        """Make the component, `cls(options, context)`. An error that isn't a `DovetailError` becomes a `PluginError` with the component's name."""
+        options, cls = self.validate_options(), self.load()
+        return make_component(cls, options, context, self.spec.target, self._wrong)
 
     def request_extra(self) -> type[BaseModel] | None:
         """Return the model of a request's `extra` for this distribution, or None. Raises `PluginError` if it can't be imported."""
         if self.spec.request_extra is None:
             return None
-        model = self._import(self.spec.request_extra)
+        model = import_target(self.spec.request_extra, self._wrong)
         if not isinstance(model, type) or not issubclass(model, BaseModel):
             raise self._wrong(f"request_extra {self.spec.request_extra} is {model!r}, expected a pydantic model")
         return model
-
-    def _import(self, target: str) -> Any:
-        return _import(target, self._wrong)
 
     def _wrong(self, what: str) -> PluginError:
         return PluginError(self.where.says(f"{self} (plugin {self.plugin_id}): {what}"))
@@ -171,7 +159,7 @@ class ResolvedCommand:
 
     def load(self) -> Any:
         """Import and return a `typer.Typer` or a function. Raises `PluginError` with the plugin's name if the import fails."""
-        return _import(self.spec.target, lambda what: PluginError(f"command {self.spec.name!r} of plugin {self.origin}: {what}"))
+        return import_target(self.spec.target, lambda what: PluginError(f"command {self.spec.name!r} of plugin {self.origin}: {what}"))
 
 
 def options_of(cls: type[Any]) -> type[BaseModel]:
@@ -202,26 +190,6 @@ class ResolvedQuantization:
         from dovetail.api.executor import QuantizationRef  # here, since it imports numpy, which `dovetail --help` doesn't need
 
         return QuantizationRef(self.qualified_name, self.spec.name, self.spec.target, self.spec.quantizes)
-
-
-def _import(target: str, wrong: Any) -> Any:
-    """Import and return the object "package.module:name"; `wrong` makes the error from a text."""
-    module, _, name = target.partition(":")
-    try:
-        imported = import_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit too
-        raise wrong(f"importing {module} failed: {describe_raised(error, _package(target))}") from error
-    try:
-        return getattr(imported, name)
-    except Exception as error:  # a module's own __getattr__ can raise anything
-        raise wrong(f"{target}: {describe_raised(error, _package(target))}{did_you_mean(name, vars(imported))}") from error
-
-
-def _package(target: str) -> str:
-    """Return the top-level package of "package.module:name"."""
-    return target.partition(":")[0].partition(".")[0]
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dovetail.api.attention import AttentionBackend, AttentionContext, LayerSpec
 from dovetail.api.executor import ComponentRef
-from dovetail.errors import UnsupportedError
+from dovetail.errors import PluginError, UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ def choose_attention(
     for target in candidates:
         try:
             backend: type[AttentionBackend] = target.load()
-        except ImportError as error:
-            refused.append(f"{target.name}: it can't be imported: {error}")
+        except PluginError as error:
+            refused.append(str(error))
             continue
         context = AttentionContext(device, dtype, block_size or backend.capabilities.default_block_size(), cache_dtype)
         reasons = backend.reasons_against(context, specs)
