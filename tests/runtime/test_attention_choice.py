@@ -54,7 +54,5 @@ def test_when_no_backend_will_do_every_reason_of_each_is_told() -> None:
 def test_a_backend_that_cannot_be_imported_is_a_reason_too() -> None:
     missing = ComponentRef("attention", "test:flash", "no_such_package.flash:Flash")
     assert choose_attention((missing, target(TorchAttention)), SPECS, "cpu", "float32", None).name == "test:TorchAttention"
-    with pytest.raises(
-        UnsupportedError, match="attention test:flash: importing no_such_package.flash failed: ModuleNotFoundError: No module named 'no_such_package'"
-    ):
+    with pytest.raises(UnsupportedError, match=r"attention test:flash: importing no_such_package\.flash failed: ModuleNotFoundError: No module"):
         choose_attention((missing,), SPECS, "cpu", "float32", None)
