@@ -17,7 +17,7 @@ from dovetail.errors import DISTRIBUTION, MissingExtraError
 from tests.packaging.building import ROOT, build_wheel, copy_tracked, make_venv, pip_install, run, serve_index, tracked_files
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-UNPUBLISHED = (".ci/", ".gitignore")  # of the repository, for nobody who has unpacked an sdist
+UNPUBLISHED = (".ci/", ".gitignore", ".pre-commit-config.yaml")  # of the repository, for nobody who has unpacked an sdist
 
 # What a reader, pip or a tool would take for the other project: `pip install dovetail`, "dovetail[torch]", 'dovetail>=0.1'.
 OTHER_PROJECT = re.compile(r"""pip install [^\n`]*?(?<![\w./-])dovetail(?![\w.-])|["']dovetail\s*(\[[a-z,]+\]|[<>=~!]=?\s*\d)""")
