@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from dovetail.registry.resolved import ResolvedComponent
 from dovetail.testing import hygiene
 from dovetail.testing.processes import run_python
 from dovetail.testing.suite import Suite
-from dovetail.testing.suites import repeatable, scheduler, suite_for
+from dovetail.testing.suites import repeatable, scheduler, scheduler_replay, suite_for
 from tests.support import FULL
 
 BUILT_INS = [component for component in Registry.discover().components() if component.origin.built_in]
@@ -85,13 +86,26 @@ def fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hygiene, "run_python", once)
 
 
+@cache
+def _all_plans() -> dict[type[Suite], list[str]]:
+    """Return the plans of all built-in policies, made in one process."""
+    of_policies = [suite for suite in SUITES if suite.kind == "scheduler"]
+    return dict(zip(of_policies, scheduler_replay.plans_elsewhere(*(suite() for suite in of_policies)), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def one_process_plans_for_all_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "plans_elsewhere", lambda suite: [_all_plans()[type(suite)]])
+
+
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a component writes, it writes there."""
     monkeypatch.chdir(tmp_path)
 
 
-globals().update({suite.__name__: suite for suite in suites()})
+SUITES = list(suites())
+globals().update({suite.__name__: suite for suite in SUITES})
 
 
 @pytest.mark.parametrize("component", BUILT_INS, ids=str)

@@ -231,7 +231,7 @@ class SchedulerSuite(Suite):
         `random.Random(context.seed)`, time from `step.now`; don't iterate over sets; keep nothing in the class or its module."""
         first = plans(self.make)
         require(plans(self.make) == first, "a second policy, made the same way, planned the same requests otherwise")
-        require(plans_elsewhere(self) == first, "another process planned the same requests otherwise")
+        require(plans_elsewhere(self) == [first], "another process planned the same requests otherwise")
 
     # How scenarios are run
 

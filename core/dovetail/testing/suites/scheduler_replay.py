@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import sys
@@ -24,22 +25,18 @@ def plans(make: Callable[[SchedulerContext], Scheduler]) -> list[str]:
     return [repr(step) for scenario in scenarios for step in World(make, scenario.shape).play(scenario.acts).watch.planned]
 
 
-def plans_elsewhere(suite: Binding) -> list[str]:
-    """Return the same plans from a new process with another `PYTHONHASHSEED`. Raises `CheckFailed` if it fails."""
+def plans_elsewhere(*suites: Binding) -> list[list[str]]:
+    """Return the plans of each suite's policy from a new process with another `PYTHONHASHSEED`. Raises `CheckFailed` if it fails."""
     hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    component = suite.component if isinstance(suite.component, str) else suite.component_class
+    policies = [(suite.component if isinstance(suite.component, str) else suite.component_class, dict(suite.options)) for suite in suites]
     with tempfile.TemporaryDirectory(prefix="dovetail-replay-") as folder:
         answer = Path(folder, "plans")
-        stdin = pickle.dumps((component, dict(suite.options), str(answer)))
-        run_python(_ELSEWHERE, stdin, "another process can't plan", PYTHONHASHSEED=hash_seed)
-        return answer.read_text().splitlines()
+        run_python(_ELSEWHERE, pickle.dumps((policies, str(answer))), "another process can't plan", PYTHONHASHSEED=hash_seed)
+        found: list[list[str]] = json.loads(answer.read_text())
+        return found
 
 
 def _answer() -> None:
-    component, options, answer = pickle.load(sys.stdin.buffer)
-
-    class Bound(Binding):
-        kind = "scheduler"
-
-    Bound.component, Bound.options = component, options
-    Path(answer).write_text("\n".join(plans(Bound().make)))
+    policies, answer = pickle.load(sys.stdin.buffer)
+    bound = [type("Bound", (Binding,), {"kind": "scheduler", "component": component, "options": options})() for component, options in policies]
+    Path(answer).write_text(json.dumps([plans(one.make) for one in bound]))
