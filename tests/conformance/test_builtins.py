@@ -68,20 +68,29 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(scheduler, "for_all", for_some)
 
 
-_started: set[tuple[Any, ...]] = set()  # what processes were started for
+ALL_AT_ONCE = """
+import io, pickle, sys
+from types import SimpleNamespace
+code, payloads = pickle.load(sys.stdin.buffer)
+for payload in payloads:
+    sys.stdin = SimpleNamespace(buffer=io.BytesIO(payload))
+    exec(code, {})
+"""
+
+
+@cache
+def _run_once(code: str, stdin: bytes, what: str, *args: str) -> None:
+    run_python(code, stdin, what, *args)
 
 
 @pytest.fixture(autouse=True)
 def fewer_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plugin declares is looked at once for all of its components; and the quick profile starts one component of each package in a new
-    process."""
+    """What a plugin declares is looked at once for all of its components; and in the quick profile one new process starts all components."""
 
     def once(code: str, stdin: bytes, what: str, *args: str) -> None:
-        module = pickle.loads(stdin)[0] if stdin else ""  # "package.module" of the component to start
-        about = (code, stdin if FULL else module.partition(".")[0], *args)
-        if about not in _started:
-            run_python(code, stdin, what, *args)
-            _started.add(about)
+        if stdin and not FULL:
+            code, stdin, what = ALL_AT_ONCE, pickle.dumps((code, [suite().spawn_payload() for suite in SUITES])), "a new process can't start them all"
+        _run_once(code, stdin, what, *args)
 
     monkeypatch.setattr(hygiene, "run_python", once)
 

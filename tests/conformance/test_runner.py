@@ -198,11 +198,10 @@ def test_the_pytest_plugin_imports_nothing_else_of_dovetail_and_no_torch() -> No
     assert done.stdout.split() == ["dovetail", "dovetail.testing", "dovetail.testing.pytest_plugin"]
 
 
-WITHOUT_TORCH = [("scheduler", "fcfs"), ("observer", "log"), ("observer", "decision_log")]
-SLOW = [("kv_cache", "prefix"), ("grammar", "llguidance"), ("observer", "prometheus")]
+SLOW = [("scheduler", "fcfs"), ("kv_cache", "prefix"), ("grammar", "llguidance"), ("observer", "decision_log"), ("observer", "prometheus")]
 
 
-@pytest.mark.parametrize(("kind", "name"), [*WITHOUT_TORCH, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
+@pytest.mark.parametrize(("kind", "name"), [("observer", "log"), *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
 def test_suites_that_need_no_torch_run_without_it_and_leave_nothing_in_the_folder(kind: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nfor name in ('torch', 'transformers', 'triton'): sys.modules[name] = None\n")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}

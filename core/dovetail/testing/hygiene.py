@@ -93,10 +93,13 @@ class Hygiene(Binding):
     def test_spawn(self) -> None:
         """A new process couldn't import the class or read its options. Define both at the top level of a module that can be imported anywhere,
         without asking for what only this process has."""
+        require("<" not in self.target, f"{self.target} is defined inside a function: no other process can import it")
+        run_python(_SPAWN, self.spawn_payload(), f"a new process can't import {self.target}")
+
+    def spawn_payload(self) -> bytes:
+        """Return what a new process gets to start the component from."""
         module, _, path = self.target.partition(":")
-        require("<" not in path, f"{self.target} is defined inside a function: no other process can import it")
-        payload = pickle.dumps((module, path, pickle.dumps(self.make_options())))
-        run_python(_SPAWN, payload, f"a new process can't import {self.target}")
+        return pickle.dumps((module, path, pickle.dumps(self.make_options())))
 
     @check("hygiene.signatures", since="0.1")
     def test_signatures(self) -> None:
