@@ -17,7 +17,7 @@ from dovetail.api.component import Kind
 from dovetail.cli.app import app
 from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail.testing import Waiver, run
-from dovetail.testing.child import Job, generated_suite
+from dovetail.testing.child import SuiteRun, generated_suite
 from tests.conformance import unruly
 from tests.registry.fakes import Site, components
 from tests.registry.site import site  # noqa: F401
@@ -166,7 +166,7 @@ def test_the_settings_of_a_kinds_suite_reach_it_by_every_way(tmp_path: Path, mon
     monkeypatch.setattr("dovetail.testing.runner.run", lambda *args, **kwargs: asked.update(kwargs) or sys.exit(7))
     assert command("model", "qwen3", "--variant", "sliding_window=7", "--variant", "{head_dim: 4}", "--suite", "architectures=[A]")[0] == 7
     assert asked["settings"] == {"architectures": ["A"], "variants": [{"sliding_window": 7}, {"head_dim": 4}]}
-    job = Job("model", "qwen3", False, {}, {}, asked["settings"], str(tmp_path), [])
+    job = SuiteRun("model", "qwen3", False, {}, {}, asked["settings"], str(tmp_path), [])
     suite = generated_suite(str(job.write()))
     assert (suite.architectures, suite.variants) == (("A",), ({"sliding_window": 7}, {"head_dim": 4}))
 

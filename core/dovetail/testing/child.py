@@ -35,7 +35,7 @@ REGULAR = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SuiteRun:
     """The work of a process. `component` is a name, or "package.module:Class" if `is_class`. `done`: checks that needn't run (again)."""
 
     kind: Kind
@@ -73,13 +73,13 @@ class Job:
         return path
 
     @classmethod
-    def read(cls, path: str) -> Job:
+    def read(cls, path: str) -> SuiteRun:
         return cls(**json.loads(Path(path).read_text()))
 
 
 def main(job_path: str) -> None:
     """Run the checks of a job that aren't done."""
-    job = Job.read(job_path)
+    job = SuiteRun.read(job_path)
     sys.path[:] = job.path
     limit_files()
     with job.trace.open("w") as trace, job.ledger.open("a", buffering=1) as file:
@@ -100,7 +100,7 @@ def generated_suite(job_path: str) -> Any:
     from dovetail.testing.checks import Waiver
     from dovetail.testing.suites import suite_for
 
-    job = Job.read(job_path)
+    job = SuiteRun.read(job_path)
     component: Any = _load(job.component) if job.is_class else job.component
     waivers = {id: Waiver(**values) for id, values in job.waivers.items()}
     own = {name: tuple(value) if isinstance(value, list) else value for name, value in job.settings.items()}
@@ -119,7 +119,7 @@ def _load(target: str) -> Any:
 class Ledger:
     """The pytest plugin that writes the ledger, and leaves out checks that are done."""
 
-    def __init__(self, job: Job, file: IO[str]) -> None:
+    def __init__(self, job: SuiteRun, file: IO[str]) -> None:
         self.job, self.file = job, file
         self.process = os.getpid()
 
@@ -167,14 +167,14 @@ class Ledger:
             fail(f"the check broke off: {describe(error)}", error)
 
 
-def _wrong_settings(suite: Any, job: Job) -> DovetailError | None:
+def _wrong_settings(suite: Any, job: SuiteRun) -> DovetailError | None:
     """Return the first setting that the suite of the kind doesn't have, as an error."""
     known = sorted(suite.settings - Suite.settings)
     wrong = next((name for name in job.settings if name not in known), None)
     return None if wrong is None else ConfigError(f"the suite of kind {job.kind} has no setting {wrong!r}; it has: {', '.join(known) or 'none'}")
 
 
-def _misuse(suite: Any, job: Job) -> DovetailError | None:
+def _misuse(suite: Any, job: SuiteRun) -> DovetailError | None:
     """Return the reason why the component can't be tested: it doesn't exist, or has no such options. If its options are broken, a check says so.
     Raises `PluginError` if a plugin is to blame: one that failed may have offered it, or it was written for another version of the api."""
     try:

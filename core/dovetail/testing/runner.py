@@ -22,7 +22,7 @@ from dovetail.registry.doctor.own_time import SAMPLED_S, TIME_LIMIT_S, OwnTime
 from dovetail.registry.doctor.process import ending, event, last_words
 from dovetail.testing import frames
 from dovetail.testing.checks import Waiver
-from dovetail.testing.child import COMMAND, Job
+from dovetail.testing.child import COMMAND, SuiteRun
 from dovetail.testing.ledger import Expected, Finding, Outcome, Verdict, judge
 from dovetail.where import did_you_mean
 
@@ -60,7 +60,7 @@ def run(
     plain_waivers = {id: asdict(waiver) for id, waiver in (waivers or {}).items()}
     path = [os.path.abspath(entry) for entry in sys.path]
     with tempfile.TemporaryDirectory(prefix="dovetail-test-") as folder:
-        job = Job(kind, name, isinstance(component, type), dict(options or {}), plain_waivers, dict(settings or {}), folder, path)
+        job = SuiteRun(kind, name, isinstance(component, type), dict(options or {}), plain_waivers, dict(settings or {}), folder, path)
         return _Run(job, time_limit_s).verdict()
 
 
@@ -74,7 +74,7 @@ def _check_json(what: str, values: Mapping[str, Any] | None) -> None:
 class _Run:
     """The processes of one run, and the content of their ledgers."""
 
-    def __init__(self, job: Job, time_limit_s: float) -> None:
+    def __init__(self, job: SuiteRun, time_limit_s: float) -> None:
         self.job, self.time_limit_s = job, time_limit_s
         self.expected: Expected | None = None
         self.outcomes: dict[str, Outcome] = {}

@@ -22,7 +22,7 @@ from dovetail.runtime.weights import load_weights
 from dovetail.testing.checks import check, fail, require
 from dovetail.testing.suite import Suite
 from dovetail.testing.suites import model_configs as configs
-from dovetail.testing.suites.model_bench import CPU, Bench, Part, Reference, Tensors, on_ranks
+from dovetail.testing.suites.model_bench import CPU, Bench, Chunk, Reference, Tensors, on_ranks
 
 MANY = 12  # sequences of a step
 SHORT = 17  # tokens
@@ -78,7 +78,7 @@ class ModelSuite(Suite):
         and their eps, rotation, what is added to the residual stream and when, biases, tied weights. Sequences are as long as the model allows."""
         for config, reference, bench in self.pairs():
             tokens = some_tokens(config, config.max_position_embeddings)
-            hidden = bench.step(Part("a", tokens, 0))
+            hidden = bench.step(Chunk("a", tokens, 0))
             for what, ours, theirs in zip(("hidden states", "logits"), (hidden, bench.logits(hidden)), reference.run(tokens), strict=True):
                 assert_close(ours, theirs, f"{what} of {_told(config)} differ from transformers'")
             for some in (torch.tensor([7, 0, len(tokens) - 1]), torch.tensor([3])):
@@ -136,8 +136,8 @@ class ModelSuite(Suite):
         step to the next must be found by all positions; simpler: keep nothing."""
         for config, reference, bench in self.pairs():
             tokens = {name: some_tokens(config, 20, seed=ord(name)) for name in "abc"}
-            before = [Part(name, tokens[name][:start], 0) for name, start in (("a", 4), ("b", 4), ("c", 9))]
-            steps = [Part("a", tokens["a"][4:12], 4)], [Part("b", tokens["b"][4:7], 4), Part("c", tokens["c"][9:14], 9)]
+            before = [Chunk(name, tokens[name][:start], 0) for name, start in (("a", 4), ("b", 4), ("c", 9))]
+            steps = [Chunk("a", tokens["a"][4:12], 4)], [Chunk("b", tokens["b"][4:7], 4), Chunk("c", tokens["c"][9:14], 9)]
             fresh = Bench(self.arch, config, reference.tensors())
             for part in before:
                 bench.step(part)
@@ -165,7 +165,7 @@ class ModelSuite(Suite):
             bench.model.logits(hidden).fill_(torch.nan)
             require(torch.equal(hidden, states), "logits() changed the hidden states")
             hidden.fill_(torch.nan)
-        again = bench.logits(bench.step(Part("third", tokens, 0), wanted=wanted))
+        again = bench.logits(bench.step(Chunk("third", tokens, 0), wanted=wanted))
         assert_close(again, expected[wanted], "logits after the caller has overwritten earlier results")
 
     @check("model.chunks", since="0.1")
@@ -206,13 +206,13 @@ class ModelSuite(Suite):
         attention knows which belong together."""
         for config, reference, bench in self.pairs():
             tokens = {name: some_tokens(config, n, seed=n) for name, n in (("a", 50), ("b", 40), ("c", 14))}
-            bench.step(Part("a", tokens["a"][:12], 0), Part("c", tokens["c"][:13], 0))
-            hidden = bench.step(Part("c", tokens["c"][13:], 13), Part("b", tokens["b"], 0), Part("a", tokens["a"][12:], 12))
+            bench.step(Chunk("a", tokens["a"][:12], 0), Chunk("c", tokens["c"][:13], 0))
+            hidden = bench.step(Chunk("c", tokens["c"][13:], 13), Chunk("b", tokens["b"], 0), Chunk("a", tokens["a"][12:], 12))
             alone = Bench(self.arch, config, reference.tensors())
             expected = [alone.run(tokens[name], sequence=name)[start:] for name, start in (("c", 13), ("b", 0), ("a", 12))]
             assert_close(bench.logits(hidden), torch.cat(expected), f"logits of {_told(config)} in a shared step differ from those alone")
             many = {f"one of {MANY}, {n}": some_tokens(config, 2 + n % 3, seed=n) for n in range(MANY)}
-            hidden = bench.step(*(Part(name, ids, 0) for name, ids in many.items()))
+            hidden = bench.step(*(Chunk(name, ids, 0) for name, ids in many.items()))
             expected = [alone.run(ids, sequence=name) for name, ids in many.items()]
             assert_close(
                 bench.logits(hidden), torch.cat(expected), f"logits of {_told(config)} in a step of {MANY} sequences differ from those alone"
@@ -224,7 +224,7 @@ class ModelSuite(Suite):
         and V of the others: all are written, in every layer. The plainest way to be right: `return hidden if wanted is None else hidden[wanted]`."""
         for config, reference, bench in self.pairs():
             tokens, others = some_tokens(config, 30), some_tokens(config, 9, seed=1)
-            steps = (Part("a", tokens[:20], 0), Part("b", others, 0)), (Part("a", tokens[20:], 20), Part("b", others[:1], 9))
+            steps = (Chunk("a", tokens[:20], 0), Chunk("b", others, 0)), (Chunk("a", tokens[20:], 20), Chunk("b", others[:1], 9))
             whole = Bench(self.arch, config, reference.tensors())
             for parts, places in zip(steps, ([28, 3, 19], [*range(10, -1, -1)]), strict=True):
                 alone, expected = bench.step(*parts, wanted=torch.tensor(places)), whole.step(*parts)[places]
@@ -367,7 +367,7 @@ class ModelSuite(Suite):
                 bench = self.bench(config, tensors, dtype=dtype)
                 found = {rule.parameter.dtype for rule in bench.model.weights()}
                 require(found == {dtype}, f"parameters of a model in {dtype} are {found}")
-                hidden = bench.step(Part("a", tokens, 0))
+                hidden = bench.step(Chunk("a", tokens, 0))
                 require(hidden.dtype == dtype and hidden.device == CPU, f"hidden states of a model in {dtype} are {hidden.dtype} on {hidden.device}")
                 reference.model.to(dtype)
                 ours, theirs = ((logits.float() - exact).abs().mean(1) for logits in (bench.logits(hidden), reference.run(tokens)[1]))

@@ -21,7 +21,7 @@ RANK_LIMIT_S = 30  # for a rank to come to where all meet
 Tensors = dict[str, torch.Tensor]
 
 
-class Part(NamedTuple):
+class Chunk(NamedTuple):
     """Tokens of one sequence that a step computes."""
 
     sequence: str
@@ -101,7 +101,7 @@ class Bench:
                 rule.parameter.load(tensors[rule.source], rule.shard_id, rule.transform)
 
     @torch.no_grad()
-    def step(self, *parts: Part, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    def step(self, *parts: Chunk, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states [tokens, hidden] of a step that computes these parts; of those `wanted` alone [n, hidden]."""
         self.sequences.step = [(part.sequence, len(part.token_ids)) for part in parts]
         positions = torch.cat([torch.arange(part.start, part.start + len(part.token_ids)) for part in parts])
@@ -112,7 +112,7 @@ class Bench:
         """Logits [tokens, vocab] of a sequence's tokens from `start` on, computed whole or in chunks of these lengths (which add up)."""
         parts, at = [], start
         for ids in torch.split(token_ids, list(chunks or (len(token_ids),))):
-            parts.append(self.step(Part(sequence, ids, at)))
+            parts.append(self.step(Chunk(sequence, ids, at)))
             at += len(ids)
         return self.logits(torch.cat(parts))
 

@@ -15,7 +15,7 @@ from dovetail.api.attention import (
 from pydantic import BaseModel
 
 
-class Row(NamedTuple):
+class AcmeRow(NamedTuple):
     """One sequence in a step."""
 
     queries: slice  # positions of its tokens in the batch
@@ -32,7 +32,7 @@ class AcmeAttention(AttentionBackend):
         super().__init__(options, context)
         self.device, self.dtype = torch.device(context.device), getattr(torch, context.dtype)
         self.layers: list[Layer] = []
-        self.rows: list[Row] = []  # of this step
+        self.rows: list[AcmeRow] = []  # of this step
         self.slots = torch.empty(0, dtype=torch.int64, device=self.device)  # slots of this step's tokens; -1: the spare one
 
     def make_layer(self, spec: LayerSpec) -> AttentionLayer:
@@ -57,7 +57,7 @@ class AcmeAttention(AttentionBackend):
             seen = torch.arange(length, device=self.device)
             slots = batch.block_table[row, seen // size].long() * size + seen % size
             ahead = seen[length - num_queries :, None] - seen
-            self.rows.append(Row(slice(start, start + num_queries), slots, ahead))
+            self.rows.append(AcmeRow(slice(start, start + num_queries), slots, ahead))
             start += num_queries
 
     def copy_blocks(self, src: torch.Tensor, dst: torch.Tensor) -> None:

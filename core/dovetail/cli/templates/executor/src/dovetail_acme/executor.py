@@ -20,7 +20,7 @@ class AcmeOptions(BaseModel):
 
 
 @dataclass(slots=True)
-class Row:
+class AcmeRow:
     """The state of a request while it has a row."""
 
     prompt: list[int]
@@ -35,7 +35,7 @@ class AcmeExecutor(Executor):
 
     def __init__(self, options: AcmeOptions, context: ExecutorContext) -> None:
         super().__init__(options, context)
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, AcmeRow] = {}
         self._results: list[Result] = []
         self._running = False
 
@@ -62,7 +62,7 @@ class AcmeExecutor(Executor):
         for row in batch.removed.tolist():
             del self._rows[row]
         for new in batch.added:
-            self._rows[new.row] = Row(new.token_ids[: new.prompt_len].tolist(), len(new.token_ids))
+            self._rows[new.row] = AcmeRow(new.token_ids[: new.prompt_len].tolist(), len(new.token_ids))
         tokens = [
             self._next_token(self._rows[row]) if yields_token else -1
             for row, yields_token in zip(batch.rows.tolist(), batch.yields_token.tolist(), strict=True)
@@ -85,7 +85,7 @@ class AcmeExecutor(Executor):
         self._rows.clear()
         self._results.clear()
 
-    def _next_token(self, row: Row) -> int:
+    def _next_token(self, row: AcmeRow) -> int:
         """Return the prompt's next token again, which becomes the row's next known token."""
         token = row.prompt[row.num_tokens % len(row.prompt)]
         row.num_tokens += 1
