@@ -210,7 +210,7 @@ def _table(
     for name, field in model.model_fields.items():
         if not field.description:
             raise ValueError(f"{model.__name__}.{name} has no description")
-        default = "required" if field.is_required() else _code(_yaml(field.get_default(call_default_factory=True, validated_data={})))
+        default = "required" if field.is_required() else _code(as_yaml(field.get_default(call_default_factory=True, validated_data={})))
         meaning = " ".join(field.description.split()).replace("|", "\\|")
         rows.append(f"| `{prefix}{name}`{{ #{anchor}{prefix}{name} }} | {types.get(name) or _type(properties[name])} | {default} | {meaning} |")
     return "\n".join(rows)
@@ -238,7 +238,7 @@ def _bounds(schema: Mapping[str, Any]) -> str:
     return f" {', '.join(bounds)}" if bounds else ""
 
 
-def _yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """A default as `engine.yaml` would say it."""
     if hasattr(value, "plain"):  # ComponentChoice
         value = value.plain()

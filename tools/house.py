@@ -65,17 +65,17 @@ def imports() -> dict[str, set[str]]:
     """Room -> the rooms that it imports. The plugin packages are one room; what the core imports through entry points is no import."""
     packages = [f"dovetail_{name}" for name in PLUGINS]
     graph = grimp.build_graph("dovetail", *packages, exclude_type_checking_imports=True)
-    room_of = {module: room for module in graph.modules if (room := _room(module)) is not None}
+    rooms = {module: room for module in graph.modules if (room := room_of(module)) is not None}
     found: dict[str, set[str]] = {room: set() for room in (*ROOMS, "plugins")}
-    for module, room in room_of.items():
+    for module, room in rooms.items():
         for imported in graph.find_modules_directly_imported_by(module):
-            other = room_of.get(imported)
+            other = rooms.get(imported)
             if other is not None and other != room:
                 found[room].add(other)
     return found
 
 
-def _room(module: str) -> str | None:
+def room_of(module: str) -> str | None:
     if module.startswith("dovetail_"):
         return "plugins"
     for room, modules in ROOMS.items():

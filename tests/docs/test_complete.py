@@ -49,7 +49,7 @@ def test_every_key_is_on_the_configuration_page_with_its_default_and_meaning() -
     for key, field in EngineConfig.model_fields.items():
         row = row_of(page, key)
         assert row[3].split()[:6] == str(field.description).split()[:6], key
-        assert row[2] == f"`{docs_hooks._yaml(field.default)}`", key
+        assert row[2] == f"`{docs_hooks.as_yaml(field.default)}`", key
         assert row[1], key
     for key in PluginSelection.model_fields:
         assert row_of(page, f"plugins.{key}")[3]

@@ -16,7 +16,7 @@ def test_every_module_of_the_core_has_a_room() -> None:
     import dovetail
 
     modules = [f"dovetail.{info.name}" for info in pkgutil.iter_modules(dovetail.__path__)]
-    assert [module for module in modules if house._room(module) is None] == []
+    assert [module for module in modules if house.room_of(module) is None] == []
 
 
 def test_arrows_that_follow_from_others_are_left_out() -> None:

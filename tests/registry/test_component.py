@@ -190,7 +190,7 @@ def test_missing_requirement_is_told_with_its_pip_line(site: Site, requirement: 
 
 def test_our_own_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     part = Registry.discover().resolve("executor", "dovetail:local")
-    monkeypatch.setattr("dovetail.registry.requirements._installed", lambda package: "0.0.1")
+    monkeypatch.setattr("dovetail.registry.requirements.installed_version", lambda package: "0.0.1")
     with pytest.raises(MissingExtraError, match=r'torch>=2.11 \(0.0.1 is installed\).*pip install "dovetail-llm\[torch\]"'):
         part.check_requires()
 

@@ -25,7 +25,7 @@ def test_what_the_most_hindered_thread_waited_for_a_cpu_is_not_counted(passing: 
     """Each entry: seconds that pass, and the share of them that each thread which is alive waits."""
     now, waited = 0.0, {"main": 7 * S}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own_time, "_waits", lambda process: waited.items())
+        patch.setattr(own_time, "waits", lambda process: waited.items())
         patch.setattr(own_time.time, "monotonic", lambda: now)
         own = OwnTime(1)
         expected = 0.0
@@ -42,7 +42,7 @@ def test_what_the_most_hindered_thread_waited_for_a_cpu_is_not_counted(passing: 
 def test_a_process_and_what_it_has_started_are_asked() -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
-        while len(dict(own_time._waits(process.pid))) < 2:
+        while len(dict(own_time.waits(process.pid))) < 2:
             assert process.poll() is None
         assert process.stdin is not None
         process.stdin.close()
@@ -54,4 +54,4 @@ def test_who_ends_in_time_has_and_who_waits_for_ever_has_not() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         assert not wait(process, 0.1)
         process.kill()
-    assert dict(own_time._waits(process.pid)) == {}
+    assert dict(own_time.waits(process.pid)) == {}

@@ -28,13 +28,13 @@ def missing_requirements(requires: Iterable[str]) -> list[Missing]:
     for requirement in map(Requirement, requires):
         if requirement.marker is not None and not requirement.marker.evaluate():
             continue
-        installed = _installed(requirement.name)
+        installed = installed_version(requirement.name)
         if installed is None or not requirement.specifier.contains(installed, prereleases=True):
             missing.append(Missing(requirement, installed))
     return missing
 
 
-def _installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """Return the version of a package, or None if it isn't installed."""
     try:
         found = metadata.distribution(package)

@@ -25,10 +25,10 @@ class OwnTime:
         self.restart()
 
     def restart(self) -> None:
-        self._elapsed_s, self._asked, self._waited = 0.0, time.monotonic(), dict(_waits(self._process))
+        self._elapsed_s, self._asked, self._waited = 0.0, time.monotonic(), dict(waits(self._process))
 
     def elapsed_s(self) -> float:
-        now, waited = time.monotonic(), dict(_waits(self._process))
+        now, waited = time.monotonic(), dict(waits(self._process))
         hindered = max((ns - self._waited.get(thread, 0) for thread, ns in waited.items()), default=0) / 1e9
         self._elapsed_s += max(0.0, now - self._asked - hindered)
         self._asked, self._waited = now, waited
@@ -45,7 +45,7 @@ def wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
     return process.poll() is not None
 
 
-def _waits(process: int) -> Iterator[tuple[str, int]]:
+def waits(process: int) -> Iterator[tuple[str, int]]:
     """Yield each thread of a process and of its descendants, with the nanoseconds that it has waited for a CPU."""
     try:
         threads = os.listdir(f"/proc/{process}/task")
@@ -57,4 +57,4 @@ def _waits(process: int) -> Iterator[tuple[str, int]]:
             yield thread, int((folder / "schedstat").read_text().split()[1])
         with suppress(OSError):
             for child in (folder / "children").read_text().split():
-                yield from _waits(int(child))
+                yield from waits(int(child))
