@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Literal
@@ -37,6 +38,10 @@ class PluginOrigin:
         """The part of a full name before the ":"."""
         return NAMESPACE if self.built_in else self.distribution
 
+    def in_full(self, name: str) -> str:
+        """Return the full name of what it offers, "distribution:name"; for a built-in "dovetail:name"."""
+        return f"{self.namespace}:{name}"
+
     def is_called(self, name: str) -> bool:
         """Return True if a name before a ":" means this distribution. The built-ins also have their distribution's name."""
         return canonicalize_name(name) in (self.namespace, self.distribution)
@@ -68,6 +73,13 @@ class LoadedPlugin:
     models: tuple[BundledModel, ...] = ()
     quantizations: tuple[QuantizationSpec, ...] = ()
     output: str = ""
+
+    def offers(self) -> Iterator[tuple[str, str]]:
+        """Yield (what, name) of each declaration: ("scheduler", "fcfs")."""
+        yield from ((spec.kind, spec.name) for spec in self.components)
+        yield from (("command", spec.name) for spec in self.commands)
+        yield from (("bundled model", model.name) for model in self.models)
+        yield from (("quantization", spec.name) for spec in self.quantizations)
 
 
 @dataclass(frozen=True, slots=True)

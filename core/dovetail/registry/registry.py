@@ -152,14 +152,10 @@ def _matches(component: ResolvedComponent, name: str) -> bool:
 
 def _without_repetitions(plugins: list[LoadedPlugin]) -> tuple[tuple[LoadedPlugin, ...], list[PluginFailure]]:
     """Return the plugins to keep, and a failure for each that offers a qualified name which an earlier plugin of its distribution offers."""
-    owners: dict[tuple[str, str], LoadedPlugin] = {}
+    owners: dict[tuple[str, str, str], LoadedPlugin] = {}
     kept, failures = [], []
     for plugin in plugins:
-        offers = [f"{spec.kind} {spec.name!r}" for spec in plugin.components]
-        offers += [f"command {spec.name!r}" for spec in plugin.commands]
-        offers += [f"bundled model {model.name!r}" for model in plugin.models]
-        offers += [f"quantization {spec.name!r}" for spec in plugin.quantizations]
-        keys = {(plugin.origin.distribution, offer): offer for offer in offers}
+        keys = {(plugin.origin.distribution, what, name): f"{what} {name!r}" for what, name in plugin.offers()}
         clash = next((key for key in keys if key in owners), None)
         if clash is None:
             owners |= dict.fromkeys(keys, plugin)

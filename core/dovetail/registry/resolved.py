@@ -57,7 +57,7 @@ class ResolvedComponent:
     @property
     def qualified_name(self) -> str:
         """The full name, "distribution:name"; for a built-in "dovetail:name"."""
-        return f"{self.origin.namespace}:{self.spec.name}"
+        return self.origin.in_full(self.spec.name)
 
     def __str__(self) -> str:
         return f"{self.spec.kind} {self.qualified_name} {self.version}"
@@ -155,7 +155,7 @@ class ResolvedCommand:
     @property
     def qualified_name(self) -> str:
         """The full name, "distribution:name"; for a built-in "dovetail:name"."""
-        return f"{self.origin.namespace}:{self.spec.name}"
+        return self.origin.in_full(self.spec.name)
 
     def load(self) -> Any:
         """Import and return a `typer.Typer` or a function. Raises `PluginError` with the plugin's name if the import fails."""
@@ -183,7 +183,7 @@ class ResolvedQuantization:
     @property
     def qualified_name(self) -> str:
         """The full name, "distribution:name"; for a built-in "dovetail:name"."""
-        return f"{self.origin.namespace}:{self.spec.name}"
+        return self.origin.in_full(self.spec.name)
 
     def ref(self) -> QuantizationRef:
         """Return the reference that worker processes get. Nothing is imported."""

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from tempfile import TemporaryFile
 
-from dovetail.registry.doctor.own_time import TIME_LIMIT_S, wait
+from dovetail.registry.doctor.own_time import TIME_LIMIT_S
+from dovetail.registry.doctor.process import run_within
 from dovetail.testing.checks import require
 
 SHOWN = 2_000  # characters of its output
@@ -20,13 +21,8 @@ def run_python(code: str, stdin: bytes, what: str, *args: str, **environ: str) -
     with TemporaryFile() as given, TemporaryFile() as told:
         given.write(stdin)
         given.seek(0)
-        process = subprocess.Popen(command, stdin=given, stdout=subprocess.DEVNULL, stderr=told, env=env)
-        try:
-            in_time = wait(process, TIME_LIMIT_S)
-        finally:
-            process.kill()
-            process.wait()
+        ended = run_within(command, TIME_LIMIT_S, stdin=given, stdout=subprocess.DEVNULL, stderr=told, env=env)
         told.seek(0)
         words = told.read().decode(errors="replace").strip()[-SHOWN:]
-    require(in_time, f"{what}: not done after {TIME_LIMIT_S:g} s")
-    require(process.returncode == 0, f"{what}: {words or f'exit code {process.returncode}'}")
+    require(ended is not None, f"{what}: not done after {TIME_LIMIT_S:g} s")
+    require(ended == 0, f"{what}: {words or f'exit code {ended}'}")

@@ -19,7 +19,7 @@ from typing import IO, Any
 from dovetail.api.component import API_VERSIONS, KINDS, Kind
 from dovetail.errors import ConfigError, DovetailError, PluginError
 from dovetail.registry.doctor.own_time import SAMPLED_S, TIME_LIMIT_S, OwnTime
-from dovetail.registry.doctor.process import ending, event, last_words
+from dovetail.registry.doctor.process import ending, event, kill, last_words
 from dovetail.testing import frames
 from dovetail.testing.checks import Waiver
 from dovetail.testing.child import COMMAND, SuiteRun
@@ -122,9 +122,7 @@ class _Run:
             try:
                 hung = self._follow(process, ledger)
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # and the processes that it has started
-                process.wait()
+                kill(process)
         calls = frames.of_dump(job.trace.read_text(errors="replace")) if job.trace.exists() else ""
         if hung:
             longer = "--time-limit, in Python time_limit_s, gives it longer"

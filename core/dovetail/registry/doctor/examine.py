@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -22,8 +19,8 @@ from dovetail.errors import PluginError
 from dovetail.registry.doctor import probe
 from dovetail.registry.doctor.findings import Diagnosis, Finding, Problem
 from dovetail.registry.doctor.metadata import metadata_findings
-from dovetail.registry.doctor.own_time import TIME_LIMIT_S, wait
-from dovetail.registry.doctor.process import ending, event, last_words
+from dovetail.registry.doctor.own_time import TIME_LIMIT_S
+from dovetail.registry.doctor.process import ending, event, last_words, run_within
 from dovetail.registry.finder import find_plugins
 from dovetail.registry.loader import load_plugin
 from dovetail.registry.plugin import NAMESPACE, FoundPlugin, LoadedPlugin, PluginOrigin
@@ -91,32 +88,13 @@ def _examine_one(plugin: FoundPlugin, level: probe.Level, time_limit_s: float) -
     with tempfile.TemporaryDirectory(prefix="dovetail-doctor-") as folder:
         report, output = Path(folder, "report"), Path(folder, "output")
         report.touch()
+        command = [sys.executable, "-P", "-m", probe.__name__, plugin.origin.id, str(report), level]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment["PYDANTIC_DISABLE_PLUGINS"] = "__all__"  # it would read all entry points, and fail on malformed ones
         with output.open("wb") as sink:
-            code = _run([plugin.origin.id, str(report), level], sink, time_limit_s)
+            code = run_within(command, time_limit_s, stdout=sink, stderr=sink, env=environment, start_new_session=True)
         lines = [event(line) for line in report.read_text(encoding="utf-8", errors="replace").splitlines()]
         return _read(plugin, lines, code, last_words(output), time_limit_s)
-
-
-def _run(args: Sequence[str], sink: Any, time_limit_s: float) -> int | None:
-    """Run a probe and return its exit code; None if it ran out of time. Then it is ended, with all processes that it started."""
-    command = [sys.executable, "-P", "-m", probe.__name__, *args]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    environment["PYDANTIC_DISABLE_PLUGINS"] = "__all__"  # it would read all entry points, and fail on malformed ones
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, start_new_session=True)
-    try:
-        return process.returncode if wait(process, time_limit_s) else None
-    finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process, and any that a plugin has left running in its session."""
-    if hasattr(os, "killpg"):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
-    process.wait()
 
 
 def _read(plugin: FoundPlugin, lines: Sequence[Mapping[str, Any]], code: int | None, output: Sequence[str], time_limit_s: float) -> _Report:

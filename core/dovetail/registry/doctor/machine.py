@@ -7,8 +7,7 @@ import sys
 from importlib.util import find_spec
 from tempfile import TemporaryFile
 
-from dovetail.registry.doctor.own_time import wait
-from dovetail.registry.doctor.process import event
+from dovetail.registry.doctor.process import event, run_within
 
 ASKS = "dovetail.runtime.machine"
 
@@ -18,12 +17,7 @@ def look_at_machine(time_limit_s: float) -> str | None:
     if find_spec("torch") is None:
         return None
     with TemporaryFile() as told:
-        process = subprocess.Popen([sys.executable, "-P", "-m", ASKS], stdin=subprocess.DEVNULL, stdout=told, stderr=subprocess.DEVNULL)
-        try:
-            wait(process, time_limit_s)
-        finally:
-            process.kill()
-            process.wait()
+        run_within([sys.executable, "-P", "-m", ASKS], time_limit_s, stdout=told, stderr=subprocess.DEVNULL)
         told.seek(0)
         offers = event(told.read().decode(errors="replace").strip().rpartition("\n")[2])
     if not offers:

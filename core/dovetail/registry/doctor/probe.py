@@ -134,11 +134,8 @@ def _unmarked_hooks(module: Any) -> Iterator[Problem]:
 
 def offers_of(plugin: LoadedPlugin) -> Iterator[tuple[str, str, str]]:
     """Yield (what, name, the short name of what offers it) of each offer that can collide with another plugin's."""
-    yield from ((spec.kind, spec.name, spec.name) for spec in plugin.components)
+    yield from ((what, name, name) for what, name in plugin.offers())
     yield from (("architecture", name, spec.name) for spec in plugin.components for name in spec.architectures)
-    yield from (("command", spec.name, spec.name) for spec in plugin.commands)
-    yield from (("bundled model", model.name, model.name) for model in plugin.models)
-    yield from (("quantization", spec.name, spec.name) for spec in plugin.quantizations)
 
 
 def _of_what_it_offers(plugin: LoadedPlugin, write: Callable[..., None]) -> Iterator[Problem]:
