@@ -19,7 +19,7 @@ from dovetail.registry.registry import Registry
 from dovetail.registry.resolved import ResolvedComponent
 from dovetail.registry.selection import PluginSelection
 from dovetail.where import KeyPath, Where, explain, unknown_key
-from dovetail.yaml_source import parse_value, read_yaml
+from dovetail.yaml_source import parse_yaml, read_yaml
 
 if TYPE_CHECKING:
     from dovetail.api.executor import ExecutorConfig
@@ -172,9 +172,7 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that the engine may use, on each GPU: weights and buffers, with all the rest for K and V."""
 
-    kv_cache_memory: Annotated[Annotated[int, Field(gt=0, lt=2**63)] | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)] = (
-        None
-    )
+    kv_cache_memory: Annotated[_Bytes | None, BeforeValidator(_as_bytes, json_schema_input_type=int | str | None)] = None
     """Memory for K and V, like 4GiB, instead of a share of the GPU's; with several ranks each one's. null: what `gpu_memory_utilization` leaves."""
 
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3"] = "auto"
@@ -263,7 +261,7 @@ class EngineConfig(BaseModel):
             key, equals, value = text.partition("=")
             if not equals or not key.strip():
                 raise ConfigError(f"--set: expected key=value, got {shown(text)}")
-            values[key.strip()] = parse_value(value)
+            values[key.strip()] = parse_yaml(value, "--set").value
         return values
 
     @classmethod

@@ -30,7 +30,7 @@ def json_schema(registry: Registry) -> dict[str, Any]:
     definitions = schema.setdefault("$defs", {})
     for key, kind in COMPONENT_KEYS.items():
         components = [c for c in registry.components(kind) if c.api_problem() is None]
-        names = [name for c in components for name in ([c.qualified_name] if registry.needs_full_name(c) else [c.spec.name, c.qualified_name])]
+        names = [name for c in components for name in _names(c, registry)]
         extra = [AUTO] if kind in PREFERENCE else []
         choices = [{"enum": extra + names}, *(_with_options(c, registry, definitions) for c in components)]
         choice: dict[str, Any] = {"anyOf": choices}
@@ -40,10 +40,15 @@ def json_schema(registry: Registry) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
+def _names(component: ResolvedComponent, registry: Registry) -> list[str]:
+    """Return the names that a config may use."""
+    return [component.qualified_name] if registry.needs_full_name(component) else [component.spec.name, component.qualified_name]
+
+
 def _with_options(component: ResolvedComponent, registry: Registry, definitions: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of `{name: …, option: …}`; models inside the options go to `definitions`."""
-    names = [component.qualified_name] if registry.needs_full_name(component) else [component.spec.name, component.qualified_name]
-    shape: dict[str, Any] = {"type": "object", "description": component.spec.summary, "properties": {"name": {"enum": names}}, "required": ["name"]}
+    shape: dict[str, Any] = {"type": "object", "description": component.spec.summary, "required": ["name"]}
+    shape["properties"] = {"name": {"enum": _names(component, registry)}}
     try:
         model = component.options_model()
     except DovetailError as error:

@@ -125,11 +125,6 @@ def parse_yaml(text: str, name: str) -> YamlSource:
         raise ConfigError(f"{name}:{line}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def parse_value(text: str) -> Any:
-    """Read the YAML of one value, as in `--set key=value`. Raises `ConfigError`."""
-    return parse_yaml(text, "--set").value
-
-
 class _Checker:
     """A walk through a document with its aliases expanded, before any value of it is made."""
 

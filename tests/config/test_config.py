@@ -18,7 +18,7 @@ from dovetail.limits import Limits
 from dovetail.parts import find_parts
 from dovetail.registry.auto import PREFERENCE
 from dovetail.registry.registry import Registry
-from dovetail.yaml_source import parse_value, parse_yaml
+from dovetail.yaml_source import parse_yaml
 from tests.registry.fakes import Site, components
 from tests.support import examples
 
@@ -240,7 +240,7 @@ def test_executor_config_has_its_share(tmp_path: Path) -> None:
     [("5", 5), ("1e-3", 1e-3), ("-2E5", -2e5), ("1.5e3", 1500.0), ("a", "a"), ("", None), ("[1, a]", [1, "a"]), ("{a: 1}", {"a": 1}), ("e5", "e5")],
 )
 def test_values_of_the_command_line_are_yaml(text: str, value: Any) -> None:
-    assert parse_value(text) == value
+    assert parse_yaml(text, "--set").value == value
 
 
 def _texts(**sizes: int) -> st.SearchStrategy[str]:
