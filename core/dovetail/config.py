@@ -66,7 +66,7 @@ def _as_model_choice(value: Any) -> Any:
 
 
 def _built_in(name: str) -> ComponentChoice:
-    """Return a default. Its name is in full, so that it stays what it is when somebody installs a component of the same short name."""
+    """Return a default by its full name, so that installing a component with the same short name doesn't change it."""
     return ComponentChoice(f"{NAMESPACE}:{name}")
 
 

@@ -1,6 +1,6 @@
-"""The errors that Dovetail raises on purpose: one family, so that a caller need only catch `DovetailError`.
+"""Dovetail's exceptions: one family, so that callers need only catch `DovetailError`.
 
-The texts tell the reader what was wrong, where, and what would be right.
+Messages say what was wrong, where, and what would be right.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values that can't be changed after they were checked: `FrozenDict`, and `frozen`, which makes plain values from outside read-only."""
+"""Immutable values: `FrozenDict`, and `frozen`, which makes a read-only copy of plain values."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dovetail.checks import as_number, plain_integer, plain_text, shown
 K = TypeVar("K")
 V = TypeVar("V")
 
-MAX_DEPTH = 32  # nested containers: nobody needs more, and Python's stack is limited
+MAX_DEPTH = 32  # nested containers; Python's stack is limited
 
 
 class FrozenDict(dict[K, V]):
-    """A dict that can't be changed. It can be hashed, whatever its values are, copied and pickled; equal dicts have equal hashes."""
+    """Immutable dict: hashable whatever its values are, copyable and picklable; equal dicts have equal hashes."""
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise TypeError("this mapping was checked and can't be changed any more: make a new one")

@@ -1,4 +1,4 @@
-"""Reading of a model's JSON files, which come from anywhere: each must be an object of bounded size and depth; errors name the file."""
+"""Reader for a model's untrusted JSON files: each must be an object of bounded size and depth. Errors name the file."""
 
 from __future__ import annotations
 

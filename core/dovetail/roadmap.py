@@ -1,4 +1,4 @@
-"""Names of features that other engines have and Dovetail doesn't have yet: an error about such a name points to the roadmap."""
+"""Names of planned features that other engines have; errors about such a name point to the roadmap."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Where:
 
 
 def explain(error: ValidationError, model: type[BaseModel], given: Any, where: Where, noun: str) -> ConfigError:
-    """Make a `ConfigError` with a line for each key that `model` refused in `given`, at most `LISTED`; `noun` is the word for a key ("option")."""
+    """Make a `ConfigError` with a line for each key of `given` that `model` rejects, at most `LISTED`; `noun` is the word for a key ("option")."""
     found: dict[KeyPath, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         found.setdefault(_path_in(given, detail), []).append(detail)

@@ -1,4 +1,4 @@
-"""`write_whole`: a file is there whole or not at all, whoever is killed and whenever."""
+"""`write_whole`: atomic file writes, durable across crashes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-BESIDE = ".tmp"  # what is behind the name of a file that isn't whole yet
+BESIDE = ".tmp"  # suffix of a file that isn't complete yet
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` write a file under another name, see that it is on the disk, and give it its name. Raises `OSError`, and what
-    `write` raises, leaving nothing."""
+    """Have `write` write a temporary file, sync it to disk and rename it. Raises `OSError` and what `write` raises, leaving no file."""
     beside = path.with_name(path.name + BESIDE)
     try:
         write(beside)

@@ -1,7 +1,7 @@
-"""YAML with line numbers: the values of a file, and the line of each. It is YAML 1.1, except that 1e-3 is a number.
+"""YAML reader that keeps the line of each value. YAML 1.1, except that 1e-3 is a number.
 
-A file may come from anywhere, so its size, its depth and the number of its values are bounded, with aliases expanded: a few lines of aliases
-to aliases can stand for more values than fit into memory.
+Files are untrusted: size, depth and the number of values, aliases expanded, are bounded, since a few lines of nested aliases can expand to more
+than memory holds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command itself: its subcommands, those that plugins add, and how errors are reported."""
+"""The `dovetail` command: subcommands, those of plugins included, and error reporting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUN_TIME_ERRORS = (PolicyError, SchedulerStalled, EngineDeadError, OutputError) 
 
 
 class PluginCommand(TyperCommand):
-    """A plugin's command as `--help` lists it; nothing of it is imported yet."""
+    """Placeholder for a plugin's command in `--help`; imported when it runs."""
 
     def __init__(self, name: str, command: ResolvedCommand) -> None:
         super().__init__(name, help=command.spec.summary, short_help=command.spec.summary)

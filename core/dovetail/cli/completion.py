@@ -1,4 +1,4 @@
-"""Shell completion: models, components, kinds, keys of the config and their values. It never fails: on an error it offers nothing."""
+"""Shell completion of models, components, kinds, config keys and values. Errors yield no completions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def kinds(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
 
 @_offers
 def components(ctx: typer.Context, incomplete: str) -> Iterator[Offer]:
-    """Yield the components of the kind that the line names before."""
+    """Yield the components of the kind given earlier on the line."""
     yield from _names(_registry(), ctx.params["kind"])
 
 

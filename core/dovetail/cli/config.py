@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dovetail.errors import DovetailError
     from dovetail.parts import Parts
 
-app = typer.Typer(no_args_is_help=True, help="What a config means, and whether it is right.", rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, help="Show and validate configs.", rich_markup_mode=None)
 
 DEFAULT_MODEL = "demo"
 

@@ -1,4 +1,4 @@
-"""The console script. It imports nothing until it can handle Ctrl-C."""
+"""Console script. Imports nothing before it can handle Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dovetail plugins`: list installed components, and the plugins that failed, with the reason."""
+"""`dovetail plugins`: list installed components, and failed plugins with the reason."""
 
 from __future__ import annotations
 

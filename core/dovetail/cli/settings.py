@@ -1,4 +1,4 @@
-"""Shared parts of subcommands: arguments, and reading a config with `--set`s."""
+"""Arguments that subcommands share, and loading a config with `--set` overrides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command's input and output: any text can be printed; a full disk is reported, and a reader that has gone away ends the command quietly."""
+"""Input and output of the command: prints any text, reports a full disk, and exits quietly on a broken pipe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OutputError(DovetailError):
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output, with failures that can be told from those of other files. Once it has failed, every write fails."""
+    """Standard output whose write errors are distinguishable from those of other files. Once it has failed, every write fails."""
 
     _failure: OSError | None = None
 
@@ -56,7 +56,7 @@ def guard_output() -> None:
 
 
 def make_any_text_printable() -> None:
-    """Print characters that a stream's encoding doesn't have, like half a surrogate pair in an id, as escapes."""
+    """Escape characters that a stream's encoding lacks, such as lone surrogates."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, ValueError):  # None, or another object in a program that calls us
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -71,7 +71,7 @@ def tell(text: str) -> None:
 
 
 def discard(stream: TextIO | None) -> None:
-    """Discard a stream's buffered and later output, which would otherwise make Python complain on exit."""
+    """Redirect a stream to the null device, so that Python doesn't complain on exit."""
     with suppress(AttributeError, OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]

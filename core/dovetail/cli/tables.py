@@ -1,4 +1,4 @@
-"""Printing tables: fitted to a terminal's width and wrapped between words; for a file or another program plain, with cells in full."""
+"""Table output: wrapped to the terminal's width; plain, with full cells, when piped."""
 
 from __future__ import annotations
 

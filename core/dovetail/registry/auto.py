@@ -1,4 +1,4 @@
-"""The choice of `attention: auto` and `grammar: auto`: built-ins only, in a fixed order. Installing a plugin never makes it active."""
+"""Resolution of `attention: auto` and `grammar: auto`: built-ins only, in a fixed order. Installing a plugin never activates it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding installed plugins: it reads entry points from metadata, without importing anything."""
+"""Discovery of installed plugins by their entry points; imports nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dovetail.registry.plugin import NAMESPACE, FoundPlugin, PluginFailure, Plug
 
 
 class Findings(NamedTuple):
-    """The plugins found and those that can't be used, sorted by distribution and entry point."""
+    """Plugins found and plugins that can't be used, sorted by distribution and entry point."""
 
     plugins: tuple[FoundPlugin, ...]
     failures: tuple[PluginFailure, ...]

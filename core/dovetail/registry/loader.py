@@ -83,8 +83,7 @@ def _check_requirements(specs: Iterable[ComponentSpec]) -> None:
 
 
 class _CapturedStream:
-    """A stream that keeps the beginning of the output while a plugin loads. A log handler made meanwhile may keep it, so afterwards it passes
-    output on to the real stream."""
+    """Captures the beginning of the output while a plugin loads; afterwards it forwards to the real stream, since a log handler may hold it."""
 
     def __init__(self, real: Any, kept: list[str]) -> None:
         self._real, self._kept, self.capturing = real, kept, True

@@ -1,4 +1,4 @@
-"""Finding a model's files: bundled with a plugin, in a local directory, or on the Hugging Face hub."""
+"""Resolution of a model's name to its files: bundled with a plugin, in a local directory, or on the Hugging Face hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The states of a plugin: found by its metadata, loaded, failed or denied."""
+"""States of a plugin: found, loaded, failed, denied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The components and commands that names refer to, imported only when used: `ResolvedComponent`, `ResolvedCommand`, `ResolvedQuantization`."""
+"""Declarations resolved by name and imported on first use: `ResolvedComponent`, `ResolvedCommand`, `ResolvedQuantization`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BASE_CLASSES: dict[Kind, str] = {  # names in dovetail.api
 
 @dataclass(frozen=True, slots=True)
 class ResolvedComponent:
-    """One component of one plugin. `given` are its options in a config, `where` is the place of its name there."""
+    """A plugin's component, with its options as `given` in a config and the place (`where`) of its name there."""
 
     spec: ComponentSpec
     origin: PluginOrigin
@@ -147,7 +147,7 @@ class ResolvedComponent:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedCommand:
-    """One subcommand of one plugin."""
+    """A plugin's subcommand."""
 
     spec: CommandSpec
     origin: PluginOrigin
@@ -175,7 +175,7 @@ def options_of(cls: type[Any]) -> type[BaseModel]:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedQuantization:
-    """One way of storing weights, of one plugin."""
+    """A plugin's quantization method."""
 
     spec: QuantizationSpec
     origin: PluginOrigin

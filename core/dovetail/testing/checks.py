@@ -5,7 +5,7 @@
         def test_budget(self) -> None:
             "A step computed more tokens than `SchedulerContext.max_tokens`. Grant through the step, and don't touch its fields."
 
-The docstring tells the author of a failing component what went wrong, and how to mend it. This file needs neither torch nor pytest.
+The docstring tells the author of a failing component what went wrong and how to fix it. Needs neither torch nor pytest.
 """
 
 from __future__ import annotations

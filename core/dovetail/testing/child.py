@@ -36,7 +36,7 @@ REGULAR = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_
 
 @dataclass(frozen=True, slots=True)
 class SuiteRun:
-    """The work of a process. `component` is a name, or "package.module:Class" if `is_class`. `done`: checks that needn't run (again)."""
+    """Arguments of a suite's process. `component`: a name, or "package.module:Class" if `is_class`. `done`: checks to skip."""
 
     kind: Kind
     component: str
@@ -61,7 +61,7 @@ class SuiteRun:
         return Path(self.folder, "test_component.py")
 
     def working_folder(self) -> Path:
-        """Return a folder for the files that the component makes, instead of the one where the user happens to be, which may be read-only."""
+        """Return a writable working folder for the component; the user's may be read-only."""
         folder = Path(self.folder, "work")
         folder.mkdir(exist_ok=True)
         return folder
@@ -117,7 +117,7 @@ def _load(target: str) -> Any:
 
 
 class Ledger:
-    """The pytest plugin that writes the ledger, and leaves out checks that are done."""
+    """pytest plugin that writes the ledger and skips checks that are done."""
 
     def __init__(self, job: SuiteRun, file: IO[str]) -> None:
         self.job, self.file = job, file

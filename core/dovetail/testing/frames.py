@@ -1,4 +1,4 @@
-"""The innermost calls at which a component failed, one a line, for a verdict."""
+"""Traceback excerpts for verdicts: the innermost calls of a failure, one per line."""
 
 from __future__ import annotations
 

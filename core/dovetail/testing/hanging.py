@@ -1,4 +1,4 @@
-"""Ending a check that hangs, which pytest alone can't."""
+"""Timeout for a check, which pytest itself lacks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from types import FrameType
 
 from dovetail.registry.doctor.own_time import OwnTime
 
-ASKED_S = 1.0  # how often the time is looked at; a component may catch the first interrupt
+ASKED_S = 1.0  # polling interval; a component may catch the first interrupt
 
 
 class Hung(BaseException):
-    """The time limit has passed. It isn't an Exception, so that components which catch those don't go on."""
+    """Timeout of a check. Not an Exception, so that components don't catch it."""
 
     def __init__(self, frame: FrameType | None) -> None:
         self.frame = frame  # the interrupted one

@@ -1,4 +1,4 @@
-"""`run_python`: Python code in a new process, for checks that need one."""
+"""`run_python`: run Python code in a new process, for checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN = 2_000  # characters of its output
 
 
 def run_python(code: str, stdin: bytes, what: str, *args: str, **environ: str) -> None:
-    """Run code with the present `sys.path` and wait. Raises `CheckFailed`, with `what` and the end of its output, unless it succeeds in time."""
+    """Run code with the current `sys.path`. Raises `CheckFailed`, with `what` and the end of its output, on failure or timeout."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     command, env = [sys.executable, "-c", code, *args], os.environ | {"PYTHONPATH": path} | environ
     with TemporaryFile() as given, TemporaryFile() as told:

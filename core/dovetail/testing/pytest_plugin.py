@@ -1,7 +1,7 @@
-"""The pytest plugin (entry point `dovetail`): it compares the checks that suites should run with those that did, and prints their verdicts.
+"""pytest plugin (entry point `dovetail`): compares the expected checks of each suite with those that ran, and prints the verdicts.
 
-It is part of every pytest run in an environment with Dovetail, so it imports nothing else of Dovetail until it meets a suite. Under pytest-xdist
-workers send the controller what they expect and observe, and the controller judges.
+It is loaded in every pytest run of an environment with Dovetail, so it imports nothing else of Dovetail before it meets a suite. Under
+pytest-xdist workers send their expectations and outcomes to the controller, which judges.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SuiteWatch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: Any) -> Generator[None, Any, Any]:
-        """Make a check that hangs fail, so that the others run."""
+        """Fail a check that hangs, so that the others run."""
         if getattr(pyfuncitem.function, "check", None) is None:
             return (yield)
         from dovetail.testing import frames

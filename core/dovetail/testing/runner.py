@@ -1,5 +1,5 @@
-"""`run`: run a suite over a component, whatever the component does. It runs in a process of its own (`dovetail.testing.child`); if that hangs, exits
-or crashes, the check that it was in has failed, and the others run in a new process."""
+"""`run`: run a suite over a component in its own process (`dovetail.testing.child`). If that hangs, exits or crashes, the current check has failed,
+and the remaining ones run in a new process."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def run(
     time_limit_s: float = TIME_LIMIT_S,
     settings: Mapping[str, Any] | None = None,
 ) -> Verdict:
-    """Run all checks of a kind over one component, and judge. Nothing that the component prints is shown, and nothing of it runs in this process.
+    """Run all checks of a kind over one component and return the verdict. The component runs in another process, and its output isn't shown.
 
-    `component`: its name, or a class at the top level of a module. `time_limit_s`: for each check, and for loading; time that a process waits for a
-    CPU which others have isn't counted. `settings`: what the suite of the kind can be given besides, like `variants` for a model. `options` and
+    `component`: its name, or a class at the top level of a module. `time_limit_s`: timeout of each check and of loading, without the time that the
+    process waits for a CPU. `settings`: further settings of the kind's suite, like `variants` for a model. `options` and
     `settings` must be JSON.
     Raises `PluginError` if no component has that name, and `ConfigError` if it doesn't take the options, the suite doesn't take the settings, or they
     aren't JSON; the verdict reports anything else.

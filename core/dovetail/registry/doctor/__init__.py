@@ -1,5 +1,5 @@
-"""The logic of `dovetail plugins doctor`: it finds problems of installed plugins, and says what to do about them.
+"""Diagnostics for `dovetail plugins doctor`: problems of installed plugins, each with a remedy.
 
-`metadata` reads the files that pip has left and imports nothing; `probe` loads one plugin, in a process of its own; `examine` runs both over
-all that is installed and compares the plugins' offers.
+`metadata` reads installed metadata and imports nothing; `probe` loads one plugin in its own process; `examine` runs both over everything
+installed and reports name collisions.
 """

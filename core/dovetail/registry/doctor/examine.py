@@ -1,4 +1,4 @@
-"""`examine`: check all that is installed, each plugin in a process of its own with a time limit, and compare the plugins' offers."""
+"""`examine`: check each installed plugin in its own process, with a timeout, and report name collisions."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ AT_ONCE = min(4, os.cpu_count() or 1)  # processes
 
 
 def examine(only: str | None = None, *, time_limit_s: float = TIME_LIMIT_S, core_commands: Collection[str] = ()) -> Diagnosis:
-    """Examine all plugins but the built-in ones, or those of the distribution `only`. The others are asked for their offers, since names may
-    collide: built-in ones in this process, as every command does. Each plugin gets `time_limit_s` seconds, as `OwnTime` counts
-    them. Plugins that `DOVETAIL_PLUGINS` denies aren't imported. `core_commands` are names that a plugin's command can't have.
+    """Examine all third-party plugins, or those of the distribution `only`. Other plugins only declare what they offer, to find name collisions;
+    built-in ones do so in this process, as in every command. `time_limit_s`: timeout per plugin, as `OwnTime` counts. Plugins denied by
+    `DOVETAIL_PLUGINS` aren't imported. `core_commands`: names reserved for Dovetail's own commands.
 
     Raises `PluginError` if `only` isn't installed.
     """
@@ -79,7 +79,7 @@ class _Report:
 
 
 def _ask(plugin: FoundPlugin) -> _Report:
-    """Ask a built-in plugin for its offers in this process, as every command does."""
+    """Load a built-in plugin in this process, as every command does, and return its offers."""
     loaded = load_plugin(plugin)
     return _Report(plugin.origin, offers=[*probe.offers_of(loaded)] if isinstance(loaded, LoadedPlugin) else [])
 

@@ -1,4 +1,4 @@
-"""The problems that the doctor knows, and its report of one."""
+"""Known problems with their severity, and the doctor's report."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The plugins that were examined, the findings, and the plugins left out because `DOVETAIL_PLUGINS` denies them."""
+    """The plugins examined, the findings, and the plugins skipped because `DOVETAIL_PLUGINS` denies them."""
 
     examined: tuple[PluginOrigin, ...]
     findings: tuple[Finding, ...]

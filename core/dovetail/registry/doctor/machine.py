@@ -1,4 +1,4 @@
-"""`look_at_machine`: what this machine offers to the ranks of the executor `tensor`, in a sentence."""
+"""`look_at_machine`: one sentence on the devices available to the ranks of the executor `tensor`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ASKS = "dovetail.runtime.machine"
 
 
 def look_at_machine(time_limit_s: float) -> str | None:
-    """Return the sentence; None if torch isn't installed. Another process asks, since asking means to import torch and to wake the driver."""
+    """Return the sentence; None if torch isn't installed. A separate process queries the devices, since that imports torch and starts the driver."""
     if find_spec("torch") is None:
         return None
     with TemporaryFile() as told:
@@ -26,8 +26,7 @@ def look_at_machine(time_limit_s: float) -> str | None:
 
 
 def in_words(gpus: list[str], peers: bool, backends: list[str]) -> str:
-    """Return the sentence for CUDA devices of these names, of which each can read every other's memory or not, and these backends of
-    torch.distributed."""
+    """Return the sentence for CUDA devices with these names, with or without peer access, and these torch.distributed backends."""
     if not gpus:
         return f"no CUDA device; ranks of the executor tensor are processes on the CPU, {_sums('gloo', backends)}"
     names = ", ".join(dict.fromkeys(gpus))

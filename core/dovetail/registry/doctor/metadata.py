@@ -1,4 +1,4 @@
-"""Problems that metadata alone shows: it is left over, there twice, or its source has moved or changed. Nothing is imported."""
+"""Problems visible in installed metadata: leftovers, duplicates, and sources that moved or changed. Imports nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HIDING = ("source-moved", "entry-points-stale", "wrong-group")  # problems that 
 
 
 def metadata_findings(only: str | None = None) -> list[Finding]:
-    """Return findings on all distributions that have plugins or were meant to, or on the distribution `only` (a normalized name) in any case."""
+    """Return findings on all distributions with plugins, also in a misspelt entry-point group, or on the distribution `only` (a normalized name)."""
     findings = [
         Finding(failure.origin, "metadata-unreadable", failure.reason, f"reinstall it, or delete {failure.origin.distribution} by hand")
         for failure in find_plugins().failures
@@ -42,7 +42,7 @@ def metadata_findings(only: str | None = None) -> list[Finding]:
 
 
 def hidden_plugins() -> list[Finding]:
-    """Return the findings that explain why what a distribution offers isn't found by anybody."""
+    """Return the findings that explain why a distribution's components can't be found."""
     return [finding for finding in metadata_findings() if finding.problem in HIDING]
 
 
@@ -97,7 +97,7 @@ def _dependency_missing(copies: list[metadata.Distribution]) -> Iterator[Problem
 
 
 def _wrong_dovetail(copies: list[metadata.Distribution]) -> Iterator[Problem]:
-    """Yield a problem for a package that depends, perhaps in an extra, on Dovetail by its old distribution name, that of its module."""
+    """Yield a problem for a dependency on `dovetail`, the module's name, which on the package index is another project."""
     wrong = [Requirement(text) for text in copies[0].requires or () if _is_wrong_dovetail(text)]
     if wrong:
         wanted = [(f"[{','.join(sorted(one.extras))}]" if one.extras else "") + str(one.specifier) for one in wrong]
@@ -123,7 +123,7 @@ _STRANGER: Problem = (
 
 
 def _installed(only: str | None) -> dict[str, list[metadata.Distribution]]:
-    """Return the distributions that have plugins or were meant to, by normalized name, each with all copies in the order of `sys.path`."""
+    """Return the distributions with plugins, or a misspelt group, by normalized name; each with all copies in the order of `sys.path`."""
     found: dict[str, dict[str, metadata.Distribution]] = {}
     for distribution in metadata.distributions():
         try:
@@ -137,8 +137,7 @@ def _installed(only: str | None) -> dict[str, list[metadata.Distribution]]:
 
 
 def _without_leftovers_of_builds(copies: list[metadata.Distribution]) -> list[metadata.Distribution]:
-    """`pip install -e` builds in the source's folder, and leaves an egg-info there. That folder is on the path from then on, so the same installation
-    is seen twice."""
+    """Drop the egg-info that `pip install -e` leaves in the source folder, which is on `sys.path` and would count as a second copy."""
     sources = [source.resolve() for copy in copies if (source := _editable_source(copy)) is not None]
 
     def is_leftover(home: Path) -> bool:
@@ -148,12 +147,12 @@ def _without_leftovers_of_builds(copies: list[metadata.Distribution]) -> list[me
 
 
 def _concerns_us(group: str) -> bool:
-    """Return True if a distribution with entry points in this group has plugins, or was meant to."""
+    """Return True for Dovetail's entry-point group and for misspellings of it."""
     return group.startswith("dovetail") or _is_misspelt(group)
 
 
 def _home(distribution: metadata.Distribution) -> str:
-    """Return the folder of its metadata."""
+    """Return the folder of a distribution's metadata."""
     return str(Path(str(getattr(distribution, "_path", distribution.locate_file("")))).resolve())
 
 

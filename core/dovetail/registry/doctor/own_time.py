@@ -1,5 +1,4 @@
-"""`OwnTime`: how long a process has had, on a machine where others work too. By it the doctor and the conformance suites tell a plugin that hangs
-from one that is kept waiting for a CPU."""
+"""`OwnTime`: elapsed time of a process without the time it waited for a CPU, so that timeouts of the doctor and the suites hold on a busy machine."""
 
 from __future__ import annotations
 
@@ -10,17 +9,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-TIME_LIMIT_S = 60.0  # own seconds that a plugin has for one thing that is asked of it, unless the user says otherwise
-SAMPLED_S = 0.5  # how often one should ask: what a thread waited for before it ended, between two questions, isn't seen
+TIME_LIMIT_S = 60.0  # default timeout of a plugin's single operation, in own seconds
+SAMPLED_S = 0.5  # polling interval: waits of threads that end between two polls aren't seen
 
 
 class OwnTime:
-    """The seconds that a process and its descendants have had since `restart`: those that passed, less those that the most hindered of their threads
-    was ready to run and others had the CPUs. A process that sleeps or waits for another has all of them; one that computes has at least those that
-    it computed. Where the system doesn't tell (it is Linux that does, in /proc/*/task/*/schedstat), all that passed count."""
+    """Elapsed seconds of a process and its descendants since `restart`, less the longest time that one of their threads was runnable but not running.
+    Sleeping and waiting count in full. Needs Linux (/proc/*/task/*/schedstat); elsewhere wall time counts."""
 
     def __init__(self, process: int) -> None:
-        """Begin to count for the process of this id."""
+        """Start counting for the process with this id."""
         self._process = process
         self.restart()
 
@@ -36,7 +34,7 @@ class OwnTime:
 
 
 def wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Wait until a process has ended. Returns False if it hasn't after `limit_s` own seconds."""
+    """Wait for a process to end. Returns False after `limit_s` own seconds."""
     own = OwnTime(process.pid)
     while (left := limit_s - own.elapsed_s()) > 0:
         with suppress(subprocess.TimeoutExpired):
@@ -46,7 +44,7 @@ def wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
 
 
 def waits(process: int) -> Iterator[tuple[str, int]]:
-    """Yield each thread of a process and of its descendants, with the nanoseconds that it has waited for a CPU."""
+    """Yield each thread of a process and its descendants, with the nanoseconds it has waited for a CPU."""
     try:
         threads = os.listdir(f"/proc/{process}/task")
     except OSError:  # it has ended, or this isn't Linux

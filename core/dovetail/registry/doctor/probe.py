@@ -1,7 +1,7 @@
 """Load one plugin and write a report: `python -m dovetail.registry.doctor.probe ID REPORT LEVEL`.
 
-It runs in a process of its own, which the plugin may end, block or fill with text. So the report is a file with one JSON object a line, each
-written at once: the phase that begins, a problem, an offer, or the end.
+It runs in its own process, since the plugin may exit, hang or flood its output. The report is a file of JSON lines, flushed one by one: the
+phase that begins, a problem, offers, or the end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HOOKS = tuple(name for name in dir(hookspecs) if name.startswith("dovetail_"))
 
 
 def main() -> NoReturn:
-    """Run the probe and end the process at once, without waiting for a plugin's threads or exit handlers."""
+    """Run the probe and exit immediately, without waiting for a plugin's threads or exit handlers."""
     plugin_id, report, level = sys.argv[1:]
     limit_files()
     with Path(report).open("a", encoding="utf-8", buffering=1) as file:
@@ -116,7 +116,7 @@ def _remedy_for_nowhere(found: FoundPlugin) -> str:
 
 
 def _nearest_hook(text: str) -> str:
-    """Return a hint which hook pluggy's message may be about."""
+    """Return a hint naming the hook that pluggy's message probably means."""
     words = [word.strip("'\".,:()") for word in text.split()]
     return next((near for word in words if word.startswith("dovetail") and word not in HOOKS and (near := did_you_mean(word, HOOKS))), "")
 
@@ -133,7 +133,7 @@ def _unmarked_hooks(module: Any) -> Iterator[Problem]:
 
 
 def offers_of(plugin: LoadedPlugin) -> Iterator[tuple[str, str, str]]:
-    """Yield (what, name, the short name of what offers it) of each offer that can collide with another plugin's."""
+    """Yield (what, name, short name of the declaration) of each offer that can collide with another plugin's."""
     yield from ((what, name, name) for what, name in plugin.offers())
     yield from (("architecture", name, spec.name) for spec in plugin.components for name in spec.architectures)
 

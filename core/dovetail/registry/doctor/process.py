@@ -18,8 +18,8 @@ LAST_BYTES = 4_000
 
 
 def limit_files() -> None:
-    """Keep this process, and those that it starts, from writing more than `LARGEST_FILE` to one file, where endless output ends in an OSError before
-    the disk is full, and from leaving a core dump in the user's folder."""
+    """Limit the files of this process and its children to `LARGEST_FILE`, so that endless output raises OSError before the disk is full; disable
+    core dumps."""
     with suppress(ImportError):  # not on a Unix
         import resource
 
@@ -47,7 +47,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def event(line: str) -> dict[str, Any]:
-    """Return the JSON object in a line of its report; an empty one if there is none, since a plugin can write to any open file."""
+    """Parse one line of a report; {} if it isn't a JSON object, since a plugin can write to any open file."""
     with suppress(ValueError):
         told = json.loads(line)
         if isinstance(told, dict):
@@ -56,14 +56,14 @@ def event(line: str) -> dict[str, Any]:
 
 
 def ending(code: int) -> str:
-    """Return how it ended, by its exit code: "with exit code 3", "by SIGKILL"."""
+    """Describe how a process ended, by its exit code: "with exit code 3", "by SIGKILL"."""
     if code >= 0:
         return f"with exit code {code}"
     return f"by {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"by signal {-code}"
 
 
 def last_words(output: Path) -> list[str]:
-    """Return the last lines that it wrote."""
+    """Return the last lines of a process's output."""
     with output.open("rb") as file:
         file.seek(max(0, output.stat().st_size - LAST_BYTES))
         return file.read().decode(errors="replace").strip().splitlines()

@@ -1,4 +1,4 @@
-"""Hypothesis for checks: the same examples every time and everywhere, so that a verdict can be repeated; and no longer a wait than is worth it."""
+"""Hypothesis settings for checks: the same examples everywhere, so that verdicts are reproducible, and bounded shrinking."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def repeatable(max_examples: int, *, shrink: bool = True) -> settings:
 
 
 def for_all(among: SearchStrategy[T], examples: int, holds: Callable[[T], None], smaller: Callable[[T], Iterable[T]]) -> None:
-    """Try `holds` on so many examples. Raises the `CheckFailed` of the smallest failing one that `smaller` leads to in `SHRINK_S`, told in a note."""
+    """Check `holds` on `examples` examples. Raises the `CheckFailed` of the smallest failing one `smaller` reaches in `SHRINK_S`, noted in it."""
     failing: list[T] = []
 
     @repeatable(examples, shrink=False)

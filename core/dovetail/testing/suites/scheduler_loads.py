@@ -1,5 +1,4 @@
-"""Made scenarios, on which a promise must hold for long: `pressed`, where memory lacks all the time, and `flooded`, where more comes than can be
-served."""
+"""Handmade long scenarios: `pressed`, with permanently scarce memory, and `flooded`, with more arrivals than can be served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy's plans for given requests, as text to be compared: in this process, or in another one, where strings hash differently."""
+"""A policy's plans as text, made in this process or in another one with a different string hash seed."""
 
 from __future__ import annotations
 
