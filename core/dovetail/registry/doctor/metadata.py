@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import tomllib
 from collections.abc import Iterator
@@ -54,7 +55,8 @@ def _twice(copies: list[metadata.Distribution]) -> Iterator[Problem]:
 
 
 def _files_gone(copies: list[metadata.Distribution]) -> Iterator[Problem]:
-    gone = [str(file) for file in copies[0].files or () if file.suffix == ".py" and not Path(str(file.locate())).exists()]
+    record = csv.reader((copies[0].read_text("RECORD") or "").splitlines())  # `files` leaves out what isn't there, from Python 3.12 on
+    gone = [row[0] for row in record if row and row[0].endswith(".py") and not Path(str(copies[0].locate_file(row[0]))).exists()]
     if gone:
         named = ", ".join(gone[:SHOWN]) + (f" and {len(gone) - SHOWN} more" if len(gone) > SHOWN else "")
         remedy = f"pip install --force-reinstall --no-deps {copies[0].name}, or pip uninstall {copies[0].name}"
