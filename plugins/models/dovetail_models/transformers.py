@@ -151,7 +151,7 @@ class TransformersModel(nn.Module):
 def _base_of(model: PreTrainedModel) -> nn.Module:
     """Return the model without its head. Raises `UnsupportedError` if they can't be told apart."""
     base = model.base_model if model.base_model is not model else getattr(model, "model", None)
-    if not isinstance(base, nn.Module) or not any(module is base for module in model._modules.values()):
+    if not isinstance(base, nn.Module) or not any(module is base for module in model.children()):
         raise UnsupportedError(f"{type(model).__name__} has no base model apart from its head")
     return base
 
@@ -242,7 +242,7 @@ def head_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return what computes logits from hidden states: the model's own code, scaling and soft caps included, without its base."""
     head = copy.copy(model)
     base = _base_of(model)
-    head._modules = {name: _Given() if module is base else module for name, module in model._modules.items()}
+    vars(head)["_modules"] = {name: _Given() if module is base else module for name, module in model.named_children()}
     return head
 
 
