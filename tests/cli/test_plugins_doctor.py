@@ -49,10 +49,10 @@ BAD_PLUGINS = {  # problem -> source of a plugin that has it
     "requirement-missing": components(scheduler(package="good", requires=("there-is-no-such-package>=2",))),
     "target-fails": components(scheduler(package="good", target="good_policy:Unfair")),
     "target-fails by its kind": components('kind="sampler", name="x", target="good_policy:Fair"'),
-    "target-fails by its options": components('kind="scheduler", api="0.3", name="x", target="good_policy:Fair", options="good_policy:Fair"'),
+    "target-fails by its options": components('kind="scheduler", api="0.4", name="x", target="good_policy:Fair", options="good_policy:Fair"'),
     "target-fails by a command": COMMAND.format("x", "there_is_no_such_module:app"),
     "name-collision with a built-in": components(
-        'kind="scheduler", api="0.3", name="fcfs", target="good_policy:Fair", options="good_policy:Options"'
+        'kind="scheduler", api="0.4", name="fcfs", target="good_policy:Fair", options="good_policy:Options"'
     ),
     "name-collision with a command": COMMAND.format("config", "good_policy:Fair"),
 }
@@ -172,7 +172,7 @@ SAYS = {  # distribution -> in what it says, in what is to do
     "dovetail-hook-unknown": ("dovetail_component", "did you mean dovetail_components?"),
     "dovetail-hook-unknown-beside-a-good-one": ("dovetail_comands() is no hook, did you mean dovetail_commands?", "@hookimpl"),
     "dovetail-imports-torch": ("imports torch while it declares, in dovetail_imports_torch", "target"),
-    "dovetail-api-mismatch": ("scheduler api 0.0, this Dovetail has 0.3: upgrade dovetail-api-mismatch", "versions"),
+    "dovetail-api-mismatch": ("scheduler api 0.0, this Dovetail has 0.4: upgrade dovetail-api-mismatch", "versions"),
     "dovetail-requirement-missing": ("there-is-no-such-package>=2 (not installed)", 'pip install "there-is-no-such-package>=2"'),
     "dovetail-dependency-missing": ("there-is-no-such-package>=3", 'pip install "there-is-no-such-package>=3"'),
     "dovetail-wrong-dovetail": (

@@ -181,7 +181,7 @@ def test_a_setting_that_a_suite_does_not_have_is_refused_with_those_that_it_has(
 def test_a_plugin_that_imports_torch_while_declaring_fails(site: Site) -> None:  # noqa: F811
     site.install(
         "dovetail-heavy",
-        modules={"heavy": "import torch\n" + components('kind="scheduler", api="0.3", name="heavy", target="tests.engine.policies:FCFS"')},
+        modules={"heavy": "import torch\n" + components('kind="scheduler", api="0.4", name="heavy", target="tests.engine.policies:FCFS"')},
     )
     (site.path / "torch.py").write_text("")  # a light one will do
     from dovetail.testing.checks import CheckFailed

@@ -21,12 +21,12 @@ from tests.conformance import tiny
 """
 
 CLASSES = {  # name -> decorator, what the class changes, its verdict
-    "TestGood": ("", "", "CONFORMANT scheduler api=0.3, 8/8, 1 capabilities absent, 0 waived"),
-    "TestUnordered": ("", "component = tiny.Unordered", "CONFORMANT scheduler api=0.3, 7/7, 2 capabilities absent, 0 waived"),
-    "TestOwnTests": ("", "def test_mine(self): self.helper()\n    def helper(self): ...", "CONFORMANT scheduler api=0.3, 8/8, …"),
-    "TestWaived": ("", f"component = tiny.Broken\n    waivers = {{'tiny.second': {WAIVER}}}", "CONFORMANT scheduler api=0.3, 7/8, …, 1 waived"),
-    "TestBroken": ("", "component = tiny.Broken", "NOT CONFORMANT scheduler api=0.3, 7/8, …: tiny.second"),
-    "TestHangs": ("", "component = tiny.Hanging\n    time_limit_s = 1", "NOT CONFORMANT scheduler api=0.3, 7/8, …: tiny.second"),
+    "TestGood": ("", "", "CONFORMANT scheduler api=0.4, 8/8, 1 capabilities absent, 0 waived"),
+    "TestUnordered": ("", "component = tiny.Unordered", "CONFORMANT scheduler api=0.4, 7/7, 2 capabilities absent, 0 waived"),
+    "TestOwnTests": ("", "def test_mine(self): self.helper()\n    def helper(self): ...", "CONFORMANT scheduler api=0.4, 8/8, …"),
+    "TestWaived": ("", f"component = tiny.Broken\n    waivers = {{'tiny.second': {WAIVER}}}", "CONFORMANT scheduler api=0.4, 7/8, …, 1 waived"),
+    "TestBroken": ("", "component = tiny.Broken", "NOT CONFORMANT scheduler api=0.4, 7/8, …: tiny.second"),
+    "TestHangs": ("", "component = tiny.Hanging\n    time_limit_s = 1", "NOT CONFORMANT scheduler api=0.4, 7/8, …: tiny.second"),
     "TestOverrides": ("", "def test_first(self): ...", "NOT CONFORMANT …, 7/8, …: tiny.first"),
     "TestDeletes": ("", "test_first = None", "NOT CONFORMANT …, 7/8, …: tiny.first"),
     "TestAliases": ("", "test_again = tiny.TinySuite.test_first", "NOT CONFORMANT …, 7/8, …: tiny.first"),

@@ -130,7 +130,7 @@ class NeverForgets(Silly):
         stale = [request for request in self.once_running if request.id in self.alive]
         for request in self.shuffled(tuple(self.alive.values())):
             step.cost(request)
-            if step.blocks_of(request) and self.often(0.03):
+            if request in step.running and self.often(0.03):
                 step.preempt(request)
             if self.often(0.01):
                 step.reject(request, "old news")

@@ -10,6 +10,7 @@ from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.queue import RequestQueue
 from dovetail.engine.rows import RowTable
 from dovetail.sampling_params import SamplingParams
+from tests.engine.world import Spec, World
 from tests.support import examples
 
 
@@ -85,3 +86,22 @@ def test_who_ran_longest_ago_and_has_nothing_in_flight_loses_its_row() -> None:
     table.assign(new)
     assert old.row == -1
     assert min(older_in_flight.row, recent.row, new.row) >= 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "blocks"),
+    [
+        ([(1,) * 8 + (2,), (1,) * 8 + (3, 4)], 2),
+        ([(1,) * 8 + (2,), (1,) * 8 + (3, 4), (1,) * 4 + (5,) * 5], 1),
+        ([(1,) * 8 + (2,), (1,) * 8 + (3, 4), (5,) * 9], 0),
+        ([(1,) * 9], 0),
+    ],
+)
+def test_a_batch_says_with_how_many_blocks_all_its_requests_begin(prompts: list[tuple[int, ...]], blocks: int) -> None:
+    world = World()
+    for number, prompt in enumerate(prompts):
+        world.add(Spec(str(number), prompt, max_tokens=3))
+    world.drain()
+    full = [batch.shared_prefix_blocks for batch in world.executor.sent if len(batch.rows) == len(prompts)]
+    assert full
+    assert set(full) == {blocks}

@@ -170,6 +170,20 @@ def test_a_sibling_that_is_forked_is_not_evicted_for_it() -> None:
     world.drain(check=True)
 
 
+def test_one_block_of_another_request_is_room_enough_for_a_fork() -> None:
+    def plan(step: Step) -> None:
+        s1, other = named(step)["s#1"], named(step)["other"]
+        assert step.free_blocks == 0
+        assert step.grant(s1).refused is Refusal.MEMORY
+        assert step.grant(s1, evict=[other])
+        assert other in step.waiting
+
+    world = World(scripted(fcfs, plan), Shape(num_blocks=3, max_model_len=8))
+    world.add(Spec("s", PROMPT[:6], n=2, max_tokens=2))
+    world.add(Spec("other", (99,) * 3, max_tokens=2))
+    world.drain(check=True)
+
+
 def test_nobody_forks_a_sibling_that_was_admitted_in_the_same_step() -> None:
     """Its own copy is still to come, and copies of a step don't build on each other (the executor of these tests checks that)."""
 

@@ -109,7 +109,6 @@ def test_cost_says_what_a_grant_takes() -> None:
             cost, free, left = step.cost(request), step.free_blocks, step.tokens_left
             assert step.grant(request) == Grant(cost.tokens)
             assert (free - step.free_blocks, left - step.tokens_left) == (cost.blocks, cost.tokens)
-            assert step.blocks_of(request) <= 2
 
     shared = {"a": A, "b": (*A, 9), "c": A[:5]}  # b and c share blocks that a computes in this very step
     world = run(plan, shape=Shape(max_tokens=64), prompts=shared)
@@ -529,7 +528,7 @@ def test_evict_must_not_act_while_it_is_read() -> None:
         world.drain()
 
 
-@pytest.mark.parametrize("method", ["grant", "grant_each", "preempt", "reject", "cost", "blocks_of", "note"])
+@pytest.mark.parametrize("method", ["grant", "grant_each", "preempt", "reject", "cost", "note"])
 def test_the_finished_must_be_forgotten(method: str) -> None:
     finished: list[Request] = []
 
@@ -604,7 +603,6 @@ def test_a_request_whose_last_token_is_in_flight_cannot_be_stopped_any_more_and_
 
     def too_late(step: Step) -> None:
         (request,) = kept
-        assert step.blocks_of(request) == 0
         step.preempt(request)
         step.reject(request, "too late")
         assert step.grant(request).refused is Refusal.NOT_NOW

@@ -163,7 +163,7 @@ def test_blocks_before_a_window_are_let_go_and_the_table_keeps_its_length() -> N
     compute(kv, first)
     kv.trim(first, 9)
     assert kv.counts == BlockCounts(free=1, held=1, cached=2)
-    assert kv.held_only_by([first]) == 1
+    assert kv.blocks_needed(request([99]), 1, without=[first]) == 0
     kv.trim(first, 5)  # nothing comes back
     generate(first, [12])
     assert kv.allocate(first, 13) == Allocation((3,))

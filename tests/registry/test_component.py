@@ -69,7 +69,7 @@ def test_all_wrong_options_are_told_at_once(site: Site) -> None:
 def test_component_without_options_takes_none(site: Site) -> None:
     site.install(
         "dovetail-plain",
-        modules={"plain": components('kind="scheduler", api="0.3", name="plain", target="plain_policy:Fair"'), "plain_policy": SCHEDULER},
+        modules={"plain": components('kind="scheduler", api="0.4", name="plain", target="plain_policy:Fair"'), "plain_policy": SCHEDULER},
     )
     part = Registry.discover().resolve("scheduler", "plain", {"x": 1})
     with pytest.raises(ConfigError, match=r"scheduler\.x: unknown option; there are none here"):
@@ -93,7 +93,7 @@ def test_component_without_options_takes_none(site: Site) -> None:
     ],
 )
 def test_target_that_is_no_component_is_told_with_the_plugin(site: Site, source: str, says: str) -> None:
-    spec = 'kind="scheduler", api="0.3", name="odd", target="odd_policy:Fair"'
+    spec = 'kind="scheduler", api="0.4", name="odd", target="odd_policy:Fair"'
     site.install("dovetail-odd", "0.3", modules={"odd": components(spec), "odd_policy": source})
     with pytest.raises(PluginError, match=r"^scheduler: scheduler dovetail-odd:odd 0\.3 \(plugin dovetail-odd/main\): ") as caught:
         Registry.discover().resolve("scheduler", "odd").make(CONTEXT)
@@ -129,7 +129,7 @@ class Fair(Scheduler):
 )
 def test_options_that_the_class_is_annotated_with_and_the_spec_does_not_name_are_told(site: Site, annotated: str) -> None:
     modules = {
-        "odd": components('kind="scheduler", api="0.3", name="odd", target="odd_policy:Fair"'),
+        "odd": components('kind="scheduler", api="0.4", name="odd", target="odd_policy:Fair"'),
         "odd_policy": ANNOTATED.format(annotated=annotated),
     }
     site.install("dovetail-odd", modules=modules)
@@ -163,7 +163,7 @@ def test_an_error_of_a_plugin_is_told_with_its_file_and_line(site: Site, modules
     ],
 )
 def test_options_model_must_be_one_that_refuses_unknown_keys(site: Site, source: str, says: str) -> None:
-    spec = 'kind="scheduler", api="0.3", name="odd", target="odd_policy:Fair", options="odd_policy:Options"'
+    spec = 'kind="scheduler", api="0.4", name="odd", target="odd_policy:Fair", options="odd_policy:Options"'
     site.install("dovetail-odd", modules={"odd": components(spec), "odd_policy": source})
     with pytest.raises(PluginError, match="dovetail-odd:odd") as caught:
         Registry.discover().resolve("scheduler", "odd").validate_options()

@@ -52,7 +52,7 @@ def test_short_name_offered_twice_is_an_error_only_when_used(site: Site) -> None
 
 
 def test_a_short_name_means_the_built_in_whatever_is_installed(site: Site) -> None:
-    site.install("dovetail-mine", modules={"mine": components('kind="kv_cache", name="prefix", target="a:B"')})
+    site.install("dovetail-mine", modules={"mine": components('kind="kv_cache", api="0.2", name="prefix", target="a:B"')})
     registry = Registry.discover()
     assert registry.resolve("kv_cache", "prefix").qualified_name == "dovetail:prefix"
     mine = registry.resolve("kv_cache", "dovetail-mine:prefix")
@@ -89,12 +89,12 @@ def test_name_of_another_kind_is_told(site: Site) -> None:
         Registry.discover().resolve("schedular", "fair")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("api", "upgrade"), [("0.1", "dovetail-fair"), ("0.4", DISTRIBUTION), ("1.0", DISTRIBUTION)])
+@pytest.mark.parametrize(("api", "upgrade"), [("0.1", "dovetail-fair"), ("0.5", DISTRIBUTION), ("1.0", DISTRIBUTION)])
 def test_other_api_is_refused_when_used_with_what_to_upgrade(site: Site, api: str, upgrade: str) -> None:
     site.install_scheduler(api=api)
     registry = Registry.discover()
     assert any(c.api_problem() for c in registry.components("scheduler"))
-    with pytest.raises(PluginError, match=f"api {api}, this Dovetail has 0.3: upgrade {upgrade}$"):
+    with pytest.raises(PluginError, match=f"api {api}, this Dovetail has 0.4: upgrade {upgrade}$"):
         registry.resolve("scheduler", "fair")
 
 

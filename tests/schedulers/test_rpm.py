@@ -42,6 +42,7 @@ def test_the_deferred_wait_and_the_engine_is_woken_for_them() -> None:
     assert list(done.granted) == ["a0", "a0.1"]
     assert not done.rejected
     assert done.wake_at == 11.0
+    assert done.notes == (("a0.2", "its client 'a' is over its limit until 11.000 s"),)
 
 
 @pytest.mark.parametrize("window_s", [0.1, 0.3, 1 / 3])

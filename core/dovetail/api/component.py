@@ -22,8 +22,8 @@ Kind = Literal["scheduler", "kv_cache", "attention", "model", "sampler", "gramma
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 API_VERSIONS: dict[Kind, str] = {  # the version of each kind's interface that this Dovetail offers
-    "scheduler": "0.3",
-    "kv_cache": "0.1",
+    "scheduler": "0.4",
+    "kv_cache": "0.2",
     "attention": "0.2",
     "model": "0.2",
     "sampler": "0.1",

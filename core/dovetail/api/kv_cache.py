@@ -113,8 +113,9 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
-        """Return how many of the available blocks `allocate(request, num_tokens)` would take if the requests `without` were freed first.
-        Available are empty blocks and cached ones that nobody holds; a prefix hit on the latter counts. Changes nothing."""
+        """Return how many fewer blocks would be available after freeing the requests `without` and then `allocate(request, num_tokens)`: below 0 if
+        freeing gives back more than that takes. It fits if this is at most `available_blocks`. Available are empty blocks and cached ones that
+        no request holds; a prefix hit on the latter counts. Changes nothing."""
 
     @abstractmethod
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
@@ -154,14 +155,6 @@ class KVCacheManager(ABC):
     def trim(self, request: Request, first_needed_token: int) -> None:
         """Release the blocks that lie wholly before `first_needed_token`: no layer will read earlier tokens again. The table keeps its length. Called
         if the layout has a window, also on managers without the capability `trim`, which release nothing."""
-
-    @abstractmethod
-    def common_prefix(self, requests: Sequence[Request]) -> int:
-        """Return how many leading blocks the tables of all `requests` have in common: attention may read them once."""
-
-    @abstractmethod
-    def held_only_by(self, requests: Sequence[Request]) -> int:
-        """Return how many blocks freeing all of `requests` would make available."""
 
     @abstractmethod
     def reset(self) -> None:

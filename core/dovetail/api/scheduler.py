@@ -163,9 +163,6 @@ class Step(Protocol):
     def cost(self, request: Request) -> Cost:
         """Return what granting the request would cost. Changes nothing; O(cached blocks). Any grant may change the answer for other requests."""
 
-    def blocks_of(self, request: Request) -> int:
-        """Return how many blocks come free if the request is preempted."""
-
     def estimate_s(self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0) -> float:
         """Estimate the device time of such a step from the core's running fit to finished steps (also in simulation); 0.0 before the first.
 

@@ -73,8 +73,19 @@ class BatchBuilder:
         if not self._may_share or len(requests) < 2:
             return 0
         if new or requests != self._sharing[0]:
-            self._sharing = requests, self._kv.common_prefix(requests)
+            self._sharing = requests, _common_blocks([r.blocks for r in requests])
         return self._sharing[1]
+
+
+def _common_blocks(tables: list[list[int]]) -> int:
+    """Return how many leading blocks all tables have in common."""
+    common = tables[0]
+    for table in tables[1:]:
+        if table[: len(common)] != common:
+            common = common[: next((index for index, (one, other) in enumerate(zip(common, table, strict=False)) if one != other), len(table))]
+        if not common:
+            break
+    return len(common)
 
 
 def _new_row(request: LiveRequest, granted: int) -> NewRow:

@@ -95,10 +95,6 @@ class ShownStep:
         cached, known = self._kv.lookup(request), request.num_tokens
         return Cost(known - cached, self._kv.blocks_needed(request, known), cached)
 
-    def blocks_of(self, request: Request) -> int:
-        request = self._check_known(request)
-        return self._kv.held_only_by([request]) if request.status is Status.RUNNING else 0
-
     def estimate_s(self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0) -> float:
         self._check_open()
         return self._books.fit.estimate_s(prefill_tokens, decodes, context_tokens)

@@ -277,8 +277,10 @@ class PlannedStep(ShownStep):
 
     def _fits(self, request: LiveRequest, source: LiveRequest | None, num_tokens: int, victims: list[LiveRequest]) -> bool:
         """Return True if `num_tokens` tokens of it would fit if `victims` were preempted."""
-        needed = 1 if source is not None else self._kv.blocks_needed(request, num_tokens, without=victims)
-        return needed <= self._kv.available_blocks + self._kv.held_only_by(victims)
+        grown, tokens = (
+            (request, num_tokens) if source is None else (source, source.capacity + 1)
+        )  # a fork takes one block, as its source's growth would
+        return self._kv.blocks_needed(grown, tokens, without=victims) <= self._kv.available_blocks
 
     def _admit(self, request: LiveRequest) -> None:
         self._books.waiting.remove(request)

@@ -32,7 +32,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
                 kind="scheduler",
                 name="fair",
                 target="dovetail_fair.policy:Fair",
-                api="0.3",
+                api="0.4",
                 options="dovetail_fair.policy:FairOptions",
             )
         ```

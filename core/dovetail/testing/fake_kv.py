@@ -30,7 +30,8 @@ class FakeKVCache(KVCacheManager):
         return self._hits.get(request.id, 0)
 
     def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
-        return max(0, -(-num_tokens // self.context.layout.block_size) - len(self._tables.get(request.id, ())))
+        freed = sum(len(self._tables[other.id]) for other in without)
+        return max(0, -(-num_tokens // self.context.layout.block_size) - len(self._tables.get(request.id, ()))) - freed
 
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
         if num_tokens < self._tokens.get(request.id, 1):
@@ -47,9 +48,6 @@ class FakeKVCache(KVCacheManager):
     def free(self, request: Request) -> None:
         self._free.extend(self._tables.pop(request.id, ()))
         self._tokens.pop(request.id, None)
-
-    def held_only_by(self, requests: Sequence[Request]) -> int:
-        return sum(len(self._tables.get(request.id, ())) for request in requests)
 
     @property
     def counts(self) -> BlockCounts:
@@ -73,8 +71,5 @@ class FakeKVCache(KVCacheManager):
         return ()
 
     def trim(self, request: Request, first_needed_token: int) -> None: ...
-
-    def common_prefix(self, requests: Sequence[Request]) -> int:
-        return len(self._tables[requests[0].id]) if len(requests) == 1 else 0
 
     def reset(self) -> None: ...

@@ -101,7 +101,7 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """The verdict in one line: "CONFORMANT scheduler api=0.3, 41/41, 3 capabilities absent, 0 waived"."""
+        """The verdict in one line: "CONFORMANT scheduler api=0.4, 41/41, 3 capabilities absent, 0 waived"."""
         word = "CONFORMANT" if self.conformant else "NOT CONFORMANT"
         counts = f"{self.passed}/{self.expected}, {len(self.absent)} capabilities absent, {len(self.waived)} waived"
         if self.untried:

@@ -11,6 +11,7 @@ def dovetail_components() -> list[ComponentSpec]:
         ComponentSpec(
             kind="kv_cache",
             name="prefix",
+            api="0.2",
             target="dovetail_kv_cache.prefix:PrefixCache",
             options="dovetail_kv_cache.prefix:PrefixOptions",
             summary="Blocks found again by a hash chain of their tokens, the least recently used evicted first",

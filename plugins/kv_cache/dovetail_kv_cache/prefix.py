@@ -95,10 +95,12 @@ class PrefixCache(KVCacheManager):
 
     def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
         wanted = -(-num_tokens // self._block_size)
+        leaving = Counter(block for other in without for block in self._table(other, "without").own) if without else {}
+        freed = sum(self._pool.refs[block] == holders for block, holders in leaving.items())
         table = self._tables.get(request.id)
         if table is not None:
-            return max(0, wanted - len(table.blocks))
-        return self._first_cost(self._hits(request), wanted, self._holders(without))
+            return max(0, wanted - len(table.blocks)) - freed
+        return self._first_cost(self._hits(request), wanted, leaving) - freed
 
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
         table = self._tables.get(request.id)
@@ -178,25 +180,6 @@ class PrefixCache(KVCacheManager):
             self._pool.release(reversed(table.blocks[table.num_trimmed : unneeded]))
             table.num_trimmed = unneeded
 
-    def common_prefix(self, requests: Sequence[Request]) -> int:
-        if not requests:
-            return 0
-        common = self._table(requests[0], "common_prefix").blocks
-        for request in requests[1:]:
-            table = self._table(request, "common_prefix").blocks
-            if table[: len(common)] != common:
-                end = next((index for index, (one, other) in enumerate(zip(common, table, strict=False)) if one != other), len(table))
-                common = common[:end]
-            if not common:
-                break
-        return len(common)
-
-    def held_only_by(self, requests: Sequence[Request]) -> int:
-        refs = self._pool.refs
-        if len(requests) == 1:
-            return [refs[block] for block in self._table(requests[0], "held_only_by").own].count(1)
-        return sum(refs[block] == holders for block, holders in self._holders(requests).items())
-
     def reset(self) -> None:
         self._pool.forget()
         for table in self._tables.values():
@@ -234,15 +217,11 @@ class PrefixCache(KVCacheManager):
         self._tables[request.id] = _Table(request, blocks, max(num_tokens, cached), num_found=len(hits))
         return Allocation(tuple(blocks), cached)
 
-    def _first_cost(self, hits: list[int], wanted: int, gone: Mapping[int, int]) -> int:
-        """Return how many available blocks a request that holds none would take, once `gone` (block -> number of its holders) are freed."""
+    def _first_cost(self, hits: list[int], wanted: int, leaving: Mapping[int, int]) -> int:
+        """Return how many available blocks a request that holds none would take, once the `leaving` holders (block -> their number) are freed."""
         refs = self._pool.refs
-        unheld = sum(refs[block] == gone.get(block, 0) for block in hits) if gone else [refs[block] for block in hits].count(0)
+        unheld = sum(refs[block] == leaving.get(block, 0) for block in hits) if leaving else [refs[block] for block in hits].count(0)
         return unheld + max(0, wanted - len(hits))
-
-    def _holders(self, requests: Sequence[Request]) -> Mapping[int, int]:
-        """Return block -> number of `requests` that hold it, for each block that one of them holds."""
-        return Counter(block for request in requests for block in self._table(request, "without").own)
 
     def _hits(self, request: Request) -> list[int]:
         """Return the blocks of the longest prefix of `request` that can be found, which never includes its last known token. The list must not be

@@ -65,6 +65,7 @@ class RPM(Scheduler):
             return True
         if defer:
             step.wake_at(ends[0])
+            step.note(request, f"its client {request.client!r} is over its limit until {ends[0]:.3f} s")
         else:
             step.reject(request, f"its client {request.client!r} sent more than {self.options.limit} requests in {window_s:g} s")
         return False

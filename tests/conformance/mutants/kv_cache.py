@@ -218,17 +218,22 @@ class IgnoresWithout(PrefixCache):
         return super().blocks_needed(request, num_tokens)
 
 
-@mutant(caught_by="kv_cache.held_only_by")
-class CountsSharedBlocksAsOwn(PrefixCache):
-    def held_only_by(self, requests: Sequence[Request]) -> int:
-        return len({block for request in requests for block in self._tables[request.id].own})
+@mutant(caught_by="kv_cache.blocks_needed_without")
+class CountsSharedBlocksAsFreed(PrefixCache):
+    """Blocks that others hold, too, don't become available."""
+
+    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        shared = {block for other in without for block in self._tables[other.id].own}
+        return super().blocks_needed(request, num_tokens) - len(shared)
 
 
-@mutant(caught_by="kv_cache.common_prefix")
-class CommonPrefixOneTooLong(PrefixCache):
-    def common_prefix(self, requests: Sequence[Request]) -> int:
-        common = super().common_prefix(requests)
-        return common + (len(requests) > 1)
+@mutant(caught_by="kv_cache.blocks_needed_without")
+class TakesTheirHitsForNothing(PrefixCache):
+    """A hit on a block that only those freed held leaves one available block fewer."""
+
+    def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
+        freed = -super().blocks_needed(without[0], 1, without) if without else 0
+        return super().blocks_needed(request, num_tokens) - freed
 
 
 @mutant(caught_by="kv_cache.pure")

@@ -25,7 +25,8 @@ CLAUSES: Marks = {
         "Changes nothing": held("pure"),
     },
     "KVCacheManager.blocks_needed": {
-        "would take if": held("blocks_needed", "blocks_needed_without"),
+        "after freeing": held("blocks_needed", "blocks_needed_without"),
+        "It fits if": held("blocks_needed"),
         "a prefix hit": held("blocks_needed"),
         "Changes nothing": held("pure"),
     },
@@ -49,8 +50,6 @@ CLAUSES: Marks = {
         "keeps its length": held("table"),
         "without the capability": held("lawful", but="only of managers without `trim`"),
     },
-    "KVCacheManager.common_prefix": held("common_prefix"),
-    "KVCacheManager.held_only_by": held("held_only_by"),
     "KVCacheManager.reset": held("reset"),
     "KVCacheManager.counts": held("counts", but="that it takes O(1) isn't measured"),
     "KVCacheManager.check_integrity": {

@@ -153,28 +153,16 @@ class KVCacheSuite(Suite):
         holds counts, since it is available no more; a hit on a held one doesn't."""
         self._explore("blocks_needed")
 
-    @check("kv_cache.blocks_needed_without", since="0.1")
-    def test_blocks_needed_without_others_holds_once_they_are_freed(self) -> None:
-        """`blocks_needed(…, without=others)` must be what `blocks_needed` says once these are freed: blocks that only they held are then held by
-        nobody, so that a hit on one counts. A step preempts by this number."""
+    @check("kv_cache.blocks_needed_without", since="0.2")
+    def test_blocks_needed_without_others_counts_what_freeing_them_gives_back(self) -> None:
+        """`blocks_needed(…, without=others)` must be what `blocks_needed` says once these are freed, less the blocks that freeing them makes
+        available: those that no other table holds, each counted once. A hit on one of these counts again. A step preempts by this number."""
         self._explore("blocks_needed_without")
-
-    @check("kv_cache.held_only_by", since="0.1")
-    def test_held_only_by_is_what_freeing_makes_available(self) -> None:
-        """`held_only_by(requests)` must be the blocks that no other request's table holds, each counted once: so many become available when all of
-        them are freed, and a step preempts by this number."""
-        self._explore("held_only_by")
-
-    @check("kv_cache.common_prefix", since="0.1")
-    def test_common_prefix_is_what_the_tables_have_in_common(self) -> None:
-        """`common_prefix` must be the number of leading blocks that are the same in every table (of one request: its table; of none: 0). One too
-        many, and attention reads one request's K and V for another; with trimmed blocks it may be less."""
-        self._explore("common_prefix")
 
     @check("kv_cache.pure", since="0.1")
     def test_questions_change_nothing(self) -> None:
-        """`lookup`, `blocks_needed`, `held_only_by`, `common_prefix` and `counts` must change nothing, not even which block is evicted next; and of
-        two managers that are told the same, both must do the same (draw randomness from `context.seed` alone)."""
+        """`lookup`, `blocks_needed` and `counts` must change nothing, not even which block is evicted next; and of two managers that are told the
+        same, both must do the same (draw randomness from `context.seed` alone)."""
         self._explore("pure")
 
     # Finding again

@@ -108,6 +108,7 @@ class KVWorld:
         self.live: list[Row] = []
         self.hogs = 0
         self.copies: list[tuple[Sequence[BlockCopy], tuple[BlockCopy, ...]]] = []  # what `take_copies` returned, and what that was then
+        self.probe = make_request("probe", [98])
         self.ids: list[str] = [f"r{number}" for number in range(7, -1, -1)]  # unused ids: one comes back once its request has ended
 
     def run(self, script: Sequence[Act]) -> None:
@@ -168,15 +169,14 @@ class KVWorld:
         victims = [other for other in self.live if other is not row and other.table and other.planned_from is None][:others]
         going = [victim.request for victim in victims]
         room = min(chunk, len(row.tokens))
-        foretold, comes_free = self._ask("blocks_needed", row.request, room, going), self._ask("held_only_by", going)
-        available = self._ask("available_blocks")
+        foretold, available = self._ask("blocks_needed", row.request, room, going), self._ask("available_blocks")
         for victim in victims:
             self._release(victim)
-        told = f"held_only_by({going}) was {comes_free}; freeing them made {self._ask('available_blocks') - available} blocks available"
-        self._hold("held_only_by", self._ask("available_blocks") == available + comes_free, told)
-        needed = self._ask("blocks_needed", row.request, room)
-        told = f"blocks_needed({row.request}, {room}, without={going}) was {foretold}; once they were freed it is {needed}"
-        self._hold("blocks_needed_without", needed == foretold, told)
+        freed, needed = self._ask("available_blocks") - available, self._ask("blocks_needed", row.request, room)
+        told = (
+            f"blocks_needed({row.request}, {room}, without={going}) was {foretold}; freeing them made {freed} available, and {needed} are needed now"
+        )
+        self._hold("blocks_needed_without", foretold == needed - freed, told)
 
     def fork(self, who: int, tokens: int) -> None:
         """Add a new request with the prompt of another."""
@@ -375,11 +375,11 @@ class KVWorld:
                 shares = any(a == b for a, b in zip(row.table[certain:], other.table[certain:], strict=False))
                 if other is not row and other.admitted_now and shares:
                     self._release(other)
-        comes_free, available = self._ask("held_only_by", [row.request]), self._ask("available_blocks")
+        foretold, available = self._freed_by([row.request]), self._ask("available_blocks")
         self._tell("free", row.request)
-        left = self._ask("available_blocks")
-        told = f"held_only_by([{row.request}]) was {comes_free}; freeing it made {left - available} blocks available"
-        self._hold("held_only_by", left == available + comes_free, told)
+        freed = self._ask("available_blocks") - available
+        told = f"blocks_needed(…, without=[{row.request}]) counted off {foretold} blocks; freeing it made {freed} available"
+        self._hold("blocks_needed_without", freed == foretold, told)
         row.table, row.computed, row.trimmed, row.admitted_now, row.copied, row.disowned = [], 0, 0, False, range(0), False
 
     # What must hold
@@ -400,13 +400,9 @@ class KVWorld:
     def _check_sharing(self, group: list[Row], rest: list[Row]) -> None:
         requests = [row.request for row in group]
         alone = {block for row in group for block in row.own} - {block for row in rest for block in row.own}
-        told = self._ask("held_only_by", requests)
-        if told != len(alone):
-            self._broken("held_only_by", f"held_only_by({requests}) is {told}; in their tables alone are {sorted(alone)}")
-        same = [len(set(column)) == 1 for column in zip(*(row.table for row in group), strict=False)]
-        common, told = (same.index(False) if False in same else len(same)), self._ask("common_prefix", requests)
-        if told > common or (told < common and not any(row.trimmed for row in group)):
-            self._broken("common_prefix", f"common_prefix({requests}) is {told}; their tables are {[row.table for row in group]}")
+        foretold = self._freed_by(requests)
+        told = f"blocks_needed(…, without={requests}) counts off {foretold} blocks; in their tables alone are {sorted(alone)}"
+        self._hold("blocks_needed_without", foretold == len(alone), told)
 
     def _check_request(self, row: Row) -> None:
         """Check that a request is as the model made it, and its tokens those that it generated."""
@@ -429,6 +425,7 @@ class KVWorld:
         """Let all requests end; then let one take the whole pool."""
         while self.live:
             self.finish(0)
+        self._tell("free", self.probe)
         for copies, then in self.copies:
             self._hold("answers", tuple(copies) == then, f"take_copies returned {list(then)}, which is now {list(copies)}")
         counts, room = self._ask("counts"), self.num_blocks * self.block_size
@@ -458,7 +455,11 @@ class KVWorld:
     def _held(self) -> set[int]:
         return {block for row in self.live for block in row.own}
 
+    def _freed_by(self, requests: Sequence[LiveRequest]) -> int:
+        """Return how many blocks freeing `requests` would make available, by what another request of one token would need."""
+        return 1 - int(self._ask("blocks_needed", self.probe, 1, requests))
+
     def _snapshot(self) -> object:
         """Return all answers that a failing call must not change."""
-        alone = [self._ask("held_only_by", [row.request]) for row in self.live if row.table]
+        alone = [self._freed_by([row.request]) for row in self.live if row.table]
         return self._ask("counts"), [self._ask("lookup", row.request) for row in self.live], alone

@@ -11,6 +11,6 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="scheduler",
         name="lcfs",
         target="dovetail_lcfs.policy:LCFS",
-        api="0.3",
+        api="0.4",
         summary="Last come, first served; the oldest make room",
     )

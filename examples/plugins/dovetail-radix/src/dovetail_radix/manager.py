@@ -48,9 +48,11 @@ class RadixCache(KVCacheManager):
 
     def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
         wanted = -(-num_tokens // self._size)
+        leaving = Counter(block for other in without for block in self._table(other).own)
+        freed = sum(self._tree.holders[block] == count for block, count in leaving.items())
         if request.id in self._tables:
-            return max(0, wanted - len(self._table(request).blocks))
-        return self._first_cost(self._hits(request), wanted, self._holders_among(without))
+            return max(0, wanted - len(self._table(request).blocks)) - freed
+        return self._first_cost(self._hits(request), wanted, leaving) - freed
 
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
         if request.id not in self._tables:
@@ -121,18 +123,6 @@ class RadixCache(KVCacheManager):
             self._tree.release(reversed(table.blocks[table.trimmed : unneeded]))
             table.trimmed = unneeded
 
-    def common_prefix(self, requests: Sequence[Request]) -> int:
-        tables = [self._table(request).blocks for request in requests]
-        common = 0
-        for blocks in zip(*tables, strict=False):
-            if len(set(blocks)) > 1:
-                break
-            common += 1
-        return common
-
-    def held_only_by(self, requests: Sequence[Request]) -> int:
-        return sum(self._tree.holders[block] == count for block, count in self._holders_among(requests).items())
-
     def reset(self) -> None:
         self._tree.clear()
         for table in self._tables.values():
@@ -159,13 +149,10 @@ class RadixCache(KVCacheManager):
         self._tables[request.id] = Table(request, blocks, max(num_tokens, cached), hits, len(hits))
         return Allocation(tuple(blocks), cached)
 
-    def _first_cost(self, hits: Sequence[Node], wanted: int, gone: Mapping[int, int]) -> int:
-        """Blocks taken from those available by a request that holds none, once `gone` (block -> holders) have let go."""
-        unheld = sum(self._tree.holders[node.block] == gone.get(node.block, 0) for node in hits)
+    def _first_cost(self, hits: Sequence[Node], wanted: int, leaving: Mapping[int, int]) -> int:
+        """Return how many available blocks a request that holds none would take, once the `leaving` holders (block -> their number) are freed."""
+        unheld = sum(self._tree.holders[node.block] == leaving.get(node.block, 0) for node in hits)
         return unheld + max(0, wanted - len(hits))
-
-    def _holders_among(self, requests: Sequence[Request]) -> Counter[int]:
-        return Counter(block for request in requests for block in self._table(request).own)
 
     def _hits(self, request: Request) -> list[Node]:
         """The blocks of the longest beginning of `request` that can be found; never that of its last known token."""

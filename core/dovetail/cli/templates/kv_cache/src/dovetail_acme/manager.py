@@ -24,7 +24,8 @@ class AcmeKVCache(KVCacheManager):
 
     def blocks_needed(self, request: Request, num_tokens: int, without: Sequence[Request] = ()) -> int:
         wanted = -(-num_tokens // self.context.layout.block_size)
-        return max(0, wanted - len(self._tables.get(request.id, ())))
+        freed = sum(len(self._table(other)) for other in without)
+        return max(0, wanted - len(self._tables.get(request.id, ()))) - freed
 
     def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
         before = self._tokens.get(request.id, 1)
@@ -41,12 +42,6 @@ class AcmeKVCache(KVCacheManager):
     def free(self, request: Request) -> None:
         self._free += self._tables.pop(request.id, [])
         self._tokens.pop(request.id, None)
-
-    def held_only_by(self, requests: Sequence[Request]) -> int:
-        return sum(len(self._table(request)) for request in requests)
-
-    def common_prefix(self, requests: Sequence[Request]) -> int:
-        return len(self._table(requests[0])) if len(requests) == 1 else 0
 
     @property
     def counts(self) -> BlockCounts:

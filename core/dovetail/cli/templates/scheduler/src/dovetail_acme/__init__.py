@@ -11,7 +11,7 @@ def dovetail_components() -> Iterable[ComponentSpec]:
         kind="scheduler",
         name="acme",
         target="dovetail_acme.policy:AcmeScheduler",
-        api="0.3",
+        api="0.4",
         options="dovetail_acme.policy:AcmeOptions",
         summary="The shortest prompt first, but nobody waits for ever",
     )
