@@ -17,7 +17,7 @@ import time
 import zmq
 
 from bench.core_overhead import make_engine, measure
-from dovetail.front.intake import RequestFields
+from dovetail.request import RequestFields
 from dovetail.sampling_params import SamplingParams
 from dovetail_server.frames import Hello, add_of, encode
 from dovetail_server.host import EngineHost

@@ -6,11 +6,13 @@ The engine makes both. Nothing here needs torch.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from dovetail.checks import INT64, MAX_TIME_S, as_number, plain_integer, plain_text, shown
+from dovetail.errors import RequestError
 from dovetail.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -33,6 +35,77 @@ def token_array(token_ids: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int6
     except struct.error:
         raise OverflowError("a token id of more than 64 bits") from None
     return np.frombuffer(packed, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFields:
+    """A request's fields besides its id, prompt, parameters and `extra`. `LLMEngine.add_request` says what each means. Raises `RequestError` naming
+    the field whose value is wrong."""
+
+    arrival_time: float | None = None
+    priority: int = 0
+    client: str | None = None
+    deadline: float | None = None
+    cache_salt: str | None = None
+    predicted_tokens: int | None = None
+    ttft_deadline: float | None = None
+    tbt_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check all values, and keep them as plain `int`, `float` and `str`: those of a subclass may compare as they like."""
+        for check, names in _CHECKS.items():
+            for name in names:
+                object.__setattr__(self, name, check(name, getattr(self, name)))
+
+    def values(self) -> dict[str, Any]:
+        """Return name -> value, of all fields."""
+        return {name: getattr(self, name) for name in self.__match_args__}
+
+
+def _text(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise RequestError(f"{name} must be a string or None, got {shown(value)}")
+    return plain_text(value)
+
+
+def _instant(name: str, value: Any) -> float | None:
+    seconds = as_number(value)
+    if value is not None and (seconds is None or abs(seconds) > MAX_TIME_S):
+        raise RequestError(
+            f"{name} must be a finite number of seconds or None, got {shown(value)}: on the engine's clock (engine.now()), from "
+            f"-{MAX_TIME_S:g} to {MAX_TIME_S:g}"
+        )
+    return seconds
+
+
+def _duration(name: str, value: Any) -> float | None:
+    seconds = as_number(value)
+    if value is not None and (seconds is None or not 0 < seconds <= MAX_TIME_S):
+        raise RequestError(f"{name} must be a number of seconds above 0, up to {MAX_TIME_S:g}, or None, got {shown(value)}")
+    return seconds
+
+
+def _rank(name: str, value: Any) -> int:
+    number = plain_integer(value)
+    if number is None or not INT64[0] <= number <= INT64[1]:
+        raise RequestError(f"{name} must be an integer from {INT64[0]} to {INT64[1]}, got {shown(value)}")
+    return number
+
+
+def _count(name: str, value: Any) -> int | None:
+    number = plain_integer(value)
+    if value is not None and (number is None or not 0 <= number <= INT64[1]):
+        raise RequestError(f"{name} must be an integer from 0 to {INT64[1]} or None, got {shown(value)}")
+    return number
+
+
+_CHECKS: dict[Callable[[str, Any], Any], tuple[str, ...]] = {  # of `RequestFields`, by the kind of value
+    _text: ("client", "cache_salt"),
+    _instant: ("arrival_time", "deadline", "ttft_deadline"),
+    _duration: ("tbt_s",),
+    _rank: ("priority",),
+    _count: ("predicted_tokens",),
+}
 
 
 class Request:

@@ -110,9 +110,8 @@ class ServedEngine(Protocol):
         """Return a prompt of text with its token ids, any other as it is. Any thread may call it. Raises `RequestError`."""
 
     async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams, listener: Listener, **fields: Any) -> None:
-        """Give the engine a request. `params.output_kind` is taken as delta whatever it is. `fields` are `LLMEngine.add_request`'s: `arrival_time`,
-        `priority`, `client`, `deadline`, `cache_salt`, `extra`, `predicted_tokens`, `ttft_deadline`, `tbt_s`. A text is tokenized at once: give a
-        long one `tokenized`.
+        """Give the engine a request. `params.output_kind` is taken as delta whatever it is. `fields` are those of `RequestFields`, and
+        `extra`. A text is tokenized at once: give a long one `tokenized`.
 
         Raises `RequestError` if something is wrong with the request, `EngineDeadError` if the engine is dead. Cancelled, it leaves nothing behind.
         """

@@ -14,9 +14,9 @@ import numpy as np
 
 from dovetail.api.executor import HostLogprobs
 from dovetail.front.generation_defaults import GenerationDefaults
-from dovetail.front.intake import CheckedRequest, IntakeFacts, RequestFields
+from dovetail.front.intake import CheckedRequest, IntakeFacts
 from dovetail.limits import Limits
-from dovetail.request import FinishReason
+from dovetail.request import FinishReason, RequestFields
 from dovetail.sampling_params import OutputKind, SamplingParams
 from dovetail_server.engine import Decisions, Load
 
@@ -40,14 +40,7 @@ class Add(msgspec.Struct, array_like=True, tag=1):
     max_tokens: int
     seed: int
     bad_words: list[list[int]]
-    arrival_time: float | None
-    priority: int
-    client: str | None
-    deadline: float | None
-    cache_salt: str | None
-    predicted_tokens: int | None
-    ttft_deadline: float | None
-    tbt_s: float | None
+    fields: RequestFields
     extra: dict[str, Any] | None
     confirms: bool  # the front end waits for `Accepted` or `Refused`; else it hears of a refusal alone
 
@@ -217,7 +210,7 @@ def unpack_tokens(packed: bytes) -> list[int]:
 
 def add_of(number: int, request: CheckedRequest, seed: int, bad_words: Sequence[Sequence[int]], extra: Mapping[str, Any] | None) -> Add:
     """Return the message that gives the engine a checked request. `extra` isn't checked here: who sends some waits for the engine's word."""
-    params, fields = request.params, request.fields
+    params = request.params
     return Add(
         number=number,
         request_id=request.request_id,
@@ -228,14 +221,7 @@ def add_of(number: int, request: CheckedRequest, seed: int, bad_words: Sequence[
         max_tokens=request.max_tokens,
         seed=seed,
         bad_words=[list(words) for words in bad_words],
-        arrival_time=fields.arrival_time,
-        priority=fields.priority,
-        client=fields.client,
-        deadline=fields.deadline,
-        cache_salt=fields.cache_salt,
-        predicted_tokens=fields.predicted_tokens,
-        ttft_deadline=fields.ttft_deadline,
-        tbt_s=fields.tbt_s,
+        fields=request.fields,
         extra=None if not extra else dict(extra),
         confirms=bool(extra),
     )
@@ -246,7 +232,4 @@ def request_of(add: Add) -> CheckedRequest:
     prompt_array = np.frombuffer(add.token_ids, np.int32).astype(np.int64)
     prompt_array.flags.writeable = False
     params = SamplingParams(**add.params, output_kind=OutputKind.DELTA)
-    fields = RequestFields(
-        add.arrival_time, add.priority, add.client, add.deadline, add.cache_salt, add.predicted_tokens, add.ttft_deadline, add.tbt_s
-    )
-    return CheckedRequest(add.request_id, None, (), prompt_array, params, add.max_tokens, fields)
+    return CheckedRequest(add.request_id, None, (), prompt_array, params, add.max_tokens, add.fields)

@@ -209,7 +209,7 @@ class EngineHost:
         extra = self._assembly.check_extra(add.extra)
         request = request_of(add)
         sampling = self._assembly.sampling(request.params, add.seed, tuple(tuple(words) for words in add.bad_words))
-        arrival = core.earliest_arrival(core.clock.now() if add.arrival_time is None else add.arrival_time)
+        arrival = core.earliest_arrival(core.clock.now() if add.fields.arrival_time is None else add.fields.arrival_time)
         samples = make_samples(request, sampling, arrival, [None] * request.params.n, extra, self._constraints(request.params))
         for index, sample in enumerate(samples):
             try:

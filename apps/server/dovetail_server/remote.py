@@ -6,7 +6,6 @@ What makes outputs of frames is what makes them offline, `OutputBuilder`: so the
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import random
 import time
@@ -22,11 +21,11 @@ from dovetail.errors import DovetailError, EngineDeadError, RequestError, Unsupp
 from dovetail.front import request_checks
 from dovetail.front.chat import ChatFrontEnd
 from dovetail.front.detokenizer import IncrementalText, byte_pieces
-from dovetail.front.intake import CheckedRequest, Intake, RequestFields
+from dovetail.front.intake import CheckedRequest, Intake
 from dovetail.front.outputs import OutputBuilder, RequestGroup
 from dovetail.front.prompts import Prompt
 from dovetail.front.tokenizer import Tokenizer
-from dovetail.request import RequestOutput
+from dovetail.request import RequestFields, RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
 from dovetail_server.engine import Decisions, EngineFacts, Listener, Load
 from dovetail_server.frames import (
@@ -50,7 +49,7 @@ from dovetail_server.links import Line
 logger = logging.getLogger("dovetail")
 
 ASK_S = 0.5  # between two questions for decisions
-_FIELDS = tuple(field.name for field in dataclasses.fields(RequestFields))
+_FIELDS = RequestFields.__match_args__
 
 
 class Sample:
@@ -216,9 +215,9 @@ class RemoteEngine:
         extra = fields.pop("extra", None)
         if unknown := sorted(set(fields) - set(_FIELDS)):
             raise RequestError(f"{unknown[0]}: no field of a request; those that there are: {', '.join((*_FIELDS, 'extra'))}")
+        if fields.get("arrival_time") is None and self._facts.wall_clock:
+            fields["arrival_time"] = self.now()
         given = RequestFields(**fields)
-        if given.arrival_time is None and self._facts.wall_clock:
-            given = dataclasses.replace(given, arrival_time=self.now())
         if extra is not None and not isinstance(extra, Mapping):
             raise RequestError("extra must map distributions to what their components want to know")
         request_checks.at_most("unfinished requests", self.num_unfinished + 1, self._intake.facts.limits, "max_waiting")

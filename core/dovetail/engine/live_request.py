@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -82,36 +82,11 @@ class LiveRequest(Request):
         stop_ids: Collection[int] = (),
         watchers: Sequence[TokenWatcher] = (),
         constraint: Constraint | None = None,
-        arrival_time: float = 0.0,
-        client: str | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        predicted_tokens: int | None = None,
-        parent: str | None = None,
-        cache_keys: tuple[str, ...] = (),
-        extra: Mapping[str, Any] | None = None,
-        ttft_deadline: float | None = None,
-        tbt_s: float | None = None,
+        **fields: Any,
     ) -> None:
         """Make a request that hasn't arrived. `sampling` are its parameters for the executor, `stop_ids` the tokens that end it, as any of the
-        `watchers` may. A `constraint` is asked for the mask of each token; it watches, too, and the request waits for it. The rest is as for
-        `Request`."""
-        super().__init__(
-            id,
-            prompt_token_ids,
-            params,
-            max_tokens=max_tokens,
-            arrival_time=arrival_time,
-            client=client,
-            priority=priority,
-            deadline=deadline,
-            predicted_tokens=predicted_tokens,
-            parent=parent,
-            cache_keys=cache_keys,
-            extra=extra,
-            ttft_deadline=ttft_deadline,
-            tbt_s=tbt_s,
-        )
+        `watchers` may. A `constraint` masks each token; it watches, too, and the request waits for it. `fields` are those of `Request`."""
+        super().__init__(id, prompt_token_ids, params, max_tokens=max_tokens, **fields)
         self.sampling = sampling if sampling is not None else RowSampling(seed=0)
         self.stop_ids: frozenset[int] = frozenset(stop_ids)
         self.constraint = constraint

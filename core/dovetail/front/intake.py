@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-from dovetail.checks import INT64, MAX_TIME_S, as_number, is_integer, plain_integer, plain_text, shown
+from dovetail.checks import plain_text, shown
 from dovetail.engine.constraint import Constraint
 from dovetail.engine.finish import TokenWatcher
 from dovetail.engine.live_request import LiveRequest
@@ -25,7 +25,7 @@ from dovetail.front.prompts import Prompt, as_ids, as_sequence, content_of, is_t
 from dovetail.front.stop_strings import StopStrings
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.limits import Limits
-from dovetail.request import token_array
+from dovetail.request import RequestFields, token_array
 from dovetail.sampling_params import SamplingParams, changed_unchecked
 
 if TYPE_CHECKING:
@@ -57,20 +57,6 @@ class IntakeFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestFields:
-    """The fields of a request besides its prompt and parameters. `LLMEngine.add_request` says what each means."""
-
-    arrival_time: float | None = None
-    priority: int = 0
-    client: str | None = None
-    deadline: float | None = None
-    cache_salt: str | None = None
-    predicted_tokens: int | None = None
-    ttft_deadline: float | None = None
-    tbt_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class CheckedRequest:
     """A request in which nothing was found wrong. What its `extra` holds is checked elsewhere, by the components it is for."""
 
@@ -98,18 +84,11 @@ class Intake:
     ) -> CheckedRequest:
         """Raises `RequestError` for anything wrong with a request but the content of `extra`, `ModelLoadError` if it needs a tokenizer that the
         model doesn't have."""
-        request_id = _plain(request_id)
-        fields = RequestFields(
-            _seconds(fields.arrival_time),
-            _plain(fields.priority),
-            _plain(fields.client),
-            _seconds(fields.deadline),
-            _plain(fields.cache_salt),
-            _plain(fields.predicted_tokens),
-            _seconds(fields.ttft_deadline),
-            _seconds(fields.tbt_s),
-        )
-        self._check_fields(request_id, fields)
+        if not (plain_id := plain_text(request_id)):
+            raise RequestError(f"request_id must be a non-empty string, got {shown(request_id)}")
+        for name, value in {"request_id": plain_id, **fields.values()}.items():
+            if isinstance(value, str):
+                request_checks.at_most(f"{name}: its characters", len(value), self.facts.limits, "max_name_chars")
         text, token_ids, prompt_array = self._read_prompt(prompt, params)
         self._check_params(params)
         request_checks.check_size("extra", extra, self.facts.limits)
@@ -117,7 +96,7 @@ class Intake:
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > limit:  # more than there is room for: all that there is room for
             params = changed_unchecked(params, min_tokens=limit)
-        return CheckedRequest(request_id, text, token_ids, prompt_array, params, limit, fields)
+        return CheckedRequest(plain_id, text, token_ids, prompt_array, params, limit, fields)
 
     def seed_of(self, params: SamplingParams) -> int:
         """Return the seed of a request, 64 bits: a new one if it names none."""
@@ -169,30 +148,6 @@ class Intake:
             "a prompt begins with two BOS tokens: one that its text has, and one that the tokenizer adds, with which the model may answer worse. "
             "Leave it out of the text; for conversations use chat(), which adds none"
         )
-
-    def _check_fields(self, request_id: Any, fields: RequestFields) -> None:
-        if not isinstance(request_id, str) or not request_id:
-            raise RequestError(f"request_id must be a non-empty string, got {shown(request_id)}")
-        for name, value in (("request_id", request_id), ("client", fields.client), ("cache_salt", fields.cache_salt)):
-            if value is None:
-                continue
-            if not isinstance(value, str):
-                raise RequestError(f"{name} must be a string or None, got {shown(value)}")
-            request_checks.at_most(f"{name}: its characters", len(value), self.facts.limits, "max_name_chars")
-        instants = (("arrival_time", fields.arrival_time), ("deadline", fields.deadline), ("ttft_deadline", fields.ttft_deadline))
-        for name, instant in instants:
-            if instant is not None and ((seconds := as_number(instant)) is None or abs(seconds) > MAX_TIME_S):
-                raise RequestError(
-                    f"{name} must be a finite number of seconds or None, got {shown(instant)}: on the engine's clock (engine.now()), from "
-                    f"-{MAX_TIME_S:g} to {MAX_TIME_S:g}"
-                )
-        if fields.tbt_s is not None and ((seconds := as_number(fields.tbt_s)) is None or not 0 < seconds <= MAX_TIME_S):
-            raise RequestError(f"tbt_s must be a number of seconds above 0, up to {MAX_TIME_S:g}, or None, got {shown(fields.tbt_s)}")
-        priority, predicted = fields.priority, fields.predicted_tokens
-        if not is_integer(priority) or not INT64[0] <= priority <= INT64[1]:
-            raise RequestError(f"priority must be an integer from {INT64[0]} to {INT64[1]}, got {shown(priority)}")
-        if predicted is not None and not (is_integer(predicted) and 0 <= predicted <= INT64[1]):
-            raise RequestError(f"predicted_tokens must be an integer from 0 to {INT64[1]} or None, got {shown(predicted)}")
 
     def _read_prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, tuple[int, ...], NDArray[np.int64]]:
         """Its text, if it was one, and its token ids, twice."""
@@ -248,7 +203,14 @@ def make_samples(
 ) -> list[LiveRequest]:
     """Return what the core takes of a request: a `LiveRequest` for each of its samples, in order. `sampling` is that of the first, `watchers` has one
     for each, and so has `constraints`, if there are any; `extra` holds each distribution's validated model."""
-    params, fields = request.params, request.fields
+    params, fields = request.params, request.fields.values()
+    salt = fields.pop("cache_salt")
+    fields |= {
+        "arrival_time": arrival_time,
+        "parent": None if params.n == 1 else request.request_id,
+        "cache_keys": () if salt is None else (f"salt:{salt}",),
+        "extra": extra,
+    }
     samples = [
         LiveRequest(
             request.request_id if params.n == 1 else f"{request.request_id}#{index}",
@@ -259,16 +221,7 @@ def make_samples(
             stop_ids=sampling.stop_token_ids,
             watchers=() if watcher is None else (watcher,),
             constraint=constraint,
-            arrival_time=arrival_time,
-            client=fields.client,
-            priority=fields.priority,
-            deadline=fields.deadline,
-            predicted_tokens=fields.predicted_tokens,
-            parent=None if params.n == 1 else request.request_id,
-            cache_keys=() if fields.cache_salt is None else (f"salt:{fields.cache_salt}",),
-            extra=extra,
-            ttft_deadline=fields.ttft_deadline,
-            tbt_s=fields.tbt_s,
+            **fields,
         )
         for index, (watcher, constraint) in enumerate(zip(watchers, constraints or repeat(None, len(watchers)), strict=True))
     ]
@@ -285,16 +238,3 @@ def _params_of_sample(params: SamplingParams, index: int) -> SamplingParams:
 def _sampling_of_sample(sampling: RowSampling, index: int) -> RowSampling:
     """That of a sample but the first, whose lists it shares."""
     return dataclasses.replace(sampling, seed=(sampling.seed + index * _GOLDEN) % 2**_SEED_BITS, prompt_logprobs=None)
-
-
-def _plain(value: Any) -> Any:
-    """Text and integers of exactly the types `str` and `int`, so that what was checked is what policies count with; anything else as it is, for the
-    checks to refuse."""
-    plain = plain_text(value) if isinstance(value, str) else plain_integer(value)
-    return value if plain is None else plain
-
-
-def _seconds(value: Any) -> Any:
-    """As `_plain`, for floats."""
-    number = as_number(value)
-    return value if number is None else number

@@ -20,11 +20,11 @@ from dovetail.errors import EngineDeadError, RequestError
 from dovetail.front import engine_info, request_checks
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.engine_thread import EngineThread
-from dovetail.front.intake import Intake, RequestFields, make_samples
+from dovetail.front.intake import Intake, make_samples
 from dovetail.front.outputs import OutputBuilder, RequestGroup
 from dovetail.front.prompts import Prompt
 from dovetail.front.tokenizer import Tokenizer
-from dovetail.request import RequestOutput
+from dovetail.request import RequestFields, RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -188,7 +188,16 @@ class LLMEngine:
         self._check_open()
         if not self._takes_list:
             request_checks.at_most("unfinished requests", len(self._groups) - len(self._listed) + 1, self.config.limits, "max_waiting")
-        fields = RequestFields(arrival_time, priority, client, deadline, cache_salt, predicted_tokens, ttft_deadline, tbt_s)
+        fields = RequestFields(
+            arrival_time=arrival_time,
+            priority=priority,
+            client=client,
+            deadline=deadline,
+            cache_salt=cache_salt,
+            predicted_tokens=predicted_tokens,
+            ttft_deadline=ttft_deadline,
+            tbt_s=tbt_s,
+        )
         checked = self._intake.check(request_id, prompt, params, fields, extra)
         request_id, params = checked.request_id, checked.params
         if request_id in self._groups:
