@@ -322,6 +322,14 @@ def test_a_step_that_waits_for_the_future_lets_others_in(driven: bool) -> None:
         assert output.request_id == "now"
 
 
+def test_a_core_that_is_stepped_by_hand_waits_for_an_arrival() -> None:
+    with LLMEngine.from_config({"model": "demo"}, **SETTINGS) as engine:
+        engine.add_request("soon", [1], GREEDY, arrival_time=(due := engine.now() + 0.05))
+        while engine.core.has_unfinished():
+            engine.core.step()
+        assert engine.now() >= due
+
+
 @pytest.mark.parametrize("wrong", [None, 5, {}, {"a": 1}, b"a", [1], ["a", None], [["a"]], Ellipsis, range(3)], ids=str)
 def test_what_is_no_id_cannot_be_aborted(llm: LLM, wrong: Any) -> None:
     with pytest.raises(RequestError, match="a request id must be a string, and several a list of strings"):
@@ -344,7 +352,10 @@ def test_an_llm_that_nobody_refers_to_is_collected_and_its_thread_ends() -> None
     engine = weakref.ref(llm.engine)
     [thread] = [thread for thread in threading.enumerate() if thread.name == "dovetail-engine"][-1:]
     del llm
-    gc.collect()
+    for _ in range(20 * PATIENCE_S):  # the thread may not have returned from its last step yet
+        gc.collect()
+        thread.join(0.05)
+        if not thread.is_alive():
+            break
     assert engine() is None
-    thread.join(PATIENCE_S)
     assert threading.active_count() == before

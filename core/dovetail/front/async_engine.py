@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
@@ -17,7 +17,7 @@ from dovetail.front.llm_engine import LLMEngine, request_ids
 from dovetail.front.prompts import Prompt, is_text
 from dovetail.front.unread import Unread
 from dovetail.request import RequestOutput
-from dovetail.sampling_params import SamplingParams
+from dovetail.sampling_params import OutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
@@ -30,10 +30,10 @@ class _Reader:
 
     __slots__ = ("aborted", "loop", "news", "unread")
 
-    def __init__(self, notify: Callable[[_Reader], None]) -> None:
+    def __init__(self, notify: Callable[[_Reader], None], joins: bool) -> None:
         self.loop, self.news = asyncio.get_running_loop(), asyncio.Event()
-        self.unread = Unread(lambda: notify(self))
-        self.aborted = False  # while its text was tokenized
+        self.unread = Unread(lambda: notify(self), joins)
+        self.aborted = False  # perhaps before the engine has the request: while its text is tokenized
 
     async def next(self) -> tuple[RequestOutput | None, BaseException | None]:
         """Return what has come since the last call as one output, and the end, if it has come; wait for either. Rarely it is neither."""
@@ -56,8 +56,7 @@ class AsyncLLMEngine:
         """`engine` is this one's from now on, and is closed with it."""
         self.engine = engine
         self._tokenizer = ThreadPoolExecutor(1, "dovetail-tokenizer")  # one thread: texts stay in order
-        self._tokenizing: dict[_Reader, str] = {}  # request ids
-        self._door = threading.Lock()  # guards `_tokenizing`, and that of an aborted request nothing is added
+        self._readers: dict[_Reader, str] = {}  # request ids
         self._to_wake: dict[asyncio.AbstractEventLoop, list[_Reader]] = {}  # since the last call of `_wake_readers`
         engine.core.plan_timing.expects_arrivals = True
         self._thread = engine.run_in_thread(self._wake_readers)
@@ -99,13 +98,16 @@ class AsyncLLMEngine:
     async def _generate(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None, fields: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
-        reader = _Reader(self._notify)
-        if is_text(prompt):
-            if fields.get("arrival_time") is None:
-                fields["arrival_time"] = self.engine.now()
-            prompt = await self._tokenized(request_id, reader, prompt)
-        done = not self._submit(request_id, reader, prompt, params, fields)
+        joins, done = isinstance(params, SamplingParams) and params.output_kind is OutputKind.DELTA, False
+        reader = _Reader(self._notify, joins)
+        self._readers[reader] = request_id
         try:
+            if is_text(prompt):
+                self._thread.check()
+                if fields.get("arrival_time") is None:
+                    fields["arrival_time"] = self.engine.now()
+                prompt = await reader.loop.run_in_executor(self._tokenizer, self.engine.tokenized, prompt)
+            self._thread.submit(partial(self._add, reader, request_id, prompt, params, fields))
             while not done:
                 output, end = await reader.next()
                 done = end is not None or (output is not None and output.finished)
@@ -114,19 +116,18 @@ class AsyncLLMEngine:
                 if end is not None and not isinstance(end, Aborted):
                     raise end
         finally:
+            del self._readers[reader]
             if not done:
-                with suppress(EngineDeadError):  # then there is nothing to abort
-                    self._thread.submit(lambda engine: self._thread.drop(engine, request_id, reader.unread))
+                self._thread.abandon(request_id, reader.unread)
 
     async def abort(self, request_id: str | Sequence[str] | Set[str]) -> None:
         """End one request or several: their iterators stop after what has been sent. Unknown ids are ignored. Raises `RequestError` if it is
         neither an id nor a list, tuple or set of ids."""
         ids = request_ids(request_id)
-        with self._door:
-            for reader, tokenizing_id in self._tokenizing.items():
-                reader.aborted |= tokenizing_id in ids
+        for reader, its_id in [*self._readers.items()]:  # a copy: other event loops may change it
+            reader.aborted |= its_id in ids
         with suppress(EngineDeadError):
-            self._thread.submit(lambda engine: engine.abort_request(ids))
+            self._thread.submit(partial(self.engine.abort_request, ids))
 
     async def get_tokenizer(self) -> Any:
         """As `LLMEngine.get_tokenizer`."""
@@ -155,38 +156,18 @@ class AsyncLLMEngine:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await asyncio.to_thread(self.close)
 
-    # In the caller's thread
-
-    async def _tokenized(self, request_id: str, reader: _Reader, prompt: Prompt) -> Prompt:
-        """Raises what `LLMEngine.tokenized` does, and `EngineDeadError`. An abort of the request meanwhile takes effect."""
-        self._thread.check()
-        with self._door:
-            self._tokenizing[reader] = request_id
-        try:
-            return await reader.loop.run_in_executor(self._tokenizer, self.engine.tokenized, prompt)
-        except BaseException:
-            with self._door:
-                del self._tokenizing[reader]
-            raise
-
-    def _submit(self, request_id: str, reader: _Reader, prompt: Prompt, params: SamplingParams | None, fields: Mapping[str, Any]) -> bool:
-        """Have the engine's thread add the request; False if it has been aborted. Raises `EngineDeadError` if the thread has ended."""
-
-        def add(engine: LLMEngine) -> None:
-            try:
-                engine.add_request(request_id, prompt, params, **fields)
-            except BaseException as error:  # whatever it is, it is this caller's alone
-                reader.unread.end(error)
-            else:
-                self._thread.read(engine, request_id, reader.unread)
-
-        with self._door:
-            self._tokenizing.pop(reader, None)
-            if not reader.aborted:
-                self._thread.submit(add)
-            return not reader.aborted
-
     # In the engine's thread
+
+    def _add(self, reader: _Reader, request_id: str, prompt: Prompt, params: SamplingParams | None, fields: Mapping[str, Any]) -> None:
+        if reader.aborted:  # a later abort is queued behind this call
+            reader.unread.end(Aborted())
+            return
+        try:
+            self.engine.add_request(request_id, prompt, params, **fields)
+        except BaseException as error:  # whatever it is, it is this caller's alone
+            reader.unread.end(error)
+        else:
+            self._thread.read(request_id, reader.unread)
 
     def _notify(self, reader: _Reader) -> None:
         self._to_wake.setdefault(reader.loop, []).append(reader)

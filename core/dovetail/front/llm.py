@@ -18,8 +18,8 @@ from dovetail.front import engine_info
 from dovetail.front.chat import ChatFrontEnd, ChatOptions
 from dovetail.front.chat_messages import Message
 from dovetail.front.llm_engine import LLMEngine
+from dovetail.front.output_stream import OutputStream
 from dovetail.front.prompts import Prompt
-from dovetail.front.request_list import RequestList
 from dovetail.front.vllm_args import check_call, translated
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
@@ -58,9 +58,13 @@ class LLM:
         check_call("generate", others)
         prompts = _as_list(prompts)
         params = _one_each(sampling_params, len(prompts), OutputKind.FINAL)
-        with _CollectorHeld() as collector, RequestList(self.engine, "generate") as requests:
-            requests.add(self.engine.all_tokenized(prompts), params, collector.let_go)
-            return self._collected(requests, len(prompts), use_tqdm)
+        collect = gc.enable if gc.isenabled() else lambda: None  # all new objects stay: a collection would find nothing while the device waits
+        gc.disable()
+        try:
+            with OutputStream(self.engine, "generate", self.engine.all_tokenized(prompts), params, begun=collect) as stream:
+                return self._collected(stream, len(prompts), use_tqdm)
+        finally:
+            collect()
 
     def stream(
         self,
@@ -74,9 +78,7 @@ class LLM:
         """
         prompts = _as_list(prompts)
         params = _one_each(sampling_params, len(prompts), OutputKind.DELTA)
-        requests = RequestList(self.engine, "stream")
-        requests.add(self.engine.all_tokenized(prompts), params)
-        return OutputStream(requests)
+        return OutputStream(self.engine, "stream", self.engine.all_tokenized(prompts), params)
 
     def chat(
         self,
@@ -138,70 +140,16 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _collected(self, requests: RequestList, count: int, use_tqdm: bool) -> list[RequestOutput]:
+    def _collected(self, stream: OutputStream, count: int, use_tqdm: bool) -> list[RequestOutput]:
         """Wait until all have finished."""
         outputs: dict[int, RequestOutput] = {}
         with tqdm(total=count, desc="requests", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
             speed = _Speed(self.engine)
-            while requests.unfinished:
-                if (output := requests.next()) is not None:
-                    outputs[output.prompt_index] = output
-                    bar.set_postfix_str(speed.text(), refresh=False)
-                    bar.update()
+            for output in stream:
+                outputs[output.prompt_index] = output
+                bar.set_postfix_str(speed.text(), refresh=False)
+                bar.update()
         return [outputs[place] for place in range(count)]
-
-
-class OutputStream:
-    """The deltas of `LLM.stream`: an iterator, and a context that ends with `close`. One thread reads it. The engine doesn't wait for the reader:
-    deltas that it hasn't read are joined, for each prompt."""
-
-    def __init__(self, requests: RequestList) -> None:
-        self._requests = requests
-
-    def __iter__(self) -> OutputStream:
-        return self
-
-    def __next__(self) -> RequestOutput:
-        """Wait for the next delta. Raises as `LLM.generate` does, Ctrl-C included, and is closed then."""
-        try:
-            while self._requests.unfinished:
-                if (output := self._requests.next()) is not None:
-                    return output
-        except BaseException:
-            self.close()
-            raise
-        raise StopIteration
-
-    def close(self) -> None:
-        """Abort what is unfinished; nothing more comes. Idempotent."""
-        self._requests.abort()
-
-    def __enter__(self) -> OutputStream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-class _CollectorHeld:
-    """Holds Python's garbage collector back while requests come, all of which stay: it would look through them and the caller's prompts, and find
-    nothing, while the device waits."""
-
-    def __enter__(self) -> _CollectorHeld:
-        self._held = gc.isenabled()
-        gc.disable()
-        return self
-
-    def let_go(self) -> None:
-        if self._held:
-            self._held = False
-            gc.enable()
-
-    def __exit__(self, *error: object) -> None:
-        self.let_go()
 
 
 class _Speed:

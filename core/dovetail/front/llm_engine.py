@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from dovetail.api.clock import Clock, WallClock
+from dovetail.api.clock import Clock, VirtualClock
 from dovetail.checks import plain_text, shown
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.stats import EngineStats
@@ -80,11 +80,10 @@ class LLMEngine:
         self._builder = OutputBuilder(None)
         self.constraints_of = assembly.constraints  # what holds a request's samples to its rule; a simulation, which compiles nothing, has its own
         self._closed = False
-        self._takes_list = False  # within `add_list`
-        self._listed: set[str] = set()  # ids of requests that came by it
+        self._listed: set[str] = set()  # ids of requests that came by `add_list`
         self._calling = threading.Condition()  # held by the caller; released while a step waits for an arrival
-        self._thread: EngineThread[LLMEngine] | None = None  # that makes all calls, if there is one
-        if type(self.core.clock) is WallClock:
+        self._thread: EngineThread | None = None  # that makes all calls, if there is one
+        if not isinstance(self.core.clock, VirtualClock):  # which advances when it waits
             self.core.plan_timing.wait_until = self._wait_until
 
     @classmethod
@@ -128,7 +127,7 @@ class LLMEngine:
         self._builder.tokenizer = tokenizer
         return tokenizer
 
-    def run_in_thread(self, flush: Callable[[], None] = lambda: None) -> EngineThread[LLMEngine]:
+    def run_in_thread(self, flush: Callable[[], None] = lambda: None) -> EngineThread:
         """Return the `EngineThread` that makes all calls from now on. `LLM` and `AsyncLLMEngine` start it before anybody else calls."""
         if self._thread is None:
             self._thread = EngineThread(self, flush)
@@ -138,17 +137,14 @@ class LLMEngine:
     def add_list(self, requests: Iterable[tuple[str, Prompt, SamplingParams]]) -> None:
         """Add all requests (id, prompt, params) or none. `limits.max_waiting` doesn't count them. Raises as `add_request`."""
         ids: list[str] = []
-        self._takes_list = True
         try:
             for request_id, prompt, params in requests:
-                self.add_request(request_id, prompt, params)
+                self._add(request_id, prompt, params, RequestFields(), None)
                 self._listed.add(request_id)
                 ids.append(request_id)
         except BaseException:
             self.abort_request(ids)
             raise
-        finally:
-            self._takes_list = False
 
     @exclusive
     def add_request(
@@ -185,9 +181,7 @@ class LLMEngine:
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params must be SamplingParams, got {type(params).__name__}")
-        self._check_open()
-        if not self._takes_list:
-            request_checks.at_most("unfinished requests", len(self._groups) - len(self._listed) + 1, self.config.limits, "max_waiting")
+        request_checks.at_most("unfinished requests", len(self._groups) - len(self._listed) + 1, self.config.limits, "max_waiting")
         fields = RequestFields(
             arrival_time=arrival_time,
             priority=priority,
@@ -198,6 +192,10 @@ class LLMEngine:
             ttft_deadline=ttft_deadline,
             tbt_s=tbt_s,
         )
+        self._add(request_id, prompt, params, fields, extra)
+
+    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, fields: RequestFields, extra: Mapping[str, Any] | None) -> None:
+        self._check_open()
         checked = self._intake.check(request_id, prompt, params, fields, extra)
         request_id, params = checked.request_id, checked.params
         if request_id in self._groups:
@@ -353,10 +351,12 @@ class LLMEngine:
 
     def _wait_until(self, instant: float) -> None:
         """Wait until `instant` or another thread's call: the core's wait while it is idle."""
-        remaining = instant - self.now()
-        if remaining > 0:
-            with self._calling:  # whoever steps `core` itself doesn't hold it
-                self._calling.wait(min(remaining, threading.TIMEOUT_MAX))
+        remaining = min(instant - self.now(), threading.TIMEOUT_MAX)
+        if remaining > 0 and self._thread is not None:
+            self._thread.wait(remaining)
+        elif remaining > 0:
+            with self._calling:  # which `step` holds, but not a caller of `EngineCore.step`
+                self._calling.wait(remaining)
 
     # Checks
 
