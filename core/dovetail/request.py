@@ -53,24 +53,24 @@ class RequestFields:
 
     def __post_init__(self) -> None:
         """Check all values, and keep them as plain `int`, `float` and `str`: those of a subclass may compare as they like."""
-        for check, names in _CHECKS.items():
-            for name in names:
-                object.__setattr__(self, name, check(name, getattr(self, name)))
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not None or name == "priority":
+                object.__setattr__(self, name, check(name, value))
 
     def values(self) -> dict[str, Any]:
         """Return name -> value, of all fields."""
         return {name: getattr(self, name) for name in self.__match_args__}
 
 
-def _text(name: str, value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
+def _text(name: str, value: Any) -> str:
+    if (text := plain_text(value)) is None:
         raise RequestError(f"{name} must be a string or None, got {shown(value)}")
-    return plain_text(value)
+    return text
 
 
-def _instant(name: str, value: Any) -> float | None:
-    seconds = as_number(value)
-    if value is not None and (seconds is None or abs(seconds) > MAX_TIME_S):
+def _instant(name: str, value: Any) -> float:
+    if (seconds := as_number(value)) is None or abs(seconds) > MAX_TIME_S:
         raise RequestError(
             f"{name} must be a finite number of seconds or None, got {shown(value)}: on the engine's clock (engine.now()), from "
             f"-{MAX_TIME_S:g} to {MAX_TIME_S:g}"
@@ -78,33 +78,33 @@ def _instant(name: str, value: Any) -> float | None:
     return seconds
 
 
-def _duration(name: str, value: Any) -> float | None:
-    seconds = as_number(value)
-    if value is not None and (seconds is None or not 0 < seconds <= MAX_TIME_S):
+def _duration(name: str, value: Any) -> float:
+    if (seconds := as_number(value)) is None or not 0 < seconds <= MAX_TIME_S:
         raise RequestError(f"{name} must be a number of seconds above 0, up to {MAX_TIME_S:g}, or None, got {shown(value)}")
     return seconds
 
 
 def _rank(name: str, value: Any) -> int:
-    number = plain_integer(value)
-    if number is None or not INT64[0] <= number <= INT64[1]:
+    if (number := plain_integer(value)) is None or not INT64[0] <= number <= INT64[1]:
         raise RequestError(f"{name} must be an integer from {INT64[0]} to {INT64[1]}, got {shown(value)}")
     return number
 
 
-def _count(name: str, value: Any) -> int | None:
-    number = plain_integer(value)
-    if value is not None and (number is None or not 0 <= number <= INT64[1]):
+def _count(name: str, value: Any) -> int:
+    if (number := plain_integer(value)) is None or not 0 <= number <= INT64[1]:
         raise RequestError(f"{name} must be an integer from 0 to {INT64[1]} or None, got {shown(value)}")
     return number
 
 
-_CHECKS: dict[Callable[[str, Any], Any], tuple[str, ...]] = {  # of `RequestFields`, by the kind of value
-    _text: ("client", "cache_salt"),
-    _instant: ("arrival_time", "deadline", "ttft_deadline"),
-    _duration: ("tbt_s",),
-    _rank: ("priority",),
-    _count: ("predicted_tokens",),
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {  # of `RequestFields`; None isn't checked, but as a priority
+    "arrival_time": _instant,
+    "priority": _rank,
+    "client": _text,
+    "deadline": _instant,
+    "cache_salt": _text,
+    "predicted_tokens": _count,
+    "ttft_deadline": _instant,
+    "tbt_s": _duration,
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.engine.estimator import StepTimeFit
+from dovetail.engine.step_times import StepTimeFit
 from tests.support import FULL, examples
 
 Point = tuple[int, int, int]  # prefill tokens, decodes, context tokens

@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from dovetail.api.component import NoOptions
 from dovetail.api.observer import StepFinished
 from dovetail.api.scheduler import Claims, Grant, Refusal, Scheduler, Step
-from dovetail.engine import pace
-from dovetail.engine.pace import LEAST, prompt_tokens_within
+from dovetail.engine import step_times
+from dovetail.engine.step_times import LEAST_PROMPT_TOKENS, prompt_tokens_within
 from dovetail.request import Request
 from dovetail.sampling_params import OutputKind, SamplingParams
 from dovetail.testing import make_request
@@ -51,7 +51,7 @@ def steps_beside_decodes(
 @pytest.mark.parametrize("pace", [1.5, 2.0, 4.0])
 def test_no_step_with_a_streamed_answer_is_longer_than_the_pace_lets_it(pace: float) -> None:
     longest, _ = steps_beside_decodes(pace)
-    assert longest <= 1.05 * max(pace * ALONE_S, ALONE_S + LEAST * TOKEN_S)
+    assert longest <= 1.05 * max(pace * ALONE_S, ALONE_S + LEAST_PROMPT_TOKENS * TOKEN_S)
 
 
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy.cls.claims.is_paced], ids=repr)
@@ -90,9 +90,9 @@ def test_who_wants_the_final_output_alone_does_not_hold_prompts_up() -> None:
     ("base_s", "token_s", "tokens"),
     [
         pytest.param(0.0, 0.0, 4096, id="no step was seen yet"),
-        pytest.param(0.01, 0.0, LEAST, id="prompt tokens seem to cost nothing"),
+        pytest.param(0.01, 0.0, LEAST_PROMPT_TOKENS, id="prompt tokens seem to cost nothing"),
         pytest.param(0.01, 1e-5, 1000, id="both are known"),
-        pytest.param(0.01, 1e-3, LEAST, id="a token takes long"),
+        pytest.param(0.01, 1e-3, LEAST_PROMPT_TOKENS, id="a token takes long"),
         pytest.param(0.01, 1e-9, 4096, id="a token takes no time to speak of"),
     ],
 )
@@ -124,7 +124,7 @@ def granted(monkeypatch: pytest.MonkeyPatch, act: Callable[[Step, Request, Reque
     """What `act` is granted of two prompts of 1,000 tokens that arrive beside a stream; the pace lets in 100 tokens a step."""
     monkeypatch.setattr(TwoPrompts, "act", staticmethod(act), raising=False)
     monkeypatch.setattr(TwoPrompts, "grants", [], raising=False)
-    monkeypatch.setattr(pace, "LEAST", 100)
+    monkeypatch.setattr(step_times, "LEAST_PROMPT_TOKENS", 100)
     world = World(TwoPrompts, Shape(num_blocks=2_000, block_size=16, max_tokens=4096, max_seqs=4, max_model_len=2000, pace=1.1))
     world.add(Spec("stream", (1, 2, 3), max_tokens=60))
     for name in "ab":

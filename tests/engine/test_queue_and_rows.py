@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.engine.books import RequestQueue, RowAllocator
 from dovetail.engine.live_request import LiveRequest
-from dovetail.engine.queue import RequestQueue
-from dovetail.engine.rows import RowTable
 from dovetail.sampling_params import SamplingParams
 from tests.engine.world import Spec, World
 from tests.support import examples
@@ -50,7 +49,7 @@ def test_removing_who_is_not_in_the_queue_is_an_error() -> None:
 @examples(quick=50, full=1_000)
 @given(st.integers(1, 4), st.data())
 def test_rows_are_given_to_one_request_each_and_taken_from_who_does_not_run(num_rows: int, data: st.DataObject) -> None:
-    table = RowTable(num_rows)
+    table = RowAllocator(num_rows)
     executor: set[int] = set()  # the rows that it has in use
     requests = [request(order) for order in range(7)]
     for step in range(12):
@@ -77,7 +76,7 @@ def test_rows_are_given_to_one_request_each_and_taken_from_who_does_not_run(num_
 
 
 def test_who_ran_longest_ago_and_has_nothing_in_flight_loses_its_row() -> None:
-    table = RowTable(3)
+    table = RowAllocator(3)
     old, older_in_flight, recent, new = (request(order) for order in range(4))
     for one, (touched, in_flight) in zip((old, older_in_flight, recent), [(1, 0), (0, 1), (2, 0)], strict=True):
         table.assign(one)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.front.unread import Unread
+from dovetail.front.engine_thread import Unread
 from dovetail.request import CompletionOutput, Logprob, RequestOutput
 from tests.support import examples
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
-from dovetail_kv_cache.containers import BlockIndex, BlockQueue
-from dovetail_kv_cache.pool import BlockPool
+from dovetail_kv_cache.pool import BlockIndex, BlockPool, BlockQueue
 
 BLOCKS = 12
 MANY = 40_000

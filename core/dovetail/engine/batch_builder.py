@@ -6,9 +6,9 @@ import numpy as np
 
 from dovetail.api.executor import Batch, NewRow
 from dovetail.api.kv_cache import KVCacheManager
+from dovetail.engine.books import RowAllocator
 from dovetail.engine.flight import Flight
 from dovetail.engine.live_request import LiveRequest
-from dovetail.engine.rows import RowTable
 from dovetail.engine.step import PlannedStep
 
 NONE = np.zeros(0, np.int32)
@@ -18,7 +18,7 @@ NONE.flags.writeable = False
 class BatchBuilder:
     """Builds the batches of one engine, step after step: each says only what changed since the one before."""
 
-    def __init__(self, kv: KVCacheManager, rows: RowTable, may_share: bool) -> None:
+    def __init__(self, kv: KVCacheManager, rows: RowAllocator, may_share: bool) -> None:
         """`may_share`: the executor gains by knowing which blocks all requests of a step begin with."""
         self._kv, self._rows, self._may_share = kv, rows, may_share
         self._sharing: tuple[list[LiveRequest], int] = [], 0  # the requests of the last step, and the number of blocks that all begin with

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 
 from dovetail.api.kv_cache import KVCacheManager
-from dovetail.engine.estimator import StepTimeFit
 from dovetail.engine.gates import Gate
 from dovetail.engine.live_request import LiveRequest, Status
-from dovetail.engine.queue import RequestQueue
-from dovetail.engine.rows import RowTable
 from dovetail.engine.siblings import has_fresh, is_awaited
+from dovetail.engine.step_times import StepTimeFit
 
 
 class Books:
@@ -24,7 +23,7 @@ class Books:
         self.policy_name = policy_name
         self.waiting = RequestQueue()
         self.running = RequestQueue()
-        self.rows = RowTable(max_seqs)
+        self.rows = RowAllocator(max_seqs)
         self.fit = StepTimeFit()
         self.known: set[LiveRequest] = set()  # arrived and not finished: the requests that a policy may name
         self.gated: dict[LiveRequest, None] = {}  # arrived and held back, in order
@@ -132,3 +131,77 @@ class Books:
         for request in requests:
             self.lingering.remove(request)
             self.drop_blocks(request)
+
+
+class RequestQueue:
+    """A sorted list of requests. Adding and removing cost O(log n) and a memmove; the tuple for policies is made anew only after a change."""
+
+    def __init__(self) -> None:
+        self._keys: list[tuple[float, int]] = []
+        self._requests: list[LiveRequest] = []
+        self._tuple: tuple[LiveRequest, ...] | None = ()
+
+    def add(self, request: LiveRequest) -> None:
+        key = (request.arrival_time, request.order)
+        at = bisect_left(self._keys, key)
+        self._keys.insert(at, key)
+        self._requests.insert(at, request)
+        self._tuple = None
+
+    def remove(self, request: LiveRequest) -> None:
+        """Remove `request`. Raises `ValueError` if it isn't there."""
+        at = bisect_left(self._keys, (request.arrival_time, request.order))
+        if at == len(self._requests) or self._requests[at] is not request:
+            raise ValueError(f"{request!r} is not in the queue")
+        del self._keys[at]
+        del self._requests[at]
+        self._tuple = None
+
+    def as_tuple(self) -> tuple[LiveRequest, ...]:
+        if self._tuple is None:
+            self._tuple = tuple(self._requests)
+        return self._tuple
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        return iter(self._requests)
+
+
+class RowAllocator:
+    """The `max_num_seqs` rows, as many as can run in one step. A request keeps its row from step to step, so that its token ids needn't be sent
+    again; one that holds blocks but doesn't run may lose its row to one that does, and gets a new one later."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._holders: list[LiveRequest | None] = [None] * num_rows
+        self._removed: list[int] = []  # rows given up since the last batch
+
+    def release(self, request: LiveRequest) -> None:
+        """Free its row, if it has one."""
+        row = request.row
+        if row >= 0:
+            self._holders[row] = None
+            self._free.append(row)
+            self._removed.append(row)
+            request.row = -1
+
+    def assign(self, request: LiveRequest) -> None:
+        """Give a row to a request that runs in the step being planned and has none."""
+        if not self._free:
+            self.release(self._victim())
+        row = self._free.pop()
+        self._holders[row] = request
+        request.row = row
+
+    def take_removed(self) -> list[int]:
+        """Return the rows given up since the last call, each once."""
+        removed, self._removed = sorted(set(self._removed)), []
+        return removed
+
+    def _victim(self) -> LiveRequest:
+        """Return the request to take a row from: it doesn't run in this step, has the fewest tokens in flight, and among such ran longest
+        ago."""
+        idle = [holder for holder in self._holders if holder is not None and not holder.granted]
+        return min(idle, key=lambda r: (r.in_flight, r.decided_in))

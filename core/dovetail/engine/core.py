@@ -41,9 +41,9 @@ from dovetail.engine.flight import Delivery, Flight
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.masks import fill_masks
 from dovetail.engine.observers import ObserverHub
-from dovetail.engine.plan_timing import PlanTiming
 from dovetail.engine.stats import EngineStats, StormWatch
 from dovetail.engine.step import PlannedStep
+from dovetail.engine.step_times import PlanTiming
 from dovetail.errors import DovetailError, EngineDeadError, PolicyError, RequestError, SchedulerStalled
 
 logger = logging.getLogger("dovetail")

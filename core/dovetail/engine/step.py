@@ -14,8 +14,8 @@ from dovetail.api.observer import Decision
 from dovetail.api.scheduler import Grant, Refusal
 from dovetail.engine.books import Books
 from dovetail.engine.live_request import LiveRequest, Status
-from dovetail.engine.pace import prompt_tokens_within
 from dovetail.engine.shown_step import ShownStep
+from dovetail.engine.step_times import prompt_tokens_within
 from dovetail.errors import DovetailError, PolicyError
 from dovetail.request import Request
 

@@ -12,10 +12,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
 from dovetail.errors import EngineDeadError, RequestError
-from dovetail.front.engine_thread import Aborted
+from dovetail.front.engine_thread import Aborted, Unread
 from dovetail.front.llm_engine import LLMEngine, request_ids
 from dovetail.front.prompts import Prompt, is_text
-from dovetail.front.unread import Unread
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams
 

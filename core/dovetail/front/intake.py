@@ -86,8 +86,8 @@ class Intake:
         model doesn't have."""
         if not (plain_id := plain_text(request_id)):
             raise RequestError(f"request_id must be a non-empty string, got {shown(request_id)}")
-        for name, value in {"request_id": plain_id, **fields.values()}.items():
-            if isinstance(value, str):
+        for name, value in (("request_id", plain_id), ("client", fields.client), ("cache_salt", fields.cache_salt)):
+            if value is not None:
                 request_checks.at_most(f"{name}: its characters", len(value), self.facts.limits, "max_name_chars")
         text, token_ids, prompt_array = self._read_prompt(prompt, params)
         self._check_params(params)

@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -120,7 +120,7 @@ class LLMEngine:
         ]
         return f"{type(self).__name__}({', '.join(parts)}, unfinished={len(self._groups)}, {state})"
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded when first used. Raises `ModelLoadError` if there is none."""
         tokenizer = self._assembly.tokenizer()

@@ -14,8 +14,9 @@ class FCFS(Scheduler):
     claims = Claims(order="arrival")
 
     def schedule(self, step: Step) -> None:
-        prefilling = [request for request in step.running if request.prefill_left]
-        for request in (*step.grant_each(step.decoding), *prefilling):  # `grant_each` returns the decodes that lack memory
+        running, decoding = step.running, step.decoding
+        prefilling = [request for request in running if request.prefill_left] if len(running) > len(decoding) else []
+        for request in (*step.grant_each(decoding), *prefilling):  # `grant_each` returns the decodes that lack memory
             if not step.grant(request, evict=reversed(step.running)):
                 return
         for request in step.waiting:

@@ -1,8 +1,20 @@
-"""`StepTimeFit`: a running fit of step times, for policies that call `step.estimate_s` and for planning late. Simulations use the same code."""
+"""Step times: the fit that estimates them, the prompt tokens that they allow beside decodes, and when the next step is planned.
+
+The bound on prompt tokens, `pace`, caps a step under any policy, so that the inter-token latency of streamed answers stays bounded. Sarathi-Serve
+(Agrawal et al., OSDI '24, arXiv:2403.02310) bounds a step by a fixed number of tokens, profiled for model and device; here the bound follows from the
+engine's own running fit to finished steps.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+
+from dovetail.api.clock import Clock, VirtualClock
+from dovetail.api.executor import Result
+from dovetail.engine.flight import Flight
+from dovetail.request import Request
+from dovetail.sampling_params import OutputKind
 
 FORGETTING = 0.995  # per step, the weight of what is past: about the last 200 steps count
 KEPT = 16  # this many steps of each kind are forgotten only as newer ones of the kind come
@@ -11,6 +23,8 @@ SOLVE_EVERY = 16  # solve after this many steps; by then one more changes little
 _TERMS = 4
 _PAIRS = [(i, j) for i in range(_TERMS) for j in range(i + 1)]
 _KINDS = (0, 1)  # kinds of steps: decodes alone, with prefills
+LEAST_PROMPT_TOKENS = 256  # tokens: with fewer, most of the time goes into reading the weights
+LATE_SHARE = 0.7  # plan at this share of the running step's estimated time
 
 
 class StepTimeFit:
@@ -113,3 +127,65 @@ class StepTimeFit:
             i = active[row]
             weights[i] = (halfway[i] - sum(lower[k, i] * weights[k] for k in active[row + 1 :])) / lower[i, i]
         return weights
+
+
+def prompt_tokens_within(pace: float, decoding: Sequence[Request], fit: StepTimeFit, budget: int) -> int:
+    """Return how many prompt tokens, at most `budget`, make a step last at most `pace` times as long as decoding the requests `decoding` alone.
+
+    At least `LEAST_PROMPT_TOKENS`, so that prompts make progress; no more than that while finished steps don't show the cost of a prompt token; and
+    all of `budget` while no request streams, or nothing is known of the device yet.
+    """
+    if budget <= LEAST_PROMPT_TOKENS or all(request.params.output_kind is OutputKind.FINAL for request in decoding):
+        return budget
+    context = sum(request.num_tokens for request in decoding)
+    alone_s = fit.estimate_s(0, len(decoding), context)
+    token_s = (fit.estimate_s(budget, len(decoding), context + budget) - alone_s) / budget
+    if token_s <= 0:
+        return budget if alone_s <= 0 else LEAST_PROMPT_TOKENS
+    return min(budget, max(LEAST_PROMPT_TOKENS, int((pace - 1) * alone_s / token_s)))
+
+
+class PlanTiming:
+    """The time of planning: as late as the device allows while more requests may come, so that one that arrives during a step isn't a whole step
+    late."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.wait_until: Callable[[float], None] = clock.wait_until  # how the core sleeps; an asynchronous front end can interrupt its own
+        self.expects_arrivals = False  # more requests may come than the core knows of, so that planning late pays
+        self.plans_late = True  # False: plan as soon as another step fits in flight, as other engines do
+        self.virtual_plan_s = 0.0  # seconds that planning takes on a virtual clock
+        self._clock = clock
+        self._plan_s = 0.0  # a running mean of the time from planning to the end of submitting
+        self.last_ended = -math.inf  # when the device ended the newest collected step
+        self._last_durations = (0.0, 0.0)  # seconds on the device of the last two steps
+
+    def planned(self, seconds: float) -> None:
+        """Take note of how long planning and submitting a step took."""
+        self._plan_s += 0.1 * (seconds - self._plan_s)
+
+    def collected(self, result: Result) -> None:
+        """Take note of how long the device took for a step."""
+        self.last_ended = result.ended
+        self._last_durations = (self._last_durations[1], result.ended - result.started)
+
+    def flights_end(self, flights: Sequence[Flight], fit: StepTimeFit) -> float:
+        """Return when `flights`, the steps on the device in order, will have ended by the estimate of `fit`."""
+        end = self.last_ended
+        for flight in flights:
+            end = max(end, flight.planned) + fit.estimate_s(flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
+        return end
+
+    def wait_until_due(self, flight: Flight, arrival: float, fit: StepTimeFit) -> None:
+        """Wait until the next step should be planned. `flight` is the newest step on the device, `arrival` the time of the next known arrival, or
+        infinity."""
+        if not self.plans_late or (arrival == math.inf and not self.expects_arrivals):
+            return
+        estimate_s = fit.estimate_s(flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
+        duration = min(estimate_s, *self._last_durations)  # an estimate that one slow step has spoilt must not keep the device idle
+        started = max(self.last_ended, flight.planned)
+        plan_s = self.virtual_plan_s if isinstance(self._clock, VirtualClock) else self._plan_s
+        due = started + min(LATE_SHARE * duration, duration - 3 * plan_s)
+        if arrival > due and not self.expects_arrivals:
+            return
+        if due > self._clock.now():
+            self.wait_until(due)
