@@ -1,7 +1,7 @@
 """`PlannedStep`: a step being planned. It is the policy's `Step`, and keeps the books so that no policy can overspend or lose a block.
 
-What a policy may read of it is `ShownStep`. A policy's call either does all that it says, or changes nothing and tells why. Whatever can go wrong in
-planning (memory, budget, seats, requests of an earlier step) is refused; misuse raises `PolicyError` naming the policy, the request and the rule.
+A policy's call either does all that it says, or changes nothing and tells why. Whatever can go wrong in planning (memory, budget, seats, requests of
+an earlier step) is refused; misuse raises `PolicyError` naming the policy, the request and the rule.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterable
 from typing import cast
 
 from dovetail.api.observer import Decision
-from dovetail.api.scheduler import Grant, Refusal
+from dovetail.api.scheduler import Cost, Fit, Grant, Refusal
 from dovetail.engine.books import Books
 from dovetail.engine.live_request import LiveRequest, Status
-from dovetail.engine.shown_step import ShownStep
+from dovetail.engine.siblings import fork_source
 from dovetail.engine.step_times import prompt_tokens_within
 from dovetail.errors import DovetailError, PolicyError
 from dovetail.request import Request
 
+_ELSEWHERE = "in an engine that isn't its own"
 _GRANT_OF_ONE = Grant(1)
 _REFUSED = {refusal: Grant(0, refusal) for refusal in Refusal}
 
 
-class PlannedStep(ShownStep):
+class PlannedStep:
     """The `Step` of `dovetail.api.scheduler`, over the core's `Books`. The core reads its grants when `schedule` has returned.
 
     A grant counts at once: a request's `num_computed` and `in_flight` include it, and preempting in the same step takes it back.
@@ -41,10 +42,20 @@ class PlannedStep(ShownStep):
         flights_end: Callable[[], float] | None = None,
         log: bool = False,
     ) -> None:
-        super().__init__(books, index, now, max_tokens, max_seqs, flights_end)
+        """Open a step. `flights_end` estimates when the steps in flight will have ended; None: there are none. `log`: keep all decisions."""
+        self.index = index
+        self.now = now
+        self._books = books
+        self._kv = books.kv
+        self._known = books.known
+        self._tokens_left = max_tokens
+        self._seqs_left = max_seqs
+        self._flights_end = flights_end
+        self._open = True
         self._pace = pace
         self._most_prompt_tokens: int | None = None  # in this step, by the pace; None: nobody has asked for a prompt
         self.granted: dict[LiveRequest, int] = {}  # request -> tokens, in the order of grants
+        self.admitted: dict[LiveRequest, int] = {}  # request -> tokens found in the cache
         self.appended: list[tuple[LiveRequest, tuple[int, ...]]] = []  # blocks given to requests that ran before
         self.preempted: list[LiveRequest] = []
         self.rejected: dict[LiveRequest, str] = {}
@@ -55,6 +66,77 @@ class PlannedStep(ShownStep):
         self.prefilled: dict[LiveRequest, int] = {}  # request that prefills in this step -> tokens computed before
         self.recomputed: dict[LiveRequest, int] = {}  # request -> how many of this step's tokens were computed once, before a preemption
         self.freed = False  # the core released blocks after this planning, so that planning again may grant more
+
+    # For a policy to read
+
+    @property
+    def tokens_left(self) -> int:
+        self._check_open()
+        return self._tokens_left
+
+    @property
+    def seqs_left(self) -> int:
+        self._check_open()
+        return self._seqs_left
+
+    @property
+    def free_blocks(self) -> int:
+        self._check_open()
+        return self._kv.available_blocks
+
+    @property
+    def waiting(self) -> tuple[LiveRequest, ...]:
+        self._check_open()
+        return self._books.waiting.as_tuple()
+
+    @property
+    def running(self) -> tuple[LiveRequest, ...]:
+        self._check_open()
+        return self._books.running.as_tuple()
+
+    @property
+    def decoding(self) -> tuple[LiveRequest, ...]:
+        return tuple([r for r in self.running if r.num_computed >= r.prefill_end])  # a list first: twice as fast
+
+    @property
+    def held_back(self) -> tuple[LiveRequest, ...]:
+        self._check_open()
+        return tuple(self._books.gated)
+
+    @property
+    def in_flight_until(self) -> float:
+        self._check_open()
+        return self.now if self._flights_end is None else max(self.now, self._flights_end())
+
+    @property
+    def fit(self) -> Fit:
+        self._check_open()
+        return Fit(self._books.fit.steps, self._books.fit.error())
+
+    def shared_tokens(self, one: Request, other: Request) -> int:
+        one, other = self._check_known(one), self._check_known(other)
+        if one.cache_keys != other.cache_keys or not self._kv.capabilities.reuse:
+            return 0
+        block_size = self._books.block_size
+        most = (min(one.prompt_tokens, other.prompt_tokens) - 1) // block_size * block_size
+        differs = one.prompt_array[:most] != other.prompt_array[:most]
+        same = int(differs.argmax()) if differs.any() else most
+        return same // block_size * block_size
+
+    def cost(self, request: Request) -> Cost:
+        request = self._check_known(request)
+        if request.status in (Status.RUNNING, Status.DRAINING):
+            end = request.num_tokens + request.in_flight
+            blocks = self._kv.blocks_needed(request, end) if end > request.capacity else 0
+            return Cost(end - request.num_computed, blocks, 0)
+        if self._fork_source(request) is not None:
+            return Cost(1, 1, request.prompt_tokens - 1)
+        cached, known = self._kv.lookup(request), request.num_tokens
+        return Cost(known - cached, self._kv.blocks_needed(request, known), cached)
+
+    def estimate_s(self, prefill_tokens: int = 0, decodes: int = 0, context_tokens: int = 0) -> float:
+        self._check_open()
+        return self._books.fit.estimate_s(prefill_tokens, decodes, context_tokens)
 
     # For a policy to do
 
@@ -146,6 +228,10 @@ class PlannedStep(ShownStep):
 
     # For the core to call
 
+    def close(self) -> None:
+        """Close the step for its policy, as `schedule` has returned."""
+        self._open = False
+
     @property
     def acted(self) -> bool:
         """True if the policy changed anything."""
@@ -192,6 +278,11 @@ class PlannedStep(ShownStep):
         if request.decided_in == self.index or request.status in (Status.DRAINING, Status.GATED):
             return True
         return request.in_flight > 0 and request.row < 0
+
+    def _fork_source(self, request: LiveRequest) -> LiveRequest | None:
+        if not request.siblings or not self._kv.capabilities.fork:
+            return None
+        return fork_source(request, self.admitted)
 
     def _span(self, request: LiveRequest, source: LiveRequest | None) -> tuple[int, int]:
         """Return the range of its tokens still to compute: from the first without K and V up to the last one known or in flight."""
@@ -357,6 +448,24 @@ class PlannedStep(ShownStep):
         return [r for r in self.admitted if r is not request and any(map(int.__eq__, fresh, r.blocks[certain:]))]
 
     # Checks
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise PolicyError(f"scheduler {self._books.policy_name}: used a Step after schedule() had returned; it holds for one call only")
+
+    def _check_known(self, request: Request) -> LiveRequest:
+        """Return the request, if this engine has it in its books. Raises `PolicyError` otherwise."""
+        self._check_open()
+        if not isinstance(request, Request):
+            raise PolicyError(f"scheduler {self._books.policy_name}: expected a Request, got {request!r}")
+        if request in self._known:
+            return request
+        status = request.status if isinstance(request, LiveRequest) else Status.NEW
+        when = {Status.FINISHED: "after it had finished; forget it in on_finished", Status.NEW: "before it arrived in this engine"}
+        raise self._misuse(request, f"used {when.get(status) or _ELSEWHERE}")
+
+    def _misuse(self, request: Request, rule: str) -> PolicyError:
+        return PolicyError(f"scheduler {self._books.policy_name}: request {request.id!r} was {rule}")
 
     def _check_count(self, name: str, value: int, least: int, request: LiveRequest) -> None:
         if type(value) is not int or value < least:
