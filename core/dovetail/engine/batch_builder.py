@@ -7,7 +7,7 @@ import numpy as np
 from dovetail.api.executor import Batch, NewRow
 from dovetail.api.kv_cache import KVCacheManager
 from dovetail.engine.books import RowAllocator
-from dovetail.engine.flight import Flight
+from dovetail.engine.flight import InFlightStep
 from dovetail.engine.live_request import LiveRequest
 from dovetail.engine.step import PlannedStep
 
@@ -23,7 +23,7 @@ class BatchBuilder:
         self._kv, self._rows, self._may_share = kv, rows, may_share
         self._sharing: tuple[list[LiveRequest], int] = [], 0  # the requests of the last step, and the number of blocks that all begin with
 
-    def build(self, step: PlannedStep, *, constrained: bool) -> tuple[Batch, Flight]:
+    def build(self, step: PlannedStep, *, constrained: bool) -> tuple[Batch, InFlightStep]:
         """Return the batch of a step, and what the engine keeps of it until its result comes. Requests that have no row get one. `constrained`: there
         may be requests whose tokens must follow a grammar."""
         requests, tokens = list(step.granted), list(step.granted.values())
@@ -46,7 +46,7 @@ class BatchBuilder:
             shared_prefix_blocks=self._shared_prefix(requests, new=bool(step.admitted)),
             late=constrained and any(r.constraint is not None and r.yields_token for r in requests),
         )
-        flight = Flight(
+        flight = InFlightStep(
             index=step.index,
             handle=None,
             planned=step.now,

@@ -37,7 +37,7 @@ from dovetail.api.scheduler import Scheduler, StepDone
 from dovetail.engine.batch_builder import NONE, BatchBuilder
 from dovetail.engine.books import Books
 from dovetail.engine.finish import Finish
-from dovetail.engine.flight import Delivery, Flight
+from dovetail.engine.flight import Delivery, InFlightStep
 from dovetail.engine.live_request import LiveRequest, Status
 from dovetail.engine.masks import fill_masks
 from dovetail.engine.observers import ObserverHub
@@ -90,7 +90,7 @@ class EngineCore:
         self._preparing: dict[LiveRequest, None] = {}  # their time has come, but what they need isn't ready; in order
         self._arrived_until = -math.inf  # the latest arrival time of those that policies have seen
         self._added = 0
-        self._flights: list[Flight] = []
+        self._flights: list[InFlightStep] = []
         self._index = 0
         self._finished: dict[LiveRequest, Finish] = {}  # ended otherwise than by results: rejected, failed
         self._take_scheduler(scheduler)
@@ -366,7 +366,7 @@ class EngineCore:
         self._settle(flight, result, delivery, begun)
         self._sample_late()
 
-    def _deliver(self, flight: Flight, result: Result, delivery: Delivery) -> None:
+    def _deliver(self, flight: InFlightStep, result: Result, delivery: Delivery) -> None:
         """Give each live request its token and see whether it stops there. Finished ones are left alone: a wasted row shows nowhere."""
         now = self.clock.now()
         finished_status, next_logprob = Status.FINISHED, 0
@@ -407,7 +407,7 @@ class EngineCore:
             elif request.num_computed >= request.next_commit:
                 self.books.commit(request)
 
-    def _settle(self, flight: Flight, result: Result, delivery: Delivery, begun: float) -> None:
+    def _settle(self, flight: InFlightStep, result: Result, delivery: Delivery, begun: float) -> None:
         """Update the statistics, call the policy's `on_step`, then finish requests, then tell the observers."""
         stats = self.stats
         stats.steps += 1
@@ -428,7 +428,7 @@ class EngineCore:
         if self.observers:
             self._tell_of(flight, result, len(delivery.requests), core_s)
 
-    def _tell_of(self, flight: Flight, result: Result, generated: int, core_s: float) -> None:
+    def _tell_of(self, flight: InFlightStep, result: Result, generated: int, core_s: float) -> None:
         event = StepFinished(
             index=flight.index,
             planned=flight.planned,

@@ -1,4 +1,4 @@
-"""A step in flight: the core's notes on it until its results are in (`Flight`), and the results for the front end (`Delivery`)."""
+"""A step in flight: the core's notes on it until its results are in (`InFlightStep`), and the results for the front end (`Delivery`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Delivery:
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightStep:
     """A step that was submitted and whose results aren't in yet."""
 
     index: int

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from dovetail.api.clock import Clock, VirtualClock
 from dovetail.api.executor import Result
-from dovetail.engine.flight import Flight
+from dovetail.engine.flight import InFlightStep
 from dovetail.request import Request
 from dovetail.sampling_params import OutputKind
 
@@ -168,14 +168,14 @@ class PlanTiming:
         self.last_ended = result.ended
         self._last_durations = (self._last_durations[1], result.ended - result.started)
 
-    def flights_end(self, flights: Sequence[Flight], fit: StepTimeFit) -> float:
+    def flights_end(self, flights: Sequence[InFlightStep], fit: StepTimeFit) -> float:
         """Return when `flights`, the steps on the device in order, will have ended by the estimate of `fit`."""
         end = self.last_ended
         for flight in flights:
             end = max(end, flight.planned) + fit.estimate_s(flight.prefill_tokens, flight.decode_tokens, flight.context_tokens)
         return end
 
-    def wait_until_due(self, flight: Flight, arrival: float, fit: StepTimeFit) -> None:
+    def wait_until_due(self, flight: InFlightStep, arrival: float, fit: StepTimeFit) -> None:
         """Wait until the next step should be planned. `flight` is the newest step on the device, `arrival` the time of the next known arrival, or
         infinity."""
         if not self.plans_late or (arrival == math.inf and not self.expects_arrivals):

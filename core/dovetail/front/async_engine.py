@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from dovetail.front.vllm_args import EngineArgs
 
 
-class _Reader:
+class _Consumer:
     """The consumer of one request's outputs in its event loop."""
 
     __slots__ = ("aborted", "loop", "news", "unread")
 
-    def __init__(self, notify: Callable[[_Reader], None], joins: bool) -> None:
+    def __init__(self, notify: Callable[[_Consumer], None], joins: bool) -> None:
         self.loop, self.news = asyncio.get_running_loop(), asyncio.Event()
         self.unread = Unread(lambda: notify(self), joins)
         self.aborted = False  # perhaps before the engine has the request: while its text is tokenized
@@ -55,8 +55,8 @@ class AsyncLLMEngine:
         """`engine` is this one's from now on, and is closed with it."""
         self.engine = engine
         self._tokenizer = ThreadPoolExecutor(1, "dovetail-tokenizer")  # one thread: texts stay in order
-        self._readers: dict[_Reader, str] = {}  # request ids
-        self._to_wake: dict[asyncio.AbstractEventLoop, list[_Reader]] = {}  # since the last call of `_wake_readers`
+        self._readers: dict[_Consumer, str] = {}  # request ids
+        self._to_wake: dict[asyncio.AbstractEventLoop, list[_Consumer]] = {}  # since the last call of `_wake_readers`
         engine.core.plan_timing.expects_arrivals = True
         self._thread = engine.run_in_thread(self._wake_readers)
 
@@ -98,7 +98,7 @@ class AsyncLLMEngine:
         self, request_id: str, prompt: Prompt, params: SamplingParams | None, fields: dict[str, Any]
     ) -> AsyncGenerator[RequestOutput, None]:
         joins, done = isinstance(params, SamplingParams) and params.output_kind is OutputKind.DELTA, False
-        reader = _Reader(self._notify, joins)
+        reader = _Consumer(self._notify, joins)
         self._readers[reader] = request_id
         try:
             if is_text(prompt):
@@ -157,7 +157,7 @@ class AsyncLLMEngine:
 
     # In the engine's thread
 
-    def _add(self, reader: _Reader, request_id: str, prompt: Prompt, params: SamplingParams | None, fields: Mapping[str, Any]) -> None:
+    def _add(self, reader: _Consumer, request_id: str, prompt: Prompt, params: SamplingParams | None, fields: Mapping[str, Any]) -> None:
         if reader.aborted:  # a later abort is queued behind this call
             reader.unread.end(Aborted())
             return
@@ -168,7 +168,7 @@ class AsyncLLMEngine:
         else:
             self._thread.read(request_id, reader.unread)
 
-    def _notify(self, reader: _Reader) -> None:
+    def _notify(self, reader: _Consumer) -> None:
         self._to_wake.setdefault(reader.loop, []).append(reader)
 
     def _wake_readers(self) -> None:
@@ -179,7 +179,7 @@ class AsyncLLMEngine:
                 loop.call_soon_threadsafe(_wake, readers)
 
 
-def _wake(readers: list[_Reader]) -> None:
+def _wake(readers: list[_Consumer]) -> None:
     for reader in readers:
         reader.news.set()
 

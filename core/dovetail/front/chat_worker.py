@@ -103,7 +103,7 @@ def _compiled(text: str) -> _Compiled:
     return _Compiled(_ENVIRONMENT.template_class.from_code(_ENVIRONMENT, code, _ENVIRONMENT.make_globals(None)), variables)
 
 
-class Refused(Exception):
+class TemplateRefused(Exception):
     """Why there is no text: a kind and its details, as `chat_rendering` puts them in words."""
 
     def __init__(self, kind: str, *, line: int | None = None, reason: object = "", names: Sequence[str] = ()) -> None:
@@ -112,33 +112,33 @@ class Refused(Exception):
 
 
 def render(text: str, variables: Mapping[str, Any], must_read: list[str], max_chars: int) -> str:
-    """The template `text` with these variables. Raises `Refused`: `must_read` are those that it has to look at."""
+    """The template `text` with these variables. Raises `TemplateRefused`: `must_read` are those that it has to look at."""
     try:
         compiled = _compiled(text)
     except jinja2.TemplateSyntaxError as error:
-        raise Refused("syntax", line=error.lineno, reason=error.message) from None
+        raise TemplateRefused("syntax", line=error.lineno, reason=error.message) from None
     except (RecursionError, SyntaxError, MemoryError):  # Python's limits to what is nested, while Jinja makes Python of it
-        raise Refused("nested") from None
+        raise TemplateRefused("nested") from None
     except Exception as error:  # such as half a surrogate pair in it
-        raise Refused("fails", reason=error) from None
+        raise TemplateRefused("fails", reason=error) from None
     if unread := [name for name in must_read if name not in compiled.variables]:
-        raise Refused("unread", names=unread)
+        raise TemplateRefused("unread", names=unread)
     pieces, chars = [], 0
     try:
         for piece in compiled.template.generate(variables):
             pieces.append(piece)
             chars += len(piece)
             if chars > max_chars:
-                raise Refused("long")
+                raise TemplateRefused("long")
         return "".join(pieces)
-    except (Refused, MemoryError):
+    except (TemplateRefused, MemoryError):
         raise
     except jinja2.TemplateError as error:
         if type(error) is jinja2.TemplateError:  # `raise_exception`
-            raise Refused("refuses", reason=error.message) from None
-        raise Refused("fails", line=_line(error), reason=error.message) from None
+            raise TemplateRefused("refuses", reason=error.message) from None
+        raise TemplateRefused("fails", line=_line(error), reason=error.message) from None
     except Exception as error:  # a template meets every error that Python has
-        raise Refused("fails", line=_line(error), reason=error) from None
+        raise TemplateRefused("fails", line=_line(error), reason=error) from None
 
 
 def _line(error: BaseException) -> int | None:
@@ -190,7 +190,7 @@ def _answer(line: bytes) -> list[dict[str, Any]]:
 def _text_or_reason(*arguments: Any) -> dict[str, Any]:
     try:
         return {"text": render(*arguments)}
-    except Refused as refused:
+    except TemplateRefused as refused:
         return refused.answer
 
 

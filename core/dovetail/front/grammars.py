@@ -36,8 +36,8 @@ def spec_of(structured: Structured) -> GrammarSpec:
     return GrammarSpec(cast(SpecKind, structured.kind), structured.text)
 
 
-class _Job:
-    """A spec to compile."""
+class _Compilation:
+    """A grammar being compiled, or waiting for it."""
 
     __slots__ = ("abandoned", "compiled", "future", "spec")
 
@@ -71,7 +71,7 @@ class GrammarCompiler:
         self._threads = threads or min(4, max(1, (os.cpu_count() or 1) // 2))
         self._cache = _Cache(cache_bytes)
         self._lock = threading.Condition()
-        self._queue: deque[_Job] = deque()
+        self._queue: deque[_Compilation] = deque()
         self._working = 0  # threads, without the abandoned
         self._idle = 0  # of them, those that wait for a job
         self._abandoned = 0
@@ -109,7 +109,7 @@ class GrammarCompiler:
             known = self._cache.get(spec)
             if known is not None:
                 return known
-            job = _Job(spec)
+            job = _Compilation(spec)
             if self._abandoned >= MAX_ABANDONED:
                 job.future.set_exception(
                     RequestError(
@@ -157,7 +157,7 @@ class GrammarCompiler:
             if job.abandoned:
                 return
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _Compilation | None:
         """Wait for a job; None: the compiler is closed."""
         with self._lock:
             self._idle += 1
@@ -179,7 +179,7 @@ class GrammarCompiler:
             logger.exception("a grammar backend failed")
             return None, RequestError(f"structured.{spec.kind}: the grammar backend failed: {describe(error)}")
 
-    def _give_up(self, job: _Job) -> None:
+    def _give_up(self, job: _Compilation) -> None:
         """A compilation takes too long."""
         with self._lock:
             if job.compiled:

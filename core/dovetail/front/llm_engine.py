@@ -251,8 +251,11 @@ class LLMEngine:
         """
         if self._thread is not None:
             return self._thread.step()
-        with self._calling:
+        self._calling.acquire()  # `with` would hold an object during the step, and a few more may mean a garbage collection in each
+        try:
             return self.compute()
+        finally:
+            self._calling.release()
 
     @exclusive
     def has_unfinished_requests(self) -> bool:
