@@ -1,4 +1,4 @@
-"""`BatchBuilder`: what the policy decided for a step, as the arrays that an executor computes."""
+"""`BatchBuilder`: turns a planned step into the `Batch` that an executor computes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ NONE.flags.writeable = False
 
 
 class BatchBuilder:
-    """Builds the batches of one engine, step after step: each says only what changed since the one before."""
+    """Builds the batches of one engine; each holds only the changes since the one before."""
 
     def __init__(self, kv: KVCacheManager, rows: RowAllocator, may_share: bool) -> None:
-        """`may_share`: the executor gains by knowing which blocks all requests of a step begin with."""
+        """`may_share`: the executor can use the number of leading blocks that all requests of a step share."""
         self._kv, self._rows, self._may_share = kv, rows, may_share
         self._sharing: tuple[list[LiveRequest], int] = [], 0  # the requests of the last step, and the number of blocks that all begin with
 
     def build(self, step: PlannedStep, *, constrained: bool) -> tuple[Batch, InFlightStep]:
-        """Return the batch of a step, and what the engine keeps of it until its result comes. Requests that have no row get one. `constrained`: there
-        may be requests whose tokens must follow a grammar."""
+        """Return the batch of a step, and its record until the result is in. Requests without a row get one. `constrained`: some unfinished requests
+        have a grammar."""
         requests, tokens = list(step.granted), list(step.granted.values())
         appended = [(r.row, block) for r, blocks in step.appended if r.row >= 0 for block in blocks]
         newcomers = [r for r in requests if r.row < 0]
@@ -68,8 +68,8 @@ class BatchBuilder:
         return batch, flight
 
     def _shared_prefix(self, requests: list[LiveRequest], new: bool) -> int:
-        """Return how many leading blocks all requests of a step have in common; 0 unless the executor can use it. They are compared again only if a
-        table is `new`, or if other requests run than in the step before: tables grow at their end."""
+        """Return how many leading blocks all requests of a step share; 0 unless the executor can use it. Cached until a table is `new` or
+        other requests run: tables only grow at their end."""
         if not self._may_share or len(requests) < 2:
             return 0
         if new or requests != self._sharing[0]:

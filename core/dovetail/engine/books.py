@@ -30,7 +30,7 @@ class Books:
         self.lingering: list[LiveRequest] = []  # finished, but keep their blocks for one more planning, so that siblings can fork them
 
     def arrive(self, request: LiveRequest) -> None:
-        """Add an arrived request to the waiting ones; behind a closed gate it isn't shown yet."""
+        """Add an arrived request to the waiting ones, or hold it back while a gate is closed."""
         self.known.add(request)
         if any(gate.closed() for gate in request.gates):
             request.status = Status.GATED
@@ -54,7 +54,7 @@ class Books:
         self.waiting.add(request)
 
     def submitted(self, granted: Iterable[LiveRequest]) -> None:
-        """Take note that a step was submitted: the tokens that `granted` requests got count as computed, and gates may open."""
+        """Count the tokens of `granted` requests as computed, now that their step is submitted; gates may open."""
         for request in granted:
             request.granted = 0
         self.open_gates()
@@ -65,7 +65,7 @@ class Books:
         request.capacity = len(request.blocks) * self.block_size
 
     def commit(self, request: LiveRequest) -> None:
-        """Let others find the full blocks of its known, planned tokens; if it is preempted, only take note of its known tokens."""
+        """Commit the full blocks of its known, planned tokens; if it is preempted, only note the number of its known tokens."""
         if not request.blocks:
             request.prefill_end = request.num_tokens
             return
@@ -75,7 +75,7 @@ class Books:
             request.next_commit = (upto // self.block_size + 1) * self.block_size
 
     def trim(self, request: LiveRequest) -> None:
-        """Release the blocks that no window can see any more, unless a sample of the same prompt will need them."""
+        """Release the blocks before every attention window, unless a sample of the same prompt will need them."""
         if self.window is None or request.num_computed < self.window:
             return
         needed, siblings = request.num_computed - self.window + 1, request.siblings
@@ -107,8 +107,8 @@ class Books:
         self.waiting.add(request)
 
     def remove(self, request: LiveRequest, *, sound: bool = True) -> None:
-        """Take a finished request out of the queues. Its blocks are released, unless they are `sound` and samples of the same prompt are about to
-        fork them."""
+        """Remove a finished request from the queues. Its blocks are released, unless they are `sound` and samples of the same prompt will fork
+        them."""
         siblings = request.siblings
         if request.status is Status.GATED:
             del self.gated[request]
@@ -127,14 +127,14 @@ class Books:
             self.drop_lingering([r for r in self.lingering if r.siblings is siblings])
 
     def drop_lingering(self, requests: list[LiveRequest]) -> None:
-        """Release the blocks of finished `requests` that no sibling will fork any more."""
+        """Release the blocks of finished `requests`, which no sibling will fork."""
         for request in requests:
             self.lingering.remove(request)
             self.drop_blocks(request)
 
 
 class RequestQueue:
-    """A sorted list of requests. Adding and removing cost O(log n) and a memmove; the tuple for policies is made anew only after a change."""
+    """Requests in the order that policies see: by arrival time, then order added. O(log n) and a memmove; the tuple is cached until a change."""
 
     def __init__(self) -> None:
         self._keys: list[tuple[float, int]] = []
@@ -170,8 +170,8 @@ class RequestQueue:
 
 
 class RowAllocator:
-    """The `max_num_seqs` rows, as many as can run in one step. A request keeps its row from step to step, so that its token ids needn't be sent
-    again; one that holds blocks but doesn't run may lose its row to one that does, and gets a new one later."""
+    """Assigns the executor's `max_num_seqs` rows. A request keeps its row from step to step, so that its token ids needn't be sent again; one that
+    holds blocks but isn't in the step may lose its row to one that is, and gets a new one later."""
 
     def __init__(self, num_rows: int) -> None:
         self._free = list(range(num_rows - 1, -1, -1))

@@ -1,4 +1,4 @@
-"""`Constraint`: the grammar of one sample. It holds the sample back while the grammar is compiled, masks its tokens, and watches them."""
+"""`Constraint`: applies a grammar to one sample. Holds the sample back during compilation, then masks and checks its tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from dovetail.engine.finish import Finish
 
 
 class Constraint:
-    """A `Preparation` until its grammar is compiled, and a `TokenWatcher` from then on. Samples share `compiling`, and each has a matcher of its
-    own."""
+    """A `Preparation` until the grammar is compiled, and a `TokenWatcher` afterwards. Samples share `compiling`; each has its own matcher."""
 
     __slots__ = ("_after", "_compiling", "_matcher", "_tail", "_token_bytes", "backend")
 
     def __init__(
         self, compiling: Future[Grammar], backend: GrammarBackend, after: bytes = b"", token_bytes: Sequence[bytes | None] | None = None
     ) -> None:
-        """`compiling` becomes the grammar, or a `RequestError` that says why it can't be had. The grammar begins behind the first `after` in the
-        answer, which may be a special token's text if `token_bytes` has those; None: it is the backend's, which hasn't."""
+        """`compiling` yields the grammar, or a `RequestError`. The grammar applies after the first `after` in the answer, which may be the text of a
+        special token if `token_bytes` has those; None: the backend's bytes, without special tokens."""
         self.backend = backend
         self._compiling = compiling
         self._after = after  # not seen yet; empty: the grammar has begun
@@ -36,7 +35,7 @@ class Constraint:
 
     @property
     def matcher(self) -> Matcher | None:
-        """Return what masks the next token; None while any may come."""
+        """Return the matcher of the next token; None while any token is allowed."""
         if self._after:
             return None
         if self._matcher is None:
@@ -57,7 +56,7 @@ class Constraint:
         return Finish("stop", keeps_token=True) if matcher.complete else None
 
     def _look_for_beginning(self, text: bytes) -> None:
-        """What a token has behind `after` belongs to neither part: tokens like `>` and line breaks in one."""
+        """Look for `after`. The rest of the token that completes it is ignored: a token may hold `>` and line breaks."""
         seen = self._tail + text
         if self._after in seen:
             self._after = self._tail = b""
@@ -66,5 +65,5 @@ class Constraint:
 
 
 def failure(error: Exception) -> str:
-    """Say why a matcher can't go on."""
+    """Return the reason of a matcher's failure."""
     return f"its grammar failed: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""`EngineCore`: the loop of arrivals, planning, submitting and collecting. It is the same on a GPU, on a CPU and in simulation.
+"""`EngineCore`: the loop of arrivals, planning, submitting and collecting. The same on a GPU, on a CPU and in simulation.
 
 One call of `EngineCore.step` plans at most one step and collects at most one. With overlap, step N + 1 is planned and submitted while the
 device still runs step N, so that the device never waits for Python:
@@ -7,8 +7,8 @@ device still runs step N, so that the device never waits for Python:
       device            N-2 |  N-1  |   N   |  N+1             those of N are not
       results            N-3     N-2     N-1
 
-This file and `step.py` hide from every policy what overlap means for a request: tokens in flight count as done; a stop that is found late
-wastes one row, which shows nowhere; blocks freed while a step is in flight may be reused at once, because batches run in order.
+This file and `step.py` hide overlap from policies: tokens in flight count as computed; a stop detected late wastes one row, which is dropped;
+blocks freed while a step is in flight may be reused at once, because batches run in order.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CoreSettings:
 
 
 class EngineCore:
-    """Owns the books and drives scheduler, KV-cache manager and executor. One thread at a time calls it."""
+    """Owns the books and drives scheduler, KV-cache manager and executor. Not thread safe."""
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class EngineCore:
         self._arrivals: list[tuple[float, int, LiveRequest]] = []  # a heap
         self._dead_arrivals = 0  # how many of them were aborted before their time
         self._constrained = 0  # unfinished requests that have a constraint
-        self._preparing: dict[LiveRequest, None] = {}  # their time has come, but what they need isn't ready; in order
+        self._preparing: dict[LiveRequest, None] = {}  # arrived, but not prepared yet; in order
         self._arrived_until = -math.inf  # the latest arrival time of those that policies have seen
         self._added = 0
         self._flights: list[InFlightStep] = []
         self._index = 0
-        self._finished: dict[LiveRequest, Finish] = {}  # ended otherwise than by results: rejected, failed
+        self._finished: dict[LiveRequest, Finish] = {}  # not by a step's results: rejected, failed
         self._take_scheduler(scheduler)
         self._batches = BatchBuilder(kv, self.books.rows, capacity.shared_prefix)
         self._vocab_size = capacity.vocab_size
@@ -101,11 +101,11 @@ class EngineCore:
     # For the front end
 
     def earliest_arrival(self, arrival_time: float) -> float:
-        """`arrival_time`, or that of the last request that policies have seen, if it is later."""
+        """Return `arrival_time`, or that of the last request that policies have seen, if it is later."""
         return max(arrival_time, self._arrived_until)
 
     def add(self, request: LiveRequest) -> None:
-        """Take a request, whose fields were checked. It stays invisible until its `arrival_time`. Raises `RequestError` if its id is taken."""
+        """Add a validated request. Policies see it from its `arrival_time` on. Raises `RequestError` if its id is in use."""
         self.check_alive()
         if request.id in self._requests or request.status is not Status.NEW:
             raise RequestError(f"request {request.id!r} is in the engine already: ids of unfinished requests are unique")
@@ -116,8 +116,8 @@ class EngineCore:
         heapq.heappush(self._arrivals, (request.arrival_time, request.order, request))
 
     def abort(self, request: LiveRequest) -> None:
-        """End `request` now: nothing more of it is delivered, and its tokens in flight are dropped. Does nothing if it isn't under way here.
-        Raises nothing: a policy that fails on being told ends the engine as in `step`, which then delivers the others."""
+        """Abort `request`: no more of it is delivered, and its tokens in flight are dropped. No-op for an unknown request. Raises nothing: if the
+        policy fails in `on_finished`, the engine ends as in `step`, which then delivers the others."""
         if self._requests.get(request.id) is not request:
             return
         try:
@@ -134,8 +134,8 @@ class EngineCore:
         return bool(self._requests or self._finished)
 
     def swap(self, *, scheduler: Scheduler | None = None, executor: Executor | None = None) -> None:
-        """Replace the scheduler or the executor, or both, while no request is unfinished. The caller makes them fit; a new executor must be started,
-        with the capacity of the old one. Raises `DovetailError` if a request is unfinished, or if a step is in flight, whose results only the
+        """Replace the scheduler, the executor or both, while no request is unfinished. A new executor must be started, with the capacity of the old
+        one. Raises `DovetailError` if a request is unfinished, or if a step is in flight, whose results only the
         old executor can give."""
         if self.has_unfinished() or (executor is not None and self._flights):
             raise DovetailError("parts can be swapped only while no request is unfinished and, for the executor, no step is in flight")
@@ -150,8 +150,8 @@ class EngineCore:
         self._watches_steps = type(scheduler).on_step is not Scheduler.on_step
 
     def step(self) -> Delivery:
-        """Plan and submit a step, if there is one; collect the oldest, if the device has enough work. An error of the policy, the executor or
-        a component ends the engine: every unfinished request is delivered as finished with "error", and later calls raise `EngineDeadError`."""
+        """Plan and submit a step, if possible; collect the oldest, if the device has enough work. An error of a component ends the engine: each
+        unfinished request is delivered as finished with "error", and later calls raise `EngineDeadError`."""
         delivery = Delivery()
         if not self._finished:  # requests that ended outside of a step, perhaps by an error, are delivered first
             self.check_alive()
@@ -174,7 +174,7 @@ class EngineCore:
         return self.stats
 
     def stop(self) -> None:
-        """Collect what is in flight, stop the executor, tell the observers."""
+        """Collect the steps in flight, stop the executor, notify the observers."""
         flights, self._flights = self._flights, []
         try:
             for flight in flights:
@@ -190,7 +190,7 @@ class EngineCore:
     # The loop
 
     def _step(self, delivery: Delivery) -> None:
-        """Plan, submit and collect as `step` does, into `delivery`, which keeps its content if a component fails."""
+        """Do as `step`, filling `delivery`, which keeps its content if a component fails."""
         for _ in range(2 * len(self._requests) + 8):  # a policy may take several plans to make room, but not forever
             planned = None
             if self._has_room():
@@ -230,7 +230,7 @@ class EngineCore:
         )
 
     def _end_for_lack_of_memory(self) -> bool:
-        """End a request that alone fills the pool, and can't grow, at its present length. Returns True if there is one."""
+        """Finish the only running request at its present length if it fills the pool and can't grow. Returns True if there is one."""
         running = self.books.running.as_tuple()
         if len(running) != 1 or self.kv.available_blocks or not running[0].generated or running[0].num_tokens <= running[0].capacity:
             return False
@@ -245,7 +245,7 @@ class EngineCore:
         return self._arrivals[0][0] if self._arrivals else math.inf
 
     def _drop_dead_arrivals(self) -> None:
-        """Drop the requests that were aborted before their time, once they are half of all, so that each costs O(1)."""
+        """Drop requests aborted before their arrival once they are half of the heap: amortized O(1)."""
         if self._dead_arrivals and 2 * self._dead_arrivals >= len(self._arrivals):
             self._arrivals = [arrival for arrival in self._arrivals if arrival[2].status is not Status.FINISHED]
             heapq.heapify(self._arrivals)
@@ -306,7 +306,7 @@ class EngineCore:
             self._show(request)
 
     def _show(self, request: LiveRequest) -> None:
-        """Let the policy know of a request whose time has come and which is prepared; or end it, if a preparation has failed."""
+        """Show the policy an arrived request whose preparations are done; finish it if one has failed."""
         for preparation in request.preparations:
             if (why := preparation.failed()) is not None:
                 request.status = Status.PREPARING
@@ -316,7 +316,7 @@ class EngineCore:
         self._ask("on_arrival", request)
 
     def _apply(self, step: PlannedStep) -> None:
-        """Apply the policy's decisions besides grants: tell it of preemptions, finish rejected requests, show samples whose prompt is computed."""
+        """Apply the policy's decisions besides grants: `on_preempted`, rejections, admissions."""
         self.stats.preemptions += len(step.preempted)
         for request in step.preempted:
             if self.observers:
@@ -330,7 +330,7 @@ class EngineCore:
                 self.observers.tell("on_admitted", RequestAdmitted(step.now, request, cached))
 
     def _drain(self, requests: list[LiveRequest]) -> None:
-        """Take those out of the running that have been given all tokens that they can need: only results are missing."""
+        """Mark requests as draining whose last allowed token is in flight."""
         for request in [r for r in requests if r.num_computed >= r.last_computed]:
             request.status = Status.DRAINING
             self.books.running.remove(request)
@@ -338,7 +338,7 @@ class EngineCore:
     # Late sampling
 
     def _sample_late(self) -> None:
-        """Have the oldest step sampled, if it waits for that: the results of all before it are in, so its grammars have seen every token."""
+        """Sample the oldest step, if it is late: all earlier results are in, so its matchers have seen every token."""
         if not self._flights or not self._flights[0].unsampled:
             return
         flight = self._flights[0]
@@ -367,7 +367,7 @@ class EngineCore:
         self._sample_late()
 
     def _deliver(self, flight: InFlightStep, result: Result, delivery: Delivery) -> None:
-        """Give each live request its token and see whether it stops there. Finished ones are left alone: a wasted row shows nowhere."""
+        """Give each unfinished request its token, and check whether it stops. Rows of finished requests are dropped."""
         now = self.clock.now()
         finished_status, next_logprob = Status.FINISHED, 0
         requests, token_ids, finished = delivery.requests, delivery.token_ids, delivery.finished
@@ -451,8 +451,8 @@ class EngineCore:
     # Ends
 
     def _finish(self, request: LiveRequest, finish: Finish, *, deliver: bool = False, settling: bool = False) -> None:
-        """Take an ended request out of the books; tell the policy and the observers, if they were told of its arrival. `settling`: it is ended by
-        the results of a step of which the observers haven't heard."""
+        """Remove a finished request from the books; notify the policy and the observers, if they know of its arrival. `settling`: it ends by the
+        results of a step that observers haven't been told of."""
         arrived, known = request.status is not Status.NEW, request in self.books.known
         if request.blocks and finish.reason != "error":
             self.books.commit(request)  # its output may be part of the next turn's prompt
@@ -475,7 +475,7 @@ class EngineCore:
             self._ask("on_finished", request)
 
     def _die(self, error: Exception, *, log: bool = True) -> None:
-        """End the engine, as nothing can be trusted any more: fail every request, without asking the policy again."""
+        """End the engine, whose state is undefined now: fail every request, without calling the policy."""
         self.dead = error
         if log:
             logger.error("the engine is dead: %s", error)
@@ -490,7 +490,7 @@ class EngineCore:
         self._constrained = 0
 
     def check_executor(self) -> None:
-        """End the engine if the executor can't go on, between steps too: a process of its own may have died. Raises nothing."""
+        """End the engine if the executor has failed, for example because one of its processes died. Raises nothing."""
         if self.dead is None:
             try:
                 self.executor.check()
@@ -513,7 +513,7 @@ class EngineCore:
 
 
 def _watched(request: LiveRequest, token: int) -> Finish | None:
-    """Show a token to all watchers of a request. Returns how the first that ends it does."""
+    """Pass a token to all watchers of a request. Returns the first `Finish`, if any."""
     finish = None
     for watcher in request.watchers:
         seen = watcher.see(token)

@@ -1,4 +1,4 @@
-"""The end of a request: `Finish`, and `TokenWatcher`, which may end one at a token."""
+"""`Finish`, the reason why a request ended, and `TokenWatcher`, which may end one at a token."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class TokenWatcher(Protocol):
     """Sees each token of one request as it arrives, but for one that ended it already: stop strings, a grammar that is complete."""
 
     def see(self, token: int) -> Finish | None:
-        """Take note of the next token. Return how the request ends with it, or None if it goes on."""
+        """Take the next token. Return the request's `Finish`, or None if it continues."""
         ...

@@ -1,6 +1,6 @@
-"""`Gate`: a reason to hide a request from the policy though its time has come: a sibling computes its prompt, its grammar is being compiled.
+"""`Gate`: holds an arrived request back from the policy, while a sibling computes its prompt or its grammar is compiled.
 
-The request is shown, at its own arrival time, once none of its gates is closed.
+Once all gates are open the policy sees the request, at its own arrival time.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ class Gate(Protocol):
 
 
 class Preparation(Gate, Protocol):
-    """A gate that something outside of the engine opens, such as a thread that compiles: the core asks it again and again. Policies hear nothing of a
-    request before its preparations are done."""
+    """A gate that is opened outside of the engine, such as by a compiling thread: the core polls it. `on_arrival` comes after it."""
 
     def failed(self) -> str | None:
-        """Return why its requests can't be served, once it is open; None if they can. Such a request ends with that reason, and nobody else's."""
+        """Return why the preparation failed, once it is open; None if it didn't. Only its own requests end with that reason."""
         ...

@@ -35,8 +35,7 @@ class Status(Enum):
 class LiveRequest(Request):
     """A request in the engine.
 
-    The block table is kept here and, as an array on the device, in the executor's rows: planning on the host can't wait for the device's copy,
-    nor the device for the host's.
+    The block table is kept here and, as an array on the device, in the executor's rows: neither planning nor the device waits for the other's.
     """
 
     __slots__ = (
@@ -91,7 +90,7 @@ class LiveRequest(Request):
         self.stop_ids: frozenset[int] = frozenset(stop_ids)
         self.constraint = constraint
         self.watchers: tuple[TokenWatcher, ...] = (*watchers,) if constraint is None else (constraint, *watchers)
-        self.preparations: tuple[Preparation, ...] = () if constraint is None else (constraint,)  # what it waits for before policies hear of it
+        self.preparations: tuple[Preparation, ...] = () if constraint is None else (constraint,)  # it waits for them before policies see it
         self.siblings: Sequence[LiveRequest] = ()  # all samples of its prompt, itself included; empty for n = 1
         self.gates: list[Gate] = []  # reasons to hold it back when it arrives
         self.status = Status.NEW
@@ -104,7 +103,7 @@ class LiveRequest(Request):
         self.blocks: list[int] = []  # its block table
         self.capacity = 0  # tokens that its blocks can hold
         self.next_commit = 0  # at this many tokens another block is full
-        self.row = -1  # its row in the executor, or -1
+        self.row = -1  # in the executor; -1: none
         self.granted = 0  # tokens granted in the step being planned
         self.yields_token = False  # its grant computes its last known token, so that a new one is sampled; always true of decodes
         self.decided_in = -1  # the last step that granted, evicted or rejected it

@@ -1,4 +1,4 @@
-"""The masks of a late step: each of its grammars says which tokens may come next."""
+"""Token masks of a late step, filled by the matchers of its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ObserverHub`: it tells observers what happened, and contains their errors: an observer can't harm a request. Only at start may one refuse."""
+"""`ObserverHub`: notifies observers and contains their errors, except a `ConfigError` at start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ERRORS = 5  # an observer that raises more often is dropped
 
 
 class ObserverHub:
-    """All observers, called in turn. Without observers it is false in a condition, and the core makes no events."""
+    """All observers, called in turn. False without observers; then the core makes no events."""
 
     def __init__(self, observers: Sequence[tuple[str, Observer]]) -> None:
         self._observers = list(observers)
@@ -41,12 +41,12 @@ class ObserverHub:
             started.append((name, observer))
 
     def add(self, name: str, observer: Observer) -> None:
-        """Take one more while the engine runs, between steps. It isn't told of what was before; a step under way may have no decisions for it."""
+        """Add an observer while the engine runs, between steps. It gets no earlier events; a step in flight may have no decisions."""
         self._observers.append((name, observer))
         self._note_wishes()
 
     def remove(self, observer: Observer) -> None:
-        """Let go of one that was added. Does nothing if it was dropped."""
+        """Remove an observer. No-op if it was dropped."""
         self._observers = [(name, one) for name, one in self._observers if one is not observer]
         self._note_wishes()
 

@@ -1,4 +1,4 @@
-"""Siblings: the samples of one user request with n > 1. The first computes the prompt while the others are held back; then they fork its blocks."""
+"""Siblings: the samples of a request with n > 1. The first computes the prompt while the others are held back; then they fork its blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dovetail.engine.live_request import LiveRequest, Status
 
 
 def make_siblings(samples: list[LiveRequest]) -> None:
-    """Let `samples`, which aren't in an engine yet, compute their prompt only once."""
+    """Link `samples`, which aren't in an engine yet, so that their prompt is computed once."""
     gate = PromptGate(samples)
     for sample in samples:
         sample.siblings = samples

@@ -1,4 +1,4 @@
-"""`EngineStats`: the engine's counts; `StormWatch`: a warning when they look wrong."""
+"""`EngineStats`: the engine's counts. `StormWatch`: a warning of excessive recomputation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EngineStats:
 
 
 class StormWatch:
-    """A warning, given once if, over a thousand steps, more tokens were recomputed after preemptions than computed for the first time."""
+    """Warns once if, over a thousand steps, more tokens were recomputed after preemptions than computed for the first time."""
 
     def __init__(self, policy_name: str) -> None:
         self._policy_name = policy_name

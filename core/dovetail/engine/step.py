@@ -1,7 +1,7 @@
 """`PlannedStep`: a step being planned. It is the policy's `Step`, and keeps the books so that no policy can overspend or lose a block.
 
-A policy's call either does all that it says, or changes nothing and tells why. Whatever can go wrong in planning (memory, budget, seats, requests of
-an earlier step) is refused; misuse raises `PolicyError` naming the policy, the request and the rule.
+A policy's call takes effect in full, or changes nothing and returns the reason. Lack of memory, budget or seats is refused; misuse raises
+`PolicyError` naming the policy, the request and the rule.
 """
 
 from __future__ import annotations

@@ -146,11 +146,11 @@ def prompt_tokens_within(pace: float, decoding: Sequence[Request], fit: StepTime
 
 
 class PlanTiming:
-    """The time of planning: as late as the device allows while more requests may come, so that one that arrives during a step isn't a whole step
-    late."""
+    """Decides when the next step is planned while one runs: as late as the device allows while requests may arrive, so that an arrival during a step
+    isn't a whole step late. Also the core's way of waiting, which front ends and simulations may replace."""
 
     def __init__(self, clock: Clock) -> None:
-        self.wait_until: Callable[[float], None] = clock.wait_until  # how the core sleeps; an asynchronous front end can interrupt its own
+        self.wait_until: Callable[[float], None] = clock.wait_until  # how the core sleeps; a front end may replace it by one that calls interrupt
         self.expects_arrivals = False  # more requests may come than the core knows of, so that planning late pays
         self.plans_late = True  # False: plan as soon as another step fits in flight, as other engines do
         self.virtual_plan_s = 0.0  # seconds that planning takes on a virtual clock
@@ -160,11 +160,11 @@ class PlanTiming:
         self._last_durations = (0.0, 0.0)  # seconds on the device of the last two steps
 
     def planned(self, seconds: float) -> None:
-        """Take note of how long planning and submitting a step took."""
+        """Record the duration of planning and submitting a step."""
         self._plan_s += 0.1 * (seconds - self._plan_s)
 
     def collected(self, result: Result) -> None:
-        """Take note of how long the device took for a step."""
+        """Record the device time of a step."""
         self.last_ended = result.ended
         self._last_durations = (self._last_durations[1], result.ended - result.started)
 

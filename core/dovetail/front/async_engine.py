@@ -1,4 +1,4 @@
-"""`AsyncLLMEngine`: the same engine for asyncio, running in a thread of its own. For servers."""
+"""`AsyncLLMEngine`: the engine for asyncio, running in a thread of its own."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ class _Consumer:
 
     def __init__(self, notify: Callable[[_Consumer], None], joins: bool) -> None:
         self.loop, self.news = asyncio.get_running_loop(), asyncio.Event()
-        self.unread = Unread(lambda: notify(self), joins)
+        self.unread = Unread(partial(notify, self), joins)
         self.aborted = False  # perhaps before the engine has the request: while its text is tokenized
 
     async def next(self) -> tuple[RequestOutput | None, BaseException | None]:
-        """Return what has come since the last call as one output, and the end, if it has come; wait for either. Rarely it is neither."""
+        """Wait for news; return the new outputs coalesced into one, if any, and the exception that ended the request, if it has ended."""
         await self.news.wait()
         self.news.clear()
         return self.unread.take()
 
 
 class AsyncLLMEngine:
-    """The engine runs in a thread of its own; callers get outputs through queues of their own event loop. Texts are tokenized in a
-    thread besides: a long one takes as long as a step or two, which others' next tokens would wait for.
+    """An engine for asyncio. It runs in a thread of its own; texts are tokenized in another, since a long one takes as long as a step or two.
 
     ```python
     async for output in engine.generate("a", "ROMEO:", SamplingParams(output_kind="delta")):
@@ -52,7 +51,7 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, engine: LLMEngine) -> None:
-        """`engine` is this one's from now on, and is closed with it."""
+        """Take ownership of `engine`, which is closed with this one."""
         self.engine = engine
         self._tokenizer = ThreadPoolExecutor(1, "dovetail-tokenizer")  # one thread: texts stay in order
         self._readers: dict[_Consumer, str] = {}  # request ids
@@ -82,15 +81,15 @@ class AsyncLLMEngine:
     def generate(self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, **fields: Any) -> AsyncGenerator[RequestOutput, None]: ...
 
     def generate(self, *args: Any, **fields: Any) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one request as they come: `generate(request_id, prompt, params)`, or in vLLM's order `generate(prompt, sampling_params,
-        request_id)`, told apart by where the `SamplingParams` are; all can be given by keyword. Other `fields` are as for
-        `LLMEngine.add_request`, which is called, and whose errors are raised, when the first output is asked for.
+        """Stream the outputs of one request: `generate(request_id, prompt, params)`, or in vLLM's order `generate(prompt, sampling_params,
+        request_id)`, told apart by the position of the `SamplingParams`; all may be given by keyword. `fields` are those of
+        `LLMEngine.add_request`, which is called, and whose errors are raised, when the first output is requested.
 
-        Who reads more slowly than the engine computes gets what has come meanwhile as one output: of deltas all, of cumulative outputs the newest. So
-        what waits for him takes as much memory as the answer.
+        Outputs are coalesced while the consumer is slow: deltas are joined, of cumulative outputs the newest is kept. So the buffer takes no more
+        memory than the answer.
 
-        Closing the iterator, or cancelling the task that reads it, aborts the request. Raises `RequestError` at once for arguments whose order
-        can't be told, and `EngineDeadError` when the engine fails or is closed before the request has finished.
+        Closing the iterator, or cancelling the task that reads it, aborts the request. Raises `RequestError` at once for arguments whose order is
+        ambiguous, and `EngineDeadError` when the engine fails or is closed before the request has finished.
         """
         return self._generate(*_in_our_order(args, fields))
 
@@ -120,7 +119,7 @@ class AsyncLLMEngine:
                 self._thread.abandon(request_id, reader.unread)
 
     async def abort(self, request_id: str | Sequence[str] | Set[str]) -> None:
-        """End one request or several: their iterators stop after what has been sent. Unknown ids are ignored. Raises `RequestError` if it is
+        """Abort one request or several: their iterators stop after the outputs sent so far. Unknown ids are ignored. Raises `RequestError` if it is
         neither an id nor a list, tuple or set of ids."""
         ids = request_ids(request_id)
         for reader, its_id in [*self._readers.items()]:  # a copy: other event loops may change it
@@ -141,7 +140,7 @@ class AsyncLLMEngine:
         await asyncio.to_thread(self.engine.do_log_stats)
 
     async def check_health(self) -> None:
-        """Raises `EngineDeadError` if the engine takes no more work."""
+        """Raise `EngineDeadError` if the engine takes no more requests."""
         self._thread.check()
 
     def close(self) -> None:
@@ -172,7 +171,7 @@ class AsyncLLMEngine:
         self._to_wake.setdefault(reader.loop, []).append(reader)
 
     def _wake_readers(self) -> None:
-        """Call each event loop once for all of its readers who were given something: a call for each would take longer than planning the step."""
+        """Wake each event loop once for all of its readers: a call for each would take longer than planning the step."""
         to_wake, self._to_wake = self._to_wake, {}
         for loop, readers in to_wake.items():
             with suppress(RuntimeError):  # the loop was closed: nobody listens
@@ -204,7 +203,7 @@ _ORDERS = "it takes (request_id, prompt, params), or in vLLM's order (prompt, sa
 
 
 def _names(args: tuple[Any, ...], fields: Mapping[str, Any]) -> tuple[str, str, str]:
-    """In which order arguments by position came: vLLM's has the parameters second, ours has them last."""
+    """Return the names of the positional arguments: vLLM has the parameters second, we have them last."""
     ours, vllms = ("request_id", "prompt", "params"), ("prompt", "params", "request_id")
     if "request_id" in fields or len(args) < 2 or "prompt" in fields:
         return vllms if "request_id" in fields else ours

@@ -176,19 +176,16 @@ class EngineThread:
     def _step(self) -> None:
         engine = self._engine()
         assert engine is not None  # a reader's call, or the caller of `step`, holds it
-        for output in engine.compute():
-            self._send(engine, output)
+        outputs, dead = engine.compute(), engine.core.dead is not None
+        for output in outputs:
+            if (unread := self._readers.get(output.request_id)) is None:
+                with self._door:
+                    self._unclaimed.setdefault(output.request_id, Unread(lambda: None, engine.returns_deltas(output.request_id))).put(output)
+            elif not dead or all(sample.finish_reason != "error" for sample in output.outputs):  # else its reader gets the reason as an error
+                if output.finished:
+                    del self._readers[output.request_id]
+                unread.put(output)
         self._flush()
-
-    def _send(self, engine: DrivenEngine, output: RequestOutput) -> None:
-        """Give an output to its reader; but readers of requests that failed with the engine get the reason, as an error, when the thread ends."""
-        if (unread := self._readers.get(output.request_id)) is None:
-            with self._door:
-                self._unclaimed.setdefault(output.request_id, Unread(lambda: None, engine.returns_deltas(output.request_id))).put(output)
-        elif engine.core.dead is None or all(sample.finish_reason != "error" for sample in output.outputs):
-            if output.finished:
-                del self._readers[output.request_id]
-            unread.put(output)
 
     def _take_unclaimed(self) -> list[RequestOutput]:
         with self._door:

@@ -1,4 +1,4 @@
-"""Defaults for generating from a model's own files: where an answer ends (EOS ids) and how to sample, unless a request says otherwise."""
+"""Generation defaults from a model's files: EOS ids and sampling parameters."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class GenerationDefaults:
         return cls(eos_token_ids or (), **values)
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that the file fills in."""
+        """Return the fields of `SamplingParams` that the file sets."""
         return {name: value for name in _NUMBERS if (value := getattr(self, name)) is not None}
 
 
 def _eos(content: dict[str, Any], path: Path) -> tuple[int, ...] | None:
-    """None: it doesn't say."""
+    """Return the EOS ids, or None if there are none."""
     eos = content.get("eos_token_id")
     if eos is None:
         return None
@@ -62,7 +62,7 @@ def _eos(content: dict[str, Any], path: Path) -> tuple[int, ...] | None:
 
 
 def resolve_sampling(params: SamplingParams, defaults: GenerationDefaults, seed: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> RowSampling:
-    """A request's sampling with nothing left open: its own values, else the model's, else neutral ones.
+    """Resolve a request's sampling: its own values, else the model's, else neutral ones.
 
     `seed`: 64 bits. `bad_words`: as token sequences. Stop ids are those of the request and, unless `ignore_eos`, the model's EOS ids.
     """

@@ -1,6 +1,6 @@
-"""The checks of a request at the door: `Intake`. An `LLMEngine` has one, and so has a front end whose engine is in another process.
+"""`Intake`: validation and tokenization of requests, in an `LLMEngine` or in a front end whose engine is in another process.
 
-What is checked is a `CheckedRequest`; `make_samples` makes of it what the core takes.
+`make_samples` turns a `CheckedRequest` into the core's requests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads the seeds of sampl
 
 @dataclass(frozen=True, slots=True)
 class IntakeFacts:
-    """All that the checks need to know of an engine. Plain values: they can be sent to another process."""
+    """The properties of an engine that `Intake` needs. Plain values, to be sent to another process."""
 
     limits: Limits
     max_model_len: int  # tokens, prompt and output together
@@ -58,7 +58,7 @@ class IntakeFacts:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A request in which nothing was found wrong. What its `extra` holds is checked elsewhere, by the components it is for."""
+    """A validated request. The content of its `extra` is validated elsewhere, by models of the components."""
 
     request_id: str
     text: str | None  # the prompt's, if it was one
@@ -70,7 +70,7 @@ class CheckedRequest:
 
 
 class Intake:
-    """Checks requests, and resolves what they leave open. One thread at a time calls `check` and `seed_of`; any may call `tokenized`."""
+    """Validates requests and resolves their defaults. `check` and `seed_of` aren't thread safe; `tokenized` is."""
 
     def __init__(self, facts: IntakeFacts, tokenizer: Callable[[], Tokenizer], seeds: random.Random) -> None:
         """`tokenizer` loads it when first called. `seeds` draws those of requests that name none."""
@@ -82,8 +82,8 @@ class Intake:
     def check(
         self, request_id: str, prompt: Prompt, params: SamplingParams, fields: RequestFields, extra: Mapping[str, Any] | None
     ) -> CheckedRequest:
-        """Raises `RequestError` for anything wrong with a request but the content of `extra`, `ModelLoadError` if it needs a tokenizer that the
-        model doesn't have."""
+        """Validate a request, but for the content of `extra`. Raises `RequestError`, and `ModelLoadError` if it needs a tokenizer and the model has
+        none."""
         if not (plain_id := plain_text(request_id)):
             raise RequestError(f"request_id must be a non-empty string, got {shown(request_id)}")
         for name, value in (("request_id", plain_id), ("client", fields.client), ("cache_salt", fields.cache_salt)):
@@ -104,8 +104,8 @@ class Intake:
         return int(seed % 2**_SEED_BITS)
 
     def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Return each bad word as tokens, as it stands at the start of a line and after a space. Raises `RequestError` for one that can't be kept
-        out, or if they are too many tokens."""
+        """Return each bad word as tokens, as spelled at the start of a line and after a space. Raises `RequestError` for one that has no tokens, or
+        if they are too many tokens."""
         if not (words := params.bad_words):
             return ()
         ids = self._tokenizer().encode_all([*words, *(f" {word.lstrip()}" for word in words)], special_tokens=False)
@@ -117,7 +117,7 @@ class Intake:
         return tuple(sequences)
 
     def texts(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> list[IncrementalText | None]:
-        """Return the text that each sample will grow; None, if nobody wants it."""
+        """Return the incremental text of each sample; None without detokenization."""
         if not params.detokenize:
             return [None] * params.n
         from dovetail.front.detokenizer import IncrementalText  # the tokenizers package, only if there is text to make
@@ -130,7 +130,7 @@ class Intake:
         return self.all_tokenized([prompt])[0] if is_text(prompt) else prompt
 
     def all_tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Do as `tokenized` with each, in a fraction of the time that the texts would take one by one."""
+        """Do as `tokenized` with each; batching takes a fraction of the time."""
         texts = {place: content for place, content in enumerate(map(content_of, prompts)) if isinstance(content, str)}
         for text in texts.values():
             request_checks.check_prompt_chars(text, self.facts.limits, self.facts.max_model_len, self._tokenizer())
@@ -150,7 +150,7 @@ class Intake:
         )
 
     def _read_prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, tuple[int, ...], NDArray[np.int64]]:
-        """Its text, if it was one, and its token ids, twice."""
+        """Return the prompt's text, if it is one, and its token ids, as a tuple and as an array."""
         prompt = self.tokenized(prompt)
         text, given = (prompt.text, prompt.token_ids) if isinstance(prompt, TokenizedText) else (None, as_sequence(content_of(prompt)))
         room = self.facts.max_model_len - 1
@@ -201,8 +201,8 @@ def make_samples(
     extra: Mapping[str, Any],
     constraints: Sequence[Constraint] = (),
 ) -> list[LiveRequest]:
-    """Return what the core takes of a request: a `LiveRequest` for each of its samples, in order. `sampling` is that of the first, `watchers` has one
-    for each, and so has `constraints`, if there are any; `extra` holds each distribution's validated model."""
+    """Return a `LiveRequest` for each sample of a request, in order. `sampling` is that of the first; `watchers` has one for each, and so has
+    `constraints`, unless it is empty; `extra`: distribution -> validated model."""
     params, fields = request.params, request.fields.values()
     salt = fields.pop("cache_salt")
     fields |= {
@@ -231,10 +231,10 @@ def make_samples(
 
 
 def _params_of_sample(params: SamplingParams, index: int) -> SamplingParams:
-    """The prompt's log-probabilities are the first sample's business alone."""
+    """Return the parameters of one sample; only the first returns the prompt's log-probabilities."""
     return changed_unchecked(params, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None)
 
 
 def _sampling_of_sample(sampling: RowSampling, index: int) -> RowSampling:
-    """That of a sample but the first, whose lists it shares."""
+    """Return the sampling of a later sample, which shares the lists of the first."""
     return dataclasses.replace(sampling, seed=(sampling.seed + index * _GOLDEN) % 2**_SEED_BITS, prompt_logprobs=None)

@@ -1,4 +1,4 @@
-"""`LLM`: generate for a list of prompts and be done."""
+"""`LLM`: offline generation for lists of prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dovetail.sampling_params import OutputKind, SamplingParams, changed_uncheck
 
 
 class LLM:
-    """An engine for offline use. Several threads may use one: what they ask for at the same time runs in the same steps.
+    """An engine for offline use. Thread safe: requests of concurrent calls are batched together.
 
     ```python
     outputs = LLM("demo").generate(["ROMEO:", "JULIET:"], SamplingParams(max_tokens=50))
@@ -36,8 +36,8 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "demo", **overrides: Any) -> None:
-        """`model`: "demo", a local directory or a hub id. `overrides`: any key of `engine.yaml`, e.g. `scheduler="priority"`, or an argument of
-        vLLM's that has a meaning here (see `dovetail.front.vllm_args`). A whole config goes through `LLM(**config)` or `LLMEngine.from_config`."""
+        """`model`: "demo", a local directory or a hub id. `overrides`: any key of `engine.yaml`, e.g. `scheduler="priority"`, or one of vLLM's
+        arguments that `dovetail.front.vllm_args` supports. Pass a whole config as `LLM(**config)`, or use `LLMEngine.from_config`."""
         self.engine = LLMEngine.from_config({"model": str(model) if isinstance(model, Path) else model}, **translated(overrides))
         self.engine.run_in_thread()
 
@@ -51,17 +51,17 @@ class LLM:
         use_tqdm: bool = True,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Complete prompts: one or a list, each text or token ids; with one `SamplingParams`, or one each.
+        """Complete one prompt or a list, each text or token ids, with one `SamplingParams` for all or one for each.
 
-        Returns an output for each prompt, in the order of the prompts, whatever the `output_kind`. Raises `RequestError` if any is wrong, before
-        anything is computed, and `EngineDeadError` if the engine fails on the way or is closed. Ctrl-C aborts the requests; the engine can be used
-        again. Until the first step runs, Python's garbage collector is held back.
+        Returns an output for each prompt, in the order of the prompts, whatever the `output_kind`. Raises `RequestError` if any is invalid, before
+        anything is computed, and `EngineDeadError` if the engine fails or is closed meanwhile. Ctrl-C aborts the requests; the engine stays usable.
+        Python's garbage collector is paused until the first step has run.
         """
         if others:
             check_call("generate", others)
         prompts = _as_list(prompts)
         params = _one_each(sampling_params, len(prompts), OutputKind.FINAL)
-        collect = gc.enable if gc.isenabled() else lambda: None  # all new objects stay: a collection would find nothing while the device waits
+        collect = gc.enable if gc.isenabled() else lambda: None  # a collection would free nothing while the device waits
         gc.disable()
         try:
             with OutputStream(self.engine, "generate", self.engine.all_tokenized(prompts), params, begun=collect) as stream:
@@ -74,10 +74,9 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> OutputStream:
-        """Generate like `generate`, but return an iterator of deltas as they are computed: an output holds what is new for the prompt at its
-        `prompt_index`.
+        """Generate like `generate`, but return an iterator of deltas: each output holds what is new for the prompt at its `prompt_index`.
 
-        Raises `RequestError` at once if a prompt is wrong. Closing the iterator, or leaving its `with` block, aborts what is unfinished.
+        Raises `RequestError` at once if a prompt is invalid. Closing the iterator, or leaving its `with` block, aborts unfinished requests.
         """
         prompts = _as_list(prompts)
         params = _one_each(sampling_params, len(prompts), OutputKind.DELTA)
@@ -96,8 +95,8 @@ class LLM:
         continue_final_message: bool = False,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, with the model's chat template or the one that is given; `dovetail.front.chat.ChatOptions` says
-        what the other options do. Raises `RequestError` if the model has no template, it refuses a conversation, or an option is wrong."""
+        """Answer one conversation or a list of them, with the model's chat template or the given one. The other options are those of
+        `dovetail.front.chat.ChatOptions`. Raises `RequestError` if there is no template, it rejects a conversation, or an option is invalid."""
         if others:
             check_call("chat", others)
         options = ChatOptions(
@@ -124,12 +123,11 @@ class LLM:
         return self.engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a request that leaves everything open: the model's own defaults, from its `generation_config.json`, where it
-        has any."""
+        """Return the model's default sampling parameters, from its `generation_config.json`, if it has one."""
         return self.engine.default_sampling_params()
 
     def get_metrics(self) -> list[engine_info.Metric]:
-        """The counts of `LLMEngine.stats`, one by one."""
+        """Return the counts of `LLMEngine.stats` as a list of metrics."""
         return engine_info.metrics(self.engine.stats())
 
     def close(self) -> None:
@@ -244,7 +242,7 @@ class _Speed:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    """A list that begins with an integer is one prompt, and so is an array of one dimension."""
+    """Return a list of prompts; a list that begins with an integer is one prompt, and so is a one-dimensional array."""
     if isinstance(prompts, str | BINARY | Mapping) or getattr(prompts, "ndim", 2) < 2:
         return [prompts]
     if not isinstance(prompts, Iterable):
@@ -265,7 +263,7 @@ def _one_each(params: Any, count: int, kind: OutputKind) -> list[SamplingParams]
 
 
 def _conversations(messages: Any) -> Sequence[Any]:
-    """One conversation is a list of messages; of several, each is."""
+    """Return a list of conversations, given one (a list of messages) or several."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError(f'messages must be a list like [{{"role": "user", "content": "…"}}], or a list of such lists, got {shown(messages)}')
     return messages if all(isinstance(one, Sequence) and not isinstance(one, str | bytes) for one in messages) else [messages]

@@ -1,4 +1,4 @@
-"""`LLMEngine`: the engine as a program uses it. It checks and tokenizes requests on their way in, and turns what the core delivers into outputs."""
+"""`LLMEngine`: the engine's Python API. Validates and tokenizes requests, steps the core, and builds outputs from its results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SHOWN = ("device", "ranks", "dtype", "quantization", "attention")  # of what th
 
 
 def exclusive(method: Callable[Concatenate[LLMEngine, P], R]) -> Callable[Concatenate[LLMEngine, P], R]:
-    """Have calls of a method made one at a time: by the engine's thread if it has one, between steps."""
+    """Serialize calls of a method; if the engine has a thread, run them there, between steps."""
 
     @wraps(method)
     def call(self: LLMEngine, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -58,8 +58,8 @@ def exclusive(method: Callable[Concatenate[LLMEngine, P], R]) -> Callable[Concat
 class LLMEngine:
     """Takes requests, computes them step by step, returns outputs.
 
-    Made for one thread. Calls of several exclude each other, but a thread that steps in a loop may keep the others waiting: `LLM` and
-    `AsyncLLMEngine` serve many threads, by an engine thread of their own. Calls to their engine are run in that thread, between two steps.
+    Meant for one thread. Concurrent calls are serialized, but a thread that steps in a loop may starve the others. `LLM` and `AsyncLLMEngine` serve
+    many threads: each drives its engine in an `EngineThread`, which also runs the calls of this engine's methods, between two steps.
 
     ```python
     with LLMEngine.from_config("engine.yaml") as engine:
@@ -78,11 +78,11 @@ class LLMEngine:
         self._groups: dict[str, RequestGroup[LiveRequest]] = {}
         self._intake = Intake(assembly.intake_facts, lambda: self.tokenizer, random.Random(assembly.config.seed))
         self._builder = OutputBuilder(None)
-        self.constraints_of = assembly.constraints  # what holds a request's samples to its rule; a simulation, which compiles nothing, has its own
+        self.constraints_of = assembly.constraints  # makes a request's `Constraint`s; simulations, which compile nothing, replace it
         self._closed = False
         self._listed: set[str] = set()  # ids of requests that came by `add_list`
-        self._calling = threading.Condition()  # held by the caller; released while a step waits for an arrival
-        self._thread: EngineThread | None = None  # that makes all calls, if there is one
+        self._calling = threading.Condition()  # held during a call; released while a step waits for an arrival
+        self._thread: EngineThread | None = None  # runs all calls, once started
         if not isinstance(self.core.clock, VirtualClock):  # which advances when it waits
             self.core.plan_timing.wait_until = self._wait_until
 
@@ -96,16 +96,16 @@ class LLMEngine:
         progress: Callable[[str, int, int], None] | None = None,
         **overrides: Any,
     ) -> LLMEngine:
-        """Find the parts that the config names, put them together and load the model.
+        """Resolve the components that the config names, assemble the engine and load the model.
 
-        `overrides` replace keys of the config. `clock` replaces the engine's clock, `progress(what, done, total)` hears of the loading.
+        `overrides` replace keys of the config. `clock` replaces the engine's clock; `progress(what, done, total)` is called during loading.
         Raises `ConfigError`, `PluginError`, `UnsupportedError`, `ModelLoadError` or `MissingExtraError`, each saying what to change.
         """
         return cls(assemble(config, overrides, registry=registry, clock=clock, progress=progress))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs | EngineConfig) -> LLMEngine:
-        """The engine that `EngineArgs` describe. Raises as `from_config`."""
+        """Make the engine that `EngineArgs` describe. Raises as `from_config`."""
         from dovetail.front.vllm_args import engine_config_of
 
         return cls.from_config(engine_config_of(engine_args))
@@ -128,14 +128,14 @@ class LLMEngine:
         return tokenizer
 
     def run_in_thread(self, flush: Callable[[], None] = lambda: None) -> EngineThread:
-        """Return the `EngineThread` that makes all calls from now on. `LLM` and `AsyncLLMEngine` start it before anybody else calls."""
+        """Return the `EngineThread` that runs all calls from now on, started by the first call: that of `LLM` or `AsyncLLMEngine`."""
         if self._thread is None:
             self._thread = EngineThread(self, flush)
         return self._thread
 
     @exclusive
     def add_list(self, requests: Iterable[tuple[str, Prompt, SamplingParams]]) -> None:
-        """Add all requests (id, prompt, params) or none. `limits.max_waiting` doesn't count them. Raises as `add_request`."""
+        """Add all requests (id, prompt, params), or none. They are exempt from `limits.max_waiting`. Raises as `add_request`."""
         ids: list[str] = []
         try:
             for request_id, prompt, params in requests:
@@ -164,15 +164,14 @@ class LLMEngine:
         tbt_s: float | None = None,
         **others: Any,
     ) -> None:
-        """Take a request. Raises, having changed nothing, `RequestError` if something is wrong with it, `ModelLoadError` if it needs a
-        tokenizer that the model doesn't have, `EngineDeadError` if the engine has failed or was closed.
+        """Add a request. Raises, without side effects, `RequestError` if it is invalid, `ModelLoadError` if it needs a tokenizer and the model has
+        none, `EngineDeadError` if the engine has failed or was closed.
 
-        `arrival_time`, `deadline` (for the last token) and `ttft_deadline` (for the first) are seconds on the engine's clock (`engine.now()`), from
-        -1e9 to 1e9; `tbt_s` is the most seconds between two tokens. Policies decide what they make of them. Until its arrival no policy sees the
-        request. One that is earlier than that of a request which policies have seen is lifted to it for them, since they see requests in order of
-        time: nobody comes before those who are waiting by dating back. `client` is whom policies charge. `cache_salt`: share cached K and V only
-        with requests of the same salt. `extra`: per distribution, what its components want to know of the request. `predicted_tokens`: a guess of
-        how many it will generate, for policies that use one.
+        `arrival_time`, `deadline` (of the last token) and `ttft_deadline` (of the first) are seconds on the engine's clock (`engine.now()`), from
+        -1e9 to 1e9; `tbt_s` is the largest acceptable time between two tokens. How they are used is up to the policy, which sees the request only
+        from its arrival time on. Policies see requests in order of time: an arrival time before that of a request already seen is raised to it, so
+        that backdating gains nothing. `client`: the client that policies charge. `cache_salt`: share cached K and V only with requests of the same
+        salt. `extra`: distribution -> fields for its components. `predicted_tokens`: a predicted length of the output, for policies that use one.
         """
         if others:
             from dovetail.front.vllm_args import check_call
@@ -218,18 +217,18 @@ class LLMEngine:
             raise
 
     def tokenized(self, prompt: Prompt) -> Prompt:
-        """A prompt of text with its token ids, so that `add_request` needn't tokenize it, which takes milliseconds for a long one; any other as it
-        is. May be called in another thread than the engine's. Raises as `add_request` does."""
+        """Tokenize a text prompt, so that `add_request` needn't, which takes milliseconds for a long one; return any other prompt unchanged. Thread
+        safe. Raises as `add_request` does."""
         return self._intake.tokenized(prompt)
 
     def all_tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """As `tokenized` each, in a fraction of the time that the texts would take one by one."""
+        """Do as `tokenized` with each; batching takes a fraction of the time."""
         return self._intake.all_tokenized(prompts)
 
     @exclusive
     def abort_request(self, request_id: str | Sequence[str] | Set[str]) -> None:
-        """End one or several; nothing more is delivered of them. Unknown ids are ignored. Raises `RequestError` if it is neither an id nor a list,
-        tuple or set of ids."""
+        """Abort one request or several: no more outputs are delivered. Unknown ids are ignored. Raises `RequestError` if it is neither an id nor a
+        list, tuple or set of ids."""
         ids = request_ids(request_id)
         if self._thread is not None:
             self._thread.aborted(ids)
@@ -241,13 +240,14 @@ class LLMEngine:
                     self._forget(group)
 
     def step(self) -> list[RequestOutput]:
-        """Compute for a while, and return what is new; perhaps nothing. Waits for the device, or for the next arrival time.
+        """Run a step, and return the new outputs, if any. Waits for the device, or for the next arrival.
 
-        On the engine of an `LLM` it returns the outputs of requests added by `add_request`: first those that were computed meanwhile for calls of
-        the `LLM`; if there are none, those of a step of its own, between two steps for the `LLM`.
+        For `llm.llm_engine`, of an `LLM`: return the outputs of requests added by `add_request` only. A call of the `LLM` in another thread computes
+        them too; outputs that came that way are returned first, coalesced per request. If there are none, this runs one step, between two of the
+        `LLM`'s.
 
-        When a component fails, every unfinished request is returned once, finished with "error" and the reason; after that each call raises
-        `EngineDeadError`. An interrupt (Ctrl-C) amidst a step is such a failure too, since nobody knows what was computed.
+        When a component fails, each unfinished request is returned once, finished with "error" and the reason; later calls raise `EngineDeadError`.
+        An interrupt (Ctrl-C) within a step counts as a failure, since it is unknown what was computed.
         """
         if self._thread is not None:
             return self._thread.step()
@@ -259,30 +259,30 @@ class LLMEngine:
 
     @exclusive
     def has_unfinished_requests(self) -> bool:
-        """Return whether `step` has something to compute, or to return."""
+        """Return True if `step` has something to compute or to return."""
         return self.core.has_unfinished() or (self._thread is not None and self._thread.has_unclaimed)
 
     @exclusive
     def get_num_unfinished_requests(self) -> int:
-        """Samples of n > 1 count once."""
+        """Return the number of unfinished requests; samples of n > 1 count once."""
         return len(self._groups)
 
     def now(self) -> float:
-        """Seconds on the engine's clock."""
+        """Return the time in seconds on the engine's clock."""
         return self.core.clock.now()
 
     @exclusive
     def stats(self) -> EngineStats:
-        """Counts since the engine started, and its present state: a snapshot."""
+        """Return a snapshot of the counts since the engine started and of its present state."""
         return dataclasses.replace(self.core.update_stats())
 
     @exclusive
     def reset_prefix_cache(self) -> None:
-        """Forget all cached K and V: later requests find nothing that was computed before."""
+        """Invalidate all cached K and V: later requests reuse nothing computed before."""
         self.core.kv.reset()
 
     def close(self) -> None:
-        """Release the model and its memory. Unfinished requests are aborted. Idempotent."""
+        """Abort unfinished requests, and release the model and its memory. Idempotent."""
         if self._thread is not None:
             self._thread.close()
         self._close()
@@ -301,14 +301,14 @@ class LLMEngine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    # What users of vLLM ask an engine
+    # vLLM's accessors
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of transformers that `tokenizer` covers."""
+        """Return the transformers tokenizer that `tokenizer` wraps."""
         return self.tokenizer.transformers
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a request that leaves everything open."""
+        """Return the model's default sampling parameters."""
         return SamplingParams(**self._assembly.defaults.sampling())
 
     def get_model_config(self) -> ModelConfig:
@@ -328,14 +328,13 @@ class LLMEngine:
         return engine_info.parallel_config(self.capacity)
 
     def do_log_stats(self) -> None:
-        """Log what the engine has done so far, in one line at level INFO of the logger "dovetail". The observer `log` does so by itself."""
-
+        """Log a line of statistics at level INFO to the logger "dovetail". The observer `log` does so periodically."""
         logger.info("%s", engine_info.line(self.stats()))
 
     # Steps
 
     def compute(self) -> list[RequestOutput]:
-        """Run a step, as `step` does, in this thread."""
+        """Run a step in this thread, as `step` does."""
         if self._closed:
             raise EngineDeadError("the engine was closed")
         delivery = self.core.step()
@@ -369,8 +368,8 @@ class LLMEngine:
             raise EngineDeadError("the engine was closed")
 
     def _forget(self, group: RequestGroup[LiveRequest]) -> None:
-        """It is over. Its samples refer to each other: so they would wait for the garbage collector, which looks through all of their tokens and lets
-        a step wait meanwhile."""
+        """Drop a finished request. Breaks the reference cycle between its samples: the garbage collector would traverse all of their tokens, and
+        delay a step."""
         self._builder.forget(group)
         self._listed.discard(group.request_id)
         for sample in group.samples:
@@ -378,7 +377,7 @@ class LLMEngine:
 
 
 def request_ids(value: Any) -> list[str]:
-    """An id, or several, as a list. Raises `RequestError` for anything else."""
+    """Return an id, or several, as a list. Raises `RequestError` for anything else."""
     if (text := plain_text(value)) is not None:
         return [text]
     if not isinstance(value, Sequence | Set) or isinstance(value, bytes | bytearray | memoryview) or not all(isinstance(one, str) for one in value):

@@ -1,4 +1,4 @@
-"""Prompts as users give them: text, token ids, or a mapping that says which. `LLMEngine` reads them with these."""
+"""Parsing of prompts: text, token ids, or a mapping that says which."""
 
 from __future__ import annotations
 

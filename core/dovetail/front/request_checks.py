@@ -24,8 +24,8 @@ _COUNTS = {  # of lists and mappings: what an error calls their length, and its 
 
 
 def check_counts(asked: Any, limits: Limits) -> None:
-    """Raise `RequestError` if a list of `SamplingParams`, or of an HTTP body with fields of the same names, is too long. Looks at no entry, so that a
-    body of megabytes is refused before anything is made of it."""
+    """Raise `RequestError` if a list in `SamplingParams`, or in an HTTP body with fields of the same names, is too long. Reads no entry: a body of
+    megabytes is rejected early."""
     for name, (what, limit) in _COUNTS.items():
         value = getattr(asked, name, None)
         if value is not None and not isinstance(value, str):
@@ -33,7 +33,7 @@ def check_counts(asked: Any, limits: Limits) -> None:
 
 
 def check_params(params: SamplingParams, limits: Limits) -> None:
-    """Raises `RequestError` naming the parameter, the limit and its value. `max_bad_word_tokens` is known only later."""
+    """Raise `RequestError` naming the parameter, the limit and its value. `max_bad_word_tokens` is checked later."""
     at_most("n", params.n, limits, "max_n")
     check_counts(params, limits)
     if params.stop:
@@ -50,7 +50,7 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
 
 
 def check_structured(structured: Structured, limits: Limits) -> None:
-    """Hold the rule of an answer against its limits. Whether it can be compiled is known only later."""
+    """Check a structured-output spec against its limits. Whether it compiles is known only later."""
     at_most(f"structured.{structured.kind}: its characters", len(structured.text), limits, "max_grammar_chars")
     at_most(f"structured.{structured.kind}: brackets within each other", structured.depth(), limits, "max_grammar_depth")
     if structured.after is not None:
@@ -92,13 +92,13 @@ def _has_more_chars(value: Any, most: int) -> bool:
 
 
 def check_size(name: str, value: Any, limits: Limits) -> None:
-    """For `extra_args` and `extra`. Raises `RequestError`."""
+    """Raise `RequestError` if `extra_args` or `extra` is too large."""
     if value and is_larger(value, limits.max_extra_size):
         raise RequestError(f"{name}: all items and characters in it must be at most {limits.max_extra_size} (limits.max_extra_size) together")
 
 
 def at_most(what: str, value: int, limits: Limits, limit: str) -> None:
-    """Raises `RequestError` if `value` is more than that limit."""
+    """Raise `RequestError` if `value` exceeds that limit."""
     most = getattr(limits, limit)
     if most is not None and value > most:
         raise RequestError(f"{what} must be at most {most} (limits.{limit}), got {value}")
