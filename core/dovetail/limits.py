@@ -1,5 +1,4 @@
-"""`Limits`: bounds on what one request may ask for, so that it can't harm the others. They are keys of `limits` in `engine.yaml`; the front
-checks them."""
+"""`Limits`: upper bounds for the parts of one request. They are the keys of `limits` in `engine.yaml`, enforced by the front end."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ CountOrZero = Annotated[int, Field(ge=0)]  # 0: no request may ask for any
 
 
 class Limits(BaseModel):
-    """Bounds on what one request may ask for. Each refusal names the limit and its value."""
+    """Upper bounds for the parts of one request. An error names the limit and its value."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
@@ -59,13 +58,13 @@ class Limits(BaseModel):
     """The most tokens in `allowed_token_ids`."""
 
     max_grammar_chars: CountOrZero = 262_144
-    """The most characters of the rule of an answer (`structured`): of a JSON Schema, a grammar, all choices together."""
+    """The most characters of a structured-output spec (`structured`): of a JSON Schema, a grammar, all choices together."""
 
     max_grammar_depth: CountOrZero = 100
-    """The most brackets within each other in the rule of an answer."""
+    """The deepest nesting of brackets in a structured-output spec."""
 
     max_grammar_s: Annotated[float, Field(gt=0, le=86_400)] = 10.0
-    """The longest that the rule of an answer may take to compile, in seconds."""
+    """The longest time to compile a structured-output spec, in seconds."""
 
     max_logprobs: CountOrZero = 20
     """The most alternatives a token (`logprobs`, `prompt_logprobs`)."""

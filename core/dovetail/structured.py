@@ -1,4 +1,7 @@
-"""`Structured`: the rule that the text of an answer must follow, as a user gives it in `SamplingParams.structured`. This file doesn't need torch."""
+"""`Structured`: structured output as a user requests it in `SamplingParams.structured`. This file doesn't need torch.
+
+A `Structured` becomes a `GrammarSpec`, which a grammar backend compiles to a `Grammar`; each sample has a `Matcher`, which fills its token mask.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ _STRUCTURE_KEYS = ("begin", "schema", "end")
 
 @dataclass(frozen=True, slots=True)
 class Structured:
-    """The rule of an answer: exactly one of the first six. It is checked when made: a wrong value raises `RequestError` with the field's name.
+    """A structured-output spec: exactly one of the first six fields. Raises `RequestError` naming the field for an invalid value.
 
-    With `after`, say `"</think>"`, the rule begins behind the first such text in the answer; what comes before is free.
+    With `after`, say `"</think>"`, the spec applies after the first such text in the answer; anything may precede it.
     """
 
     json_schema: Any = None  # a JSON Schema: a mapping, its JSON, or a pydantic model's class; kept as its JSON
@@ -60,19 +63,19 @@ class Structured:
 
     @property
     def kind(self) -> str:
-        """The name of the rule: one of `RULES`."""
+        """The field that is set: one of `RULES`."""
         return next(name for name in RULES if getattr(self, name))
 
     @property
     def text(self) -> str:
-        """The rule as text: see `dovetail.api.grammar.GrammarSpec`."""
+        """The spec as text: see `dovetail.api.grammar.GrammarSpec`."""
         value = getattr(self, self.kind)
         if self.kind == "choice":
             return json.dumps(value, ensure_ascii=False)
         return "" if self.json_object else str(value)
 
     def depth(self) -> int:
-        """Return how many brackets within each other the rule's text has, those in strings and sets of characters not counted."""
+        """Return the nesting depth of brackets in the text, outside of strings and character classes."""
         plain = (_ESCAPED if self.kind == "regex" else _STRING).sub("", self.text)
         deepest = depth = 0
         for bracket in _BRACKETS.findall(plain):
@@ -98,7 +101,7 @@ class StructuredOutputsParams:
     backend: str | None = None
 
     def structured(self) -> Structured:
-        """Return the same rule. Raises `RequestError`, also for an option that can't be honoured."""
+        """Return the equivalent `Structured`. Raises `RequestError`, also for an unsupported option."""
         for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
             if getattr(self, name):
                 raise RequestError(f"structured_outputs.{name}: it isn't supported; say it in the schema, or in a grammar")
@@ -111,7 +114,7 @@ GuidedDecodingParams = StructuredOutputsParams
 
 
 def structured_of_vllm(value: Any) -> Structured:
-    """Return what `structured_outputs` or `guided_decoding` says. Raises `RequestError`."""
+    """Parse `structured_outputs` or `guided_decoding`. Raises `RequestError`."""
     if isinstance(value, Mapping):
         known = [field.name for field in fields(StructuredOutputsParams)]
         for key in value:
@@ -237,7 +240,7 @@ def _items(tag: Mapping[str, Any], key: str, name: str) -> Sequence[Any]:
 
 
 def _key(key: Any) -> str:
-    """A wrong key, to be read behind a dot."""
+    """Return an unknown key, shortened for an error."""
     return key[:80] if isinstance(key, str) else shown(key)
 
 
@@ -246,7 +249,7 @@ def _flag(value: bool, name: str) -> bool:
 
 
 def _wrong(name: str, what: str) -> RequestError:
-    """An error about a field. Its text begins with "structured", by which front ends know what it is about."""
+    """Make an error about a field. Its text begins with "structured", by which front ends recognize it."""
     return RequestError(f"structured.{name}: {what}")
 
 

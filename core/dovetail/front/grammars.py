@@ -1,4 +1,4 @@
-"""`GrammarCompiler`: rules of answers become grammars in threads, while their requests wait. An engine has one, made when the first rule comes."""
+"""`GrammarCompiler`: compiles grammars in threads, while their requests wait. An engine makes one at the first structured output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BASE_BYTES, _BYTES_A_CHAR = 65_536, 256  # of a compiled grammar: a guess, as b
 
 
 def spec_of(structured: Structured) -> GrammarSpec:
-    """Return a rule as a backend takes it."""
+    """Return the spec that a backend compiles."""
     return GrammarSpec(cast(SpecKind, structured.kind), structured.text)
 
 
@@ -49,8 +49,8 @@ class _Compilation:
 
 
 class GrammarCompiler:
-    """Compiles each spec once, in a few threads. What takes too long is given up: its thread can't be ended, so another takes its place. Any thread
-    may call it."""
+    """Compiles each spec once, in a few threads. A compilation that exceeds the time limit is abandoned: its thread can't be stopped, so another
+    replaces it. Thread safe."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class GrammarCompiler:
         return cls(backend, limits, part.qualified_name, spelled)
 
     def constraints(self, params: SamplingParams) -> list[Constraint]:
-        """Return a constraint for each sample of a request with a rule: it holds the sample back until the grammar is compiled, and fails with the
-        reason if that can't be. Raises `RequestError` for a kind of rule that the backend doesn't have."""
+        """Return a constraint for each sample of a request with structured output, which waits for the grammar, and fails with the reason if it
+        doesn't compile. Raises `RequestError` for a kind of spec that the backend doesn't support."""
         structured = Structured.of(params.structured)
         if structured.kind not in (kinds := self.backend.capabilities.kinds):
             raise RequestError(f"structured.{structured.kind}: grammar backend {self._name} can't do it; it has {', '.join(kinds)}")
@@ -104,7 +104,7 @@ class GrammarCompiler:
         return [Constraint(compiling, self.backend, after, self._spelled) for _ in range(params.n)]
 
     def compile(self, spec: GrammarSpec) -> Future[Grammar]:
-        """Return the grammar to come. Its exception is a `RequestError` whose text begins with "structured"."""
+        """Return a future of the grammar. Its exception is a `RequestError` whose text begins with "structured"."""
         with self._lock:
             known = self._cache.get(spec)
             if known is not None:
@@ -126,7 +126,7 @@ class GrammarCompiler:
             return job.future
 
     def close(self) -> None:
-        """End the threads, once they have done what they are at."""
+        """End the threads after their present compilations."""
         with self._lock:
             self._closed = True
             for job in self._queue:
@@ -180,7 +180,7 @@ class GrammarCompiler:
             return None, RequestError(f"structured.{spec.kind}: the grammar backend failed: {describe(error)}")
 
     def _give_up(self, job: _Compilation) -> None:
-        """A compilation takes too long."""
+        """Abandon a compilation that exceeds the time limit."""
         with self._lock:
             if job.compiled:
                 return
@@ -196,7 +196,7 @@ class GrammarCompiler:
 
 
 class _Cache:
-    """Grammars and failures by spec, the latest used last. Not safe for threads."""
+    """LRU cache of grammars and failures by spec. Not thread safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._bytes = max_bytes, 0

@@ -34,7 +34,7 @@ class PrefixOptions(BaseModel):
 
     reuse: bool = Field(True, description="Whether K and V that one request computed may be found by another, or by itself after a preemption.")
     hash: HashName = Field(
-        "xxh3", description="What blocks are found by: xxh3 is quick, sha256 keeps users who don't trust each other from making theirs collide."
+        "xxh3", description="Hash by which blocks are found: xxh3 is fast; sha256 prevents collisions that an untrusted user might construct."
     )
 
 

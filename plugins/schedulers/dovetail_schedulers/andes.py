@@ -14,11 +14,11 @@ class AndesOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `andes`. The first two are a reader's expectations, in the paper's sense of quality of experience."""
 
     ttft_s: float = Field(1.0, ge=0, allow_inf_nan=False, description="Seconds after arrival by which a reader expects the first token.")
-    tokens_per_s: PositiveFloat = Field(4.8, description="Reading speed: tokens that come faster make nobody happier.")
+    tokens_per_s: PositiveFloat = Field(4.8, description="Reading speed: faster tokens don't improve the quality of experience.")
     ahead_s: float = Field(
-        2.0, ge=0, description="Who is this far ahead of its reader pauses while others wait; who waits for less than this is urgent."
+        2.0, ge=0, description="A request this far ahead of its reader pauses while others wait; one due sooner than this is urgent."
     )
-    max_preemptions: int = Field(1, ge=0, description="How often a request may be preempted before it is never paused again.")
+    max_preemptions: int = Field(1, ge=0, description="Number of preemptions after which a request is never paused again.")
 
 
 class Andes(Scheduler):

@@ -1,4 +1,4 @@
-"""Earliest deadline first (Liu and Layland, JACM 1973); requests whose deadline can't be met are turned away, as in Clockwork (OSDI '20)."""
+"""Earliest deadline first (Liu and Layland, JACM 1973); requests whose deadline can't be met are rejected, as in Clockwork (OSDI '20)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class EDFOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `edf`."""
 
     assume: Literal["shortest", "longest"] = Field(
-        "shortest", description="Length of an answer that nobody predicted: one more token, so that only the surely late are rejected, or max_tokens."
+        "shortest",
+        description="Output length without a prediction: one more token, so that only requests sure to be late are rejected, or max_tokens.",
     )
-    warmup_steps: int = Field(20, ge=0, description="Steps before their times are trusted; till then only what is late is rejected.")
+    warmup_steps: int = Field(20, ge=0, description="Number of steps before estimates are trusted; until then only late requests are rejected.")
 
 
 class EDF(Scheduler):

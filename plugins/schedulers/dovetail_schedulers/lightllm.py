@@ -20,8 +20,8 @@ class LightLLMOptions(CounterOptions, frozen=True):
 
     every: int = Field(10, ge=1, description="Decode steps between two admissions.")
     batch_max_tokens: int | None = Field(None, ge=1, description="Prompt tokens admitted at once; null: the budget of a step.")
-    reserve: Literal["max_tokens", "predicted"] = Field("max_tokens", description="Length of an answer for which memory must be there.")
-    order: Literal["arrival", "vtc", "lcf"] = Field("arrival", description="Who is admitted first: as in `fcfs`, `vtc` or `lcf`.")
+    reserve: Literal["max_tokens", "predicted"] = Field("max_tokens", description="Output length for which memory must be available.")
+    order: Literal["arrival", "vtc", "lcf"] = Field("arrival", description="Order of admission: that of `fcfs`, `vtc` or `lcf`.")
     client_tokens: int = Field(0, ge=0, description="Pool tokens set aside for each client of the batch, as S-LoRA does for its adapter.")
 
 

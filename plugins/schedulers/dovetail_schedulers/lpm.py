@@ -14,8 +14,8 @@ from dovetail_schedulers.in_order import run_on
 class LPMOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `lpm`."""
 
-    window: int = Field(128, ge=1, description="How many of those waiting, in order of arrival, are looked up in each step.")
-    patience_s: float = Field(10.0, ge=0, description="Who waits this long, in seconds, goes first whatever is cached, in order of arrival.")
+    window: int = Field(128, ge=1, description="Number of waiting requests, by arrival, that are looked up in each step.")
+    patience_s: float = Field(10.0, ge=0, description="Requests that have waited this long, in seconds, go first, by arrival, whatever is cached.")
 
 
 class LPM(Scheduler):

@@ -1,5 +1,5 @@
-"""Requests with a common prefix side by side, so that it is computed once and evicted when all are through: BatchLLM (Zheng et al.,
-arXiv:2412.03594), whose global grouping is done here among those that wait."""
+"""Schedules requests with a common prefix together, so that it is computed once and evicted after the last: BatchLLM (Zheng et al.,
+arXiv:2412.03594), with its global grouping applied to the waiting requests."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dovetail_schedulers.in_order import run_on
 class PrefixBatchOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `prefix_batch`."""
 
-    least_tokens: int = Field(256, ge=1, description="Prompt tokens in common that make requests a group.")
-    window: int = Field(256, ge=1, description="How many of those waiting, in order of arrival, are grouped.")
-    patience_s: float = Field(10.0, ge=0, description="Who waits this long, in seconds, goes first whatever its group, in order of arrival.")
+    least_tokens: int = Field(256, ge=1, description="Number of shared prompt tokens from which on requests form a group.")
+    window: int = Field(256, ge=1, description="Number of waiting requests, by arrival, that are grouped.")
+    patience_s: float = Field(10.0, ge=0, description="Requests that have waited this long, in seconds, go first, by arrival, whatever their group.")
 
 
 class PrefixBatch(Scheduler):

@@ -19,9 +19,9 @@ LOOK_AFTER = 64  # at least this many requests are let in between two rounds of 
 class RPMOptions(BaseModel, extra="forbid", frozen=True):
     """Options of the scheduler `rpm`. Requests without a client count as those of one more client."""
 
-    limit: int = Field(60, ge=1, description="Requests of a client that are let in during any window.")
+    limit: int = Field(60, ge=1, description="Number of a client's requests admitted in any window.")
     window_s: float = Field(60.0, gt=0, allow_inf_nan=False, description="Length of the window in seconds.")
-    over: Literal["reject", "defer"] = Field("reject", description="What becomes of those above the limit: rejected, or kept until there is room.")
+    over: Literal["reject", "defer"] = Field("reject", description="Requests above the limit are rejected, or wait until there is room.")
 
 
 class RPM(Scheduler):

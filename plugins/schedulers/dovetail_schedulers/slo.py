@@ -1,5 +1,5 @@
-"""Latency objectives: the first token by a deadline, and a bound on the time between tokens. Who would miss the first is turned away at once, as in
-Mooncake (Qin et al., FAST '25, arXiv:2407.00079: early rejection); the second bounds the prompts of a step, as in Sarathi-Serve (OSDI '24)."""
+"""Latency objectives: a deadline for the first token, and a bound on inter-token latency. Requests that would miss the first are rejected at once, as
+in Mooncake (Qin et al., FAST '25, arXiv:2407.00079: early rejection); the second bounds the prompts of a step, as in Sarathi-Serve (OSDI '24)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LEAST = 256  # prompt tokens of a step, so that prompts make progress however ti
 
 
 class SLOOptions(BaseModel, extra="forbid", frozen=True):
-    """Options of the scheduler `slo`. The first two are for requests that don't say (`ttft_deadline`, `tbt_s`); null: no objective."""
+    """Options of the scheduler `slo`. The first two are defaults for requests without `ttft_deadline` and `tbt_s`; null: no objective."""
 
     ttft_s: PositiveFloat | None = Field(2.0, description="Seconds after arrival by which the first token is due.")
     tbt_s: PositiveFloat | None = Field(0.1, description="Most seconds between two tokens of an answer.")
     late: Literal["reject", "last"] = Field(
-        "reject", description="What becomes of those that would miss their first token: rejected, or served last."
+        "reject", description="Requests that would miss their first token's deadline are rejected, or served last."
     )
 
 
