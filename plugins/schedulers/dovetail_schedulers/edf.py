@@ -18,7 +18,7 @@ class EDFOptions(BaseModel, extra="forbid", frozen=True):
 
     assume: Literal["shortest", "longest"] = Field(
         "shortest",
-        description="Output length without a prediction: one more token, so that only requests sure to be late are rejected, or max_tokens.",
+        description="Output length without prediction: one more token, so that only requests sure to be late are rejected; or max_tokens.",
     )
     warmup_steps: int = Field(20, ge=0, description="Number of steps before estimates are trusted; until then only late requests are rejected.")
 
