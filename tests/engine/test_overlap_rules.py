@@ -124,7 +124,7 @@ def test_the_row_after_a_stop_shows_nowhere() -> None:
     (request,) = world.add(Spec("a", PROMPT, stop_ids=frozenset([first_token()])))
     world.drain()
     assert rows_of(world, request) == 2, "one row is wasted, or this test shows nothing"
-    while world.core._flights:  # nobody waits for its results, but a later request may
+    while world.core.is_computing:  # nobody waits for its results, but a later request may
         world.step()
     assert (world.core.stats.prefill_tokens, world.core.stats.decode_tokens, world.core.stats.generated_tokens) == (5, 0, 1)
     assert world.heard.computed["a"] == 5

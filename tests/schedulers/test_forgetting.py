@@ -86,6 +86,7 @@ class RPMKeepsAll(RPM):
             return True
         if defer:
             step.wake_at(recent[0] + window_s)
+            step.note(request, f"its client {request.client!r} is over its limit until {recent[0] + window_s:.3f} s")
         else:
             step.reject(request, f"its client {request.client!r} sent more than {self.options.limit} requests in {window_s:g} s")
         return False

@@ -1,5 +1,4 @@
-"""A limit of requests a minute for each client, as public services have it: the baseline RPM of Sheng et al., Fairness in Serving Large Language
-Models (OSDI '24, arXiv:2401.00588), section 5."""
+"""A limit of requests a minute for each client: the baseline RPM of Fairness in Serving Large Language Models (OSDI '24, arXiv:2401.00588)."""
 
 from __future__ import annotations
 
