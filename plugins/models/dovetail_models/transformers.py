@@ -163,8 +163,7 @@ def _states(base: nn.Module, token_ids: torch.Tensor, positions: torch.Tensor) -
 
 def _of_config(text: Any) -> PreTrainedModel:
     text = copy.deepcopy(text)
-    text._attn_implementation = text._experts_implementation = NAME
-    return _ready(AutoModelForCausalLM.from_config(text))
+    return _ready(AutoModelForCausalLM.from_config(text, attn_implementation=NAME, experts_implementation=NAME))
 
 
 def _ready(model: PreTrainedModel) -> PreTrainedModel:

@@ -27,6 +27,7 @@ CLAUSES: Marks = {
     },
     "CausalLM.logits": {"same on every rank": held("transformers", "shards"), "may overwrite": held("owns_nothing")},
     "CausalLM.weights": held("weight_names", "weight_use"),
+    "LoadsItself": unchecked("only the built-in model `transformers` does, and has tests of its own"),
     "WeightRule": {
         "loads the checkpoint's tensor": held("checkpoint"),
         "part of a fused": held("weight_use", "shards"),
