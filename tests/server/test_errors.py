@@ -39,7 +39,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"x": 1}}, "logit_bias", "a key"),
     ({"logit_bias": {"99999": 1}}, "logit_bias", "99999"),
     ({"logit_bias": {"-1": 1}}, "logit_bias", "-1"),
-    ({"max_tokens": 0}, "max_tokens", "0 is for echo alone"),
+    ({"max_tokens": 0}, "max_tokens", "0 is only for echo"),
     ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", "max_tokens (0)"),
     ({"max_tokens": -1, "echo": True}, "max_tokens", ">= 1"),
     ({"logprobs": 1000}, "logprobs", "limits.max_logprobs"),

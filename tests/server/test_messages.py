@@ -23,7 +23,8 @@ from dovetail_server.errors import HttpError
 from dovetail_server.parsers.events import Event
 from dovetail_server.protocol import messages as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts
-from dovetail_server.protocol.message_events import MessageWriter, content_of, stop_of
+from dovetail_server.protocol.message_events import MessageWriter
+from dovetail_server.protocol.openai_common import TokenCounts
 from dovetail_server.settings import ServerSettings
 from dovetail_server.streams import EventStream
 from dovetail_server.testing import FakeEngine
@@ -41,7 +42,7 @@ def read(**fields: Any) -> protocol.MessagesRequest:
 
 
 def message(content: Any, role: str = "user") -> list[dict[str, Any]]:
-    return protocol.conversation(read(messages=[{"role": role, "content": content}]))
+    return protocol.chat_messages(read(messages=[{"role": role, "content": content}]))
 
 
 def accumulated(stream: bytes) -> Any:
@@ -56,19 +57,24 @@ def accumulated(stream: bytes) -> Any:
     return snapshot
 
 
+def writer_of(max_tokens: int = 5) -> MessageWriter:
+    return MessageWriter(protocol.MessageAnswer(id="msg_1", model="m", content=[], usage=protocol.Usage(0, 0)), max_tokens)
+
+
 @given(answers())
 @examples(quick=50, full=2000)
 def test_a_streams_deltas_add_up_to_the_whole_answer(events: list[Event]) -> None:
-    usage = protocol.Usage(3, 0)
-    writer, whole = MessageWriter(), AnswerParts()
+    writer, whole = writer_of(), AnswerParts()
     streamed = AnswerParts(writer)
-    writer.start(protocol.MessageAnswer(id="msg_1", model="m", content=[], usage=usage))
+    writer.start(TokenCounts(3, 0, 0))
     for event in events:
         streamed.add([event])
-    streamed.finish()
-    writer.finish("end_turn", None, protocol.Usage(3, 7))
+    streamed.finish(cut=True)
     whole.add(events)
-    body = msgspec.to_builtins(content_of(whole.parts))
+    whole.finish(cut=True)
+    answer = writer.whole(CompletionOutput(0, "", [], finish_reason="stop"), whole, TokenCounts(3, 7, 0))
+    writer.finish(answer)
+    body = msgspec.to_builtins(answer.content)
     told = accumulated(writer.take()).to_dict()
     assert told["content"] == body
     assert (told["stop_reason"], told["usage"]["output_tokens"]) == ("end_turn", 7)
@@ -76,7 +82,7 @@ def test_a_streams_deltas_add_up_to_the_whole_answer(events: list[Event]) -> Non
 
 def test_system_text_comes_first() -> None:
     body = read(system="Be kind.", messages=[{"role": "user", "content": "Hi"}])
-    assert protocol.conversation(body) == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    assert protocol.chat_messages(body) == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
 
 
 def test_tool_results_become_messages_of_their_own() -> None:
@@ -122,8 +128,8 @@ def test_a_block_in_the_wrong_place_is_refused_by_its_place(role: str, block: di
 def test_a_model_that_may_call_no_tools_hears_of_none() -> None:
     tools = [{"name": "weather", "description": "Weather of a city", "input_schema": {"type": "object"}}]
     function = {"name": "weather", "description": "Weather of a city", "parameters": {"type": "object"}}
-    assert protocol.tools(read(tools=tools)) == [{"type": "function", "function": function}]
-    assert protocol.tools(read(tools=tools, tool_choice={"type": "none"})) is None
+    assert read(tools=tools).chat_options({}).tools == [{"type": "function", "function": function}]
+    assert read(tools=tools, tool_choice={"type": "none"}).chat_options({}).tools is None
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,12 @@ def test_a_model_that_may_call_no_tools_hears_of_none() -> None:
 )
 def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
     with pytest.raises(HttpError, match=name):
-        protocol.check_supported(read(**fields))
+        read(**fields).check_supported()
+
+
+def stop_of(output: CompletionOutput, *, used_tokens: int) -> tuple[str | None, str | None]:
+    answer = writer_of(max_tokens=5).whole(output, AnswerParts(), TokenCounts(3, used_tokens, 0))
+    return answer.stop_reason, answer.stop_sequence
 
 
 @pytest.mark.parametrize(
@@ -147,12 +158,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], name
     ],
 )
 def test_the_stop_reason_says_why_it_stopped(output: CompletionOutput, expected: tuple[str, str | None]) -> None:
-    assert stop_of(output, AnswerParts(), used_tokens=5, max_tokens=5) == expected
+    assert stop_of(output, used_tokens=5) == expected
 
 
 def test_an_answer_that_filled_the_model_says_so() -> None:
     output = CompletionOutput(0, "", [], finish_reason="length")
-    assert stop_of(output, AnswerParts(), used_tokens=4, max_tokens=5) == ("model_context_window_exceeded", None)
+    assert stop_of(output, used_tokens=4) == ("model_context_window_exceeded", None)
 
 
 # Over loopback, by Anthropic's client

@@ -22,7 +22,8 @@ from dovetail_server.parsers import AnswerReader, parser_for
 from dovetail_server.parsers.events import Content, Event
 from dovetail_server.protocol import responses as protocol
 from dovetail_server.protocol.answer_parts import AnswerParts
-from dovetail_server.protocol.response_events import ResponseWriter, finished_answer
+from dovetail_server.protocol.openai_common import TokenCounts
+from dovetail_server.protocol.response_events import ResponseWriter
 from tests.server.answers import answers, read_events
 from tests.server.scripted import Script, ScriptedEngine
 from tests.server.serving import PATIENCE_S, serving_in_thread
@@ -36,7 +37,7 @@ def read(**fields: Any) -> protocol.ResponsesRequest:
 
 
 def messages(*items: dict[str, Any]) -> list[dict[str, Any]]:
-    return protocol.conversation(None, protocol.read_items(items))
+    return protocol.chat_messages(None, protocol.read_items(items))
 
 
 def streamed(events: list[Event], finish_reason: Literal["stop", "length"]) -> list[dict[str, Any]]:
@@ -44,11 +45,10 @@ def streamed(events: list[Event], finish_reason: Literal["stop", "length"]) -> l
     begun = protocol.begun_answer(read(), "resp_1", "m", 0)
     writer = ResponseWriter(begun)
     parts = AnswerParts(writer)
-    writer.start()
+    writer.start(TokenCounts(1, 0, 0))
     parts.add(events)
     parts.finish(cut=finish_reason == "length")
-    usage = protocol.ResponseUsage(input_tokens=1, input_tokens_details=protocol.InputTokensDetails(), output_tokens=2, total_tokens=3)
-    writer.finish(finished_answer(begun, parts.parts, usage, 9, full=parts.cut, cut=parts.cut))
+    writer.finish(writer.whole(CompletionOutput(0, "", [], finish_reason=finish_reason), parts, TokenCounts(1, 2, 0)))
     told: list[dict[str, Any]] = read_events(writer.take())
     for event in told:
         STREAM_EVENT.validate_python(event)
@@ -89,7 +89,7 @@ def test_an_answer_without_room_is_incomplete() -> None:
 
 
 def test_instructions_come_first() -> None:
-    assert protocol.conversation("Be kind.", protocol.read_items("Hi")) == [
+    assert protocol.chat_messages("Be kind.", protocol.read_items("Hi")) == [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Hi"},
     ]
@@ -158,11 +158,11 @@ def test_a_wrong_item_is_named(item: dict[str, Any], said: str) -> None:
 )
 def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(HttpError, match=next(iter(fields))):
-        protocol.check_supported(read(**fields))
+        read(**fields).check_supported()
 
 
 def test_a_request_that_says_store_false_is_served() -> None:
-    protocol.check_supported(read(store=False, tool_choice="auto", truncation="disabled"))
+    read(store=False, tool_choice="auto", truncation="disabled").check_supported()
 
 
 # Over loopback, by OpenAI's client

@@ -1,6 +1,6 @@
-"""`Exchange`: one HTTP request to the engine and its answer, and `Endpoint`, which makes a route of a function that takes one.
+"""`Exchange`: one HTTP request and its answer; `OutputListener`: one of its requests to the engine; `Endpoint`: a route.
 
-However an exchange ends (answered, refused, its client gone, its task cancelled), nothing of it stays in the engine.
+However an exchange ends (answered, rejected, client gone, task cancelled), it leaves nothing in the engine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from starlette.types import Receive, Scope, Send
@@ -33,33 +33,23 @@ from dovetail_server.metrics import RequestMeter, ServerMetrics
 from dovetail_server.outbox import Outbox
 from dovetail_server.preparing import Preparing
 from dovetail_server.protocol.decoding import decode
+from dovetail_server.protocol.openai_common import GenerationFields, TokenCounts
+from dovetail_server.request_record import RequestRecord
 from dovetail_server.settings import ServerSettings
 from dovetail_server.streams import ClientGone, EventStream, SlowReaderError, until_disconnected
+from dovetail_server.tracing import Tracing
 
 T = TypeVar("T")
+G = TypeVar("G", bound=GenerationFields)
 
 _FAILURES = ("rejected", "error", "abort")
-_CHARS_A_TOKEN = 4  # guessed, of a text that isn't tokenized yet
-_SHORT = 2000  # characters that the engine tokenizes in the event loop: a thread would take longer
-
-
-@dataclass(slots=True)
-class Record:
-    """Numbers of one request, for its log line. Times are seconds of `time.monotonic`."""
-
-    began: float = field(default_factory=time.monotonic)
-    first_output: float | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    model: str | None = None
-    error: str | None = None
-    gone: bool = False  # the client went away before the end
+_CHARS_A_TOKEN = 4  # estimate for text that isn't tokenized yet
+_SHORT = 2000  # characters that are tokenized in the event loop, where it is faster than in a thread
 
 
 @dataclass(frozen=True)
 class Server:
-    """The objects that all routes share; `app.state.server`."""
+    """Objects shared by all routes: `app.state.server`."""
 
     engine: ServedEngine
     settings: ServerSettings
@@ -67,48 +57,50 @@ class Server:
     parsing: AnswerParsing
     preparing: Preparing
     metrics: ServerMetrics
-    models: tuple[str, ...]  # the names that a request may give; the first is the model's own
-    tracing: ExchangeTracer | None = None
-    batches: BatchStore | None = None  # None: this server keeps no files
+    models: tuple[str, ...]  # names that requests may use; answers use the first by default
+    tracing: Tracing | None = None
+    batches: BatchStore | None = None  # None: batches are disabled
     outbox: Outbox = field(default_factory=Outbox)
     started_at: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
     def check_health(self) -> None:
-        """Raises `DovetailError` if the engine, or a part of this front end, is dead or hangs."""
+        """Raise `DovetailError` if the engine or a part of this front end is dead or hangs."""
         self.engine.check_health()
         self.outbox.check_health()
 
     def model_named(self, name: str | None) -> str:
-        """Return the name that the answer tells. Raises `HttpError` 404 for an unknown one."""
+        """Return the model name for the answer. Raises `HttpError` 404 for an unknown name."""
         if name is None or name in self.models:
             return name or self.models[0]
-        raise HttpError(404, f"the model {name[:200]!r} isn't served here; served is {', '.join(self.models)}", param="model", code="model_not_found")
+        message = f"the model {name[:200]!r} isn't served here; available: {', '.join(self.models)}"
+        raise HttpError(404, message, param="model", code="model_not_found")
 
 
-class ExchangeTracer(Protocol):
-    """Exports a span for each request that has ended: `tracing.Tracing`."""
-
-    def export(self, exchange: Exchange) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Part:
-    """A `Listener` for one of the engine's requests that belong to an exchange. Subclasses have `take`."""
+class OutputListener:
+    """`Listener` to one of an exchange's requests to the engine. Subclasses implement `take`."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
         self.ticket: Ticket | None = None
         self.meter: RequestMeter | None = None
         self.begun = self.ended = False
-        self.times: RequestMetrics | None = None  # of the engine's events, which grow with them
+        self.times: RequestMetrics | None = None  # updated as the request proceeds
         self.finish_reasons: list[str] = []
         self.is_plain = False
-        self._around = b"", b""  # a token's text, if `is_plain`
+        self._around = b"", b""  # what surrounds a token's text, if `is_plain`
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """None: unknown."""
+        return None
+
+    @property
+    def counts(self) -> TokenCounts:
+        return TokenCounts(self.prompt_tokens, self.completion_tokens, self.cached_tokens, self.reasoning_tokens)
+
     def take(self, output: RequestOutput) -> None:
-        """Take what is new. An error ends the exchange, and the engine's requests with it."""
+        """Process new output. An error fails the exchange and aborts its requests."""
         raise NotImplementedError
 
     def on_output(self, output: RequestOutput) -> None:
@@ -126,15 +118,15 @@ class Part:
                     return
         try:
             self.take(output)
-        except Exception as error:  # it is this request's alone
+        except Exception as error:  # must not affect other requests
             self.exchange.fail(http_error(error))
             return
         if output.finished:
-            self.exchange.part_ended()
+            self.exchange.listener_ended()
 
-    def tell_plainly(self, before: bytes, behind: bytes) -> None:
-        """From now on, write a token that brings nothing but text as this text in JSON, between two pieces. Of a stream with one sample."""
-        self._around = before, behind
+    def tell_plainly(self, before: bytes, after: bytes) -> None:
+        """From now on, write the JSON text of each plain token between these bytes. For streams of one sample."""
+        self._around = before, after
         self.is_plain = True
 
     def on_text(self, text: str) -> None:
@@ -142,8 +134,8 @@ class Part:
         if self.meter is not None:
             self.meter.saw_token()
         if text and (stream := self.exchange.stream) is not None:
-            before, behind = self._around
-            stream.write(b"%b%b%b" % (before, orjson.dumps(text), behind))
+            before, after = self._around
+            stream.write(b"%b%b%b" % (before, orjson.dumps(text), after))
 
     def on_error(self, error: DovetailError) -> None:
         self.ended = True
@@ -162,7 +154,7 @@ class Part:
 
 
 def _failure(sample: CompletionOutput) -> DovetailError:
-    if sample.finish_reason == "rejected" and str(sample.stop_reason).startswith("structured"):  # its rule couldn't be compiled: see `front.grammars`
+    if sample.finish_reason == "rejected" and str(sample.stop_reason).startswith("structured"):  # the grammar failed to compile: see `front.grammars`
         return RequestError(str(sample.stop_reason))
     if sample.finish_reason == "rejected":
         return HttpError(503, f"the scheduler rejected the request: {sample.stop_reason}", code="rejected")
@@ -171,36 +163,24 @@ def _failure(sample: CompletionOutput) -> DovetailError:
     return HttpError(500, f"the request failed: {sample.stop_reason}", code="request_failed")
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One request for the engine."""
-
-    prompt: Prompt
-    params: SamplingParams
-    part: Part
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-
 class Exchange:
     """One HTTP request and its answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, shape: ErrorShape = openai_shape) -> None:
         self.scope, self.receive, self.send, self.shape = scope, receive, send, shape
         self.server: Server = scope["app"].state.server
-        self.record: Record = scope.setdefault("dovetail.record", Record())
-        self.fields: Sequence[str] = ()  # parameters that a `RequestError` may name
+        self.record: RequestRecord = scope.setdefault("dovetail.record", RequestRecord())
+        self.fields: Sequence[str] = ()  # parameters of the body, which errors may name
         self.renamed: Mapping[str, str] = {}
-        self.started = False  # the answer's head is sent
+        self.started = False  # the response head has been sent
         self.stream: EventStream | None = None
-        self.jobs: Sequence[Job] = ()  # what the engine was given
-        self.answer_id = ""
-        self._held_bytes = 0  # of its body, until the prompt is made
-        self._ticket: Ticket | None = None  # while the prompt is made
+        self._held_bytes = 0  # of the body, until the prompt is ready
+        self._ticket: Ticket | None = None  # while the prompt is prepared
         self._body_bytes = 0
-        self._client: str | None = None  # as the body names it
-        self._parts: dict[str, Part] = {}  # by the engine's request id
-        self.on_finished: Callable[[], None] = lambda: None  # called when the last part has ended, to write last events
-        self._left = 0  # parts that haven't ended
+        self._client: str | None = None  # from the body
+        self._listeners: dict[str, OutputListener] = {}  # by the engine's request id
+        self.on_finished: Callable[[], None] = lambda: None  # called after the last output, to write final events
+        self._left = 0  # listeners that haven't ended
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -208,7 +188,7 @@ class Exchange:
         return self.server.engine
 
     async def body(self, kind: type[T]) -> T:
-        """Read the body as a msgspec struct. Raises `HttpError` 400 and what `received` does, and `RequestError` for lists that are too long."""
+        """Decode the body as a msgspec struct. Raises `HttpError` 400 and what `received` raises, and `RequestError` for lists that are too long."""
         most = self.server.settings.max_body_bytes
         too_large = HttpError(413, f"the body is larger than {most} bytes (max_body_bytes)", code="body_too_large")
         data = b"".join([part async for part in self.received(most, too_large)])
@@ -218,9 +198,16 @@ class Exchange:
         self._body_bytes, self._client = len(data), getattr(body, "client", None)
         return body
 
+    async def generation_body(self, kind: type[G]) -> tuple[G, str]:
+        """Decode the body of a generating endpoint; return it and the model name for the answer. Raises what `body` and `model_named` do."""
+        body = await self.body(kind)
+        self.renamed = body.renamed()
+        model = self.record.model = self.server.model_named(body.model)
+        return body, model
+
     def received(self, most: int, too_large: HttpError, most_held: int | None = None) -> AsyncGenerator[bytes, None]:
-        """Yield the body as it comes. `most_held`: the most bytes of it that stay in memory, if not all. Raises `HttpError` 408 if it takes too long,
-        429 if bodies of all requests are too much, `too_large` if this one is, and `ClientGone`."""
+        """Yield the body in chunks. `most_held`: the most bytes of it kept in memory, if not all. Raises `HttpError` 408 on timeout, 429 if the
+        bodies of all requests exceed the limit, `too_large` if this one does, and `ClientGone`."""
 
         def hold(size: int) -> None:
             held = size if most_held is None else min(size, most_held)
@@ -231,18 +218,18 @@ class Exchange:
 
     @property
     def client(self) -> Hashable:
-        """The client whose share of what is prepared this request takes: told apart by API key, address and the body's `client`."""
+        """Key for fair sharing between clients: API key, address and the body's `client`."""
         address = self.scope.get("client") or (None,)
         return self.scope.get("dovetail.key"), address[0], self._client
 
     async def prepared(self, work: Callable[[], T], *, given_template: bool = False) -> T:
-        """Let the request in, and return what `work` makes of it in a thread, in its client's turn. `given_template`: it renders a chat template that
-        came with the request. Raises `HttpError` 429, and 503 while the server drains; what `attended` raises; and what `work` does."""
+        """Admit the request, and return the result of `work`, run in a thread in its client's turn. `given_template`: it renders a chat template
+        from the request. Raises `HttpError` 429, and 503 while draining, what `attended` raises, and what `work` raises."""
         async with self._admitted():
             return await self.server.preparing.run(self.client, self._body_bytes, work, given_template=given_template)
 
     async def tokenized(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return prompts with texts tokenized one by one, unless they are short enough for the engine to do it. Raises what `prepared` does."""
+        """Tokenize texts one by one, unless they are short enough for `ServedEngine.submit` to do it. Raises what `prepared` raises."""
         lengths = [len(content_of(prompt)) if is_text(prompt) else 0 for prompt in prompts]
         if sum(lengths) <= _SHORT:
             return list(prompts)
@@ -255,7 +242,7 @@ class Exchange:
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
-        """Let the request in, to wait for its prompt to be made: that takes time, too, and memory."""
+        """Admit the request while its prompt is prepared, which takes time and memory, too."""
         self.check_open()
         tokens = self._body_bytes // _CHARS_A_TOKEN
         self.server.admission.check(1, tokens)
@@ -265,9 +252,9 @@ class Exchange:
                 yield
 
     def check_open(self) -> None:
-        """Raises `HttpError` 503 while the server drains."""
+        """Raise `HttpError` 503 while the server drains."""
         if self.scope["app"].state.draining:
-            raise HttpError(503, "the server is shutting down: it ends what is under way, and takes nothing new", code="draining")
+            raise HttpError(503, "the server is shutting down: it finishes running requests, and takes no new ones", code="draining")
 
     def _leave(self) -> None:
         self.server.admission.bodies.release(self._held_bytes)
@@ -276,13 +263,13 @@ class Exchange:
             self._ticket.leave(begun=False)
 
     def check(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters, if they keep the engine's limits: before anything is made for each of `n` samples. Raises `RequestError`."""
+        """Validate parameters against the engine's limits before anything is allocated for each of `n` samples. Raises `RequestError`."""
         check_params(params, self.engine.facts.limits)
         return params
 
     @asynccontextmanager
     async def attended(self) -> AsyncIterator[None]:
-        """Break off, with `ClientGone`, when the client goes away, and with `HttpError` 504 when the time is up. The body must have been read."""
+        """Interrupt the block with `ClientGone` when the client disconnects, or `HttpError` 504 on timeout. The body must have been read."""
         timeout_s = self.server.settings.request_timeout_s
         watch = asyncio.create_task(until_disconnected(self.receive))
         try:
@@ -297,27 +284,30 @@ class Exchange:
             watch.cancel()
 
     def begin_stream(self, error_event: str | None = None, shape: ErrorShape | None = None) -> EventStream:
-        """Answer with events; give them to the stream before the jobs begin, or as their outputs come."""
+        """Answer with server-sent events, which may be written before `run` and during it."""
         bound = self.server.settings.max_backlog_bytes
         self.stream = EventStream(self.scope, self._send, shape or self.shape, bound, self.server.outbox, error_event)
         return self.stream
 
-    async def run(self, jobs: Sequence[Job], name: str) -> None:
-        """Have the jobs done; of a stream, send it to its end. `name` begins their ids in the engine. Raises what `attended` does, and the error
-        of the first job that fails before an event was written."""
+    async def run(self, answer_id: str, params: SamplingParams, fields: Mapping[str, Any], requests: Sequence[tuple[Prompt, OutputListener]]) -> None:
+        """Submit a request for each prompt, and wait for their end; send a stream to its end. `answer_id` begins the request ids. Raises what
+        `attended` raises, and the error of the first request that fails before an event was written."""
         async with self.attended():
-            tokens = [_tokens_of(job.prompt) for job in jobs]
-            if self._ticket is None:  # else it was let in before
+            tokens = [_tokens_of(prompt) for prompt, _ in requests]
+            if self._ticket is None:  # otherwise it has been admitted already
                 self.check_open()
             self._leave()
-            self.server.admission.check(len(jobs), sum(tokens))
-            self._left = len(jobs)
-            self.jobs, self.answer_id = jobs, name
-            for index, (job, count) in enumerate(zip(jobs, tokens, strict=True)):
-                job.part.ticket = self.server.admission.enter(count)
-                job.part.meter = self.server.metrics.meter(job.fields.get("client"), job.params.n, self.record.began)
-                self._parts[name if len(jobs) == 1 else f"{name}-{index}"] = job.part
-            tasks = [asyncio.create_task(self._submit(request_id, job)) for request_id, job in zip(self._parts, jobs, strict=True)]
+            self.server.admission.check(len(requests), sum(tokens))
+            self._left = len(requests)
+            self.record.answer_id, self.record.params = answer_id, params
+            for index, ((_, listener), count) in enumerate(zip(requests, tokens, strict=True)):
+                listener.ticket = self.server.admission.enter(count)
+                listener.meter = self.server.metrics.meter(fields.get("client"), params.n, self.record.began)
+                self._listeners[answer_id if len(requests) == 1 else f"{answer_id}-{index}"] = listener
+            tasks = [
+                asyncio.create_task(self._submit(request_id, prompt, params, listener, fields))
+                for request_id, (prompt, listener) in zip(self._listeners, requests, strict=True)
+            ]
             try:
                 if self.stream is not None:
                     await self.stream.serve()
@@ -327,16 +317,16 @@ class Exchange:
                 for task in tasks:
                     task.cancel()
 
-    async def _submit(self, request_id: str, job: Job) -> None:
+    async def _submit(self, request_id: str, prompt: Prompt, params: SamplingParams, listener: OutputListener, fields: Mapping[str, Any]) -> None:
         try:
-            await self.engine.submit(request_id, job.prompt, job.params, job.part, **job.fields)
+            await self.engine.submit(request_id, prompt, params, listener, **fields)
         except Exception as error:
-            if job.part.meter is not None:
-                job.part.meter.refused()
-            job.part.on_error(http_error(error, self.fields, self.renamed))
+            if listener.meter is not None:
+                listener.meter.refused()
+            listener.on_error(http_error(error, self.fields, self.renamed))
 
-    def part_ended(self) -> None:
-        """A part's last output has been taken."""
+    def listener_ended(self) -> None:
+        """Note that a listener has processed its last output."""
         self._left -= 1
         if not self._left:
             self.on_finished()
@@ -346,7 +336,7 @@ class Exchange:
                 self.stream.end()
 
     def fail(self, error: DovetailError) -> None:
-        """A part failed: so does the exchange."""
+        """Fail the exchange, because one of its requests failed."""
         error = http_error(error, self.fields, self.renamed)
         self.record.error = self.record.error or str(error)
         if self.stream is not None:
@@ -355,26 +345,24 @@ class Exchange:
             self._done.set_exception(error)
 
     def close(self) -> None:
-        """Abort what is left in the engine, and note the numbers."""
+        """Abort unfinished requests in the engine, and update the record. Idempotent."""
         self._leave()
         if self.stream is not None:
             self.stream.stop_pings()
-        parts, self._parts = self._parts, {}
-        for request_id, part in parts.items():
-            if not part.ended:
+        record, listeners, self._listeners = self.record, self._listeners, {}
+        for request_id, listener in listeners.items():
+            if not listener.ended:
                 self.engine.abort(request_id)
-            if part.ticket is not None:
-                part.ticket.leave(begun=False)
-            if part.meter is not None:
-                part.meter.ended("abort")
-            self.record.prompt_tokens += part.prompt_tokens
-            self.record.cached_tokens += part.cached_tokens
-            self.record.completion_tokens += part.completion_tokens
+            if listener.ticket is not None:
+                listener.ticket.leave(begun=False)
+            if listener.meter is not None:
+                listener.meter.ended("abort")
+            record.add(listener.counts, listener.finish_reasons, listener.times)
         if self._done.done() and not self._done.cancelled():
-            self._done.exception()  # seen
+            self._done.exception()  # marks it as retrieved
 
     async def reply(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """Answer with JSON; bytes are JSON already."""
+        """Answer with JSON. Bytes are sent unchanged."""
         data = value if isinstance(value, bytes) else orjson.dumps(value)
         head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
         head += [(name.lower().encode(), text.encode()) for name, text in (headers or {}).items()]
@@ -382,7 +370,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": data})
 
     async def refuse(self, error: BaseException) -> None:
-        """Answer with an error; amidst a stream, as its last event."""
+        """Answer with an error; within a stream, as its last event."""
         told = http_error(error, self.fields, self.renamed)
         self.record.error = self.record.error or told.message
         self.server.metrics.request_refused(told.status)
@@ -400,12 +388,12 @@ class Exchange:
 def _expire(scope: asyncio.Timeout) -> None:
     try:
         scope.reschedule(asyncio.get_running_loop().time())
-    except RuntimeError:  # it is over
+    except RuntimeError:  # it has ended
         return
 
 
 def _tokens_of(prompt: Prompt) -> int:
-    """Number of a prompt's tokens, guessed from the length of a text that isn't tokenized."""
+    """Return the number of a prompt's tokens, estimated for text that isn't tokenized."""
     if isinstance(prompt, TokenizedText):
         return len(prompt.token_ids)
     content = content_of(prompt)
@@ -413,12 +401,12 @@ def _tokens_of(prompt: Prompt) -> int:
 
 
 def new_id(prefix: str) -> str:
-    """Return an id that no other request has."""
+    """Return a unique id."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
 class Endpoint:
-    """A route as a bare ASGI app around a function that answers an `Exchange`. `shape`: how the route's API words errors."""
+    """ASGI app around a function that answers an `Exchange`. `shape`: the API's error format."""
 
     def __init__(self, handler: Callable[[Exchange], Awaitable[None]], shape: ErrorShape = openai_shape) -> None:
         self._handler, self._shape = handler, shape
@@ -435,5 +423,5 @@ class Endpoint:
             await exchange.refuse(error)
         finally:
             exchange.close()
-            if exchange.jobs and (tracing := exchange.server.tracing) is not None:
-                tracing.export(exchange)
+            if exchange.record.params is not None and (tracing := exchange.server.tracing) is not None:
+                tracing.export(exchange.scope, exchange.record)

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dovetail_server import live_page
 from dovetail_server.errors import HttpError, anthropic_shape, openai_shape, speaks_anthropic
-from dovetail_server.exchange import Record
+from dovetail_server.request_record import RequestRecord
 from dovetail_server.settings import ServerSettings
 
 logger = logging.getLogger("dovetail.server")
@@ -42,7 +42,7 @@ class RequestLog:
         given = headers.get(b"x-request-id", b"")
         request_id = given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         scope["dovetail.request_id"] = request_id.decode()
-        record: Record = scope.setdefault("dovetail.record", Record())
+        record: RequestRecord = scope.setdefault("dovetail.record", RequestRecord())
         names = (b"x-request-id", b"request-id") if speaks_anthropic(scope["path"]) else (b"x-request-id",)
         status = 0
 
@@ -63,7 +63,7 @@ class RequestLog:
                 logger.info("%s", _line(scope, record, status, headers.get(b"traceparent", b"")))
 
 
-def _line(scope: Scope, record: Record, status: int, traceparent: bytes) -> str:
+def _line(scope: Scope, record: RequestRecord, status: int, traceparent: bytes) -> str:
     now = time.monotonic()
     line = {
         "method": scope["method"],

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from dovetail.front.chat import ChatOptions
-from dovetail.sampling_params import SamplingParams
 from dovetail_server.errors import HttpError
+from dovetail_server.protocol.conversation import Conversation
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
-from dovetail_server.protocol.openai_common import OPENAI_ONLY, RENAMED, OpenAIFields, check_stream, sampling_params
-from dovetail_server.protocol.structured import Demand, ResponseFormat, calls_of, chosen_function, demand_of
+from dovetail_server.protocol.openai_common import OPENAI_ONLY, RENAMED, OpenAIFields, sampling_params
+from dovetail_server.protocol.structured import ParamNames, ResponseFormat, ToolFunction, read_demand, read_tool_choice
 
 
 class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
-    """A conversation to go on with."""
+    """A conversation to continue."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -29,7 +29,7 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
 
-    # Not every value is supported
+    # Only some values are supported
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
@@ -38,6 +38,46 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     web_search_options: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
+
+    def renamed(self) -> Mapping[str, str]:
+        names = {**RENAMED, "prompt": "messages", "logprobs": "top_logprobs"}
+        return names | ({"max_tokens": "max_completion_tokens"} if self.max_tokens is None else {})
+
+    def to_conversation(self, templates: Mapping[str, str]) -> Conversation:
+        """Return the request in canonical form. `templates`: the model's chat templates by name. Raises `HttpError` for unsupported parameters,
+        `RequestError` for invalid ones."""
+        refuse_unsupported(self, ONLY)
+        self.check_stream()
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise HttpError(400, "max_completion_tokens: max_tokens is its old name: give one of them", param="max_completion_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise HttpError(400, "top_logprobs: it needs logprobs: true", param="top_logprobs")
+        max_tokens = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        tools = None if self.tool_choice == "none" else self.tools or None
+        choice = read_tool_choice(self.tool_choice, self.parallel_tool_calls)
+        options = ChatOptions(
+            tools=tools,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+            continue_final_message=self.continue_final_message,
+            add_generation_prompt=self.add_generation_prompt,
+        )
+        params = sampling_params(self, max_tokens=max_tokens, logprobs=self.told_logprobs)
+        functions = [_function(tool) for tool in tools or ()]
+        demand = read_demand(self, self.response_format, functions, choice, ParamNames(strict="tools[{}].function.strict"))
+        return Conversation(self.messages, options, params, demand)
+
+    @property
+    def told_logprobs(self) -> int | None:
+        """How many alternatives to return with each token; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _function(tool: Mapping[str, Any]) -> ToolFunction:
+    """Read a tool leniently: the chat front end validates it."""
+    function = tool.get("function", tool)
+    function = function if isinstance(function, Mapping) else {}
+    return ToolFunction(str(function.get("name")), function.get("parameters"), bool(function.get("strict")), tool)
 
 
 ONLY = (
@@ -51,48 +91,3 @@ ONLY = (
     Only("reasoning_effort", (), "give the chat template's own variable in chat_template_kwargs"),
     Only("verbosity", ("medium",), "no model here knows it"),
 )
-
-
-def chat_demand(body: ChatRequest) -> Demand:
-    """Return what is demanded of the answer's form. Raises `HttpError`, `RequestError`."""
-    required, name = chosen_function("tool_choice", body.tool_choice)
-    tools = [] if body.tool_choice == "none" else [_tool(tool) for tool in body.tools or ()]
-    parallel = ("parallel_tool_calls", body.parallel_tool_calls is not False)
-    calls = calls_of(tools, ("tool_choice", required, name), parallel=parallel, strict="tools[{}].function.strict")
-    return demand_of(body, ("response_format", body.response_format), calls, has_tools=bool(tools))
-
-
-def _tool(tool: Mapping[str, Any]) -> tuple[str, Any, bool]:
-    """Name, schema and strictness of a tool; whether it is one at all, the chat front end checks."""
-    function = tool.get("function", tool)
-    function = function if isinstance(function, Mapping) else {}
-    return str(function.get("name")), function.get("parameters"), bool(function.get("strict"))
-
-
-def chat_options(body: ChatRequest) -> ChatOptions:
-    """Return how the conversation becomes a prompt. Raises `RequestError`."""
-    return ChatOptions(
-        tools=None if body.tool_choice == "none" or not body.tools else body.tools,
-        chat_template=body.chat_template,
-        chat_template_kwargs=body.chat_template_kwargs,
-        continue_final_message=body.continue_final_message,
-        add_generation_prompt=body.add_generation_prompt,
-    )
-
-
-def chat_params(body: ChatRequest) -> SamplingParams:
-    """Return the parameters of the answer. Raises `HttpError` for what isn't supported, `RequestError` for what is wrong."""
-    refuse_unsupported(body, ONLY)
-    check_stream(body)
-    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise HttpError(400, "max_completion_tokens: max_tokens is its old name: give one of them", param="max_completion_tokens")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise HttpError(400, "top_logprobs: it needs logprobs: true", param="top_logprobs")
-    max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    return sampling_params(body, max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
-
-
-def renamed_fields(body: ChatRequest) -> dict[str, str]:
-    """Return the names that the client used, by those that errors of the engine use."""
-    names = {**RENAMED, "prompt": "messages", "logprobs": "top_logprobs"}
-    return names | ({"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {})

@@ -1,4 +1,4 @@
-"""JSON bodies into msgspec structs, with errors that name the field and say what would be right."""
+"""Decoding of JSON bodies into msgspec structs, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -53,19 +53,24 @@ def _explained(text: str, kind: Any) -> HttpError:
 
 
 class Only(NamedTuple):
-    """A parameter of which not every value is supported: the values that are, and why not the others."""
+    """A parameter of which only some values are supported."""
 
     name: str
-    values: tuple[Any, ...]  # besides null
-    reason: str
+    values: tuple[Any, ...]  # supported besides null
+    reason: str  # why the others aren't
 
 
 def refuse_unsupported(body: Any, table: Sequence[Only]) -> None:
-    """Raises `HttpError` 400 for the first parameter with a value that isn't supported."""
+    """Raise `HttpError` 400 for the first parameter with an unsupported value."""
     for name, values, reason in table:
         value = getattr(body, name)
         if value is not None and not any(type(value) is type(one) and value == one for one in values):
-            raise HttpError(400, f"{name}: {reason}, got {shown(value)}", param=name, code="unsupported_parameter")
+            raise unsupported(name, f"{reason}, got {shown(value)}")
+
+
+def unsupported(param: str, reason: str) -> HttpError:
+    """Return the error for a parameter, or a value of it, that isn't supported."""
+    return HttpError(400, f"{param}: {reason}", param=param, code="unsupported_parameter")
 
 
 def given(**fields: Any) -> Mapping[str, Any]:

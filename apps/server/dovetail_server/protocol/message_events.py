@@ -1,4 +1,4 @@
-"""Answers of `/v1/messages`: the events of a stream as bytes, and the body of an answer that isn't streamed. Both are made of an answer's parts."""
+"""Answers of `/v1/messages`, whole and as the events of a stream, built from an answer's parts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 from dovetail.request import CompletionOutput
 from dovetail_server.protocol.answer_parts import AnswerPart, AnswerParts, PartKind
 from dovetail_server.protocol.messages import MessageAnswer, StopReason, TextAnswer, ThinkingAnswer, ToolUseAnswer, Usage
+from dovetail_server.protocol.openai_common import TokenCounts
 
 _encode = msgspec.json.Encoder().encode
 _DELTAS = {
@@ -26,22 +27,25 @@ def sse(type: str, **fields: Any) -> bytes:
 
 
 class MessageWriter:
-    """A `PartWriter` that makes a stream's events. The caller takes them with `take()`."""
+    """`AnswerWriter` of `/v1/messages`."""
 
-    def __init__(self) -> None:
+    ping: bytes | None = PING
+
+    def __init__(self, head: MessageAnswer, max_tokens: int) -> None:
+        """`head`: the answer without content. `max_tokens`: the request's limit."""
+        self._head, self._max_tokens = head, max_tokens
         self._chunks: list[bytes] = []
-        self._before_text = b""  # all of a delta's event before its text
+        self._before_text = b""  # of a delta event
 
-    def start(self, answer: MessageAnswer) -> None:
-        """Begin the stream. `answer` has no content yet."""
-        self._chunks += (sse("message_start", message=answer), PING)
+    def start(self, counts: TokenCounts) -> None:
+        self._chunks += (sse("message_start", message=msgspec.structs.replace(self._head, usage=_usage(counts))), PING)
 
     def opened(self, part: AnswerPart) -> None:
         delta, field = _DELTAS[part.kind]
         head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
         self._before_text = head % (part.index, delta.encode(), field.encode())
-        block: Any = _empty_block(part)
-        self._chunks.append(sse("content_block_start", index=part.index, content_block=block))
+        empty = _block(AnswerPart(part.kind, part.index, part.id, part.name))
+        self._chunks.append(sse("content_block_start", index=part.index, content_block=empty))
 
     def grew(self, part: AnswerPart, text: str, logprobs: Sequence[dict[str, Any]]) -> None:
         self._chunks.append(b"%b%b}}\n\n" % (self._before_text, _encode(text)))
@@ -49,42 +53,40 @@ class MessageWriter:
     def closed(self, part: AnswerPart, *, cut: bool) -> None:
         self._chunks.append(sse("content_block_stop", index=part.index))
 
-    def finish(self, stop_reason: StopReason, stop_sequence: str | None, usage: Usage) -> None:
-        """End the stream, after the parts have been closed."""
-        delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
-        self._chunks += (sse("message_delta", delta=delta, usage=usage), sse("message_stop"))
+    def finish(self, answer: MessageAnswer) -> None:
+        delta = {"stop_reason": answer.stop_reason, "stop_sequence": answer.stop_sequence}
+        self._chunks += (sse("message_delta", delta=delta, usage=answer.usage), sse("message_stop"))
 
     def take(self) -> bytes:
-        """Return the events since the last call."""
         chunks = b"".join(self._chunks)
         self._chunks.clear()
         return chunks
 
+    def whole(self, last: CompletionOutput, parts: AnswerParts, counts: TokenCounts) -> MessageAnswer:
+        reason, sequence = self._stop(last, parts, counts.completion)
+        content = [_block(part) for part in parts.parts]
+        return msgspec.structs.replace(self._head, content=content, stop_reason=reason, stop_sequence=sequence, usage=_usage(counts))
 
-def stop_of(output: CompletionOutput, parts: AnswerParts, *, used_tokens: int, max_tokens: int) -> tuple[StopReason, str | None]:
-    """Return `stop_reason` and `stop_sequence` of a finished answer of `used_tokens` tokens, of which `max_tokens` were allowed."""
-    if output.finish_reason == "length":
-        return ("max_tokens" if used_tokens >= max_tokens else "model_context_window_exceeded"), None
-    if isinstance(output.stop_reason, str):
-        return "stop_sequence", output.stop_reason
-    return ("tool_use" if parts.has_calls and not parts.cut else "end_turn"), None
+    def _stop(self, last: CompletionOutput, parts: AnswerParts, used_tokens: int) -> tuple[StopReason, str | None]:
+        if last.finish_reason == "length":
+            return ("max_tokens" if used_tokens >= self._max_tokens else "model_context_window_exceeded"), None
+        if isinstance(last.stop_reason, str):
+            return "stop_sequence", last.stop_reason
+        return ("tool_use" if parts.has_calls and not parts.cut else "end_turn"), None
 
 
-def content_of(parts: Sequence[AnswerPart]) -> list[TextAnswer | ThinkingAnswer | ToolUseAnswer]:
-    """Return the content blocks of an answer that isn't streamed."""
-    return [_block(part) for part in parts]
+def _usage(counts: TokenCounts) -> Usage:
+    return Usage(counts.prompt - counts.cached, counts.completion, cache_read_input_tokens=counts.cached)
 
 
 def _block(part: AnswerPart) -> TextAnswer | ThinkingAnswer | ToolUseAnswer:
-    if part.kind is PartKind.TEXT:
-        return TextAnswer(part.text)
-    if part.kind is PartKind.REASONING:
-        return ThinkingAnswer(part.text)
-    return ToolUseAnswer(part.id, part.name, _arguments(part.text))
-
-
-def _empty_block(part: AnswerPart) -> TextAnswer | ThinkingAnswer | ToolUseAnswer:
-    return _block(AnswerPart(part.kind, part.index, part.id, part.name))
+    match part.kind:
+        case PartKind.TEXT:
+            return TextAnswer(part.text)
+        case PartKind.REASONING:
+            return ThinkingAnswer(part.text)
+        case PartKind.CALL:
+            return ToolUseAnswer(part.id, part.name, _arguments(part.text))
 
 
 def _arguments(text: str) -> dict[str, Any]:

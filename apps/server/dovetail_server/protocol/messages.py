@@ -1,4 +1,4 @@
-"""Bodies of `/v1/messages` and `/v1/messages/count_tokens` (Anthropic's Messages API), and its conversations as the chat front end reads them."""
+"""Bodies of `/v1/messages` and `/v1/messages/count_tokens` (Anthropic's Messages API), and their conversion to a `Conversation`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from msgspec import Struct
 
 from dovetail.errors import RequestError
 from dovetail.front.chat import ChatOptions
-from dovetail.sampling_params import SamplingParams
 from dovetail_server.errors import HttpError
-from dovetail_server.protocol.decoding import Only, refuse_unsupported
-from dovetail_server.protocol.openai_common import FurtherFields, sampling_params
-from dovetail_server.protocol.structured import Demand, MessageJsonSchemaFormat, calls_of, demand_of
+from dovetail_server.protocol import structured
+from dovetail_server.protocol.conversation import Conversation
+from dovetail_server.protocol.decoding import Only, refuse_unsupported, unsupported
+from dovetail_server.protocol.openai_common import GenerationFields, sampling_params
+from dovetail_server.protocol.structured import MessageJsonSchemaFormat, ParamNames, ToolFunction, read_demand
 
 # --- requests -----------------------------------------------------------------------------------------------------------------------------------
 
@@ -23,7 +24,7 @@ class _Block(Struct, forbid_unknown_fields=True, tag_field="type"):
 
 
 class CacheControl(Struct, forbid_unknown_fields=True):
-    """A hint that has nothing to do here: every prompt's blocks are kept for others with the same beginning, as long as there is room."""
+    """No-op: the prefix cache always keeps prompts while there is room."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -38,7 +39,7 @@ class TextBlock(_Block, tag="text"):
 
 
 class OnlyText(Struct, forbid_unknown_fields=True):
-    """Text, where there is no other kind of block: msgspec doesn't ask for the tag of a tagged struct that is alone."""
+    """Text where no other block type is allowed: msgspec doesn't require the tag of a single tagged struct."""
 
     type: Literal["text"]
     text: str
@@ -47,14 +48,14 @@ class OnlyText(Struct, forbid_unknown_fields=True):
 
 
 class ThinkingBlock(_Block, tag="thinking"):
-    """Thoughts of an earlier answer. Signatures aren't looked at."""
+    """Reasoning of an earlier answer. Signatures are ignored."""
 
     thinking: str
     signature: str = ""
 
 
 class ToolUseBlock(_Block, tag="tool_use"):
-    """A call of a tool in an earlier answer."""
+    """A tool call in an earlier answer."""
 
     id: str
     name: str
@@ -65,7 +66,7 @@ class ToolUseBlock(_Block, tag="tool_use"):
 
 
 class ToolResultBlock(_Block, tag="tool_result"):
-    """A tool's answer to a call. That of a failed call (`is_error`) reaches the model with `Error: ` before it."""
+    """The result of a tool call. With `is_error` the model sees it prefixed with `Error: `."""
 
     tool_use_id: str
     content: str | list[OnlyText] = ""
@@ -91,13 +92,13 @@ class Tool(Struct, forbid_unknown_fields=True):
     cache_control: CacheControl | None = None
     strict: bool | None = None
     input_examples: None = None
-    eager_input_streaming: bool | None = None  # arguments always come as they are generated
+    eager_input_streaming: bool | None = None  # arguments are always streamed as they are generated
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
 
 class ToolChoice(Struct, forbid_unknown_fields=True):
-    """`auto`: the model decides. `none`: it isn't told of the tools. `any`: it calls one. `tool`: it calls the one with that name."""
+    """`auto`: the model decides. `none`: it doesn't see the tools. `any`: it must call one. `tool`: it must call the named one."""
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
@@ -105,7 +106,7 @@ class ToolChoice(Struct, forbid_unknown_fields=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True):
-    """`disabled` turns a template's thinking off, `adaptive` leaves it as the model has it. A budget can't be held yet."""
+    """`disabled` turns a template's thinking off, `adaptive` keeps the model's default. Budgets aren't supported yet."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -113,22 +114,21 @@ class Thinking(Struct, forbid_unknown_fields=True):
 
 
 class Metadata(Struct, forbid_unknown_fields=True):
-    """Words about the request that change no answer."""
+    """Metadata without effect on the answer."""
 
     user_id: str | None = None
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
-    """The form of the answer. Its effort is the chat template's matter (`chat_template_kwargs`)."""
+    """The form of the answer. Effort is a variable of the chat template (`chat_template_kwargs`)."""
 
     effort: str | None = None
     format: MessageJsonSchemaFormat | None = None
 
 
-class Conversation(FurtherFields, forbid_unknown_fields=True, kw_only=True):
-    """The fields that the bodies of both endpoints have."""
+class MessagesFields(GenerationFields, forbid_unknown_fields=True, kw_only=True):
+    """Fields that the bodies of both endpoints share."""
 
-    model: str | None = None
     messages: list[InputMessage]
     system: str | list[OnlyText] | None = None
     tools: list[Tool] | None = None
@@ -136,143 +136,117 @@ class Conversation(FurtherFields, forbid_unknown_fields=True, kw_only=True):
     thinking: Thinking | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    stream: bool | None = None
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
 
-    # `NO_EFFECT` has them
+    # Accepted without effect: see `NO_EFFECT`
     metadata: Metadata | None = None
     inference_geo: str | None = None
     cache_control: CacheControl | None = None
 
-    # Not every value is supported
+    # Only some values are supported
     output_config: OutputConfig | None = None
     speed: str | None = None
     service_tier: str | None = None
     container: Any = None
     diagnostics: Any = None
 
+    def renamed(self) -> Mapping[str, str]:
+        return {"stop": "stop_sequences", "prompt": "messages", "conversation": "messages", "a": "messages"}
 
-class MessagesRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
-    """A conversation to go on with."""
+    def check_supported(self) -> None:
+        """Raise `HttpError` 400 naming an option that this server can't honour."""
+        refuse_unsupported(self, ONLY)
+        thinking, config = self.thinking, self.output_config
+        if thinking is not None and (thinking.type == "enabled" or thinking.budget_tokens is not None):
+            reason = "budgets aren't supported; use {'type': 'adaptive'}, which leaves it to the model, or {'type': 'disabled'}"
+            raise unsupported("thinking", reason)
+        if config is not None and config.effort is not None:
+            raise unsupported("output_config.effort", "pass the chat template's own variable in chat_template_kwargs")
+
+    def function_tools(self) -> list[ToolFunction]:
+        """Return the tools that the model may call."""
+        if self.tool_choice is not None and self.tool_choice.type == "none":
+            return []
+        return [ToolFunction.of(tool.name, tool.description, tool.input_schema, tool.strict) for tool in self.tools or ()]
+
+    def chat_options(self, templates: Mapping[str, str]) -> ChatOptions:
+        """Return the options for rendering the conversation. `templates`: the model's own. Raises `RequestError`."""
+        variables = dict(self.chat_template_kwargs or {})
+        if self.thinking is not None and self.thinking.type == "disabled" and any("think" in template for template in templates.values()):
+            variables.setdefault("enable_thinking", False)  # only for templates that support thinking
+        return ChatOptions(
+            tools=[tool.template for tool in self.function_tools()] or None,
+            chat_template=self.chat_template,
+            chat_template_kwargs=variables or None,
+            continue_final_message=bool(self.messages) and self.messages[-1].role == "assistant",
+        )
+
+
+class MessagesRequest(MessagesFields, forbid_unknown_fields=True, kw_only=True):
+    """A conversation to continue."""
 
     max_tokens: int
 
+    def to_conversation(self, templates: Mapping[str, str]) -> Conversation:
+        """Return the request in canonical form. `templates`: the model's chat templates by name. Raises `HttpError` for unsupported parameters,
+        `RequestError` for invalid ones."""
+        self.check_supported()
+        choice = self.tool_choice or ToolChoice("auto")
+        if choice.type == "tool" and choice.name is None:
+            raise HttpError(400, "tool_choice.name: type 'tool' needs the tool's name", param="tool_choice.name", code="missing_parameter")
+        name = choice.name if choice.type == "tool" else None
+        demanded = structured.ToolChoice(choice.type in ("any", "tool"), name, not choice.disable_parallel_tool_use)
+        form = None if self.output_config is None else self.output_config.format
+        params = sampling_params(self, max_tokens=self.max_tokens, stop=self.stop_sequences)
+        options = self.chat_options(templates)
+        return Conversation(chat_messages(self), options, params, read_demand(self, form, self.function_tools(), demanded, _NAMES))
 
-class CountTokensRequest(Conversation, forbid_unknown_fields=True, kw_only=True):
-    """A conversation whose tokens are to be counted: a body of `/v1/messages` as it is, or without what tells how to answer."""
+
+class CountTokensRequest(MessagesFields, forbid_unknown_fields=True, kw_only=True):
+    """A conversation whose tokens are counted: a body of `/v1/messages`, where `max_tokens` is optional."""
 
     max_tokens: int | None = None
 
 
-RENAMED = {"stop": "stop_sequences", "prompt": "messages", "conversation": "messages", "a": "messages"}
+_NAMES = ParamNames("output_config.format", "tool_choice.disable_parallel_tool_use")
 NO_EFFECT = ("metadata", "inference_geo", "cache_control")
 ONLY = (
     Only("speed", ("standard",), "the server has one speed"),
-    Only("service_tier", ("auto", "standard_only"), "the server has one tier; `priority` is what schedulers look at"),
+    Only("service_tier", ("auto", "standard_only"), "the server has one tier; schedulers use `priority`"),
     Only("container", (), "the server runs no code"),
     Only("diagnostics", (), "the server has none for requests"),
 )
 
 
-def check_supported(body: Conversation) -> None:
-    """Raises `HttpError` 400 naming an option that this server can't honour."""
-    refuse_unsupported(body, ONLY)
-    thinking, config = body.thinking, body.output_config
-    if thinking is not None and (thinking.type == "enabled" or thinking.budget_tokens is not None):
-        raise _refusal("thinking", "a budget can't be held; use {'type': 'adaptive'}, which leaves it to the model, or {'type': 'disabled'}")
-    if config is not None and config.effort is not None:
-        raise _refusal("output_config.effort", "give the chat template's own variable in chat_template_kwargs")
-
-
-def _refusal(param: str, reason: str) -> HttpError:
-    return HttpError(400, f"{param}: {reason}", param=param, code="unsupported_parameter")
-
-
-def answer_demand(body: Conversation) -> Demand:
-    """Return what is demanded of the answer's form. Raises `HttpError`, `RequestError`."""
-    choice = body.tool_choice or ToolChoice("auto")
-    if choice.type == "tool" and choice.name is None:
-        raise HttpError(400, "tool_choice.name: type 'tool' needs the tool's name", param="tool_choice.name", code="missing_parameter")
-    given = [] if choice.type == "none" else [(tool.name, tool.input_schema, bool(tool.strict)) for tool in body.tools or ()]
-    chosen = ("tool_choice", choice.type in ("any", "tool"), choice.name if choice.type == "tool" else None)
-    parallel = ("tool_choice.disable_parallel_tool_use", not choice.disable_parallel_tool_use)
-    calls = calls_of(given, chosen, parallel=parallel, strict="tools[{}].strict")
-    form = None if body.output_config is None else ("output_config.format", body.output_config.format)
-    return demand_of(body, form, calls, has_tools=bool(given))
-
-
-def chat_options(body: Conversation, templates: Mapping[str, str]) -> ChatOptions:
-    """Return how the conversation becomes a prompt. `templates`: the model's own. Raises `RequestError`."""
-    variables = dict(body.chat_template_kwargs or {})
-    if body.thinking is not None and body.thinking.type == "disabled" and any("think" in template for template in templates.values()):
-        variables.setdefault("enable_thinking", False)  # a model whose templates know of no thoughts has none to leave out
-    return ChatOptions(
-        tools=tools(body),
-        chat_template=body.chat_template,
-        chat_template_kwargs=variables or None,
-        continue_final_message=continues(body),
-    )
-
-
-def answer_params(body: MessagesRequest) -> SamplingParams:
-    """Return the parameters of the answer. Raises `RequestError`."""
-    return sampling_params(body, max_tokens=body.max_tokens, stop=body.stop_sequences)
-
-
 # --- conversations ------------------------------------------------------------------------------------------------------------------------------
 
 
-def conversation(body: Conversation) -> list[dict[str, Any]]:
-    """Return the messages as the chat front end reads them. One of Anthropic's messages can make several: each tool's result has its own."""
+def chat_messages(body: MessagesFields) -> list[dict[str, Any]]:
+    """Convert the messages to OpenAI's chat format. One message may become several, since each tool result is a message of its own."""
     messages: list[dict[str, Any]] = []
     if body.system:
-        messages.append({"role": "system", "content": _content(body.system)})
+        system = body.system if isinstance(body.system, str) else [{"type": "text", "text": block.text} for block in body.system]
+        messages.append({"role": "system", "content": system})
     for index, message in enumerate(body.messages):
+        place = f"messages[{index}].content"
         if isinstance(message.content, str):
             messages.append({"role": message.role, "content": message.content})
         elif message.role == "assistant":
-            messages.append(_assistant(message.content, f"messages[{index}].content"))
+            messages.append(_assistant(message.content, place))
         else:
-            messages.extend(_others(message.role, message.content, f"messages[{index}].content"))
+            messages.extend(_others(message.role, message.content, place))
     return messages
-
-
-def tools(body: Conversation) -> list[dict[str, Any]] | None:
-    """Return the tools as chat templates read them; None if the model isn't to call any."""
-    if not body.tools or (body.tool_choice is not None and body.tool_choice.type == "none"):
-        return None
-    return [{"type": "function", "function": _function(tool)} for tool in body.tools]
-
-
-def continues(body: Conversation) -> bool:
-    """Return True if the last message is the beginning of the answer."""
-    return bool(body.messages) and body.messages[-1].role == "assistant"
-
-
-def _function(tool: Tool) -> dict[str, Any]:
-    described = {} if tool.description is None else {"description": tool.description}
-    return {"name": tool.name, **described, "parameters": tool.input_schema}
-
-
-def _content(blocks: str | list[OnlyText]) -> str | list[dict[str, Any]]:
-    return blocks if isinstance(blocks, str) else [{"type": "text", "text": block.text} for block in blocks]
 
 
 def _assistant(blocks: list[Any], place: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant"}
-    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     if any(isinstance(block, ToolResultBlock) for block in blocks):
         raise RequestError(f"{place}: an assistant's message has no blocks of type 'tool_result'; they belong to the user's next message")
     if texts or not calls:
-        message["content"] = "".join(block.text for block in texts)
+        message["content"] = "".join(texts)
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -281,13 +255,14 @@ def _assistant(blocks: list[Any], place: str) -> dict[str, Any]:
 
 
 def _others(role: str, blocks: list[Any], place: str) -> list[dict[str, Any]]:
-    """A user's or system's message: tools' results in messages of their own, what is between them in others."""
+    """Convert a user or system message: each tool result becomes a message, and so does the text between them."""
     messages: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         if isinstance(block, ToolResultBlock) and role == "user":
-            messages.append(_result(block))
+            content = block.content if isinstance(block.content, str) else "\n".join(part.text for part in block.content)
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": f"Error: {content}" if block.is_error else content})
         elif not isinstance(block, TextBlock):
-            raise RequestError(f"{place}[{index}]: a message of role {role!r} has no such block")
+            raise RequestError(f"{place}[{index}]: blocks of this type aren't allowed in a message of role {role!r}")
         elif messages and messages[-1]["role"] == role:
             messages[-1]["content"].append({"type": "text", "text": block.text})
         else:
@@ -295,11 +270,6 @@ def _others(role: str, blocks: list[Any], place: str) -> list[dict[str, Any]]:
     if not messages:
         raise RequestError(f"{place} must have at least one block, got an empty list")
     return messages
-
-
-def _result(block: ToolResultBlock) -> dict[str, Any]:
-    content = block.content if isinstance(block.content, str) else "\n".join(part.text for part in block.content)
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": f"Error: {content}" if block.is_error else content}
 
 
 # --- answers ------------------------------------------------------------------------------------------------------------------------------------
@@ -310,14 +280,14 @@ class TextAnswer(Struct, tag="text", tag_field="type"):
 
 
 class ThinkingAnswer(Struct, tag="thinking", tag_field="type"):
-    """The model's thoughts. Nothing is signed here; the field is there for clients that ask for it."""
+    """The model's reasoning. It isn't signed; the field exists because clients require it."""
 
     thinking: str
     signature: str = ""
 
 
 class ToolUseAnswer(Struct, tag="tool_use", tag_field="type"):
-    """A call. Arguments that are no JSON object (of an answer that was cut, say) come as `{"INVALID_JSON": "…"}`."""
+    """A tool call. Arguments that aren't a JSON object (because the answer was cut off, say) become `{"INVALID_JSON": "…"}`."""
 
     id: str
     name: str
@@ -325,7 +295,7 @@ class ToolUseAnswer(Struct, tag="tool_use", tag_field="type"):
 
 
 class Usage(Struct):
-    """Tokens. `input_tokens` are those that weren't found in the prefix cache."""
+    """Token counts. `input_tokens` excludes tokens found in the prefix cache."""
 
     input_tokens: int
     output_tokens: int

@@ -1,10 +1,10 @@
-"""Parameters that OpenAI's APIs have in common, Dovetail's further ones, and how both become `SamplingParams`: for all APIs, in this one place."""
+"""Parts that several APIs share: parameters and their conversion for the engine, token counts, log-probabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,12 +22,20 @@ RENAMED = {
     "id": "request_id",
     "deadline": "deadline_s",
     "ttft_deadline": "ttft_deadline_s",
-}  # the engine's names of parameters that have another one in the APIs
+}  # engine name -> API name
 
 
-class FurtherFields(RuleFields, kw_only=True, forbid_unknown_fields=True):
-    """Dovetail's own parameters, of every API that generates."""
+class GenerationFields(RuleFields, kw_only=True, forbid_unknown_fields=True):
+    """Parameters of every API that generates: those that all have, and Dovetail's own."""
 
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -46,104 +54,114 @@ class FurtherFields(RuleFields, kw_only=True, forbid_unknown_fields=True):
     tbt_s: float | None = None
     cache_salt: str | None = None
 
+    def renamed(self) -> Mapping[str, str]:
+        """Return the API's names of parameters that engine errors call otherwise."""
+        return RENAMED
+
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """The things that a stream tells besides its text."""
+    """What a stream contains besides its text."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool | None = None  # harmless: padding is never added
+    include_obfuscation: bool | None = None  # no-op: padding is never added
 
 
-class OpenAIFields(FurtherFields, kw_only=True, forbid_unknown_fields=True):
+class OpenAIFields(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     """Parameters of completions and of chat."""
 
-    model: str | None = None
     n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
     max_tokens: int | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
 
-    # `NO_EFFECT` has them
+    # Accepted without effect: see `NO_EFFECT`
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
-    # Not every value is supported
+    # Only some values are supported
     service_tier: str | None = None
     store: bool | None = None
+
+    def check_stream(self) -> None:
+        """Raise `HttpError` for parameters that contradict `stream`."""
+        check_stream_options(self)
+        if self.stream and self.prompt_logprobs is not None:
+            raise HttpError(400, "prompt_logprobs: not available in a stream: set stream to false", param="prompt_logprobs")
 
 
 NO_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 OPENAI_ONLY = (
-    Only("store", (False,), "answers aren't kept: leave it out, or give false"),
-    Only("service_tier", ("auto", "default"), 'there is one tier, "auto"; `priority` is what schedulers look at'),
+    Only("store", (False,), "answers aren't stored: leave it out, or set it to false"),
+    Only("service_tier", ("auto", "default"), 'there is one tier, "auto"; schedulers use `priority`'),
 )
 
 
-def sampling_params(body: FurtherFields, **own: Any) -> SamplingParams:
-    """Return the parameters of a request. `own`: the fields of `SamplingParams` that the API has by other names or in other forms; what is None
-    keeps its default, `max_tokens` excepted. Raises `RequestError`."""
-    names = ("temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "n", "prompt_logprobs")
-    fields = {name: getattr(body, name, None) for name in (*_FURTHER, *names)} | own
+def check_stream_options(body: Any) -> None:
+    """Raise `HttpError` for stream options without a stream."""
+    if body.stream_options is not None and not body.stream:
+        raise HttpError(400, "stream_options: only for streams: set stream to true", param="stream_options")
+
+
+# Fields of `SamplingParams` that the APIs name alike
+_SAMPLING = tuple(
+    name
+    for name in (*GenerationFields.__struct_fields__, "n", "stop", "prompt_logprobs")
+    if name in SamplingParams.__match_args__ and name not in RuleFields.__struct_fields__
+)
+
+
+def sampling_params(body: GenerationFields, **own: Any) -> SamplingParams:
+    """Return the parameters of a request. `own`: fields of `SamplingParams` that the API names or encodes differently; None keeps a field's default,
+    except for `max_tokens`. Raises `RequestError`."""
+    fields = {name: getattr(body, name, None) for name in _SAMPLING} | own
     max_tokens = fields.pop("max_tokens")
     return SamplingParams(**given(**fields), max_tokens=max_tokens, output_kind=OutputKind.DELTA)
 
 
-_OTHERS = ("priority", "client", "deadline_s", "ttft_deadline_s", "tbt_s", "cache_salt", *RuleFields.__struct_fields__)
-_FURTHER = tuple(name for name in FurtherFields.__struct_fields__ if name not in _OTHERS)
-
-
-def engine_fields(body: FurtherFields, engine: ServedEngine) -> Mapping[str, Any]:
-    """Return what `ServedEngine.submit` takes besides prompt and parameters."""
+def engine_fields(body: GenerationFields, engine: ServedEngine) -> Mapping[str, Any]:
+    """Return the keyword arguments of `ServedEngine.submit`."""
     last, first = (None if seconds is None else engine.now() + seconds for seconds in (body.deadline_s, body.ttft_deadline_s))
     return given(priority=body.priority, client=body.client, cache_salt=body.cache_salt, deadline=last, ttft_deadline=first, tbt_s=body.tbt_s)
 
 
-def check_stream(body: OpenAIFields) -> StreamOptions:
-    """Return the options of a stream. Raises `HttpError` for what contradicts `stream`."""
-    if body.stream_options is not None and not body.stream:
-        raise HttpError(400, "stream_options: only a stream has them: set stream to true", param="stream_options")
-    if body.stream and body.prompt_logprobs is not None:
-        raise HttpError(400, "prompt_logprobs: a stream doesn't tell them: set stream to false", param="prompt_logprobs")
-    return body.stream_options or StreamOptions()
+class TokenCounts(NamedTuple):
+    """Token counts of a request, or the sum of several."""
 
+    prompt: int
+    completion: int
+    cached: int  # prompt tokens found in the prefix cache
+    reasoning: int | None = None  # None: unknown
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None = None) -> dict[str, Any]:
-    """Return the tokens of a request as OpenAI's clients read them. `reasoning_tokens` None: nobody counts them."""
-    details = {} if reasoning_tokens is None else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        **details,
-    }
+    def openai_usage(self) -> dict[str, Any]:
+        """Return OpenAI's `usage`."""
+        details = {} if self.reasoning is None else {"completion_tokens_details": {"reasoning_tokens": self.reasoning}}
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            **details,
+        }
 
 
 def at_least(logprob: float) -> float:
-    """Return a log-probability that JSON can hold: OpenAI's least is -9999."""
+    """Clamp a log-probability to OpenAI's minimum, -9999, which JSON can represent."""
     return max(logprob, -9999.0)
 
 
 def likeliest(position: TokenLogprobMap, top: int) -> list[tuple[int, Logprob]]:
-    """Return the `top` likeliest tokens of a position, without the sampled one if that isn't among them."""
+    """Return the `top` likeliest tokens of a position; the sampled token is included only if it is one of them."""
     return sorted(position.items(), key=lambda item: item[1].rank or 0)[:top]
 
 
 def logprobs_json(sample: CompletionOutput, top: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Return a sample's log-probabilities, one item a token, with the `top` likeliest beside each."""
+    """Return a sample's log-probabilities, one item per token, each with the `top` likeliest alternatives."""
     items = []
     for token, position in zip(sample.token_ids, sample.logprobs or (), strict=False):
         item = _logprob_json(token, position[token], tokenizer)
@@ -153,7 +171,7 @@ def logprobs_json(sample: CompletionOutput, top: int, tokenizer: Tokenizer) -> l
 
 
 def _logprob_json(token: int, one: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
-    """`bytes` are the token's own, which may be part of a character; null if they aren't known."""
+    """`bytes` are the token's own and may be an incomplete character; null if unknown."""
     text, spell = one.decoded_token or "", _speller(tokenizer)
     spelled = spell(token) if spell is not None else None if "\ufffd" in text else text.encode()
     return {"token": text, "logprob": at_least(one.logprob), "bytes": None if spelled is None else list(spelled)}

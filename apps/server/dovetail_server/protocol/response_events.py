@@ -1,21 +1,26 @@
-"""Answers of `/v1/responses`: the events of a stream as bytes, and the items of an answer that isn't streamed. Both are made of an answer's parts."""
+"""Answers of `/v1/responses`, whole and as the events of a stream, built from an answer's parts."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from dovetail.request import CompletionOutput
 from dovetail_server.errors import HttpError
-from dovetail_server.protocol.answer_parts import AnswerPart, PartKind
+from dovetail_server.protocol.answer_parts import AnswerPart, AnswerParts, PartKind
+from dovetail_server.protocol.openai_common import TokenCounts
 from dovetail_server.protocol.responses import (
     IncompleteDetails,
+    InputTokensDetails,
     OutputFunctionCall,
     OutputItem,
     OutputMessage,
     OutputReasoning,
     OutputTextPart,
+    OutputTokensDetails,
     ReasoningTextPart,
     ResponseAnswer,
     ResponseUsage,
@@ -28,33 +33,35 @@ _EVENTS = {PartKind.TEXT: "response.output_text", PartKind.REASONING: "response.
 
 
 class ResponseWriter:
-    """A `PartWriter` that makes a stream's events. The caller takes them with `take()`."""
+    """`AnswerWriter` of `/v1/responses`."""
 
-    def __init__(self, answer: ResponseAnswer) -> None:
-        self._answer = answer  # without output: what the first events hold
+    ping: bytes | None = None
+
+    def __init__(self, head: ResponseAnswer) -> None:
+        """`head`: the answer without output, which the first events contain."""
+        self._head = head
         self._chunks: list[bytes] = []
-        self._events = 0  # so far: the next one's sequence_number
-        self._delta = b""  # a delta's event before its text
+        self._events = 0  # sequence_number of the next one
+        self._before_text = b""  # of a delta event
 
-    def start(self) -> None:
-        """Begin the stream."""
-        self._event("response.created", response=self._answer)
-        self._event("response.in_progress", response=self._answer)
+    def start(self, counts: TokenCounts) -> None:
+        self._event("response.created", response=self._head)
+        self._event("response.in_progress", response=self._head)
 
     def opened(self, part: AnswerPart) -> None:
-        item = item_of(part, self._answer.id, "in_progress", empty=True)
+        item = item_of(part, self._head.id, "in_progress", empty=True)
         self._event("response.output_item.added", output_index=part.index, item=item)
         if not isinstance(item, OutputFunctionCall):
             self._event("response.content_part.added", **self._place(part), part=_content(part, empty=True))
         type = f"{_EVENTS[part.kind]}.delta"
         body = _encode({"type": type, **self._place(part)})[:-1]
-        self._delta = b'event: %b\ndata: %b,"delta":' % (type.encode(), body)
+        self._before_text = b'event: %b\ndata: %b,"delta":' % (type.encode(), body)
 
     def grew(self, part: AnswerPart, text: str, logprobs: Sequence[dict[str, Any]]) -> None:
-        told = b""
+        logprobs_json = b""
         if part.kind is PartKind.TEXT:
-            told = b',"logprobs":%b' % _encode(logprobs) if logprobs else b',"logprobs":[]'
-        self._chunks.append(b'%b%b%b,"sequence_number":%d}\n\n' % (self._delta, _encode(text), told, self._events))
+            logprobs_json = b',"logprobs":%b' % _encode(logprobs) if logprobs else b',"logprobs":[]'
+        self._chunks.append(b'%b%b%b,"sequence_number":%d}\n\n' % (self._before_text, _encode(text), logprobs_json, self._events))
         self._events += 1
 
     def closed(self, part: AnswerPart, *, cut: bool) -> None:
@@ -66,25 +73,40 @@ class ResponseWriter:
             logprobs: dict[str, Any] = {"logprobs": part.logprobs} if part.kind is PartKind.TEXT else {}
             self._event(f"{_EVENTS[part.kind]}.done", **place, text=part.text, **logprobs)
             self._event("response.content_part.done", **place, part=_content(part))
-        self._event("response.output_item.done", output_index=part.index, item=item_of(part, self._answer.id, status))
+        self._event("response.output_item.done", output_index=part.index, item=item_of(part, self._head.id, status))
 
     def finish(self, answer: ResponseAnswer) -> None:
-        """End the stream with the whole answer, after the parts have been closed."""
         self._event(f"response.{answer.status}", response=answer)
 
     def error(self, error: HttpError) -> dict[str, Any]:
-        """Return an error as the stream's last event."""
+        """`ErrorShape` of the stream's last event."""
         number, self._events = self._events, self._events + 1
         return {"type": "error", "code": error.code, "message": error.message, "param": error.param, "sequence_number": number}
 
     def take(self) -> bytes:
-        """Return the events since the last call."""
         chunks = b"".join(self._chunks)
         self._chunks.clear()
         return chunks
 
+    def whole(self, last: CompletionOutput, parts: AnswerParts, counts: TokenCounts) -> ResponseAnswer:
+        cut, final = parts.cut, len(parts.parts) - 1
+        return msgspec.structs.replace(
+            self._head,
+            status="incomplete" if cut else "completed",
+            completed_at=None if cut else int(time.time()),
+            incomplete_details=IncompleteDetails("max_output_tokens") if last.finish_reason == "length" else None,
+            output=[item_of(part, self._head.id, "incomplete" if cut and part.index == final else "completed") for part in parts.parts],
+            usage=ResponseUsage(
+                input_tokens=counts.prompt,
+                input_tokens_details=InputTokensDetails(counts.cached),
+                output_tokens=counts.completion,
+                output_tokens_details=OutputTokensDetails(counts.reasoning or 0),
+                total_tokens=counts.prompt + counts.completion,
+            ),
+        )
+
     def _place(self, part: AnswerPart) -> dict[str, Any]:
-        place: dict[str, Any] = {"item_id": item_id(part, self._answer.id), "output_index": part.index}
+        place: dict[str, Any] = {"item_id": item_id(part, self._head.id), "output_index": part.index}
         return place if part.kind is PartKind.CALL else {**place, "content_index": 0}
 
     def _event(self, type: str, **fields: Any) -> None:
@@ -94,12 +116,12 @@ class ResponseWriter:
 
 
 def item_id(part: AnswerPart, response_id: str) -> str:
-    """Return an id that is the same in a stream and in its last event."""
+    """Return a part's id, the same in all events of a stream and in the whole answer."""
     return f"{_PREFIXES[part.kind]}_{response_id.removeprefix('resp_')}_{part.index}"
 
 
 def item_of(part: AnswerPart, response_id: str, status: Status, *, empty: bool = False) -> OutputItem:
-    """Return a part as an item of the output; `empty`: as it begins."""
+    """Return a part as an output item; `empty`: without its text, as a stream begins it."""
     id = item_id(part, response_id)
     match part.kind:
         case PartKind.TEXT:
@@ -113,18 +135,3 @@ def item_of(part: AnswerPart, response_id: str, status: Status, *, empty: bool =
 def _content(part: AnswerPart, *, empty: bool = False) -> OutputTextPart | ReasoningTextPart:
     text = "" if empty else part.text
     return OutputTextPart(text, logprobs=[] if empty else part.logprobs) if part.kind is PartKind.TEXT else ReasoningTextPart(text)
-
-
-def finished_answer(
-    answer: ResponseAnswer, parts: Sequence[AnswerPart], usage: ResponseUsage, completed_at: int, *, full: bool, cut: bool
-) -> ResponseAnswer:
-    """Return the whole answer. One that was `cut` is incomplete, and so is its last item; `full`: for want of room."""
-    last = len(parts) - 1
-    return msgspec.structs.replace(
-        answer,
-        status="incomplete" if cut else "completed",
-        completed_at=None if cut else completed_at,
-        incomplete_details=IncompleteDetails("max_output_tokens") if full else None,
-        output=[item_of(part, answer.id, "incomplete" if cut and part.index == last else "completed") for part in parts],
-        usage=usage,
-    )

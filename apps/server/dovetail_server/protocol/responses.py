@@ -1,8 +1,8 @@
-"""Bodies of `/v1/responses` (OpenAI's Responses API), and its items as the chat front end reads them. Nothing is stored between requests."""
+"""Bodies of `/v1/responses` (OpenAI's Responses API), and their conversion to a `Conversation`. The server stores nothing between requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,30 +11,30 @@ from msgspec import Meta, Struct
 from dovetail.checks import shown
 from dovetail.errors import RequestError
 from dovetail.front.chat import ChatOptions
-from dovetail.sampling_params import SamplingParams
 from dovetail_server.errors import HttpError
 from dovetail_server.protocol import openai_common
+from dovetail_server.protocol.conversation import Conversation
 from dovetail_server.protocol.decoding import Only, refuse_unsupported
-from dovetail_server.protocol.openai_common import FurtherFields, sampling_params
-from dovetail_server.protocol.structured import Demand, ResponsesFormat, TextFormat, calls_of, chosen_function, demand_of
+from dovetail_server.protocol.openai_common import GenerationFields, check_stream_options, sampling_params
+from dovetail_server.protocol.structured import ParamNames, ResponsesFormat, TextFormat, ToolFunction, read_demand, read_tool_choice
 
 # --- requests -----------------------------------------------------------------------------------------------------------------------------------
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class _Part(Struct, forbid_unknown_fields=True, tag_field="type"):
-    """A part of a message's content."""
+class _Content(Struct, forbid_unknown_fields=True, tag_field="type"):
+    """Content of a message."""
 
 
-class InputText(_Part, tag="input_text"):
+class InputText(_Content, tag="input_text"):
     """Text of a user or developer."""
 
     text: str
-    prompt_cache_breakpoint: dict[str, Any] | None = None  # a hint that has nothing to do here: every prompt's blocks are kept for others
+    prompt_cache_breakpoint: dict[str, Any] | None = None  # no-op: the prefix cache always keeps prompts
 
 
-class OutputText(_Part, tag="output_text"):
+class OutputText(_Content, tag="output_text"):
     """Text of an earlier answer."""
 
     text: str
@@ -42,13 +42,13 @@ class OutputText(_Part, tag="output_text"):
     logprobs: list[dict[str, Any]] | None = None
 
 
-class ReasoningText(_Part, tag="reasoning_text"):
-    """Thoughts of an earlier answer."""
+class ReasoningText(_Content, tag="reasoning_text"):
+    """Reasoning of an earlier answer."""
 
     text: str
 
 
-class SummaryText(_Part, tag="summary_text"):
+class SummaryText(_Content, tag="summary_text"):
     text: str
 
 
@@ -69,7 +69,7 @@ class MessageItem(_Item, kw_only=True):
 
 
 class FunctionCallItem(_Item, kw_only=True):
-    """A call of a function in an earlier answer."""
+    """A function call in an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
@@ -81,7 +81,7 @@ class FunctionCallItem(_Item, kw_only=True):
 
 
 class FunctionCallOutputItem(_Item, kw_only=True):
-    """A function's answer to a call."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -92,7 +92,7 @@ class FunctionCallOutputItem(_Item, kw_only=True):
 
 
 class ReasoningItem(_Item, kw_only=True):
-    """Thoughts of an earlier answer; they belong to the assistant's next message or call."""
+    """Reasoning of an earlier answer; it belongs to the assistant's next message or call."""
 
     type: Literal["reasoning"]
     summary: list[SummaryText] = []
@@ -131,7 +131,7 @@ class TextConfig(Struct, forbid_unknown_fields=True):
 
 
 class ReasoningConfig(Struct, forbid_unknown_fields=True):
-    """How the model thinks. Its effort is the chat template's matter (`chat_template_kwargs`); thoughts are told in full, without a summary."""
+    """How the model reasons. Effort is a variable of the chat template (`chat_template_kwargs`); reasoning is returned in full, without a summary."""
 
     effort: None = None
     summary: Literal["auto"] | None = None
@@ -147,22 +147,14 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 _ITEM_SCHEMA = Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in ITEMS.values()]})
 
 
-class ResponsesRequest(FurtherFields, forbid_unknown_fields=True, kw_only=True):
-    """A conversation to go on with."""
+class ResponsesRequest(GenerationFields, forbid_unknown_fields=True, kw_only=True):
+    """A conversation to continue."""
 
-    model: str | None = None
     input: str | list[Annotated[dict[str, Any], _ITEM_SCHEMA]]
     instructions: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
     stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -171,10 +163,10 @@ class ResponsesRequest(FurtherFields, forbid_unknown_fields=True, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None  # thoughts are told in the open anyhow
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None  # reasoning is never encrypted
     top_logprobs: int | None = None
 
-    # `NO_EFFECT` has them
+    # Accepted without effect: see `NO_EFFECT`
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -182,7 +174,7 @@ class ResponsesRequest(FurtherFields, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
 
-    # Not every value is supported
+    # Only some values are supported
     store: Any = None
     previous_response_id: Any = None
     conversation: Any = None
@@ -194,64 +186,53 @@ class ResponsesRequest(FurtherFields, forbid_unknown_fields=True, kw_only=True):
     context_management: Any = None
     moderation: Any = None
 
+    def renamed(self) -> Mapping[str, str]:
+        names = {"logprobs": "top_logprobs", "max_tokens": "max_output_tokens"}
+        return names | dict.fromkeys(("messages", "prompt", "conversation", "a"), "input")
+
+    def check_supported(self) -> None:
+        """Raise `HttpError` 400 naming an option that this server doesn't honour."""
+        refuse_unsupported(self, ONLY)
+        if self.top_logprobs and self.told_logprobs is None:
+            raise HttpError(400, f'top_logprobs: it needs include: ["{_LOGPROBS}"]', param="top_logprobs")
+        check_stream_options(self)
+
+    def to_conversation(self, templates: Mapping[str, str]) -> Conversation:
+        """Return the request in canonical form. `templates`: the model's chat templates by name. Raises `HttpError` for unsupported parameters,
+        `RequestError` for invalid ones."""
+        self.check_supported()
+        given = () if self.tool_choice == "none" else self.tools or ()
+        tools = [ToolFunction.of(tool.name, tool.description, tool.parameters, tool.strict, _NO_ARGUMENTS) for tool in given]
+        options = ChatOptions(
+            tools=[tool.template for tool in tools] or None, chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs
+        )
+        params = sampling_params(self, max_tokens=self.max_output_tokens, logprobs=self.told_logprobs)
+        choice = read_tool_choice(self.tool_choice, self.parallel_tool_calls)
+        demand = read_demand(self, None if self.text is None else self.text.format, tools, choice, ParamNames("text.format"))
+        return Conversation(chat_messages(self.instructions, read_items(self.input)), options, params, demand)
+
+    @property
+    def told_logprobs(self) -> int | None:
+        """How many alternatives to return with each token; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if _LOGPROBS in (self.include or ()) else None
+
 
 _LOGPROBS = "message.output_text.logprobs"
 _NOTHING_STORED = "nothing is stored between requests: send the whole conversation in input"
 NO_EFFECT = (*openai_common.NO_EFFECT, "prompt_cache_options")
 ONLY = (
-    Only("store", (False,), "answers aren't stored: leave it out, or give false"),
+    Only("store", (False,), "answers aren't stored: leave it out, or set it to false"),
     Only("previous_response_id", (), _NOTHING_STORED),
     Only("conversation", (), _NOTHING_STORED),
     Only("prompt", (), "no prompts are stored: send its text in input"),
-    Only("background", (False,), "answers aren't stored: leave it out, or give false"),
-    Only("max_tool_calls", (), "there are no tools that the server itself calls"),
-    Only("truncation", ("disabled",), "a conversation that doesn't fit the model is refused"),
-    Only("service_tier", ("auto", "default"), 'there is one tier, "auto"; `priority` is what schedulers look at'),
-    Only("context_management", (), "the conversation is read as it is sent"),
+    Only("background", (False,), "answers aren't stored: leave it out, or set it to false"),
+    Only("max_tool_calls", (), "the server calls no tools itself"),
+    Only("truncation", ("disabled",), "a conversation that doesn't fit the model is rejected"),
+    Only("service_tier", ("auto", "default"), 'there is one tier, "auto"; schedulers use `priority`'),
+    Only("context_management", (), "the conversation is used as sent"),
     Only("moderation", (), "the server has no moderation"),
 )
-RENAMED = {
-    "logprobs": "top_logprobs",
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "prompt": "input",
-    "conversation": "input",
-    "a": "input",
-}
-
-
-def check_supported(body: ResponsesRequest) -> None:
-    """Raises `HttpError` 400 naming an option that this server doesn't honour."""
-    refuse_unsupported(body, ONLY)
-    if body.top_logprobs and not tells_logprobs(body):
-        raise HttpError(400, f'top_logprobs: it needs include: ["{_LOGPROBS}"]', param="top_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise HttpError(400, "stream_options: only a stream has them: set stream to true", param="stream_options")
-
-
-def answer_demand(body: ResponsesRequest) -> Demand:
-    """Return what is demanded of the answer's form. Raises `HttpError`, `RequestError`."""
-    required, name = chosen_function("tool_choice", body.tool_choice)
-    given = [] if body.tool_choice == "none" else [(tool.name, tool.parameters, bool(tool.strict)) for tool in body.tools or ()]
-    parallel = ("parallel_tool_calls", body.parallel_tool_calls is not False)
-    calls = calls_of(given, ("tool_choice", required, name), parallel=parallel, strict="tools[{}].strict")
-    form = None if body.text is None else ("text.format", body.text.format)
-    return demand_of(body, form, calls, has_tools=bool(given))
-
-
-def chat_options(body: ResponsesRequest) -> ChatOptions:
-    """Return how the conversation becomes a prompt. Raises `RequestError`."""
-    return ChatOptions(tools=tools(body), chat_template=body.chat_template, chat_template_kwargs=body.chat_template_kwargs)
-
-
-def answer_params(body: ResponsesRequest) -> SamplingParams:
-    """Return the parameters of the answer. Raises `RequestError`."""
-    return sampling_params(body, max_tokens=body.max_output_tokens, logprobs=(body.top_logprobs or 0) if tells_logprobs(body) else None)
-
-
-def tells_logprobs(body: ResponsesRequest) -> bool:
-    """Return True if the answer is to tell the log-probabilities of its text's tokens."""
-    return _LOGPROBS in (body.include or ())
+_NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
 # --- conversations ------------------------------------------------------------------------------------------------------------------------------
@@ -276,8 +257,8 @@ def _read_item(item: dict[str, Any], place: str) -> Item:
         raise RequestError(f"{place}: {str(error).replace('`$.', '`')}") from None
 
 
-def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return the items as messages that the chat front end reads. An assistant's thoughts, text and calls that follow each other are one message."""
+def chat_messages(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Convert the items to OpenAI's chat format. Consecutive reasoning, text and calls of the assistant become one message."""
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -299,12 +280,12 @@ def conversation(instructions: str | None, items: Sequence[Item]) -> list[dict[s
                 message["reasoning_content"] = "\n".join(part.text for part in thoughts)
     for message in messages:
         if message["role"] == "assistant" and not message.get("tool_calls"):
-            message.setdefault("content", "")  # thoughts alone
+            message.setdefault("content", "")  # reasoning only
     return messages
 
 
 def _assistant_message(messages: list[dict[str, Any]], *, new: bool = False) -> dict[str, Any]:
-    """The last message if it is an assistant's that may go on, else a new one."""
+    """Return the last message if it is the assistant's and may continue, otherwise a new one."""
     last = messages[-1] if messages else None
     if last is None or last["role"] != "assistant" or new:
         messages.append({"role": "assistant"})
@@ -317,18 +298,6 @@ def _add_text(message: dict[str, Any], text: str) -> None:
 
 def _text(content: str | Sequence[InputText | OutputText]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-def tools(body: ResponsesRequest) -> list[dict[str, Any]] | None:
-    """Return the tools as chat templates read them; None if the model isn't to call any."""
-    if not body.tools or body.tool_choice == "none":
-        return None
-    return [{"type": "function", "function": _function(tool)} for tool in body.tools]
-
-
-def _function(tool: FunctionTool) -> dict[str, Any]:
-    described = {} if tool.description is None else {"description": tool.description}
-    return {"name": tool.name, **described, "parameters": tool.parameters or {"type": "object", "properties": {}}}
 
 
 # --- answers ------------------------------------------------------------------------------------------------------------------------------------
@@ -354,7 +323,7 @@ class OutputMessage(Struct, tag="message", tag_field="type", kw_only=True):
 
 
 class OutputReasoning(Struct, tag="reasoning", tag_field="type", kw_only=True):
-    """The model's thoughts. There is no summary of them."""
+    """The model's reasoning, without a summary."""
 
     id: str
     status: Status
@@ -363,7 +332,7 @@ class OutputReasoning(Struct, tag="reasoning", tag_field="type", kw_only=True):
 
 
 class OutputFunctionCall(Struct, tag="function_call", tag_field="type", kw_only=True):
-    """A call of a function. `arguments` are JSON as the model wrote it."""
+    """A function call. `arguments` are JSON exactly as the model wrote it."""
 
     id: str
     status: Status
@@ -385,7 +354,7 @@ class OutputTokensDetails(Struct):
 
 
 class ResponseUsage(Struct, kw_only=True):
-    """Tokens. `reasoning_tokens` are those up to the end of the thoughts; 0 if the server looks for none."""
+    """Token counts. `reasoning_tokens` counts tokens up to the end of the reasoning; 0 without a reasoning parser."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -435,7 +404,7 @@ class ResponseAnswer(Struct, kw_only=True):
 
 
 def begun_answer(body: ResponsesRequest, response_id: str, model: str, created_at: int) -> ResponseAnswer:
-    """Return an answer without output that repeats what the request asked for."""
+    """Return an answer without output that echoes the request's parameters."""
     return ResponseAnswer(
         id=response_id,
         created_at=created_at,

@@ -1,11 +1,11 @@
-"""The demands of requests of all APIs on an answer's form: a rule that its text follows, or calls of tools. `constraining` makes parameters of it."""
+"""Structured-output options of all HTTP APIs: formats, guided decoding, and demanded tool calls. `constraining` turns them into parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class _Format(Struct, forbid_unknown_fields=True, tag_field="type"):
-    """The form of an answer."""
+    """Base of the answer formats."""
 
 
 class TextFormat(_Format, tag="text"):
-    """Text, as the model writes it."""
+    """Unconstrained text."""
 
 
 class JsonObjectFormat(_Format, tag="json_object"):
@@ -34,7 +34,7 @@ class JsonObjectFormat(_Format, tag="json_object"):
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A JSON Schema. Answers follow it whatever `strict` says."""
+    """A JSON Schema. Enforced whatever `strict` says."""
 
     name: str
     schema: dict[str, Any]
@@ -43,13 +43,13 @@ class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class JsonSchemaFormat(_Format, tag="json_schema"):
-    """JSON that a schema validates."""
+    """JSON that follows a schema."""
 
     json_schema: JsonSchema
 
 
 class StructuralTagFormat(_Format, tag="structural_tag"):
-    """Text in which whatever begins with a trigger is one of the structures: JSON between two marks."""
+    """Free text with constrained segments: wherever a trigger appears, one of the structures must follow."""
 
     structures: list[dict[str, Any]]
     triggers: list[str]
@@ -59,7 +59,7 @@ class StructuralTagFormat(_Format, tag="structural_tag"):
 
 
 class FlatJsonSchemaFormat(_Format, tag="json_schema", kw_only=True):
-    """JSON that a schema validates, as `/v1/responses` asks for it. Answers follow it whatever `strict` says."""
+    """JSON that follows a schema, in the form of `/v1/responses`. Enforced whatever `strict` says."""
 
     name: str
     schema: dict[str, Any]
@@ -68,7 +68,7 @@ class FlatJsonSchemaFormat(_Format, tag="json_schema", kw_only=True):
 
 
 class MessageJsonSchemaFormat(_Format, tag="json_schema"):
-    """JSON that a schema validates, as `/v1/messages` asks for it."""
+    """JSON that follows a schema, in the form of `/v1/messages`."""
 
     schema: dict[str, Any]
 
@@ -78,7 +78,7 @@ ResponsesFormat = TextFormat | JsonObjectFormat | FlatJsonSchemaFormat
 
 
 class RuleFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Rules as vLLM's server takes them, for every API: what `SamplingParams.structured_outputs` is, and its older names."""
+    """vLLM's structured-output parameters, accepted by every API: `structured_outputs` and its older `guided_*` names."""
 
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -87,78 +87,143 @@ class RuleFields(Struct, kw_only=True, forbid_unknown_fields=True):
     guided_grammar: str | None = None
 
 
+# --- tools --------------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFunction:
+    """A function that the model may call, the same for all APIs."""
+
+    name: str
+    schema: Any  # JSON Schema of its arguments; None or empty: it takes none
+    strict: bool
+    template: Mapping[str, Any]  # the tool in OpenAI's chat format, which chat templates read
+
+    @classmethod
+    def of(cls, name: str, description: str | None, schema: Any, strict: bool | None, default: Any = None) -> ToolFunction:
+        """Build a tool from its fields. `default`: the schema shown to the template if `schema` is empty."""
+        described = {} if description is None else {"description": description}
+        function = {"name": name, **described, "parameters": schema or default or {}}
+        return cls(name, schema, bool(strict), {"type": "function", "function": function})
+
+
+class ToolChoice(NamedTuple):
+    """Which tool calls an answer must contain."""
+
+    required: bool = False  # the answer is calls, with no text
+    name: str | None = None  # the function to call; None: any
+    parallel: bool = True  # more than one call is allowed
+
+
+def read_tool_choice(choice: Any, parallel: bool | None) -> ToolChoice:
+    """Read OpenAI's `tool_choice` and `parallel_tool_calls`. Raises `HttpError`."""
+    several = parallel is not False
+    if choice in (None, "none", "auto"):
+        return ToolChoice(parallel=several)
+    if choice == "required":
+        return ToolChoice(True, parallel=several)
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        function = choice.get("function", choice)  # nested in chat, flat in responses
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            return ToolChoice(True, function["name"], several)
+    raise HttpError(
+        400,
+        f'tool_choice: "none", "auto", "required" and {{"type": "function", …}} with the name of a tool are supported, got {shown(choice)}',
+        param="tool_choice",
+        code="unsupported_parameter",
+    )
+
+
 # --- demands ------------------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class ToolSchema:
-    """A function that may be called, and the JSON Schema of its arguments."""
-
-    name: str
-    schema: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class CallDemand:
-    """The demand on an answer's tool calls: that they are of these functions, with arguments that follow the schemas."""
+    """Constraint on tool calls: only these functions, with arguments that follow their schemas."""
 
-    tools: tuple[ToolSchema, ...]
+    tools: Sequence[tuple[str, Mapping[str, Any]]]  # name, JSON Schema of the arguments
     required: bool  # the answer is calls, with no text
-    single: bool  # nothing follows the first call
-    param: str  # of the API, that says so
+    single: bool  # the answer ends after the first call
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The demand on an answer's form. At most one of the two."""
+    """Constraint on an answer: at most one of `rule` and `calls`."""
 
+    param: str = "structured_outputs"  # the API parameter that demands it
     rule: Structured | None = None
     calls: CallDemand | None = None
-    param: str = "structured_outputs"  # of the API, that gives the rule
 
 
-def demand_of(body: RuleFields, form: tuple[str, Any] | None, calls: CallDemand | None, has_tools: bool) -> Demand:
-    """Return what a request demands. `form`: the name of the API's own parameter for it, and what that says; `has_tools`: the model may call tools.
-    Raises `RequestError` that begins with the parameter's name, `HttpError` for parameters that contradict each other."""
+class ParamNames(NamedTuple):
+    """What an API calls the parameters that constrain answers, for errors."""
+
+    form: str = "response_format"
+    parallel: str = "parallel_tool_calls"
+    strict: str = "tools[{}].strict"  # of the tool at an index
+
+
+_FREE, _NAMES = ToolChoice(), ParamNames()
+
+
+def read_demand(body: RuleFields, form: Any, tools: Sequence[ToolFunction] = (), choice: ToolChoice = _FREE, names: ParamNames = _NAMES) -> Demand:
+    """Return what a request demands of its answer. `form`: the value of the API's own format parameter. Raises `HttpError` for parameters that
+    contradict each other, and `RequestError` that begins with the parameter's name."""
+    calls = _call_demand(tools, choice, names)
     rules: dict[str, Structured] = {}
-    if form is not None and (rule := _rule_of_format(*form)) is not None:
-        rules[form[0]] = rule
+    if (rule := _named(names.form, partial(_rule_of_format, form))) is not None:
+        rules[names.form] = rule
     for name in RuleFields.__struct_fields__:
         if (value := getattr(body, name)) is not None:
             rules[name] = _named(name, partial(_rule_of_field, name, value))
     if len(rules) > 1:
         one, other = list(rules)[:2]
         raise HttpError(400, f"{one} and {other} contradict each other: an answer follows one rule", param=one)
-    if calls is not None and calls.required:
-        return Demand(calls=calls)  # the answer is calls: there is no text to follow a rule
-    if not rules:
-        return Demand(calls=calls)
+    if not rules or choice.required:  # an answer that is only calls has no text to constrain
+        return calls or Demand()
     [(name, rule)] = rules.items()
-    if has_tools:
+    if tools:
         raise HttpError(
             400,
-            f'{name} and tools: an answer that follows the rule can\'t call a tool; set tool_choice to "none", or to what demands a call',
+            f'{name} and tools: an answer that follows the rule can\'t call a tool; set tool_choice to "none", or demand a call with it',
             param=name,
             code="unsupported_parameter",
         )
-    return Demand(rule=rule, param=name)
+    return Demand(name, rule)
 
 
-def _rule_of_format(name: str, form: Any) -> Structured | None:
-    def made() -> Structured | None:
-        match form:
-            case JsonObjectFormat():
-                return Structured(json_object=True)
-            case JsonSchemaFormat(json_schema=schema):
-                return Structured(json_schema=schema.schema)
-            case FlatJsonSchemaFormat() | MessageJsonSchemaFormat():
-                return Structured(json_schema=form.schema)
-            case StructuralTagFormat():
-                tag = msgspec.to_builtins(form)
-                return Structured(structural_tag={key: value for key, value in tag.items() if key != "type" and value is not None})
+def _call_demand(tools: Sequence[ToolFunction], choice: ToolChoice, names: ParamNames) -> Demand | None:
+    """Return the constraint on the answer's calls, or None if there is none."""
+    if choice.required and not tools:
+        raise HttpError(400, "tool_choice: a call is demanded, and there are no tools", param="tool_choice")
+    if choice.name is not None and choice.name not in (known := [tool.name for tool in tools]):
+        raise HttpError(400, f"tool_choice: there is no tool {shown(choice.name)}; there are {', '.join(known)}"[:1000], param="tool_choice")
+    single = not choice.parallel or choice.name is not None
+    strict = [names.strict.format(index) for index, tool in enumerate(tools) if tool.strict]
+    if not tools or not (choice.required or single or strict):
         return None
+    schemas = [(tool.name, _arguments(tool.schema)) for tool in tools if choice.name in (None, tool.name)]
+    param = "tool_choice" if choice.required else names.parallel if single else strict[0]
+    return Demand(param, calls=CallDemand(schemas, choice.required, single))
 
-    return _named(name, made)
+
+def _arguments(schema: Any) -> Mapping[str, Any]:
+    """Return the schema of a function's arguments; without one, the function takes none."""
+    return schema if isinstance(schema, Mapping) and schema else {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _rule_of_format(form: Any) -> Structured | None:
+    match form:
+        case JsonObjectFormat():
+            return Structured(json_object=True)
+        case JsonSchemaFormat(json_schema=schema):
+            return Structured(json_schema=schema.schema)
+        case FlatJsonSchemaFormat() | MessageJsonSchemaFormat():
+            return Structured(json_schema=form.schema)
+        case StructuralTagFormat():
+            tag = msgspec.to_builtins(form)
+            return Structured(structural_tag={key: value for key, value in tag.items() if key != "type" and value is not None})
+    return None
 
 
 def _rule_of_field(name: str, value: Any) -> Structured:
@@ -168,7 +233,7 @@ def _rule_of_field(name: str, value: Any) -> Structured:
 
 
 def _named(name: str, make: Callable[[], T]) -> T:
-    """Have the error of a rule begin with the name that the client used."""
+    """Return what `make` does, with its errors beginning with the parameter's name in the API."""
     try:
         return make()
     except RequestError as error:
@@ -176,51 +241,3 @@ def _named(name: str, make: Callable[[], T]) -> T:
         if RULE.match(text):
             text = RULE.sub(lambda _: name, text, count=1)
         raise RequestError(text if text.startswith(name) else f"{name}: {text}") from None
-
-
-# --- tools --------------------------------------------------------------------------------------------------------------------------------------
-
-
-def calls_of(
-    tools: Sequence[tuple[str, Any, bool]], choice: tuple[str, bool, str | None], *, parallel: tuple[str, bool], strict: str
-) -> CallDemand | None:
-    """Return what is demanded of an answer's calls; None if the model is free.
-
-    `tools`: name, JSON Schema of the arguments (or None) and `strict` of each. `choice`: the parameter's name, whether a call is demanded, and of
-    which function (None: any). `parallel`: the parameter's name, and whether several calls are welcome. `strict`: the name of that parameter of a
-    tool, with `{}` for its place. Raises `HttpError`.
-    """
-    param, required, name = choice
-    if required and not tools:
-        raise HttpError(400, f"{param}: a call is demanded, and there are no tools", param=param)
-    if name is not None and name not in (known := [tool[0] for tool in tools]):
-        raise HttpError(400, f"{param}: there is no tool {shown(name)}; there are {', '.join(known)}"[:1000], param=param)
-    single = not parallel[1] or name is not None
-    strict_ones = [strict.format(index) for index, tool in enumerate(tools) if tool[2]]
-    if not tools or not (required or single or strict_ones):
-        return None
-    callable_ones = tuple(ToolSchema(tool[0], _arguments(tool[1])) for tool in tools if name in (None, tool[0]))
-    return CallDemand(callable_ones, required, single, param if required else parallel[0] if single else strict_ones[0])
-
-
-def _arguments(schema: Any) -> Mapping[str, Any]:
-    """A function without parameters takes nothing."""
-    return schema if isinstance(schema, Mapping) and schema else {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-def chosen_function(param: str, choice: Any) -> tuple[bool, str | None]:
-    """Return whether OpenAI's `tool_choice` demands a call, and of which function. Raises `HttpError`."""
-    if choice in (None, "none", "auto"):
-        return False, None
-    if choice == "required":
-        return True, None
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        function = choice.get("function", choice)  # of chat; of responses
-        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-            return True, function["name"]
-    raise HttpError(
-        400,
-        f'{param}: "none", "auto", "required" and {{"type": "function", …}} with the name of a tool are supported, got {shown(choice)}',
-        param=param,
-        code="unsupported_parameter",
-    )

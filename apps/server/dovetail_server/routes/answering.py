@@ -1,77 +1,121 @@
-"""The common part of `/v1/responses` and `/v1/messages`: conversations become prompts, and the model's text becomes an answer's parts as it comes."""
+"""`prepare_chat`: the way of a chat request to the engine, the same for all APIs. `Answer`: the listener of APIs whose answers consist of parts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
+
+from msgspec import Struct
 
 from dovetail.front.chat import ChatOptions
 from dovetail.front.tokenizer import TokenizedText
 from dovetail.request import CompletionOutput, RequestOutput
 from dovetail.sampling_params import SamplingParams, changed_unchecked
+from dovetail_server.constraining import constrained_chat
 from dovetail_server.errors import ErrorShape
-from dovetail_server.exchange import Exchange, Part
+from dovetail_server.exchange import Exchange, OutputListener
 from dovetail_server.parsers import AnswerReader, OutputParser
 from dovetail_server.protocol.answer_parts import AnswerParts, PartWriter
+from dovetail_server.protocol.chat import ChatRequest
+from dovetail_server.protocol.messages import MessagesRequest
+from dovetail_server.protocol.openai_common import TokenCounts, engine_fields, logprobs_json
+from dovetail_server.protocol.responses import ResponsesRequest
 from dovetail_server.streams import EventStream
+
+B = TypeVar("B", ChatRequest, MessagesRequest, ResponsesRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat(Generic[B]):
+    """A chat request that is ready for the engine."""
+
+    exchange: Exchange
+    body: B
+    model: str  # the name to return
+    prompt: TokenizedText
+    params: SamplingParams
+    parsers: list[OutputParser | None]  # one per sample; None: all text is content
+
+    async def run(self, listener: OutputListener, answer_id: str) -> None:
+        """See `Exchange.run`."""
+        await self.exchange.run(answer_id, self.params, engine_fields(self.body, self.exchange.engine), [(self.prompt, listener)])
+
+
+async def prepare_chat(exchange: Exchange, kind: type[B]) -> PreparedChat[B]:
+    """Read a chat request, render and tokenize its conversation, and resolve its constraints. Raises `HttpError` and `RequestError`."""
+    body, model = await exchange.generation_body(kind)
+    messages, options, params, demand = body.to_conversation(exchange.engine.tokenizer.chat_templates)
+    exchange.check(params)
+    params, prompt = constrained_chat(exchange, params, demand, options, await rendered(exchange, messages, options))
+    parsers = [exchange.server.parsing.parser(prompt, tools=options.tools, template=options.chat_template) for _ in range(params.n)]
+    if parsers[0] is not None and parsers[0].needs_special_tokens:
+        params = changed_unchecked(params, skip_special_tokens=False)
+    return PreparedChat(exchange, body, model, prompt, params, parsers)
+
+
+async def rendered(exchange: Exchange, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> TokenizedText:
+    """Admit a conversation, and return its prompt. Raises what `Exchange.prepared` does, and `RequestError`."""
+    return await exchange.prepared(partial(exchange.engine.chat.prompt, messages, options), given_template=options.chat_template is not None)
 
 
 class AnswerWriter(PartWriter, Protocol):
-    """A writer that makes a stream's events."""
+    """Builds the answers of one API: whole ones, and the events of streams."""
+
+    ping: bytes | None  # the event that keeps an idle stream alive
+
+    def whole(self, last: CompletionOutput, parts: AnswerParts, counts: TokenCounts) -> Struct:
+        """Return the complete answer after its last output."""
+
+    def start(self, counts: TokenCounts) -> None:
+        """Begin a stream."""
+
+    def finish(self, answer: Any) -> None:
+        """End a stream, after its parts have been closed. `answer`: what `whole` returned."""
 
     def take(self) -> bytes:
         """Return the events since the last call."""
 
 
-class Answer(Part):
-    """The listener of one answer. Subclasses write what comes before the parts and behind them, if the answer is streamed."""
+class Answer(OutputListener):
+    """Listener that collects one answer's parts, and streams them if requested."""
 
-    output: CompletionOutput  # the last one
+    whole: Struct  # once it has ended
 
-    def __init__(self, exchange: Exchange, parser: OutputParser | None, writer: AnswerWriter | None, shape: ErrorShape | None = None) -> None:
-        """`shape`: how an event tells of an error, if not as other answers do."""
-        super().__init__(exchange)
-        self.reader = AnswerReader(parser)
-        self._writer = writer
-        self._stream: EventStream | None = None if writer is None else exchange.begin_stream("error", shape)
+    def __init__(
+        self,
+        chat: PreparedChat[Any],
+        writer: AnswerWriter,
+        *,
+        error_shape: ErrorShape | None = None,
+        top_logprobs: int | None = None,
+    ) -> None:
+        """`error_shape`: the form of an error event, if it isn't that of the API's other errors. `top_logprobs`: see `told_logprobs`."""
+        super().__init__(chat.exchange)
+        self._reader, self._writer, self._top_logprobs = AnswerReader(chat.parsers[0]), writer, top_logprobs
+        self._stream: EventStream | None = chat.exchange.begin_stream("error", error_shape) if chat.body.stream else None
+        self._parts = AnswerParts(writer if chat.body.stream else None)
         self._started = False
-        self.parts = AnswerParts(writer)
 
-    def start(self) -> None:
-        """Write what comes before the parts. The prompt's tokens are known."""
-
-    def end(self) -> None:
-        """Write what comes behind them. `output` is known."""
-
-    def logprobs_of(self, sample: CompletionOutput) -> Sequence[dict[str, Any]]:
-        """Return the log-probabilities of an output's tokens, as the API tells them; none unless a subclass has them."""
-        return ()
+    @property
+    def reasoning_tokens(self) -> int | None:
+        return self._reader.reasoning_tokens
 
     def take(self, output: RequestOutput) -> None:
-        if not self._started:
+        if self._stream is not None and not self._started:
             self._started = True
-            self.start()
+            if self._writer.ping is not None:
+                self._stream.ping(self._writer.ping)
+            self._writer.start(self.counts)
         sample = output.outputs[0]
-        self.parts.add(self.reader.read(sample), self.logprobs_of(sample))
+        tokenizer, top = self.exchange.engine.tokenizer, self._top_logprobs
+        self._parts.add(self._reader.read(sample), () if top is None else logprobs_json(sample, top, tokenizer))
         if output.finished:
-            self.parts.finish(cut=sample.finish_reason == "length" or self.reader.in_call)
-            self.output = sample
-            self.end()
-        if self._stream is not None and self._writer is not None and (data := self._writer.take()):
-            self._stream.write(data)
-
-
-async def rendered(exchange: Exchange, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> TokenizedText:
-    """Let a conversation in, and return its prompt. Raises what `Exchange.prepared` does, and `RequestError`."""
-    return await exchange.prepared(partial(exchange.engine.chat.prompt, messages, options), given_template=options.chat_template is not None)
-
-
-def answer_parser(exchange: Exchange, prompt: TokenizedText, options: ChatOptions) -> OutputParser | None:
-    """Return the parser of an answer to this prompt; None if all of its text is content."""
-    return exchange.server.parsing.parser(prompt, tools=options.tools, template=options.chat_template)
-
-
-def as_parsed(params: SamplingParams, parser: OutputParser | None) -> SamplingParams:
-    """Return the parameters with the special tokens in the text, if the parser looks for them."""
-    return changed_unchecked(params, skip_special_tokens=False) if parser is not None and parser.needs_special_tokens else params
+            self._parts.finish(cut=sample.finish_reason == "length" or self._reader.in_call)
+            self.whole = self._writer.whole(sample, self._parts, self.counts)
+        if self._stream is not None:
+            if output.finished:
+                self._writer.finish(self.whole)
+            if data := self._writer.take():
+                self._stream.write(data)
