@@ -22,10 +22,11 @@ import uvicorn
 
 import dovetail_models
 from dovetail.front.generation_defaults import GenerationDefaults
+from dovetail.front.intake import IntakeFacts
 from dovetail.limits import Limits
 from dovetail_server.app import create_app
-from dovetail_server.engine import Load
-from dovetail_server.frames import Add, Facts, Finished, First, Hello, StepFrame, ToEngine, decode_to_front_end, encode, pack_numbers
+from dovetail_server.engine import EngineInfo, Load
+from dovetail_server.frames import Add, Finished, First, Hello, StepFrame, ToEngine, Welcome, decode_to_front_end, encode, pack_numbers
 from dovetail_server.links import Take
 from dovetail_server.remote import RemoteEngine
 from dovetail_server.settings import ServerSettings
@@ -49,7 +50,7 @@ class FakeLine:
     def send(self, message: ToEngine) -> None:
         match message:
             case Hello():
-                self._take(_facts())
+                self._take(_welcome())
             case Add():
                 self.numbers.append(message.number)
 
@@ -65,26 +66,10 @@ class FakeLine:
         self._take(decode_to_front_end(frame))
 
 
-def _facts() -> Facts:
-    return Facts(
-        model="demo",
-        tokenizer_dir=str(Path(dovetail_models.__file__).parent / "demo"),
-        seed=0,
-        limits=Limits().model_dump(),
-        max_model_len=4096,
-        vocab_size=1024,
-        block_size=16,
-        num_blocks=65_536,
-        max_num_seqs=1024,
-        defaults=GenerationDefaults(),
-        executor="none",
-        sampler="none",
-        has_logprobs=False,
-        extra_args=[],
-        parts={},
-        details={},
-        wall_clock=True,
-    )
+def _welcome() -> Welcome:
+    intake = IntakeFacts(Limits(), 4096, 1024, GenerationDefaults(), "none", "none", has_logprobs=False)
+    info = EngineInfo("demo", intake, block_size=16, num_blocks=65_536)
+    return Welcome(info, str(Path(dovetail_models.__file__).parent / "demo"), seed=0, wall_clock=True)
 
 
 def main() -> None:

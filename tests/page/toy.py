@@ -17,21 +17,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from dovetail.front.generation_defaults import GenerationDefaults
+from dovetail.front.intake import IntakeFacts
 from dovetail.limits import Limits
 from dovetail.request import CompletionOutput, RequestOutput
-from dovetail_server.engine import DecidedStep, Decisions, EngineFacts, Load, ServedEngine
+from dovetail_server.engine import DecidedStep, Decisions, EngineInfo, Load, ServedEngine
 from dovetail_server.live_page import page_routes
 from dovetail_server.metrics import ServerMetrics
 
-FACTS = EngineFacts(
+INFO = EngineInfo(
     model="a-model",
-    max_model_len=512,
-    vocab_size=64,
+    intake=IntakeFacts(Limits(), 512, 64, GenerationDefaults(), "local", "torch"),
     block_size=16,
     num_blocks=100,
-    max_num_seqs=8,
-    limits=Limits(),
-    has_logprobs=True,
     parts={"scheduler": "dovetail-llm:fcfs", "kv_cache": "dovetail-llm:prefix", "executor": "dovetail-llm:local", "sampler": "dovetail-llm:torch"},
     details={"device": "cpu", "dtype": "float32", "attention": "dovetail-llm:torch"},
 )
@@ -43,7 +41,7 @@ class ToyServer:
 
     def __init__(self, *, chat: bool, key: str | None = None) -> None:
         self.engine = SimpleNamespace(
-            facts=FACTS, load=Load(0, 0, 0, 90, 10), tokenizer=SimpleNamespace(chat_templates={"default": ""} if chat else {})
+            info=INFO, load=Load(0, 0, 0, 90, 10), tokenizer=SimpleNamespace(chat_templates={"default": ""} if chat else {})
         )
         self.engine.decisions = self.decisions
         self.metrics = ServerMetrics(cast(ServedEngine, self.engine))
@@ -55,10 +53,10 @@ class ToyServer:
 
     def app(self) -> Starlette:
         answers = [Route(path, self.answer, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
-        return Starlette(routes=[*page_routes(self.metrics, cast(ServedEngine, self.engine), FACTS.model), Route("/version", self.version), *answers])
+        return Starlette(routes=[*page_routes(self.metrics, cast(ServedEngine, self.engine), INFO.model), Route("/version", self.version), *answers])
 
     async def version(self, request: Request) -> Response:
-        return JSONResponse({"version": "1", "max_model_len": 512, "parts": dict(FACTS.parts), "details": dict(FACTS.details)})
+        return JSONResponse({"version": "1", "max_model_len": 512, "parts": dict(INFO.parts), "details": dict(INFO.details)})
 
     async def answer(self, request: Request) -> Response:
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
@@ -89,7 +87,7 @@ class ToyServer:
         if load.running:
             step = len(self.steps)
             self.steps.append(DecidedStep(step, load.running, 40 * (step % 3 == 0), load.running, load.waiting, 0, 0, load.running, load.waiting))
-        return Decisions(FACTS.parts["scheduler"], tuple(self.steps[-12:]))
+        return Decisions(INFO.parts["scheduler"], tuple(self.steps[-12:]))
 
     def under_way(self, change: int) -> None:
         self.running += change

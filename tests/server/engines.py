@@ -13,7 +13,7 @@ from dovetail.errors import DovetailError, EngineDeadError
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.request import CompletionOutput, RequestOutput
 from dovetail_server.host import EngineHost
-from dovetail_server.links import Line, ZmqLine, ZmqPost
+from dovetail_server.links import ZmqLine, ZmqPost
 from dovetail_server.one_process import HostThread
 from dovetail_server.remote import RemoteEngine
 
@@ -63,8 +63,8 @@ class Collector:
 class Served:
     """An engine and its host, in a thread of the test's own process."""
 
-    def __init__(self, engine: RemoteEngine, host: EngineHost, assembly: Assembly) -> None:
-        self.engine, self.host, self.core = engine, host, assembly.core
+    def __init__(self, engine: RemoteEngine, host: EngineHost, assembly: Assembly, post: ZmqPost | None) -> None:
+        self.engine, self.host, self.core, self.post = engine, host, assembly.core, post
 
     async def until(self, what: Any) -> None:
         """Wait until `what()` is true."""
@@ -85,10 +85,9 @@ async def served(link: Link, directory: Path, **settings: Any) -> AsyncIterator[
     def fail(reason: str) -> None:
         loop.call_soon_threadsafe(lambda: engine.fail(reason) if engine else None)
 
-    line: Line
     if link == "thread":
         thread = HostThread(assembly, fail)
-        host, line, close = thread.host, thread.line, thread.close
+        host, line, close, post = thread.host, thread.line, thread.close, None
     else:
         address = f"ipc://{directory}/engine"
         post = ZmqPost(address)
@@ -111,7 +110,7 @@ async def served(link: Link, directory: Path, **settings: Any) -> AsyncIterator[
 
     engine = await RemoteEngine.connect(line, "test")
     try:
-        yield Served(engine, host, assembly)
+        yield Served(engine, host, assembly, post)
     finally:
         engine.close()
         await asyncio.to_thread(close)

@@ -51,7 +51,7 @@ class ScriptedEngine(FakeEngine):
 
     async def _run(self, request: FakeRequest) -> None:
         script = self.script
-        room = request.params.max_tokens or self.facts.max_model_len
+        room = request.params.max_tokens or self.info.intake.max_model_len
         text, cut = script.text[:room], len(script.text) > room
         pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)] or [""]
         for place, piece in enumerate(pieces):

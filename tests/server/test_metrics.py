@@ -14,19 +14,23 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from dovetail.front.generation_defaults import GenerationDefaults
+from dovetail.front.intake import IntakeFacts
 from dovetail.limits import Limits
 from dovetail.request import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
-from dovetail_server.engine import EngineFacts, Load, ServedEngine
+from dovetail_server.engine import EngineInfo, Load, ServedEngine
 from dovetail_server.metrics import MAX_CLIENT_CHARS, MAX_CLIENTS, OTHER_CLIENTS, Histogram, ServerMetrics, metrics_route, token_bounds
 
 
 @dataclass
 class IdleEngine:
-    """An engine that has facts and a load, and does nothing. Its clock stands still."""
+    """An engine that has an info and a load, and does nothing. Its clock stands still."""
 
     load: Load = field(default_factory=Load)
-    facts: EngineFacts = field(
-        default_factory=lambda: EngineFacts("demo", 256, 64, 16, 100, 8, Limits(), True, parts={"scheduler": "dovetail-llm:fcfs"})
+    info: EngineInfo = field(
+        default_factory=lambda: EngineInfo(
+            "demo", IntakeFacts(Limits(), 256, 64, GenerationDefaults(), "local", "torch"), 16, 100, {"scheduler": "dovetail-llm:fcfs"}
+        )
     )
 
     def now(self) -> float:

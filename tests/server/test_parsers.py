@@ -15,7 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dovetail.errors import ConfigError
-from dovetail_server.parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart, detect, parser_for, starts_in_reasoning
+from dovetail_server.parsers import (
+    Content,
+    Event,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
+    check_parsers,
+    detect,
+    parser_for,
+    starts_in_reasoning,
+)
 from dovetail_server.parsers.json_call import MAX_HELD
 
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the claims are about events, not about time
@@ -662,10 +672,10 @@ def test_a_string_goes_out_as_it_comes() -> None:
 
 
 def test_an_unknown_parser_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="tool_parser is 'hermse', which isn't known; known are qwen3_coder, glm45, hermes, mistral, llama3_json"):
-        parser_for(tool_parser="hermse", reasoning_parser=None, tools=TOOLS, starts_in_reasoning=False)
-    with pytest.raises(ConfigError, match="reasoning_parser is 'thnk', which isn't known; known are think"):
-        parser_for(tool_parser=None, reasoning_parser="thnk", tools=None, starts_in_reasoning=False)
+    with pytest.raises(ConfigError, match="tool_parser is 'hermse', which is unknown; valid names are qwen3_coder, glm45, hermes, mistral"):
+        check_parsers("hermse", None)
+    with pytest.raises(ConfigError, match="reasoning_parser is 'thnk', which is unknown; valid names are think"):
+        check_parsers(None, "thnk")
 
 
 def test_without_tools_and_reasoning_there_is_nothing_to_parse() -> None:

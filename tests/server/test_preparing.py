@@ -84,7 +84,7 @@ def test_a_prompt_too_long_for_any_endpoint_is_refused_by_the_limit_of_texts(ser
 async def test_no_more_tokens_are_made_text_than_a_model_has_room_for(fake: Callable[..., FakeEngine]) -> None:
     engine = fake()
     async with serving(engine) as url, httpx.AsyncClient(base_url=url) as http:
-        most = engine.facts.max_model_len
+        most = engine.info.intake.max_model_len
         assert (await http.post("/detokenize", json={"tokens": [5] * most})).status_code == 200
         refused = await http.post("/detokenize", json={"tokens": [5] * (most + 1)})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")

@@ -17,7 +17,7 @@ from dovetail.front.assembly import assemble
 from dovetail.request import RequestOutput
 from dovetail_server.frames import StepFrame, ToEngine, ToFrontEnd
 from dovetail_server.host import EngineHost
-from dovetail_server.links import Line, Take, ThreadPost, ZmqLine
+from dovetail_server.links import Line, Take, ZmqLine, ZmqPost
 from dovetail_server.remote import RemoteEngine
 from tests.server.engines import DEMO, PATIENCE_S, Collector, Link, Served, served
 
@@ -248,9 +248,10 @@ def test_all_front_ends_together_may_have_as_many_requests_as_the_engine_takes(t
 
 def test_a_front_end_that_takes_nothing_loses_its_requests_and_is_told(tmp_path: Path) -> None:
     async def main() -> None:
-        async with served("thread", tmp_path) as at:
+        async with served("zmq", tmp_path) as at:
             listeners = await begin_endless(at, 2)
-            post = at.host._post
+            post = at.post
+            assert post is not None
             send = post.send
             post.send = lambda *_: False  # type: ignore[method-assign]
             await at.until_all_is_free()
@@ -310,8 +311,8 @@ def test_a_message_that_cant_be_read_fails_the_front_end_once(tmp_path: Path) ->
     run(main())
 
 
-def test_a_host_that_hangs_between_steps_is_seen() -> None:
-    class Stuck(ThreadPost):
+def test_a_host_that_hangs_between_steps_is_seen(tmp_path: Path) -> None:
+    class Stuck(ZmqPost):
         stuck, release = threading.Event(), threading.Event()
 
         def take(self) -> list[tuple[bytes, ToEngine]]:
@@ -319,7 +320,7 @@ def test_a_host_that_hangs_between_steps_is_seen() -> None:
             self.release.wait(PATIENCE_S)
             return super().take()
 
-    post = Stuck()
+    post = Stuck(f"ipc://{tmp_path}/engine")
     host = EngineHost(assemble(DEMO, {}), post)
     thread = threading.Thread(target=host.run, daemon=True)
     thread.start()
@@ -330,3 +331,4 @@ def test_a_host_that_hangs_between_steps_is_seen() -> None:
     post.wake()
     thread.join(PATIENCE_S)
     assert host.busy_s() == 0
+    post.close()

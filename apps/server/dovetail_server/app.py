@@ -1,4 +1,4 @@
-"""`create_app`: the Starlette application of one front end. The processes around it are `command`'s."""
+"""`create_app`: the Starlette application of one front end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dovetail_server.answer_parsing import AnswerParsing
 from dovetail_server.batches.store import BatchStore
 from dovetail_server.batches.worker import BatchWorker
 from dovetail_server.engine import ServedEngine
-from dovetail_server.errors import HttpError, anthropic_shape, openai_shape, speaks_anthropic
+from dovetail_server.errors import HttpError
 from dovetail_server.exchange import Server
 from dovetail_server.live_page import page_routes
 from dovetail_server.metrics import ServerMetrics, metrics_route
@@ -32,13 +32,12 @@ from dovetail_server.tracing import Tracing
 
 
 def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, front_end: int = 0, on_loopback: bool = False) -> Starlette:
-    """Return the app that serves an engine. `front_end`: its number among the processes that speak HTTP. `on_loopback`: True if only this machine can
-    reach it. `app.state.draining` set to True makes /ready say 503. Raises `ConfigError` for settings that name what isn't there, and
-    `MissingExtraError`."""
+    """Return the app that serves an engine. `front_end`: its number among the front ends. `on_loopback`: only this machine can reach it. Set
+    `app.state.draining` to make /ready answer 503. Raises `ConfigError` for settings that name something missing, and `MissingExtraError`."""
     settings = settings or ServerSettings()
     middleware = [Middleware(RequestLog, settings), *middleware_of(settings, on_loopback)]
     metrics = ServerMetrics(engine, front_end=front_end)
-    models = settings.served_model_name or (engine.facts.model,)
+    models = settings.served_model_name or (engine.info.model,)
     routes = [*all_routes(settings), Route("/metrics", metrics_route(metrics), include_in_schema=False)]
     if settings.page:
         routes += page_routes(metrics, engine, models[0])
@@ -55,7 +54,7 @@ def create_app(engine: ServedEngine, settings: ServerSettings | None = None, *, 
 
 
 def middleware_of(settings: ServerSettings, on_loopback: bool) -> list[Middleware]:
-    """Return the middleware that decides who is let in."""
+    """Return the middleware that controls access."""
     middleware = []
     if settings.cors_origins:
         middleware.append(
@@ -73,7 +72,7 @@ def middleware_of(settings: ServerSettings, on_loopback: bool) -> list[Middlewar
 
 @asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
-    """While the app runs, batches are answered; at its end it sends its last spans."""
+    """Run the batch worker; export the remaining spans at shutdown."""
     server: Server = app.state.server
     async with AsyncExitStack() as stack:
         if server.tracing is not None:
@@ -89,16 +88,16 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 
 
 def http_exception(request: Request, error: Exception) -> Response:
-    """Return the answer for an error, such as an unknown path or method, in the API's own shape."""
-    shape = anthropic_shape if speaks_anthropic(request.url.path) else openai_shape
+    """Return the response for an error, such as an unknown path or method, in the API's format."""
+    path = request.url.path
     if isinstance(error, HttpError):
-        return Response(error.body(shape), error.status, error.headers, "application/json")
+        return error.response(path)
     status = error.status_code if isinstance(error, HTTPException) else 500
-    headers = dict((error.headers if isinstance(error, HTTPException) else None) or {})
+    headers = (error.headers if isinstance(error, HTTPException) else None) or {}
     if status == 404:
-        message = f"nothing is served at {request.url.path[:200]}"
+        message = f"nothing is served at {path[:200]}"
     elif status == 405:
-        message = f"{request.url.path[:200]} takes {headers.get('Allow', 'another method')}, not {request.method}"
+        message = f"{path[:200]} takes {headers.get('Allow', 'another method')}, not {request.method}"
     else:
         message = str(error)
-    return Response(HttpError(status, message).body(shape), status, headers, "application/json")
+    return HttpError(status, message, headers=headers).response(path)

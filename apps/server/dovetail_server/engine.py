@@ -11,27 +11,23 @@ from typing import Any, Protocol
 
 from dovetail.errors import DovetailError
 from dovetail.front.chat import ChatFrontEnd
+from dovetail.front.intake import IntakeFacts
 from dovetail.front.prompts import Prompt
 from dovetail.front.tokenizer import Tokenizer
-from dovetail.limits import Limits
 from dovetail.request import RequestOutput
 from dovetail.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """A description of an engine that has started."""
+class EngineInfo:
+    """Description of a started engine. The engine's process sends it to front ends."""
 
     model: str  # as the config names it
-    max_model_len: int  # tokens, prompt and answer together
-    vocab_size: int
+    intake: IntakeFacts  # limits, lengths and capabilities, against which requests are validated
     block_size: int  # tokens
     num_blocks: int
-    max_num_seqs: int
-    limits: Limits
-    has_logprobs: bool
     parts: Mapping[str, str] = field(default_factory=dict)  # kind -> "distribution:name" of the component in use
-    details: Mapping[str, Any] = field(default_factory=dict)  # what the executor chose: device, dtype, attention …
+    details: Mapping[str, Any] = field(default_factory=dict)  # the executor's choices: device, dtype, attention …
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +87,7 @@ class ServedEngine(Protocol):
     """An engine that several clients use at once."""
 
     @property
-    def facts(self) -> EngineFacts: ...
+    def info(self) -> EngineInfo: ...
 
     @property
     def tokenizer(self) -> Tokenizer: ...

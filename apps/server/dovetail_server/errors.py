@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: which status an error has, and how OpenAI's and Anthropic's clients want to read it. For routes and middleware."""
+"""`HttpError`, the mapping of exceptions to HTTP statuses, and the error formats of OpenAI's and Anthropic's APIs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from starlette.responses import Response
 
 from dovetail.errors import DovetailError, EngineDeadError, MissingExtraError, ModelLoadError, RequestError, UnsupportedError, describe
 
@@ -26,48 +28,56 @@ _TYPES = {  # status -> type in OpenAI's shape, in Anthropic's
     503: ("service_unavailable_error", "overloaded_error"),
     504: ("timeout_error", "timeout_error"),
 }
-_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})  # files, processes or memory: there may be some again soon
-RULE = re.compile(r"structured\b(\.[a-z_]+)?(?=:)")  # the name of an answer's rule, at the beginning of an error's text
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})  # out of files, processes or memory, perhaps temporarily
+RULE = re.compile(r"structured\b(\.[a-z_]+)?(?=:)")  # at the beginning of a message: the engine's name of structured-output parameters
 _NAME = re.compile(r"[a-z][a-z0-9_]*(?:\[\d+\]|\.[a-z_]+)*")
 
 
 class HttpError(DovetailError):
-    """An error with its place in HTTP. `param` is the parameter that is wrong, `code` a word for programs."""
+    """An error with an HTTP status. `param`: the invalid parameter; `code`: machine-readable."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
+    def response(self, path: str) -> Response:
+        """Return the response in the format of the API at a path."""
+        return Response(self.body(shape_for(path)), self.status, self.headers, "application/json")
+
     def body(self, shape: ErrorShape) -> bytes:
-        return json.dumps(shape(self)).encode()  # ASCII: a message may quote half a surrogate pair
+        return json.dumps(shape(self)).encode()  # ASCII, since a message may quote a lone surrogate
 
 
 ErrorShape = Callable[[HttpError], dict[str, Any]]
 
 
 def openai_shape(error: HttpError) -> dict[str, Any]:
-    """Return the error as OpenAI's API words it."""
+    """Return the error in OpenAI's format."""
     kind = _TYPES.get(error.status, ("server_error", ""))[0]
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
 def anthropic_shape(error: HttpError) -> dict[str, Any]:
-    """Return the error as Anthropic's API words it."""
+    """Return the error in Anthropic's format."""
     kind = _TYPES.get(error.status, ("", "api_error"))[1]
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
+def shape_for(path: str) -> ErrorShape:
+    """Return the error format of the API at a path, which may begin with the server's `root_path`."""
+    return anthropic_shape if speaks_anthropic(path) else openai_shape
+
+
 def speaks_anthropic(path: str) -> bool:
-    """Return True if a path, which may begin with the server's `root_path`, is of Anthropic's API."""
+    """Return True for paths of Anthropic's API."""
     return "/v1/messages" in path
 
 
 def http_error(error: BaseException, fields: Sequence[str] = (), renamed: Mapping[str, str] | None = None) -> HttpError:
-    """Return any error as an `HttpError`. One that nobody expected is logged, and told without its text.
+    """Convert any error to an `HttpError`. Unexpected ones are logged, and their text isn't disclosed.
 
-    `fields`: names of the request's parameters, of which a `RequestError` may speak. `renamed`: parameters that have another name in the API than in
-    `SamplingParams` or the engine, by the engine's name.
+    `fields`: names of the request's parameters, which a `RequestError` may mention. `renamed`: engine name -> API name of parameters that differ.
     """
     if isinstance(error, HttpError):
         return error
@@ -76,7 +86,7 @@ def http_error(error: BaseException, fields: Sequence[str] = (), renamed: Mappin
     if isinstance(error, RequestError | UnsupportedError | MissingExtraError):
         message = str(error).partition("; install with: ")[0]  # clients can't
         param = _param_of(message, fields, renamed or {})
-        if RULE.match(message) and param is not None:  # which clients have by many names
+        if RULE.match(message) and param is not None:  # the APIs have several names for it
             message = RULE.sub(lambda _: param, message, count=1)
         refused = isinstance(error, RequestError)
         return HttpError(400 if refused else 501, message, param=param, code=None if refused else "unsupported")
@@ -85,13 +95,13 @@ def http_error(error: BaseException, fields: Sequence[str] = (), renamed: Mappin
     if isinstance(error, ModelLoadError):
         return HttpError(400, str(error), code="unsupported")
     if not isinstance(error, DovetailError):
-        logger.error("an unexpected error in a request: %s", describe(error), exc_info=error)
+        logger.error("unexpected error in a request: %s", describe(error), exc_info=error)
         return HttpError(500, "the server failed to answer this request; its log says why", code="internal_error")
     return HttpError(500, str(error))
 
 
 def lack_of(error: BaseException) -> str | None:
-    """Return the operating system's words if an error, or its cause, says that it has no more files, processes or memory."""
+    """Return the operating system's message if an error or its cause means that it is out of files, processes or memory."""
     for one in (error, error.__cause__):
         if isinstance(one, OSError) and one.errno in _EXHAUSTED:
             return one.strerror
@@ -99,7 +109,7 @@ def lack_of(error: BaseException) -> str | None:
 
 
 def _param_of(message: str, fields: Sequence[str], renamed: Mapping[str, str]) -> str | None:
-    """The parameter that an error's text begins with; errors about the prompt say "prompt" somewhere in their first words."""
+    """Return the parameter that a message begins with; messages about the prompt contain "prompt" before a colon."""
     named = _NAME.match(message)
     if named:
         head = re.split(r"[.\[]", named[0], maxsplit=1)[0]

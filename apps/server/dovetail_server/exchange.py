@@ -194,7 +194,7 @@ class Exchange:
         data = b"".join([part async for part in self.received(most, too_large)])
         self.fields = getattr(kind, "__struct_encode_fields__", ())
         body = decode(data, kind)
-        check_counts(body, self.engine.facts.limits)
+        check_counts(body, self.engine.info.intake.limits)
         self._body_bytes, self._client = len(data), getattr(body, "client", None)
         return body
 
@@ -264,7 +264,7 @@ class Exchange:
 
     def check(self, params: SamplingParams) -> SamplingParams:
         """Validate parameters against the engine's limits before anything is allocated for each of `n` samples. Raises `RequestError`."""
-        check_params(params, self.engine.facts.limits)
+        check_params(params, self.engine.info.intake.limits)
         return params
 
     @asynccontextmanager

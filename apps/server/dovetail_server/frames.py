@@ -13,12 +13,11 @@ import msgspec
 import numpy as np
 
 from dovetail.api.executor import HostLogprobs
-from dovetail.front.generation_defaults import GenerationDefaults
-from dovetail.front.intake import CheckedRequest, IntakeFacts
+from dovetail.front.intake import CheckedRequest
 from dovetail.limits import Limits
 from dovetail.request import FinishReason, RequestFields
 from dovetail.sampling_params import OutputKind, SamplingParams
-from dovetail_server.engine import Decisions, Load
+from dovetail_server.engine import Decisions, EngineInfo, Load
 
 _NEUTRAL = SamplingParams(output_kind=OutputKind.DELTA)
 
@@ -27,7 +26,7 @@ _NEUTRAL = SamplingParams(output_kind=OutputKind.DELTA)
 
 
 class Hello(msgspec.Struct, array_like=True, tag=0):
-    """The first message of a front end, which is answered by `Facts`."""
+    """The first message of a front end, which is answered by `Welcome`."""
 
 
 class Add(msgspec.Struct, array_like=True, tag=1):
@@ -58,41 +57,13 @@ class Ask(msgspec.Struct, array_like=True, tag=3):
 # From the engine to front ends
 
 
-class Facts(msgspec.Struct, array_like=True, tag=10):
-    """A description of the engine."""
+class Welcome(msgspec.Struct, array_like=True, tag=10):
+    """The answer to `Hello`."""
 
-    model: str
+    info: EngineInfo
     tokenizer_dir: str
-    seed: int  # the config's
-    limits: dict[str, Any]
-    max_model_len: int
-    vocab_size: int
-    block_size: int
-    num_blocks: int
-    max_num_seqs: int
-    defaults: GenerationDefaults
-    executor: str
-    sampler: str
-    has_logprobs: bool
-    extra_args: list[str]
-    has_masks: bool
-    parts: dict[str, str]
-    details: dict[str, Any]
-    wall_clock: bool  # the engine's clock is this host's; else its time is that of the last frame
-
-    @property
-    def intake(self) -> IntakeFacts:
-        return IntakeFacts(
-            Limits.model_validate(self.limits),
-            self.max_model_len,
-            self.vocab_size,
-            self.defaults,
-            self.executor,
-            self.sampler,
-            self.has_logprobs,
-            frozenset(self.extra_args),
-            self.has_masks,
-        )
+    seed: int  # from the config
+    wall_clock: bool  # the engine uses this host's clock; otherwise its time is that of the last frame
 
 
 class Accepted(msgspec.Struct, array_like=True, tag=11):
@@ -183,11 +154,18 @@ class StepFrame(msgspec.Struct, array_like=True, tag=14, gc=False):
 
 
 ToEngine = Hello | Add | Abort | Ask
-ToFrontEnd = Facts | Accepted | Refused | Dropped | Decided | StepFrame
+ToFrontEnd = Welcome | Accepted | Refused | Dropped | Decided | StepFrame
 
-encode = msgspec.msgpack.Encoder().encode
+
+def _encode_limits(value: Any) -> Any:
+    if isinstance(value, Limits):
+        return value.model_dump()
+    raise TypeError(f"can't encode {type(value).__name__}")
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_encode_limits).encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_to_front_end = msgspec.msgpack.Decoder(ToFrontEnd).decode
+decode_to_front_end = msgspec.msgpack.Decoder(ToFrontEnd, dec_hook=lambda kind, value: kind.model_validate(value)).decode
 
 
 def pack_numbers(numbers: Iterable[int]) -> bytes:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from dovetail.api.clock import VirtualClock, WallClock
 from dovetail.engine.constraint import Constraint
@@ -22,7 +21,7 @@ from dovetail.front.intake import make_samples
 from dovetail.process_watch import ProcessWatch
 from dovetail.sampling_params import SamplingParams
 from dovetail_server.decisions import DecisionWatch
-from dovetail_server.engine import Load
+from dovetail_server.engine import EngineInfo, Load
 from dovetail_server.frames import (
     Abort,
     Accepted,
@@ -31,7 +30,6 @@ from dovetail_server.frames import (
     Decided,
     Dropped,
     Extra,
-    Facts,
     Finished,
     First,
     Hello,
@@ -40,30 +38,16 @@ from dovetail_server.frames import (
     StepFrame,
     ToEngine,
     ToFrontEnd,
+    Welcome,
     pack_numbers,
     pack_tokens,
     request_of,
 )
+from dovetail_server.links import ZmqPost
 
 logger = logging.getLogger("dovetail")
 
 IDLE_CHECK_S = 1.0  # how often an engine without requests looks whether its executor is well: a rank of it may have died
-
-
-class Post(Protocol):
-    """The link between the host and its front ends. Front ends are known by names, which are never used again. One thread calls it."""
-
-    def take(self) -> Sequence[tuple[bytes, ToEngine]]:
-        """Return the messages that have come, with their senders'."""
-
-    def wait(self, seconds: float | None) -> None:
-        """Wait until a message comes, or somebody wants the host's attention, but no longer than this."""
-
-    def gone(self) -> Iterable[bytes]:
-        """Return the front ends that have ended since the last call."""
-
-    def send(self, front_end: bytes, message: ToFrontEnd) -> bool:
-        """Send without waiting. Returns False if the front end doesn't take what it is sent."""
 
 
 class _FrontEnd:
@@ -94,7 +78,7 @@ class _Columns:
 class EngineHost:
     """`run` is called once, in the thread whose engine it is from then on; other threads may call `stop` and `busy_s`, and read `busy_since`."""
 
-    def __init__(self, assembly: Assembly, post: Post) -> None:
+    def __init__(self, assembly: Assembly, post: ZmqPost) -> None:
         self._assembly = assembly
         self._core = assembly.core
         self._post = post
@@ -185,7 +169,7 @@ class EngineHost:
                     if (request := front_end.live.get(number)) is not None:
                         self._drop(request)
             case Hello():
-                self._send(front_end, self.facts())
+                self._send(front_end, self.welcome())
             case Ask():
                 self._post.send(sender, Decided(self._watch.ask()))  # if it isn't taken, the next may be
 
@@ -271,30 +255,12 @@ class EngineHost:
 
     # What goes out
 
-    def facts(self) -> Facts:
-        """Return what front ends must know."""
+    def welcome(self) -> Welcome:
+        """Return what front ends must know of the engine."""
         assembly, capacity, config = self._assembly, self._assembly.capacity, self._assembly.config
-        intake = assembly.intake_facts
-        return Facts(
-            model=config.model.path,
-            tokenizer_dir=str(assembly.tokenizer_dir),
-            seed=config.seed,
-            limits=config.limits.model_dump(),
-            max_model_len=capacity.max_model_len,
-            vocab_size=capacity.vocab_size,
-            block_size=capacity.layout.block_size,
-            num_blocks=capacity.num_blocks,
-            max_num_seqs=config.max_num_seqs,
-            defaults=assembly.defaults,
-            executor=intake.executor,
-            sampler=intake.sampler,
-            has_logprobs=intake.has_logprobs,
-            extra_args=sorted(intake.extra_args),
-            has_masks=intake.has_masks,
-            parts=dict(assembly.parts),
-            details={key: value if isinstance(value, str | int | float | None) else str(value) for key, value in capacity.details.items()},
-            wall_clock=not isinstance(self._core.clock, VirtualClock),
-        )
+        details = {key: value if isinstance(value, str | int | float | None) else str(value) for key, value in capacity.details.items()}
+        info = EngineInfo(config.model.path, assembly.intake_facts, capacity.layout.block_size, capacity.num_blocks, dict(assembly.parts), details)
+        return Welcome(info, str(assembly.tokenizer_dir), config.seed, not isinstance(self._core.clock, VirtualClock))
 
     def _load(self) -> Load:
         stats = self._core.update_stats()

@@ -31,10 +31,10 @@ GUARD = {
 def page_routes(metrics: ServerMetrics, engine: ServedEngine, served_model: str) -> list[Route]:
     """Return the page's routes. `served_model`: the name that requests give as `model`."""
     routes = [Route(path, _file(*file), include_in_schema=False) for path, file in FILES.items()]
-    facts = {"model": served_model, "chat": bool(engine.tokenizer.chat_templates)}
+    page = {"model": served_model, "chat": bool(engine.tokenizer.chat_templates)}
 
     async def live(request: Request) -> Response:  # a coroutine, since the engine's load is the event loop's
-        return _json(metrics.live() | facts | {"decisions": engine.decisions()})
+        return _json(metrics.live() | page | {"decisions": engine.decisions()})
 
     return [*routes, Route("/page/live", live, include_in_schema=False)]
 

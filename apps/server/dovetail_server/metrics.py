@@ -1,14 +1,14 @@
-"""The server's metrics: `ServerMetrics` counts what requests do, `RequestMeter` watches one of them, `/metrics` tells Prometheus.
+"""The server's metrics: `ServerMetrics` aggregates, `RequestMeter` measures one request, `/metrics` exports to Prometheus.
 
-Names are vLLM's where they mean the same, so that gateways and dashboards work; docs/serving/metrics.md has the table. What a token costs here is a
-bisection and an addition: nothing of prometheus_client runs before somebody asks.
+Names are vLLM's where the meaning is the same, so that gateways and dashboards work; docs/serving/metrics.md lists them. A token costs a bisection
+and an addition: prometheus_client only runs on a scrape.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -21,11 +21,11 @@ from starlette.responses import Response
 from dovetail.request import FinishReason, RequestMetrics, RequestOutput
 from dovetail_server.engine import ServedEngine
 
-MAX_CLIENTS = 100  # clients with figures of their own; those that come later are counted together
-MAX_CLIENT_CHARS = 64  # a client with a longer name is counted with them
+MAX_CLIENTS = 100  # clients with separate figures; later ones are counted together
+MAX_CLIENT_CHARS = 64  # clients with longer names are counted together, too
 OTHER_CLIENTS = "other"
 
-# vLLM's bounds; those of a token's latency begin lower, since small models on fast devices take less than its lowest one, 10 ms.
+# vLLM's bounds; those of inter-token latency begin below its 10 ms, since small models on fast devices are faster.
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
 TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
@@ -37,7 +37,7 @@ def token_bounds(largest: int) -> tuple[float, ...]:
 
 
 class Histogram:
-    """Counts of values by upper bounds: `counts[i]` is the number of values above the bound before and at most `bounds[i]`; the last, of the rest."""
+    """Histogram: `counts[i]` counts values of at most `bounds[i]` and above the previous bound; the last element counts the rest."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -51,7 +51,7 @@ class Histogram:
         self.total += value * times
 
     def cumulated(self) -> list[tuple[str, float]]:
-        """Return Prometheus' buckets: the number of values up to each bound."""
+        """Return cumulative Prometheus buckets."""
         names = [*(repr(float(bound)) for bound in self.bounds), "+Inf"]
         return list(zip(names, accumulate(self.counts), strict=True))
 
@@ -66,35 +66,35 @@ class ClientCounts:
 
 
 class Finish(NamedTuple):
-    """The facts of a request that has ended. Times in seconds; None: it never got so far."""
+    """Figures of a finished request. Times are in seconds; None: it never got that far."""
 
     reason: FinishReason
     client: str | None
     prompt_tokens: int
     generated_tokens: int
-    latency_s: float  # from its arrival at the server to its end
-    per_token_s: float | None  # mean time from one token to the next, of requests with at least two tokens
-    engine: RequestMetrics | None  # the times of the engine's events, on the engine's clock; without an end if it ended before the engine heard of it
+    latency_s: float  # from arrival at the server to the end
+    per_token_s: float | None  # mean inter-token latency; None with fewer than two tokens
+    engine: RequestMetrics | None  # on the engine's clock; without an end if the engine didn't finish it
 
 
 class ServerMetrics(Collector):
-    """The figures of one front end since it started, and the engine's load. It is called in the event loop's thread; `collect` in any."""
+    """Figures of one front end since its start, and the engine's load. Called by the event loop's thread; `collect` by any."""
 
     def __init__(self, engine: ServedEngine, *, front_end: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._clock, self.front_end = engine, clock, front_end
         self.generated_tokens = self.prompt_tokens = self.cached_tokens = self.preemptions = 0
         self.finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0, "rejected": 0}
-        self.refused: dict[int, int] = {}  # HTTP status -> requests refused with it
+        self.refused: dict[int, int] = {}  # by HTTP status
         self.clients: dict[str, ClientCounts] = {}
         self.first_token, self.gap, self.per_token = Histogram(FIRST_TOKEN_S), Histogram(TOKEN_S), Histogram(TOKEN_S)
         self.latency, self.queue, self.prefill, self.decode, self.inference = (Histogram(REQUEST_S) for _ in range(5))
-        largest = engine.facts.max_model_len
+        largest = engine.info.intake.max_model_len
         self.request_prompt, self.request_generated = Histogram(token_bounds(largest)), Histogram(token_bounds(largest))
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
     def meter(self, client: str | None = None, samples: int = 1, arrived: float | None = None) -> RequestMeter:
-        """Return the meter of a request for `samples` samples. `arrived`: when it came to the server, on the metrics' clock; None is now."""
+        """Return the meter of a request for `samples` samples. `arrived`: on the metrics' clock; None: now."""
         return RequestMeter(self, client, samples, self._clock, self._clock() if arrived is None else arrived)
 
     def request_began(self, first_token_s: float, prompt_tokens: int, cached_tokens: int, client: str | None) -> None:
@@ -120,11 +120,11 @@ class ServerMetrics(Collector):
         counts.generated_tokens += finish.generated_tokens
 
     def request_refused(self, status: int) -> None:
-        """Count a request that was answered with an error status."""
+        """Count a request answered with an error status."""
         self.refused[status] = self.refused.get(status, 0) + 1
 
     def live(self) -> dict[str, Any]:
-        """Return what the page at `/` draws. Counts are since the start: the page makes rates of two of them."""
+        """Return the figures for the page at `/`. Counts are since the start; the page computes rates."""
         load = self._engine.load
         return {
             "front_end": self.front_end,
@@ -142,7 +142,7 @@ class ServerMetrics(Collector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics. In a thread, a histogram's sum may be ahead of its counts by what arrives meanwhile."""
+        """Yield all metrics. Concurrent updates may make a histogram's sum and counts differ slightly."""
         yield from self._load()
         yield from self._counts()
         yield from self._histograms()
@@ -168,39 +168,35 @@ class ServerMetrics(Collector):
 
     @property
     def _labels(self) -> dict[str, str]:
-        return {"model_name": self._engine.facts.model, "front_end": str(self.front_end)}
+        return {"model_name": self._engine.info.model, "front_end": str(self.front_end)}
 
     def _load(self) -> Iterator[Metric]:
-        load, facts, labels = self._engine.load, self._engine.facts, self._labels
-        yield gauge("vllm:num_requests_running", "Requests that hold blocks", labels, load.running)
-        yield gauge("vllm:num_requests_waiting", "Requests that have arrived and hold no blocks", labels, load.waiting)
-        yield gauge(
-            "vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1", labels, load.held_blocks / max(1, facts.num_blocks)
-        )
-        blocks = GaugeMetricFamily("dovetail_kv_blocks", "KV blocks by state", labels=[*labels, "state"])
-        for state, number in (("held", load.held_blocks), ("cached", load.cached_blocks), ("free", load.free_blocks)):
-            blocks.add_metric([*labels.values(), state], number)
-        yield blocks
-        cache = {"block_size": str(facts.block_size), "num_gpu_blocks": str(facts.num_blocks)}
-        yield gauge("vllm:cache_config_info", "The KV cache's size, as labels", labels | cache, 1)
-        parts = {f"part_{kind}": name for kind, name in sorted(facts.parts.items())}
-        yield gauge("dovetail_engine_info", "The components in use, as labels", labels | parts, 1)
+        load, info, labels = self._engine.load, self._engine.info, self._labels
+        yield family(GaugeMetricFamily, "vllm:num_requests_running", "Requests that hold blocks", labels, load.running)
+        yield family(GaugeMetricFamily, "vllm:num_requests_waiting", "Requests that have arrived and hold no blocks", labels, load.waiting)
+        used = load.held_blocks / max(1, info.num_blocks)
+        yield family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold, 0 to 1", labels, used)
+        blocks = {"held": load.held_blocks, "cached": load.cached_blocks, "free": load.free_blocks}
+        yield family(GaugeMetricFamily, "dovetail_kv_blocks", "KV blocks by state", labels, blocks, "state")
+        cache = {"block_size": str(info.block_size), "num_gpu_blocks": str(info.num_blocks)}
+        yield family(GaugeMetricFamily, "vllm:cache_config_info", "Size of the KV cache, as labels", labels | cache, 1)
+        parts = {f"part_{kind}": name for kind, name in sorted(info.parts.items())}
+        yield family(GaugeMetricFamily, "dovetail_engine_info", "Components in use, as labels", labels | parts, 1)
 
     def _counts(self) -> Iterator[Metric]:
-        labels = self._labels
-        yield counter("vllm:prompt_tokens", "Prompt tokens of requests whose first token has come", labels, self.prompt_tokens)
-        yield counter("vllm:generation_tokens", "Generated tokens", labels, self.generated_tokens)
-        yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", labels, self.prompt_tokens)
-        yield counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", labels, self.cached_tokens)
-        yield counter("vllm:num_preemptions", "Preemptions, counted when their request ends", labels, self.preemptions)
-        finished = CounterMetricFamily("vllm:request_success", "Requests that have ended, by reason", labels=[*labels, "finished_reason"])
-        for reason, number in self.finished.items():
-            finished.add_metric([*labels.values(), reason], number)
-        yield finished
-        refused = CounterMetricFamily("dovetail_requests_refused", "Requests answered with an error, by HTTP status", labels=[*labels, "status"])
-        for status, number in list(self.refused.items()):
-            refused.add_metric([*labels.values(), str(status)], number)
-        yield refused
+        for name, documentation, value in (
+            ("vllm:prompt_tokens", "Prompt tokens of requests with a first token", self.prompt_tokens),
+            ("vllm:generation_tokens", "Generated tokens", self.generated_tokens),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", self.prompt_tokens),
+            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", self.cached_tokens),
+            ("vllm:num_preemptions", "Preemptions, counted when their request ends", self.preemptions),
+        ):
+            yield family(CounterMetricFamily, name, documentation, self._labels, value)
+        yield family(CounterMetricFamily, "vllm:request_success", "Finished requests, by reason", self._labels, self.finished, "finished_reason")
+        refused = {str(status): number for status, number in list(self.refused.items())}
+        yield family(
+            CounterMetricFamily, "dovetail_requests_refused", "Requests answered with an error, by HTTP status", self._labels, refused, "status"
+        )
 
     def _histograms(self) -> Iterator[Metric]:
         for name, documentation, histogram in (
@@ -220,34 +216,32 @@ class ServerMetrics(Collector):
             yield family
 
     def _by_client(self) -> Iterator[Metric]:
-        labels, clients = self._labels, list(self.clients.items())
+        clients = list(self.clients.items())
         for name, documentation, count in (
-            ("dovetail_client_requests", "Requests that have ended, by client", "requests"),
+            ("dovetail_client_requests", "Finished requests, by client", "requests"),
             ("dovetail_client_prompt_tokens", "Prompt tokens, by client", "prompt_tokens"),
             ("dovetail_client_cached_tokens", "Prompt tokens found in the prefix cache, by client", "cached_tokens"),
-            ("dovetail_client_generation_tokens", "Generated tokens of requests that have ended, by client", "generated_tokens"),
+            ("dovetail_client_generation_tokens", "Generated tokens of finished requests, by client", "generated_tokens"),
         ):
-            family = CounterMetricFamily(name, documentation, labels=[*labels, "client"])
-            for client, counts in clients:
-                family.add_metric([*labels.values(), client], getattr(counts, count))
-            yield family
+            values = {client: getattr(counts, count) for client, counts in clients}
+            yield family(CounterMetricFamily, name, documentation, self._labels, values, "client")
 
 
 class RequestMeter:
-    """The figures of one request while it runs. Its listener calls `saw` with each output, and `ended` or `refused` if no last output came."""
+    """Figures of a running request. Its listener calls `saw` with each output, and `ended` or `refused` if there is no last output."""
 
     __slots__ = ("_arrived", "_client", "_clock", "_ended", "_first", "_last", "_metrics", "_prompt_tokens", "_samples", "_times", "_tokens")
 
     def __init__(self, metrics: ServerMetrics, client: str | None, samples: int, clock: Callable[[], float], arrived: float) -> None:
         self._metrics, self._client, self._samples, self._clock = metrics, client, samples, clock
         self._arrived = arrived
-        self._first = self._last = 0.0  # when its first and latest tokens came
+        self._first = self._last = 0.0  # times of its first and latest tokens
         self._tokens = self._prompt_tokens = 0
         self._times: RequestMetrics | None = None
         self._ended = False
 
     def saw(self, output: RequestOutput) -> None:
-        """Count what is new in `output`, which holds deltas."""
+        """Count an output, which holds deltas."""
         tokens = samples = 0
         for sample in output.outputs:
             if new := len(sample.token_ids):
@@ -270,7 +264,7 @@ class RequestMeter:
             self.ended(next((sample.finish_reason for sample in output.outputs if sample.finish_reason), "stop"))
 
     def saw_token(self) -> None:
-        """Count a token that came alone, and isn't the first: the quick way of `saw`."""
+        """Count a single token that isn't the first: the fast path of `saw`."""
         metrics, now = self._metrics, self._clock()
         gap, gaps = now - self._last, metrics.gap
         gaps.counts[bisect_left(gaps.bounds, gap)] += 1
@@ -280,34 +274,37 @@ class RequestMeter:
         metrics.generated_tokens += 1
 
     def refused(self) -> None:
-        """Count nothing more: the engine didn't take the request."""
+        """Stop counting: the engine rejected the request."""
         self._ended = True
 
     def ended(self, reason: FinishReason) -> None:
-        """Count the request's end. Does nothing if it has ended already."""
+        """Count the request's end. Idempotent."""
         if self._ended:
             return
         self._ended = True
-        gaps = self._tokens / self._samples - 1  # from token to token, in a sample of mean length
+        gaps = self._tokens / self._samples - 1  # per sample of mean length
         per_token = (self._last - self._first) / gaps if gaps > 0 else None
         latency = self._clock() - self._arrived
         self._metrics.request_finished(Finish(reason, self._client, self._prompt_tokens, self._tokens, latency, per_token, self._times))
 
 
-def gauge(name: str, documentation: str, labels: dict[str, str], value: float) -> Metric:
-    family = GaugeMetricFamily(name, documentation, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
-
-
-def counter(name: str, documentation: str, labels: dict[str, str], value: float) -> Metric:
-    family = CounterMetricFamily(name, documentation, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
+def family(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    documentation: str,
+    labels: Mapping[str, str],
+    value: float | Mapping[Any, float],
+    by: str | None = None,
+) -> Metric:
+    """Return a metric of one value, or of several by a further label, `by`."""
+    metric = kind(name, documentation, labels=list(labels) if by is None else [*labels, by])
+    for key, one in value.items() if isinstance(value, Mapping) else [(None, value)]:
+        metric.add_metric([*labels.values(), *([] if key is None else [key])], one)
+    return metric
 
 
 def metrics_route(metrics: ServerMetrics) -> Callable[[Request], Response]:
-    """Return the handler of `/metrics`. It isn't a coroutine: Starlette calls it in a thread, and streams go on meanwhile."""
+    """Return the handler of `/metrics`. Not a coroutine: Starlette runs it in a thread, so that it doesn't delay streams."""
 
     def scraped(request: Request) -> Response:
         encode: Callable[[CollectorRegistry], bytes]

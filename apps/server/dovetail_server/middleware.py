@@ -1,4 +1,4 @@
-"""Bare ASGI middleware: a request id and a log line for each request, API keys, and what keeps other sites' pages out where there are none."""
+"""ASGI middleware: request ids and log lines, API keys, and protection from other sites' pages for servers without keys."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dovetail_server import live_page
-from dovetail_server.errors import HttpError, anthropic_shape, openai_shape, speaks_anthropic
+from dovetail_server.errors import HttpError, speaks_anthropic
 from dovetail_server.request_record import RequestRecord
 from dovetail_server.settings import ServerSettings
 
 logger = logging.getLogger("dovetail.server")
 
-OPEN_PATHS = frozenset({"/health", "/ready"})  # without an API key, for those who watch over processes; and the page's frame, for browsers
-QUIET_PATHS = frozenset({"/page/live"})  # asked for each second by every page that is open: no line in the log
+OPEN_PATHS = frozenset({"/health", "/ready"})  # need no API key
+QUIET_PATHS = frozenset({"/page/live"})  # not logged: every open page requests it each second
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})  # they change nothing
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:/=+-]{1,128}")
 _TRACEPARENT = re.compile(rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(?:-.*)?")
 
 
 class RequestLog:
-    """Gives each answer a request id, that of the client if it is sane, and logs one line of JSON when it has ended. Anthropic's clients look for
-    the id in a header of another name."""
+    """Adds a request id to each response, the client's if valid, and logs one line of JSON at its end. Anthropic's clients expect the id in another
+    header, too."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app, self._logs = app, settings.log_requests
@@ -87,7 +87,7 @@ def _line(scope: Scope, record: RequestRecord, status: int, traceparent: bytes) 
 
 
 class ApiKeys:
-    """Lets nobody in without a key."""
+    """Rejects requests without a valid API key."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
@@ -103,21 +103,22 @@ class ApiKeys:
             await self._app(scope, receive, send)
             return
         message = "this server needs an API key: send it as `Authorization: Bearer KEY`, or as `x-api-key: KEY`"
-        await _refuse(scope, send, HttpError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"}))
+        error = HttpError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        await error.response(scope["path"])(scope, receive, send)
 
     def _key(self, headers: dict[bytes, bytes]) -> int | None:
-        """Return the number of the key that a request has; None if it has none."""
+        """Return the index of a request's key; None if it has no valid one."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         offered = [headers.get(b"x-api-key", b""), bearer.strip() if scheme.lower() == b"bearer" else b""]
-        found = [[hmac.compare_digest(key, one) for one in offered] for key in self._keys]  # all, so that the time tells nothing
+        found = [[hmac.compare_digest(key, one) for one in offered] for key in self._keys]  # all of them, in constant time
         return next((number for number, same in enumerate(found) if any(same)), None)
 
 
 class BrowserGuard:
-    """Refuses what a browser sends for pages of other sites, which reach this machine but have no API key: for servers without keys.
+    """Rejects requests that a browser sends on behalf of other sites' pages. For servers without API keys.
 
-    Requests that change nothing are let through, since a page can't read the answers. A page whose name was made to point to this machine (DNS
-    rebinding) could read them: on loopback, a server answers only to addresses, `localhost` and the names that it was given.
+    Safe methods are allowed, since the page can't read the answers. With DNS rebinding it could: on loopback, a server therefore answers only to IP
+    addresses, `localhost` and configured names.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, on_loopback: bool) -> None:
@@ -128,7 +129,7 @@ class BrowserGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (error := self._objection(scope)) is not None:
-            await _refuse(scope, send, error)
+            await error.response(scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -151,7 +152,7 @@ class BrowserGuard:
         return name in self._hosts or name == "localhost" or name.endswith(".localhost") or _is_address(name)
 
     def _may_send(self, site: str | None, origin: str, host: str) -> bool:
-        """`site`: what the browser says of the page, if it is one that does so and takes this server for trustworthy."""
+        """`site`: the header `sec-fetch-site`, which browsers send to trustworthy servers only."""
         if not self._origins.isdisjoint((origin, "*")):
             return True
         if site is not None:
@@ -165,12 +166,3 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-async def _refuse(scope: Scope, send: Send, error: HttpError) -> None:
-    """Answer with an error, in the shape that the path's API has."""
-    body = error.body(anthropic_shape if speaks_anthropic(scope["path"]) else openai_shape)
-    head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    head += [(name.encode(), value.encode()) for name, value in error.headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": head})
-    await send({"type": "http.response.body", "body": body})

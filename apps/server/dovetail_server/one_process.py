@@ -8,15 +8,19 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+import zmq
+
 from dovetail.config import EngineConfig
 from dovetail.errors import DovetailError, EngineDeadError, describe
 from dovetail.front.assembly import Assembly, assemble
 from dovetail.front.engine_info import ranks_in_words
 from dovetail_server.front_end import FrontEnd, log_to_stderr, new_event_loop
 from dovetail_server.host import EngineHost, StepWatch
-from dovetail_server.links import ThreadLine, ThreadPost
+from dovetail_server.links import ZmqLine, ZmqPost
 from dovetail_server.settings import ServerSettings
 from dovetail_server.sockets import allow_open_files, bind
+
+ADDRESS = "inproc://engine"
 
 
 class HostThread:
@@ -24,9 +28,10 @@ class HostThread:
 
     def __init__(self, assembly: Assembly, failed: Callable[[str], None] | None = None) -> None:
         """`failed` is called in the thread if the engine dies."""
-        self._post = ThreadPost()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._post = ZmqPost(ADDRESS, context)
         self._failed = failed
-        self.line = ThreadLine(self._post)
+        self.line = ZmqLine(ADDRESS, b"front end", context)
         self.host = EngineHost(assembly, self._post)
         self._thread = threading.Thread(target=self._run, name="dovetail-engine", daemon=True)
         self._thread.start()
@@ -36,6 +41,7 @@ class HostThread:
         self.host.stop()
         self._post.wake()
         self._thread.join()
+        self._post.close()
 
     def _run(self) -> None:
         try:

@@ -27,19 +27,19 @@ from dovetail.front.prompts import Prompt
 from dovetail.front.tokenizer import Tokenizer
 from dovetail.request import RequestFields, RequestOutput
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
-from dovetail_server.engine import Decisions, EngineFacts, Listener, Load
+from dovetail_server.engine import Decisions, Listener, Load
 from dovetail_server.frames import (
     Abort,
     Accepted,
     Ask,
     Decided,
     Dropped,
-    Facts,
     Finished,
     Hello,
     Refused,
     StepFrame,
     ToFrontEnd,
+    Welcome,
     add_of,
     unpack_numbers,
     unpack_tokens,
@@ -108,29 +108,17 @@ class _Open:
 class RemoteEngine:
     """A `ServedEngine` at the other end of a line."""
 
-    def __init__(self, line: Line, facts: Facts, tokenizer: Tokenizer, name: str, failed: Callable[[str], None] | None) -> None:
+    def __init__(self, line: Line, welcome: Welcome, tokenizer: Tokenizer, name: str, failed: Callable[[str], None] | None) -> None:
         """Made by `connect`."""
         self._line = line
         self._failed = failed or self.fail
-        self._facts = facts
+        self._wall_clock = welcome.wall_clock
         self.tokenizer = tokenizer
-        intake = facts.intake
-        self._intake = Intake(intake, lambda: tokenizer, random.Random(f"{facts.seed} {name}"))
-        self.chat = ChatFrontEnd(tokenizer, intake.limits, facts.max_model_len)
-        self.facts = EngineFacts(
-            model=facts.model,
-            max_model_len=facts.max_model_len,
-            vocab_size=facts.vocab_size,
-            block_size=facts.block_size,
-            num_blocks=facts.num_blocks,
-            max_num_seqs=facts.max_num_seqs,
-            limits=intake.limits,
-            has_logprobs=facts.has_logprobs,
-            parts=facts.parts,
-            details=facts.details,
-        )
-        self.default_params = SamplingParams(**facts.defaults.sampling())
-        self.load = Load(free_blocks=facts.num_blocks)
+        self.info = info = welcome.info
+        self._intake = Intake(info.intake, lambda: tokenizer, random.Random(f"{welcome.seed} {name}"))
+        self.chat = ChatFrontEnd(tokenizer, info.intake.limits, info.intake.max_model_len)
+        self.default_params = SamplingParams(**info.intake.defaults.sampling())
+        self.load = Load(free_blocks=info.num_blocks)
         self._builder = OutputBuilder(tokenizer)
         self._open: dict[str, _Open] = {}  # by request id
         self._samples: dict[int, Sample] = {}  # by number, those that haven't ended
@@ -148,11 +136,11 @@ class RemoteEngine:
         """Wait until the engine answers, load the tokenizer, and make a first prompt of a conversation. `name` is the front end's, by which seeds of
         requests differ that name none. `failed` is called if a message of the engine can't be read, instead of `fail`. Raises `ModelLoadError` if the
         model has no tokenizer."""
-        answer: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         engine: RemoteEngine | None = None
 
         def take(message: ToFrontEnd) -> None:
-            if isinstance(message, Facts):
+            if isinstance(message, Welcome):
                 if not answer.done():
                     answer.set_result(message)
             elif engine is not None:
@@ -160,8 +148,8 @@ class RemoteEngine:
 
         line.open(take)
         line.send(Hello())
-        facts = await answer
-        engine = cls(line, facts, await asyncio.to_thread(_load_tokenizer, facts.tokenizer_dir), name, failed)
+        welcome = await answer
+        engine = cls(line, welcome, await asyncio.to_thread(_load_tokenizer, welcome.tokenizer_dir), name, failed)
         await asyncio.to_thread(engine._warm_up)
         return engine
 
@@ -175,7 +163,7 @@ class RemoteEngine:
         await self._idle.wait()
 
     def now(self) -> float:
-        return time.perf_counter() if self._facts.wall_clock else self._time  # which is what the engine's clock reads, on the same host
+        return time.perf_counter() if self._wall_clock else self._time  # which is what the engine's clock reads, on the same host
 
     def decisions(self) -> Decisions | None:
         now = time.monotonic()
@@ -215,12 +203,12 @@ class RemoteEngine:
         extra = fields.pop("extra", None)
         if unknown := sorted(set(fields) - set(_FIELDS)):
             raise RequestError(f"{unknown[0]}: no field of a request; those that there are: {', '.join((*_FIELDS, 'extra'))}")
-        if fields.get("arrival_time") is None and self._facts.wall_clock:
+        if fields.get("arrival_time") is None and self._wall_clock:
             fields["arrival_time"] = self.now()
         given = RequestFields(**fields)
         if extra is not None and not isinstance(extra, Mapping):
             raise RequestError("extra must map distributions to what their components want to know")
-        request_checks.at_most("unfinished requests", self.num_unfinished + 1, self._intake.facts.limits, "max_waiting")
+        request_checks.at_most("unfinished requests", self.num_unfinished + 1, self.info.intake.limits, "max_waiting")
         self._check_free(request_id)
         params = changed_unchecked(params, output_kind=OutputKind.DELTA)
         checked = self._intake.check(request_id, prompt, params, given, extra)

@@ -10,12 +10,14 @@ from typing import Any
 
 from dovetail.errors import DovetailError, EngineDeadError
 from dovetail.front.chat import ChatFrontEnd
+from dovetail.front.generation_defaults import GenerationDefaults
+from dovetail.front.intake import IntakeFacts
 from dovetail.front.prompts import Prompt, content_of
 from dovetail.front.tokenizer import TokenizedText, Tokenizer
 from dovetail.limits import Limits
 from dovetail.request import CompletionOutput, FinishReason, RequestOutput
 from dovetail.sampling_params import SamplingParams
-from dovetail_server.engine import EngineFacts, Listener, Load
+from dovetail_server.engine import EngineInfo, Listener, Load
 
 
 @dataclass(slots=True)
@@ -47,9 +49,10 @@ class FakeEngine:
 
     def __init__(self, tokenizer: Tokenizer, pieces: Sequence[str] = ("Hello", ",", " world"), *, paced: bool = False, finish: FinishReason = "stop"):
         self.pieces, self.paced, self.finish = pieces, paced, finish
-        self.facts = EngineFacts("fake", 4096, tokenizer.vocab_size, 16, 256, 1024, Limits(), has_logprobs=False)
+        intake = IntakeFacts(Limits(), 4096, tokenizer.vocab_size, GenerationDefaults(), "fake", "fake", has_logprobs=False)
+        self.info = EngineInfo("fake", intake, 16, 256)
         self.tokenizer = tokenizer
-        self.chat = ChatFrontEnd(tokenizer, Limits(), self.facts.max_model_len)
+        self.chat = ChatFrontEnd(tokenizer, Limits(), intake.max_model_len)
         self.default_params = SamplingParams()
         self.load = Load()
         self.requests: dict[str, FakeRequest] = {}  # under way

@@ -1,12 +1,13 @@
-"""Tool calls and reasoning out of a model's text, while it is streamed.
+"""Streaming parsers of tool calls and reasoning in a model's text.
 
-Routes ask `detect` once a model, `parser_for` once an answer, and feed the parser with the text of each output. The parsers know nothing of HTTP.
+Routes call `detect` once per model and `parser_for` once per answer, and feed the parser with the text of each output. Parsers don't depend on HTTP.
 """
 
-from dovetail_server.parsers.events import Content, Event, OutputParser, Reasoning, ToolCallArguments, ToolCallStart
+from dovetail_server.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from dovetail_server.parsers.parameters import Tools
+from dovetail_server.parsers.pieces import OutputParser
 from dovetail_server.parsers.reader import AnswerReader, reasoning_tokens_of
-from dovetail_server.parsers.registry import Detected, detect, parser_for, reasoning_parsers, starts_in_reasoning, tool_parsers
+from dovetail_server.parsers.registry import Detected, check_parsers, detect, parser_for, starts_in_reasoning
 
 __all__ = [
     "AnswerReader",
@@ -18,10 +19,9 @@ __all__ = [
     "ToolCallArguments",
     "ToolCallStart",
     "Tools",
+    "check_parsers",
     "detect",
     "parser_for",
-    "reasoning_parsers",
     "reasoning_tokens_of",
     "starts_in_reasoning",
-    "tool_parsers",
 ]

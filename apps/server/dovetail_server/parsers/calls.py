@@ -1,4 +1,4 @@
-"""The base of all parsers of tool calls: content up to the mark that begins calls, and what is held back on the way to it."""
+"""Bases of all parsers of tool calls."""
 
 from __future__ import annotations
 
@@ -7,41 +7,40 @@ from typing import ClassVar
 
 from dovetail_server.parsers.events import Event
 from dovetail_server.parsers.json_call import JsonCall
-from dovetail_server.parsers.pieces import MAX_SPACE, Marks, PieceReader, after_space, without_space
+from dovetail_server.parsers.pieces import MAX_SPACE, Marks, OutputParser, after_space, without_space
 
 
-class CallParser(PieceReader):
-    """A parser of content with tool calls in it. A subclass says what follows the mark.
+class CallParser(OutputParser):
+    """Parser of content with tool calls. Subclasses define what follows the mark.
 
-    Whitespace directly before a mark and directly after a call goes with the markup and isn't content. Text that looks like a call and is none is
-    content, with its mark and whitespace, and the search for marks goes on where it stopped to look like a call.
+    Whitespace directly before a mark and after a call belongs to the markup. Text that resembles a call but isn't one is content, including its mark
+    and whitespace, and the search for marks resumes where the resemblance ended.
 
-    At most MAX_HELD characters and a few are held back.
+    At most little more than MAX_HELD characters are held back.
     """
 
-    marks: ClassVar[Marks]  # marks to which content may lead
+    marks: ClassVar[Marks]  # marks that end content
 
     def __init__(self) -> None:
         super().__init__()
         self.marks_now = self.marks
         self.index = 0  # of the next call
-        self.lead = ""  # the mark, with whitespace and what else goes with the next call; content if that is none
+        self.lead = ""  # the next call's mark and whitespace; content if there is no call after all
         self._call: JsonCall | None = None
 
     @property
     def in_call(self) -> bool:
-        """True between a call's name and the end of its arguments."""
         return self._call is not None and self._call.open
 
     def finish(self) -> list[Event]:
-        """Return what was held. A call that was cut off keeps what is out of it; one whose name isn't out yet is content."""
+        """Return the remaining events. A call that is cut off before its name was emitted is content."""
         if self._call is not None and not self._call.started:
             self.content(self._call.release())
         self.content(self.lead + self._held)
         return self._events
 
     def search(self, text: str, pos: int) -> int:
-        """State: content, up to a mark."""
+        """State: content up to a mark."""
         match = self.marks_now.find(text, pos)
         if match is None:
             end = without_space(text, pos, self.marks_now.certain(text, pos))
@@ -53,12 +52,12 @@ class CallParser(PieceReader):
         return match.end()
 
     def found(self, mark: str, lead: str) -> None:
-        """Expect a call after `mark`. `lead` is the mark with the whitespace before it."""
+        """Expect a call after `mark`. `lead`: the mark with the whitespace before it."""
         self.lead = lead
         self._state = type(self).expect
 
     def expect(self, text: str, pos: int) -> int:
-        """State: whitespace, and the character that tells if a call begins."""
+        """State: whitespace, and the character that shows whether a call begins."""
         begin = after_space(text, pos)
         if begin - pos <= MAX_SPACE:
             if begin == len(text):
@@ -72,23 +71,23 @@ class CallParser(PieceReader):
         return pos
 
     def begins_call(self, char: str) -> bool:
-        """Return True, with the state set, if a call can begin with `char`, which comes again."""
+        """Return True and set the state if a call can begin with `char`, which the state sees again."""
         if char == "{":
             self.begin_call()
         return char == "{"
 
     def refuse(self, text: str) -> None:
-        """Give `lead` and `text` out as content: no call follows them."""
+        """Emit `lead` and `text` as content, since no call follows."""
         self.content(self.lead + text)
         self.lead = ""
         self._state = type(self).search
 
     def new_id(self) -> str:
-        """Return an id for a call, as OpenAI's look."""
+        """Return a call id in OpenAI's format."""
         return "call_" + secrets.token_hex(12)
 
     def begin_call(self, *, bare: bool = False) -> None:
-        """Go on with the object of a call."""
+        """Begin reading the object of a call."""
         self._call = JsonCall(self.index, self.new_id(), self.lead, bare=bare)
         self.lead = ""
         self._state = type(self).read_call
@@ -109,7 +108,7 @@ class CallParser(PieceReader):
         return pos
 
     def after_call(self, *, complete: bool) -> None:
-        """Go on after a call: with content, but for whitespace if the call was complete."""
+        """Continue with content, after whitespace if the call was complete."""
         self._state = type(self).skip_space if complete else type(self).search
 
     def skip_space(self, text: str, pos: int) -> int:
@@ -124,14 +123,17 @@ _CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 
 
 class ClosedCalls(CallParser):
-    """A parser of calls between `<tool_call>` and `</tool_call>`. Models forget the end mark, so it ends nothing: after a call it is dropped where it
-    comes, and what is between is content."""
+    """Parser of JSON calls between `<tool_call>` and `</tool_call>`, as written by Hermes and Qwen models; base of others between these marks.
+
+    Models forget the end mark, so a call ends with its last brace: an end mark after it is dropped, and text before that mark is content. The marks
+    are ordinary added tokens or plain text.
+    """
 
     marks = Marks(_CALL_BEGIN)
     _marks_after_call = Marks(_CALL_BEGIN, CALL_END)
 
     def found(self, mark: str, lead: str) -> None:
-        """Begin a call, or drop the end mark of the last one."""
+        """Begin a call, or drop the previous call's end mark."""
         self.marks_now = self.marks
         if mark == _CALL_BEGIN:
             super().found(mark, lead)
@@ -139,12 +141,12 @@ class ClosedCalls(CallParser):
             self._state = type(self).skip_space
 
     def after_call(self, *, complete: bool) -> None:
-        """Look for the end mark from here on."""
+        """Search for the end mark, too, from here on."""
         self.marks_now = self._marks_after_call
         super().after_call(complete=complete)
 
     def finish(self) -> list[Event]:
-        """Return what was held. The beginning of an end mark that was cut off is markup too."""
+        """Return the remaining events. A truncated end mark is markup, too."""
         begun = self._held.strip()
         if self.marks_now is self._marks_after_call and begun and CALL_END.startswith(begun):
             self._held = ""

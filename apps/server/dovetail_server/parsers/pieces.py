@@ -1,4 +1,4 @@
-"""The reading of text that comes in pieces, common to all parsers: states, marks that pieces may cut, and the whitespace beside them."""
+"""`OutputParser`, the base of all parsers, and the search for marks in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from dovetail_server.parsers.events import Content, Event
 from dovetail_server.parsers.json_value import SPACE
 
-MAX_SPACE = 64  # characters of whitespace before a mark that go with the mark
-_PIECE = 4_096  # characters that are looked at together, so that the work for a long text grows with its length only
+MAX_SPACE = 64  # characters of whitespace before a mark that belong to it
+_PIECE = 4_096  # characters processed at once, so that the time is linear in the length of a text
 _SPACES = re.compile(f"[{SPACE}]*")
 
 
 class Marks:
-    """A few marks, each of them with a first character that comes nowhere else in it, and the search for them in pieces of text."""
+    """Search for a few marks in pieces of text. A mark's first character must not occur again in it."""
 
     def __init__(self, *marks: str) -> None:
         self._marks = marks
@@ -24,11 +24,11 @@ class Marks:
         self._longest = max(len(mark) for mark in marks)
 
     def find(self, text: str, pos: int) -> re.Match[str] | None:
-        """Return the first mark in `text` from `pos` on."""
+        """Return the first mark in `text` at or after `pos`."""
         return self._pattern.search(text, pos)
 
     def certain(self, text: str, pos: int) -> int:
-        """Return the position up to which `text`, which holds no mark from `pos` on, belongs to none that begins in it either."""
+        """Return the position up to which `text` can't be part of a mark. There must be no whole mark after `pos`."""
         for first in self._firsts:
             begin = text.rfind(first, max(pos, len(text) - self._longest + 1))
             if begin >= 0 and any(mark.startswith(text[begin:]) for mark in self._marks):
@@ -43,36 +43,40 @@ def after_space(text: str, pos: int) -> int:
 
 
 def without_space(text: str, pos: int, end: int) -> int:
-    """Return where the whitespace before `end` begins, not before `pos`; at most MAX_SPACE characters are taken for that."""
+    """Return where the whitespace before `end` begins: not before `pos`, and at most MAX_SPACE characters earlier."""
     begin = max(pos, end - MAX_SPACE)
     return begin + len(text[begin:end].rstrip(SPACE))
 
 
-class PieceReader:
-    """A machine whose states are functions: each reads some of a text from a position on, and returns where it stopped."""
+class OutputParser:
+    """Base of all parsers: a state machine over one answer's text.
+
+    A state is a method that reads some of a text from a position on, and returns where it stopped. Where the text was cut only determines where the
+    events' pieces are cut.
+    """
 
     def __init__(self) -> None:
-        self._state: Callable[[Any, str, int], int] = type(self).search  # a method of the class: bound, it would be a reference cycle
-        self._held = ""  # text that the state wants to see again, with more behind it
+        self._state: Callable[[Any, str, int], int] = type(self).search  # unbound: a bound method would be a reference cycle
+        self._held = ""  # text that the state wants to see again, with more after it
         self._events: list[Event] = []
 
     @property
     def needs_special_tokens(self) -> bool:
-        """True if the format's marks are special tokens."""
+        """True if the format's marks are special tokens, so that the answer must be detokenized with `skip_special_tokens=False`."""
         return False
 
     @property
     def reasoning(self) -> bool | None:
-        """None: only parsers of reasoning know of it."""
+        """True while the text so far ends within reasoning; None if the parser doesn't detect reasoning."""
         return None
 
     @property
     def in_call(self) -> bool:
-        """False: only parsers of tool calls know of them."""
+        """True while the text so far ends within a tool call whose arguments are incomplete."""
         return False
 
     def feed(self, text: str) -> list[Event]:
-        """Return the events that are certain after `text`."""
+        """Return the events that are certain after the next piece of the answer, which may be empty."""
         for begin in range(0, len(text), _PIECE):
             piece = self._held + text[begin : begin + _PIECE]
             self._held = ""
@@ -82,16 +86,20 @@ class PieceReader:
         events, self._events = self._events, []
         return events
 
+    def finish(self) -> list[Event]:
+        """Return the remaining events at the end of the answer. The parser isn't used afterwards."""
+        raise NotImplementedError
+
     def search(self, text: str, pos: int) -> int:
-        """State: the first one."""
+        """Initial state."""
         raise NotImplementedError
 
     def content(self, text: str) -> None:
-        """Add content, if it isn't empty."""
+        """Emit content, if not empty."""
         if text:
             self._events.append(Content(text))
 
     def hold(self, text: str, pos: int) -> int:
-        """Keep `text` from `pos` on: it comes again with what follows it. Returns the end of `text`, as a state does."""
+        """Hold `text` from `pos` back until more text follows. Returns the end of `text`, as a state does."""
         self._held = text[pos:]
         return len(text)

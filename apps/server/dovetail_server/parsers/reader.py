@@ -1,15 +1,16 @@
-"""`AnswerReader`: one sample's answer as it comes, read by its parser if it has one, with a count of its reasoning's tokens. For the chat APIs."""
+"""`AnswerReader`: parses one sample's answer and counts its reasoning tokens. For the chat APIs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from dovetail.request import CompletionOutput
-from dovetail_server.parsers.events import Content, Event, OutputParser
+from dovetail_server.parsers.events import Content, Event
+from dovetail_server.parsers.pieces import OutputParser
 
 
 class AnswerReader:
-    """Reads the outputs of one sample, which are deltas."""
+    """Reads one sample's outputs, which are deltas."""
 
     __slots__ = ("_parser", "_tokens", "reasoning_tokens")
 
@@ -17,20 +18,15 @@ class AnswerReader:
         self._parser = parser
         self._tokens = 0
         self.reasoning_tokens: int | None = None if parser is None or parser.reasoning is None else 0
-        """Tokens up to the end of the reasoning, marks included; None if nobody looks for reasoning."""
-
-    @property
-    def is_plain(self) -> bool:
-        """True if all text is content."""
-        return self._parser is None
+        """Tokens up to the end of the reasoning, including marks; None without a reasoning parser."""
 
     @property
     def in_call(self) -> bool:
-        """True if the text so far ends within a tool call whose arguments aren't complete."""
+        """See `OutputParser.in_call`."""
         return self._parser is not None and self._parser.in_call
 
     def read(self, sample: CompletionOutput) -> Sequence[Event]:
-        """Return what is certain after an output; after the last one, all."""
+        """Return the events that are certain after an output; all of them after the last one."""
         parser = self._parser
         if parser is None:
             return (Content(sample.text),) if sample.text else ()
@@ -43,6 +39,6 @@ class AnswerReader:
 
 
 def reasoning_tokens_of(readers: Sequence[AnswerReader]) -> int | None:
-    """Return the sum of all readers' reasoning tokens; None if nobody looks for reasoning."""
+    """Return the sum of all readers' reasoning tokens; None without reasoning parsers."""
     counts = [reader.reasoning_tokens for reader in readers if reader.reasoning_tokens is not None]
     return sum(counts) if counts else None

@@ -1,9 +1,9 @@
-"""Reasoning between `<think>` and `</think>` at the beginning of an answer, as Qwen3's, DeepSeek-R1's and many other models write it."""
+"""Reasoning between `<think>` and `</think>` at the beginning of an answer, as written by Qwen3, DeepSeek-R1 and many other models."""
 
 from __future__ import annotations
 
-from dovetail_server.parsers.events import Event, OutputParser, Reasoning
-from dovetail_server.parsers.pieces import MAX_SPACE, Marks, PieceReader, after_space, without_space
+from dovetail_server.parsers.events import Event, Reasoning
+from dovetail_server.parsers.pieces import MAX_SPACE, Marks, OutputParser, after_space, without_space
 
 THINK = "<think>"
 THINK_MARKS = (THINK, "</think>")
@@ -11,36 +11,32 @@ THINK_MARKS = (THINK, "</think>")
 _END = Marks("</think>")
 
 
-class ThinkReasoning(PieceReader):
-    """A parser of reasoning that hands the rest of the answer to the parser of tool calls, if there is one.
+class ThinkReasoning(OutputParser):
+    """Parser of reasoning that passes the rest of the answer to a parser of tool calls, if there is one.
 
-    Whitespace directly inside and directly after the marks goes with them. An answer without the mark at its beginning has no reasoning, and marks
-    further on are content. An answer that ends before `</think>` is reasoning all through. Both marks are ordinary added tokens.
+    Whitespace directly inside and after the marks belongs to them. An answer that doesn't begin with the mark has no reasoning, and later marks are
+    content. An answer that ends before `</think>` is all reasoning. Both marks are ordinary added tokens.
     """
 
     def __init__(self, calls: OutputParser | None = None, *, starts_inside: bool = False) -> None:
-        """Begin an answer. `starts_inside` says that the prompt ended with `<think>`; if the model writes it again, that is dropped."""
+        """`starts_inside`: the prompt ended with `<think>`. If the model repeats it, the repetition is dropped."""
         super().__init__()
         self._calls = calls
         self._inside = starts_inside
 
     @property
     def needs_special_tokens(self) -> bool:
-        """True if the parser of tool calls needs them."""
         return self._calls is not None and self._calls.needs_special_tokens
 
     @property
     def reasoning(self) -> bool | None:
-        """True between the marks."""
         return self._inside
 
     @property
     def in_call(self) -> bool:
-        """True if the parser of tool calls is within one."""
         return self._calls is not None and self._calls.in_call
 
     def finish(self) -> list[Event]:
-        """Return what was held."""
         held, self._held = self._held, ""
         if self._inside:
             self._reason(held)
@@ -89,7 +85,7 @@ class ThinkReasoning(PieceReader):
         return pos
 
     def rest(self, text: str, pos: int) -> int:
-        """State: all that follows the reasoning."""
+        """State: everything after the reasoning."""
         if self._calls is None:
             self.content(text[pos:])
         else:

@@ -29,14 +29,14 @@ async def ready(exchange: Exchange) -> None:
 
 
 async def version(exchange: Exchange) -> None:
-    facts = exchange.engine.facts
+    info = exchange.engine.info
     await exchange.reply(
         {
             "version": importlib.metadata.version(DISTRIBUTION),
-            "model": facts.model,
-            "max_model_len": facts.max_model_len,
-            "parts": dict(facts.parts),
-            "details": {name: value if isinstance(value, str | int | float | bool | None) else str(value) for name, value in facts.details.items()},
+            "model": info.model,
+            "max_model_len": info.intake.max_model_len,
+            "parts": dict(info.parts),
+            "details": {name: value if isinstance(value, str | int | float | bool | None) else str(value) for name, value in info.details.items()},
         }
     )
 
@@ -50,14 +50,14 @@ async def model(exchange: Exchange) -> None:
 
 
 def _model(exchange: Exchange, name: str) -> dict[str, Any]:
-    facts = exchange.engine.facts
+    info = exchange.engine.info
     return {
         "id": name,
         "object": "model",
         "created": exchange.server.started_at,
         "owned_by": "dovetail",
-        "root": facts.model,
-        "max_model_len": facts.max_model_len,
+        "root": info.model,
+        "max_model_len": info.intake.max_model_len,
     }
 
 

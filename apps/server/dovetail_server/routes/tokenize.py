@@ -28,7 +28,7 @@ async def tokenize(exchange: Exchange) -> None:
 
 def _answer(engine: ServedEngine, body: TokenizeRequest) -> dict[str, Any]:
     ids = _token_ids(engine, body)
-    answer = {"count": len(ids), "max_model_len": engine.facts.max_model_len, "tokens": ids}
+    answer = {"count": len(ids), "max_model_len": engine.info.intake.max_model_len, "tokens": ids}
     if body.return_token_strs:
         answer["token_strs"] = engine.tokenizer.transformers.convert_ids_to_tokens(ids)
     return answer
@@ -37,7 +37,7 @@ def _answer(engine: ServedEngine, body: TokenizeRequest) -> dict[str, Any]:
 def _token_ids(engine: ServedEngine, body: TokenizeRequest) -> list[int]:
     if body.messages is None:
         text = body.prompt or ""
-        check_prompt_chars(text, engine.facts.limits, engine.facts.max_model_len, engine.tokenizer)
+        check_prompt_chars(text, engine.info.intake.limits, engine.info.intake.max_model_len, engine.tokenizer)
         return engine.tokenizer.encode(text, body.add_special_tokens)
     options = ChatOptions(
         tools=body.tools,
@@ -53,12 +53,12 @@ async def detokenize(exchange: Exchange) -> None:
     """Tell the text of tokens."""
     body = await exchange.body(DetokenizeRequest)
     exchange.server.model_named(body.model)
-    facts = exchange.engine.facts
-    if len(body.tokens) > facts.max_model_len:
-        raise HttpError(400, f"tokens: at most {facts.max_model_len} (max_model_len), got {len(body.tokens)}", param="tokens")
+    intake = exchange.engine.info.intake
+    if len(body.tokens) > intake.max_model_len:
+        raise HttpError(400, f"tokens: at most {intake.max_model_len} (max_model_len), got {len(body.tokens)}", param="tokens")
     for index, token in enumerate(body.tokens):
-        if not 0 <= token < facts.vocab_size:
-            raise HttpError(400, f"tokens[{index}]: a token id must be 0 to {facts.vocab_size - 1}, got {token}", param=f"tokens[{index}]")
+        if not 0 <= token < intake.vocab_size:
+            raise HttpError(400, f"tokens[{index}]: a token id must be 0 to {intake.vocab_size - 1}, got {token}", param=f"tokens[{index}]")
     await exchange.reply({"prompt": await exchange.prepared(partial(exchange.engine.tokenizer.decode, body.tokens))})
 
 
