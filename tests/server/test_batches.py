@@ -128,7 +128,7 @@ async def test_a_batch_is_answered_and_what_is_wrong_says_why(fake: Callable[...
     [
         (b"", "there is no request in the file"),
         (b"{\n", "the line isn't valid JSON"),
-        (jsonl(line("a"), line("a")), "custom_id 'a' is there twice"),
+        (jsonl(line("a"), line("a")), "custom_id 'a' occurs twice"),
         (jsonl(line("a", url="/v1/completions")), "url must be the batch's endpoint"),
         (jsonl({**line("a"), "method": "GET"}), "method must be POST, got 'GET'"),
         (jsonl({**line("a"), "body": []}), "body must be an object"),
@@ -358,7 +358,7 @@ async def test_the_worker_survives_a_folder_that_cannot_be_read_and_health_says_
         monkeypatch.setattr(os, "listdir", refused)
         batch = await begun(client, jsonl(line("a")))
         await until_health_says(client, "failing: Too many open files")
-        with pytest.raises(openai.InternalServerError, match="can't be used now: Too many open files"):
+        with pytest.raises(openai.InternalServerError, match="is unavailable: Too many open files"):
             await client.batches.list()
         assert (await client.batches.retrieve(batch.id)).status == "validating"
         troubles.pop(0)

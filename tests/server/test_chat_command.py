@@ -112,12 +112,12 @@ def test_commands_begin_with_a_slash(parrot: tuple[str, type[Parrot]]) -> None:
     assert result.exit_code == 0
     assert [[one["content"] for one in body["messages"]] for body in server.bodies] == [["one"], ["Caw.", "two"], ["two", "two ", "/three"]]
     assert {body["model"] for body in server.bodies} == {"raven"}
-    assert "there is no /what" in result.stderr
+    assert "unknown command /what" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("said", "told"),
-    [("refuse", "answers 400: this model has no chat template"), ("die", "the engine died"), ("break off", "broke off amidst the answer")],
+    [("refuse", "answers 400: this model has no chat template"), ("die", "the engine died"), ("break off", "broke off during the answer")],
 )
 def test_an_answer_that_fails_is_told_and_forgotten(parrot: tuple[str, type[Parrot]], said: str, told: str) -> None:
     url, server = parrot
@@ -139,7 +139,7 @@ def test_what_an_answer_says_commands_no_terminal(parrot: tuple[str, type[Parrot
         (["http://"], "expected the URL of a server"),
         (["http://127.0.0.1:x"], "Port could not be cast"),
         (["http://127.0.0.1:1", "--set", "seed=1"], "give the setting to `dovetail serve`"),
-        (["demo", "--model", "x"], "--model names a model of a server"),
+        (["demo", "--model", "x"], "--model is for servers"),
         (["demo", "--chat-template", "/nowhere"], "--chat-template: /nowhere: can't be read"),
     ],
 )
@@ -231,7 +231,7 @@ def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(parrot: tuple[str
     assert server.hung_up.wait(DEADLINE_S), "the server computes no further"
     terminal.until(b"> ")
     terminal.type(b"\x03")
-    terminal.until(b"Ctrl-D ends")
+    terminal.until(b"Ctrl-D quits")
     terminal.until(b"> ")
     terminal.type(b"\x1b[A -- or not?\n")  # the line before, from the history
     terminal.until(b"and on and on")

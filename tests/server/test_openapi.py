@@ -15,7 +15,7 @@ from dovetail_server.protocol.completions import CompletionRequest
 from dovetail_server.protocol.messages import CountTokensRequest, MessagesRequest
 from dovetail_server.protocol.openapi import NO_EFFECT, ONLY, OPERATIONS, Operation
 from dovetail_server.protocol.responses import ResponsesRequest
-from dovetail_server.routes.openapi import described_path
+from dovetail_server.routes.service import described_path
 from dovetail_server.settings import ServerSettings
 from dovetail_server.testing import FakeEngine
 from tests.server.serving import demo_tokenizer

@@ -229,7 +229,7 @@ def test_a_front_end_that_is_stopped_is_replaced_and_takes_no_waiting_request_wi
         assert stream.over.wait(PATIENCE_S)
         assert stream.events[-1] == "[DONE]"
     until(lambda: len(server.children("front_end")) == 2 and stopped not in server.children(), "there is another")
-    assert "it had been stopped (SIGSTOP) for 5 s; it is started again" in server.told()
+    assert "it had been stopped (SIGSTOP) for 5 s; restarting it" in server.told()
 
 
 HANGS_AT_A_SIGNAL = """
@@ -248,7 +248,7 @@ def test_a_front_end_whose_event_loop_hangs_is_replaced(start: Callable[..., Ser
     [hung] = server.children("front_end")
     os.kill(hung, signal.SIGUSR1)
     until(lambda: server.children("front_end") and hung not in server.children(), "there is another")
-    assert "it had sent no heartbeat for 10 s; it is started again" in server.told()
+    assert "it had sent no heartbeat for 10 s; restarting it" in server.told()
     assert until(lambda: _status(server), "it serves") == 200
 
 

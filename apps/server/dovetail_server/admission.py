@@ -1,5 +1,4 @@
-"""`Admission`: how many requests and tokens may wait for their first token, how many bytes of bodies are held, and when a client that is turned away
-should come again."""
+"""`Admission`: limits on requests and tokens that wait for a first token and on bytes of bodies, and the `Retry-After` of rejected requests."""
 
 from __future__ import annotations
 
@@ -13,17 +12,17 @@ from dovetail_server.engine import ServedEngine
 from dovetail_server.errors import HttpError
 from dovetail_server.settings import ServerSettings
 
-_REMEMBERED = 128  # first tokens by which the queue's speed is judged
+_REMEMBERED = 128  # recent first tokens, from which the queue's rate is estimated
 _LONGEST_RETRY_S = 60
 
 
 def busy(reason: str, retry_s: int = 1) -> HttpError:
-    """Return the error for a request that is turned away, and when it should come again."""
+    """Return the error for a rejected request, with the time to retry."""
     return HttpError(429, f"the server is busy: {reason}; try again in {retry_s} s", code="too_many_requests", headers={"Retry-After": str(retry_s)})
 
 
 class Ticket:
-    """One admitted request, until its first token or its end. Both may be told more than once."""
+    """One admitted request, until its first token or its end."""
 
     __slots__ = ("_admission", "tokens")
 
@@ -32,14 +31,14 @@ class Ticket:
         self.tokens = tokens
 
     def leave(self, *, begun: bool) -> None:
-        """It waits no more: because its first token has come (`begun`), or because it has ended."""
+        """Note the first token (`begun`) or the end. Idempotent."""
         if self._admission is not None:
             self._admission.left(self, begun=begun)
             self._admission = None
 
 
 class Admission:
-    """Counts what waits in this front end, and looks at what the engine says of the others' requests."""
+    """Counts waiting requests of this front end, and considers the engine's load from other front ends."""
 
     def __init__(self, engine: ServedEngine, settings: ServerSettings) -> None:
         self._engine, self._settings = engine, settings
@@ -50,18 +49,20 @@ class Admission:
         self._left = asyncio.Event()
 
     def check(self, requests: int, tokens: int) -> None:
-        """Raises `HttpError` 429 if so many more are too many now, and 400 if they always are: trying again wouldn't help."""
+        """Raise `HttpError` 429 if so many more exceed a limit now, and 400 if they always do."""
         waiting = max(self.queued_requests, self._engine.load.waiting)
         most, most_tokens = self._settings.max_queued_requests, self._settings.max_queued_tokens
         if most is not None and requests > most:
             raise HttpError(400, f"the request has {requests} prompts, and max_queued_requests is {most}: send fewer at once", param="prompt")
         if most is not None and waiting + requests > most:
-            raise self._refusal(f"{waiting} requests are waiting, and max_queued_requests is {most}", waiting + requests - most)
+            reason = f"{waiting} requests are waiting, and max_queued_requests is {most}"
+            raise busy(reason, self._retry_after_s(waiting + requests - most))
         if most_tokens is not None and self.queued_requests and self.queued_tokens + tokens > most_tokens:
-            raise self._refusal(f"{self.queued_tokens} tokens of prompts are waiting, and max_queued_tokens is {most_tokens}", 1)
+            reason = f"{self.queued_tokens} tokens of prompts are waiting, and max_queued_tokens is {most_tokens}"
+            raise busy(reason, self._retry_after_s(1))
 
     def enter(self, tokens: int) -> Ticket:
-        """Count a request with so many tokens as waiting."""
+        """Admit a request."""
         self.queued_requests += 1
         self.queued_tokens += tokens
         return Ticket(self, tokens)
@@ -74,16 +75,13 @@ class Admission:
         self._left.set()
 
     async def wait_until_empty(self) -> None:
-        """Wait until every request that was let in has its first token, or has ended."""
+        """Wait until every admitted request has its first token or has ended."""
         while self.queued_requests:
             self._left.clear()
             await self._left.wait()
 
-    def _refusal(self, reason: str, excess: int) -> HttpError:
-        return busy(reason, self._retry_after_s(excess))
-
     def _retry_after_s(self, excess: int) -> int:
-        """Seconds until so many will have left the queue, at the speed of the last ones; 1 if nothing is known."""
+        """Estimate the seconds until `excess` requests will have left the queue; 1 if unknown."""
         if len(self._began) < 2:
             return 1
         each_s = (time.monotonic() - self._began[0]) / (len(self._began) - 1)

@@ -1,4 +1,4 @@
-"""`Channel`: what the supervisor and its processes tell each other, a JSON object a line over a socket pair. Its end is the other's end."""
+"""`Channel`: control channel between the supervisor and its processes: JSON lines over a socket pair. Closing one end terminates the peer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """One end. Several threads may send, one receives."""
+    """One end of the channel. Sending is thread-safe; one thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -26,12 +26,12 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, **message: Any) -> None:
-        """Send a message; if the other end is gone, nothing happens."""
+        """Send a message. No-op if the peer is gone."""
         with self._sending, suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[Message] | None:
-        """Return the messages that have come, after waiting for some data. None: the other end is gone."""
+        """Wait for data, and return complete messages. None: the peer is gone."""
         try:
             data = self.socket.recv(65536)
         except BlockingIOError:
@@ -44,7 +44,7 @@ class Channel:
         return [json.loads(line) for line in lines]
 
     def first(self) -> tuple[Message, list[Message]]:
-        """Return the first message, once it has come, and those that came with it. Raises `EOFError` if the other end is gone."""
+        """Wait for the first message; return it and those received with it. Raises `EOFError` if the peer is gone."""
         while (messages := self.receive()) is not None:
             if messages:
                 return messages[0], messages[1:]
@@ -55,27 +55,27 @@ class Channel:
 
 
 def channel_of_process(argument: str) -> Channel:
-    """Return the channel to the supervisor, in a process that it started with the number of a descriptor as `argument`. Signals are the supervisor's
-    business from now on: a terminal or systemd sends them to all processes at once."""
+    """Return the channel to the supervisor, whose descriptor is `argument`. Signals are ignored from now on: terminals and systemd send them to all
+    processes, and the supervisor handles them."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the processes that it starts would inherit
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which child processes would inherit
     sock = socket.socket(fileno=int(argument))
     sock.set_inheritable(False)
     return Channel(sock)
 
 
 def end_orphaned(directory: str, *sockets: str | None) -> None:
-    """End this process at once, and all that it started, since the supervisor is gone; of its files nothing stays behind."""
+    """Kill this process and its children, since the supervisor is gone, and remove the server's files."""
     shutil.rmtree(directory, ignore_errors=True)
     for path in sockets:
         if path is not None:
             with suppress(OSError):
                 os.unlink(path)
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # the supervisor made it the leader of a group
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # this process leads its group
 
 
 def heed(channel: Channel, act: Callable[[Message], None], gone: Callable[[], None]) -> threading.Thread:
-    """Call `act` with each message, in a thread, and `gone` at the end."""
+    """Call `act` with each message, in a thread, and `gone` when the peer is gone."""
 
     def run() -> None:
         while (messages := channel.receive()) is not None:

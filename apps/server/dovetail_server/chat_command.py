@@ -1,4 +1,4 @@
-"""`dovetail chat`: a conversation in the terminal, with a model in this process or with a server."""
+"""`dovetail chat`: a conversation in the terminal with a local model or a server."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from dovetail.errors import ConfigError, RequestError
 from dovetail_server.chat_partners import LocalModel, Partner, Server, ServerError
 
 PROMPT = "> "
-UNPRINTABLE = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}  # which could command the terminal
-HELP = """/reset         begin anew
-/system TEXT   set the system prompt from here on; without a text: none
-/quit          end, as Ctrl-D does
-Ctrl-C stops an answer. A message that begins with / is written with two."""
+UNPRINTABLE = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}  # could contain terminal escape sequences
+HELP = """/reset         start a new conversation
+/system TEXT   set the system prompt from now on; without TEXT, remove it
+/quit          quit, like Ctrl-D
+Ctrl-C stops an answer. To send a message that begins with /, type //."""
 
 
 def chat(
     source: Annotated[str, typer.Argument(metavar="MODEL|URL", help="A model (or engine.yaml) to run here, or a server's http://host:port.")],
     system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Without it: as the model would have it.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens of an answer, at most. Without it: as many as fit.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: greedy. Default: the model's.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="The most tokens of an answer. Default: as many as fit.")] = None,
     chat_template: Annotated[str | None, typer.Option(metavar="FILE", help="A Jinja template instead of the model's own.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
-    model: Annotated[str | None, typer.Option(help="The model, if the server has several. Without it: the first.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model, if the server has several. Default: the first.")] = None,
     settings: Settings = [],  # noqa: B006 typer makes a list of its own
 ) -> None:
     """Talk to a model."""
@@ -45,18 +45,18 @@ def chat(
 def _partner(
     source: str, params: dict[str, Any], template: str | None, api_key: str | None, model: str | None, settings: list[str]
 ) -> LocalModel | Server:
-    """Raises `ConfigError` for options that don't go with the source."""
+    """Raise `ConfigError` for options that don't apply to the source."""
     if source.startswith(("http://", "https://")):
         if settings:
-            raise ConfigError(f"--set sets up an engine here, but {source} has one: give the setting to `dovetail serve`")
+            raise ConfigError(f"--set configures a local engine, but {source} is a server: pass the setting to `dovetail serve`")
         return Server(source, model, {**params, "chat_template": template}, api_key)
     if model is not None:
-        raise ConfigError("--model names a model of a server; here the model is the argument")
+        raise ConfigError("--model is for servers; a local model is the argument itself")
     return LocalModel(load_config(source, settings), params, template)
 
 
 class Conversation:
-    """A conversation in the terminal, or through pipes: then each line of standard input is a message, and only answers are printed."""
+    """A conversation in the terminal. Through pipes, each line of stdin is a message, and only answers are printed."""
 
     def __init__(self, partner: Partner, system: str | None) -> None:
         self._partner, self._system = partner, system
@@ -65,12 +65,12 @@ class Conversation:
         self._out, self._notes = _console(False), _console(True)
 
     def run(self) -> bool:
-        """Go on until the input ends. Returns False if an answer failed and nobody was there to see it."""
+        """Run until the input ends. Returns False if an answer failed in a non-interactive conversation."""
         good = True
         if self._typed:
             with suppress(ImportError):
-                import readline  # noqa: F401 gives `input` a history and an editor
-            self._note(f"{self._partner.name}. /help says what can be done; Ctrl-D ends.")
+                import readline  # noqa: F401 adds history and line editing to `input`
+            self._note(f"{self._partner.name}. /help lists commands; Ctrl-D quits.")
         for line in self._lines():
             if line.startswith("/") and not line.startswith("//"):
                 if not self._command(line):
@@ -87,30 +87,30 @@ class Conversation:
             try:
                 yield input(PROMPT)
             except KeyboardInterrupt:
-                self._note("\nCtrl-D ends.")
+                self._note("\nCtrl-D quits.")
             except EOFError:
                 self._out.print()
                 return
 
     def _command(self, line: str) -> bool:
-        """Carry out a line that begins with "/". Returns False for the one that ends it all."""
+        """Execute a command. Returns False for /quit."""
         name, _, rest = line.partition(" ")
         if name == "/quit":
             return False
         if name == "/reset":
             self._messages.clear()
-            self._note("begun anew")
+            self._note("new conversation")
         elif name == "/system":
             self._system = rest.strip() or None
-            self._note("the system prompt is set" if self._system else "there is no system prompt")
+            self._note("system prompt set" if self._system else "system prompt removed")
         elif name == "/help":
             self._note(HELP)
         else:
-            self._note(f"there is no {name}; there are /reset, /system, /quit and /help, and a message that begins with / is written with two")
+            self._note(f"unknown command {name}; commands are /reset, /system, /quit and /help; to send a message that begins with /, type //")
         return True
 
     def _say(self, text: str) -> bool:
-        """Send a message and print the answer as it comes. Returns False if it failed: then the message counts as never said."""
+        """Send a message, and print the answer as it arrives. Returns False on failure; the message is then discarded."""
         self._messages.append({"role": "user", "content": text})
         before = [{"role": "system", "content": self._system}] if self._system else []
         answer, reason, failure = "", None, None
@@ -133,10 +133,10 @@ class Conversation:
             return False
         if answer:
             self._messages.append({"role": "assistant", "content": answer})
-        else:  # stopped before it began
+        else:  # stopped before the first token
             self._messages.pop()
         if self._typed and reason in ("stopped", "length"):
-            self._note("(stopped)" if reason == "stopped" else "(the answer has reached its length)")
+            self._note("(stopped)" if reason == "stopped" else "(the answer reached its length limit)")
         return True
 
     def _note(self, text: str) -> None:
@@ -144,5 +144,5 @@ class Conversation:
 
 
 def _console(stderr: bool) -> Console:
-    """A console that prints text as it stands."""
+    """Return a console that prints text verbatim."""
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)

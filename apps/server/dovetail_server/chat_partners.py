@@ -1,4 +1,4 @@
-"""The partners of `dovetail chat`: a model in this process, or a server. `chat_command` talks to either through `Partner`."""
+"""Partners of `dovetail chat`: a local model or a server, both behind `Partner`."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from dovetail.errors import ConfigError, DovetailError
 if TYPE_CHECKING:
     from dovetail.config import EngineConfig
 
-TIMEOUT_S = 600.0  # until a server says something
-MAX_LINE = 2**24  # bytes of one line of a server's answer
-MAX_ERROR = 2**16  # bytes of a refusal
+TIMEOUT_S = 600.0  # without data from the server
+MAX_LINE = 2**24  # bytes of one line of a response
+MAX_ERROR = 2**16  # bytes of an error response
 
 Messages = Sequence[Mapping[str, str]]
 HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 
 
 class ServerError(DovetailError):
-    """A server can't be reached, refused a request, or broke off an answer."""
+    """A server is unreachable, rejected a request, or broke off an answer."""
 
 
 class Piece(NamedTuple):
-    """A part of an answer."""
+    """A piece of an answer."""
 
     text: str
     finish_reason: str | None = None  # of the last one
 
 
 class Partner(Protocol):
-    """The one who answers."""
+    """A source of answers."""
 
     name: str
 
     def answer(self, messages: Messages) -> Generator[Piece]:
-        """Yield an answer as it comes. Closing the iterator stops it. Raises `DovetailError`, of which a `RequestError` or `ServerError` concerns
-        this answer alone."""
+        """Yield an answer as it arrives. Closing the generator stops it. Raises `DovetailError`; `RequestError` and `ServerError` concern only this
+        answer."""
 
     def close(self) -> None: ...
 
 
 class LocalModel:
-    """A model in this process."""
+    """A local model."""
 
     def __init__(self, config: EngineConfig, params: Mapping[str, Any], chat_template: str | None) -> None:
-        """`params` are sampling parameters. Raises `ConfigError` if the model has no chat template and none is given."""
+        """`params`: sampling parameters. Raises `ConfigError` if there is no chat template."""
         from dovetail.front.chat import ChatFrontEnd, ChatOptions
         from dovetail.front.llm import LLM
         from dovetail.sampling_params import SamplingParams
@@ -62,8 +62,8 @@ class LocalModel:
         if chat_template is None and not self._llm.engine.tokenizer.chat_templates:
             self._llm.close()
             raise ConfigError(
-                f"{config.model} has no chat template: it completes text and holds no conversation; "
-                f"try `dovetail generate {config.model} TEXT`, or name a file with a template: --chat-template FILE"
+                f"{config.model} has no chat template, so it can only complete text; "
+                f"try `dovetail generate {config.model} TEXT`, or provide a template: --chat-template FILE"
             )
         self._chat = ChatFrontEnd(self._llm.engine.tokenizer, self._llm.engine.config.limits, self._llm.engine.capacity.max_model_len)
 
@@ -81,10 +81,10 @@ class LocalModel:
 
 
 class Server:
-    """A server that speaks OpenAI's API."""
+    """A server with OpenAI's API."""
 
     def __init__(self, url: str, model: str | None, params: Mapping[str, Any], api_key: str | None) -> None:
-        """`params` are fields of each request. Raises `ConfigError` for a URL that is none, `ServerError` if no server answers there."""
+        """`params`: fields of each request. Raises `ConfigError` for an invalid URL, `ServerError` if no server answers."""
         parts = urlsplit(url)
         try:
             port = parts.port
@@ -108,7 +108,7 @@ class Server:
     def close(self) -> None: ...
 
     def _pieces(self, response: http.client.HTTPResponse) -> Generator[Piece]:
-        """Yield the parts of an answer that comes as server-sent events."""
+        """Yield the pieces of a stream of server-sent events."""
         while line := response.readline(MAX_LINE):
             if not line.startswith(b"data:"):
                 continue
@@ -120,7 +120,7 @@ class Server:
                 raise ServerError(f"{self._url}: {error.get('message') if isinstance(error, dict) else error}")
             for choice in event.get("choices", ())[:1]:
                 yield Piece((choice.get("delta") or {}).get("content") or "", choice.get("finish_reason"))
-        raise ServerError(f"{self._url} broke off amidst the answer")
+        raise ServerError(f"{self._url} broke off during the answer")
 
     def _first_model(self) -> str:
         with closing(self._connection()) as connection, self._told("doesn't answer"):
@@ -132,7 +132,7 @@ class Server:
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
-        """Raise what goes wrong with the connection as `ServerError`."""
+        """Convert connection errors to `ServerError`."""
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
@@ -143,7 +143,7 @@ class Server:
         return kind(*self._address, timeout=TIMEOUT_S)
 
     def _asked(self, connection: http.client.HTTPConnection, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        """Send a request, and return the response if it is a good one. Raises `ServerError` with what the server says."""
+        """Send a request, and return the response if it is successful. Raises `ServerError` with the server's message."""
         connection.request(method, self._path + path, None if body is None else json.dumps(body), self._headers)
         response = connection.getresponse()
         if response.status == 200:
@@ -153,7 +153,7 @@ class Server:
             told = json.loads(text)["error"]["message"]
         except (ValueError, KeyError, TypeError):
             told = " ".join(text.split())[:300] or response.reason
-        hint = "; give the server's key: --api-key" if response.status == 401 else ""
+        hint = "; pass the server's key with --api-key" if response.status == 401 else ""
         raise ServerError(f"{self._url} answers {response.status}: {told}{hint}")
 
     def _json(self, data: bytes) -> dict[str, Any]:
@@ -162,5 +162,5 @@ class Server:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise ServerError(f"{self._url} doesn't speak OpenAI's API: it said {shown(data.decode('utf-8', 'replace'))}")
+            raise ServerError(f"{self._url} doesn't have OpenAI's API: it answered {shown(data.decode('utf-8', 'replace'))}")
         return value

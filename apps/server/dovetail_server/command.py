@@ -18,9 +18,9 @@ from dovetail.errors import ConfigError, MissingExtraError
 from dovetail_server.settings import ServerSettings
 from dovetail_server.tracing import check_installed
 
-NULL = "null"  # how an option says that there is no limit
+NULL = "null"  # option value for "no limit"
 EXTRA = "server"
-MODULES = {  # what the server's processes import, and the packages that hold it
+MODULES = {  # modules that the server's processes import, and their packages
     "zmq": "pyzmq",
     "msgspec": "msgspec",
     "orjson": "orjson",
@@ -34,15 +34,15 @@ MODULES = {  # what the server's processes import, and the packages that hold it
 
 
 def serve(source: str, settings: list[str], in_process: bool, **options: Any) -> None:
-    """Serve a model over HTTP until SIGTERM or Ctrl-C, as OpenAI's and Anthropic's clients expect it."""
+    """Serve a model over HTTP with OpenAI's and Anthropic's APIs, until SIGTERM or Ctrl-C."""
     server = _read(options)
     _check_packages()
     if server.batch_directory is not None:
         from dovetail_server.batches.store import BatchStore
 
-        BatchStore(Path(server.batch_directory), server.max_stored_bytes)  # so that a folder that can't be used is told here
+        BatchStore(Path(server.batch_directory), server.max_stored_bytes)  # report an unusable folder early
     if server.otlp_traces_endpoint is not None:
-        check_installed()  # before anything starts
+        check_installed()  # report it early
     if in_process:
         from dovetail_server.one_process import serve_in_one_process
 
@@ -55,7 +55,7 @@ def serve(source: str, settings: list[str], in_process: bool, **options: Any) ->
 
 
 def _check_packages() -> None:
-    """Raise `MissingExtraError` if a package is missing that a process would miss only later."""
+    """Raise `MissingExtraError` for missing packages before any process starts."""
     if missing := [package for module, package in MODULES.items() if not _is_there(module)]:
         raise MissingExtraError.naming(EXTRA, f"dovetail serve needs {', '.join(missing)}")
 
@@ -63,12 +63,12 @@ def _check_packages() -> None:
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except (ImportError, ValueError):  # as finders and half-removed packages answer
+    except (ImportError, ValueError):  # raised for partially removed packages
         return False
 
 
 def _read(options: dict[str, Any]) -> ServerSettings:
-    """Return the settings, with those options that were given. Raises `ConfigError` naming each that is wrong."""
+    """Return the settings with the given options. Raises `ConfigError` naming all invalid ones."""
     given = {name: None if value == NULL and _is_nullable(name) else value for name, value in options.items() if value not in (None, [])}
     try:
         return ServerSettings.model_validate(given)
@@ -77,14 +77,14 @@ def _read(options: dict[str, Any]) -> ServerSettings:
 
 
 def _told(detail: Any) -> str:
-    """Return what pydantic found wrong, for the user of a command line."""
+    """Convert an error of pydantic to a message for the command line."""
     if not detail["loc"]:
         return str(detail["msg"]).removeprefix("Value error, ")
     return f"{option_name(str(detail['loc'][0]))}: {detail['msg']}, got {shown(detail['input'])}"
 
 
 def option_name(name: str) -> str:
-    """Return the name of a field's option: without its unit, which the help tells, and of a list in the singular, as it is given one by one."""
+    """Return a field's option name: without its unit, which the help states, and in the singular for lists, which are given one by one."""
     is_list = get_origin(ServerSettings.model_fields[name].annotation) is tuple
     return "--" + name.removesuffix("s" if is_list else "_s").replace("_", "-")
 
@@ -94,8 +94,8 @@ def _is_nullable(name: str) -> bool:
 
 
 def _parameters() -> list[inspect.Parameter]:
-    """Return the parameters of the command as Typer reads them."""
-    in_process = Annotated[bool, typer.Option("--in-process", help="Keep the engine in a thread of the server's own process, for debugging.")]
+    """Return the command's parameters for Typer."""
+    in_process = Annotated[bool, typer.Option("--in-process", help="Run the engine in a thread of the server's process, for debugging.")]
     listed: list[tuple[str, Any, Any]] = [("source", RequiredSource, inspect.Parameter.empty), ("settings", Settings, [])]
     listed += [_parameter(name, field) for name, field in ServerSettings.model_fields.items()]
     listed.append(("in_process", in_process, False))
@@ -103,8 +103,8 @@ def _parameters() -> list[inspect.Parameter]:
 
 
 def _parameter(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
-    """Return name, annotation and default of a field's option. The default of the field itself is only told: what isn't given is left to the model,
-    which may look elsewhere."""
+    """Return name, annotation and default of a field's option. The field's own default is only shown in the help: options that aren't given are left
+    to the model, which may read the environment."""
     kind, text = _plain(field.annotation), " ".join((field.description or "").replace("`", "").split())
     if kind is list:
         return name, Annotated[list[str], typer.Option(option_name(name), help=f"{text} May be repeated.", show_default=False)], []
@@ -114,7 +114,7 @@ def _parameter(name: str, field: FieldInfo) -> tuple[str, Any, Any]:
 
 
 def _plain(annotation: Any) -> Any:
-    """Return the type that a command line reads for a field's: bool, int, float, list, or str, which is also for numbers that may be null."""
+    """Return the command-line type of a field: bool, int, float, list, or str, which also serves nullable numbers."""
     if annotation in (bool, int, float):
         return annotation
     return list if get_origin(annotation) is tuple else str

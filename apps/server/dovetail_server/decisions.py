@@ -1,6 +1,6 @@
-"""The scheduler's decisions of the last steps, for the page: counts alone, nothing of anybody's request. The engine's host has a `DecisionWatch`.
+"""`DecisionWatch`: counts of the scheduler's latest decisions, for the page. They contain nothing of individual requests.
 
-Noting decisions makes a step several times as dear to the core, so each question has a few steps noted, and no more.
+Recording decisions makes a step several times as expensive for the core, so only a few steps are recorded after each request for them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dovetail.api.observer import Observer, ObserverCapabilities, StepFinished
 from dovetail.engine.core import EngineCore
 from dovetail_server.engine import DecidedStep, Decisions
 
-NOTED_STEPS = 12  # after a question, and as many are told
-REST_S = 0.5  # between two questions that have steps noted
+NOTED_STEPS = 12  # recorded after a request, and returned
+REST_S = 0.5  # between two requests that start recording
 
 
 class DecisionLog(Observer):
-    """Keeps the counts of the last steps."""
+    """Keeps the counts of the latest steps."""
 
     capabilities = ObserverCapabilities(decisions=True)
 
     def __init__(self) -> None:
         self.steps: deque[DecidedStep] = deque(maxlen=NOTED_STEPS)
-        self.left = 0  # steps to note
+        self.left = 0  # steps to record
 
     def on_step(self, event: StepFinished) -> None:
-        if not event.decisions:  # it was planned before anybody asked
+        if not event.decisions:  # planned before recording began
             return
         self.left -= 1
         acts = Counter(decision.act for decision in event.decisions)
@@ -47,7 +47,7 @@ class DecisionLog(Observer):
 
 
 class DecisionWatch:
-    """Has the decisions of a core's next steps noted when somebody asks. It is called in the engine's thread, between steps."""
+    """Records the decisions of a core's next steps on request. Called in the engine's thread, between steps."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -56,7 +56,7 @@ class DecisionWatch:
         self._asked = -math.inf
 
     def ask(self) -> Decisions:
-        """Return what is known, and see to it that more will be."""
+        """Return the known decisions, and start recording newer ones."""
         now = time.monotonic()
         if now - self._asked >= REST_S:
             self._asked = now
@@ -67,7 +67,7 @@ class DecisionWatch:
         return Decisions(self._core.settings.scheduler_name, tuple(self._log.steps))
 
     def rest(self) -> None:
-        """Stop once enough steps are noted."""
+        """Stop recording once enough steps are recorded."""
         if self._noting and self._log.left <= 0:
             self._noting = False
             self._core.observers.remove(self._log)

@@ -1,6 +1,6 @@
-"""The engine as the HTTP side of the server sees it: `ServedEngine`, and the `Listener` that each request has.
+"""The engine as seen by the HTTP side: `ServedEngine`, and the `Listener` of each request.
 
-Everything here is called in the event loop's thread. What is behind it, an engine in a thread or in a process of its own, routes don't know.
+Everything here is called by the event loop's thread. Routes don't know whether the engine runs in a thread or in another process.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The engine's load after a step, for admission, metrics and the page."""
+    """Load of the engine after a step, for admission, metrics and the page."""
 
     running: int = 0  # requests that hold blocks
     waiting: int = 0  # requests that have arrived and hold none
     held_blocks: int = 0  # in the tables of requests
-    free_blocks: int = 0  # without K and V that a lookup may find
-    cached_blocks: int = 0  # in no table, with K and V that a lookup may find
+    free_blocks: int = 0  # without reusable K and V
+    cached_blocks: int = 0  # in no table, with reusable K and V
 
 
 @dataclass(frozen=True, slots=True)
 class DecidedStep:
-    """The scheduler's decisions in one step, as numbers of requests, and what was computed."""
+    """Counts of one step: the scheduler's decisions in requests, and computed tokens."""
 
     index: int
-    granted: int  # requests that got tokens
+    granted: int  # requests granted tokens
     prefill_tokens: int
     decode_tokens: int
-    refused: int  # grants that the engine refused: no tokens, seats or blocks were left
+    refused: int  # grants refused for lack of tokens, seats or blocks
     preempted: int
     rejected: int
     running: int  # after the step, as `waiting`
@@ -58,33 +58,33 @@ class DecidedStep:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The decisions of the last steps, the oldest first."""
+    """Decisions of the latest steps, oldest first."""
 
     scheduler: str  # "distribution:name"
     steps: tuple[DecidedStep, ...]
 
 
 class Listener(Protocol):
-    """A listener to one request. No method may block or raise."""
+    """Listener to one request. Methods must not block or raise."""
 
     @property
     def is_plain(self) -> bool:
-        """True if it would rather have a token's text by `on_text`, where that is all there is to tell. Asked with each output."""
+        """True to receive plain tokens through `on_text`. Read after each output."""
 
     def on_text(self, text: str) -> None:
-        """Take the text of one more token, perhaps none: instead of an output that has nothing else to tell, of a request for one sample. Called only
-        after an output, and before the last one."""
+        """Take the text of one token, perhaps empty: replaces an output without further news, for requests of one sample. Called only after an
+        output, and never for the last one."""
 
     def on_output(self, output: RequestOutput) -> None:
-        """Take what is new since the last call: `text`, `token_ids` and `logprobs` of the samples that changed (deltas, several steps perhaps in
-        one). The last output has `finished` set."""
+        """Take the deltas since the last call, perhaps of several steps: `text`, `token_ids` and `logprobs` of changed samples. The last output has
+        `finished` set."""
 
     def on_error(self, error: DovetailError) -> None:
-        """Take notice that nothing more comes, and why: the engine died, say. Not called after an abort or a last output."""
+        """Take the reason why no more output follows, such as the engine's death. Not called after an abort or the last output."""
 
 
 class ServedEngine(Protocol):
-    """An engine that several clients use at once."""
+    """An engine shared by concurrent clients."""
 
     @property
     def info(self) -> EngineInfo: ...
@@ -100,27 +100,27 @@ class ServedEngine(Protocol):
 
     @property
     def default_params(self) -> SamplingParams:
-        """The parameters of a request that leaves everything open (the model's `generation_config.json`)."""
+        """Default parameters (the model's `generation_config.json`)."""
 
     def tokenized(self, prompt: Prompt) -> Prompt:
-        """Return a prompt of text with its token ids, any other as it is. Any thread may call it. Raises `RequestError`."""
+        """Tokenize a text prompt; return others unchanged. Thread-safe. Raises `RequestError`."""
 
     async def submit(self, request_id: str, prompt: Prompt, params: SamplingParams, listener: Listener, **fields: Any) -> None:
-        """Give the engine a request. `params.output_kind` is taken as delta whatever it is. `fields` are those of `RequestFields`, and
-        `extra`. A text is tokenized at once: give a long one `tokenized`.
+        """Submit a request. Outputs are deltas, whatever `params.output_kind`. `fields`: those of `RequestFields`, and `extra`. Text is tokenized in
+        the calling thread: pass long texts through `tokenized` first.
 
-        Raises `RequestError` if something is wrong with the request, `EngineDeadError` if the engine is dead. Cancelled, it leaves nothing behind.
+        Raises `RequestError` for an invalid request, `EngineDeadError` if the engine is dead. Cancellation aborts the request.
         """
 
     def abort(self, request_id: str) -> None:
-        """End a request: its listener hears nothing more. Does nothing for an unknown id, and raises nothing."""
+        """Abort a request; its listener isn't called again. Unknown ids are ignored. Raises nothing."""
 
     def decisions(self) -> Decisions | None:
-        """Return what the scheduler decided lately, as far as that is known here, and ask the engine for news of it, twice a second at most. None: it
-        hasn't answered yet. The engine notes the decisions of a few steps after each question."""
+        """Return the scheduler's latest known decisions, and request newer ones, at most twice a second. None until the first response. The engine
+        records the decisions of a few steps per request."""
 
     def now(self) -> float:
-        """Return the time in seconds on the engine's clock."""
+        """Return the engine clock's time in seconds."""
 
     def check_health(self) -> None:
-        """Raises `EngineDeadError` if the engine is dead, or if a step takes longer than its limit."""
+        """Raise `EngineDeadError` if the engine is dead or a step exceeds its time limit."""

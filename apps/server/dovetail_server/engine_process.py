@@ -1,6 +1,6 @@
-"""The engine's process: `python -m dovetail_server.engine_process DESCRIPTOR`, as the supervisor starts it.
+"""The engine's process, started by the supervisor: `python -m dovetail_server.engine_process DESCRIPTOR`.
 
-It puts the engine together and runs an `EngineHost`. A thread heeds the supervisor, another tells it that the engine is alive.
+It assembles the engine and runs an `EngineHost`. One thread obeys the supervisor, another sends it heartbeats.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Return the exit code: 2 if the engine can't be started, 1 if it has failed."""
+    """Return the exit code: 2 if the engine can't start, 1 if it failed later."""
     channel = channel_of_process(sys.argv[1])
     start, early = channel.first()
     orders: queue.SimpleQueue[Message] = queue.SimpleQueue()

@@ -1,6 +1,6 @@
-"""The messages between front ends and the engine's process: requests and aborts in, a `StepFrame` a step and front end out.
+"""Messages between front ends and the engine's process: requests and aborts in, one `StepFrame` per step and front end out.
 
-Columns, not objects: a step of 1,024 tokens is encoded in microseconds. Both ends are of one installation, so there is no version in them.
+Frames are columnar, so that encoding a step of 1,024 tokens takes microseconds. Both ends are of one installation: messages have no version.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ _NEUTRAL = SamplingParams(output_kind=OutputKind.DELTA)
 
 
 class Hello(msgspec.Struct, array_like=True, tag=0):
-    """The first message of a front end, which is answered by `Welcome`."""
+    """First message of a front end, answered by `Welcome`."""
 
 
 class Add(msgspec.Struct, array_like=True, tag=1):
-    """A request. Its samples have the numbers `number`, `number` + 1, …, which the front end gives: each once."""
+    """A request. Its samples are numbered `number`, `number` + 1, …; a front end uses each number once."""
 
     number: int
     request_id: str
     token_ids: bytes  # int32 [prompt tokens]
-    params: dict[str, Any]  # those fields of `SamplingParams` that aren't the default
+    params: dict[str, Any]  # the fields of `SamplingParams` that differ from the default
     max_tokens: int
     seed: int
     bad_words: list[list[int]]
     fields: RequestFields
     extra: dict[str, Any] | None
-    confirms: bool  # the front end waits for `Accepted` or `Refused`; else it hears of a refusal alone
+    confirms: bool  # the front end waits for `Accepted` or `Refused`; otherwise only refusals are reported
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2):
-    """Samples of which nothing more is wanted. Unknown numbers are those of samples that have ended."""
+    """Abort samples. Unknown numbers, of samples that have ended, are ignored."""
 
     numbers: list[int]
 
 
 class Ask(msgspec.Struct, array_like=True, tag=3):
-    """The question what the scheduler decided lately, which is answered by `Decided`."""
+    """Request for the scheduler's latest decisions, answered by `Decided`."""
 
 
 # From the engine to front ends
@@ -67,13 +67,13 @@ class Welcome(msgspec.Struct, array_like=True, tag=10):
 
 
 class Accepted(msgspec.Struct, array_like=True, tag=11):
-    """A request that confirms is in the engine."""
+    """A request with `confirms` has been added."""
 
     number: int
 
 
 class Refused(msgspec.Struct, array_like=True, tag=12):
-    """A request that the engine didn't take, and why. `unsupported`: nothing is wrong with the request, but the engine can't do what it asks."""
+    """The engine rejected a request. `unsupported`: the request is valid, but the engine lacks a capability."""
 
     number: int
     reason: str
@@ -81,19 +81,19 @@ class Refused(msgspec.Struct, array_like=True, tag=12):
 
 
 class Dropped(msgspec.Struct, array_like=True, tag=13):
-    """The front end didn't take its frames: the engine has ended its samples with numbers below this one."""
+    """The front end didn't read its frames: the engine has aborted its samples with numbers below `below`."""
 
     below: int
 
 
 class Decided(msgspec.Struct, array_like=True, tag=15):
-    """The scheduler's last decisions."""
+    """The scheduler's latest decisions."""
 
     decisions: Decisions
 
 
 class First(msgspec.Struct, array_like=True, gc=False):
-    """A sample had its first token."""
+    """First token of a sample."""
 
     number: int
     cached_tokens: int
@@ -102,7 +102,7 @@ class First(msgspec.Struct, array_like=True, gc=False):
 
 
 class Finished(msgspec.Struct, array_like=True, gc=False):
-    """A sample has ended."""
+    """End of a sample."""
 
     number: int
     reason: FinishReason
@@ -114,7 +114,7 @@ class Finished(msgspec.Struct, array_like=True, gc=False):
 class Logprobs(msgspec.Struct, array_like=True, gc=False):
     """`HostLogprobs`: rows of `width` entries."""
 
-    numbers: bytes  # int64, the sample of each row; empty if all are of one
+    numbers: bytes  # int64, sample number of each row; empty if all rows belong to one sample
     width: int
     token_ids: bytes  # int32 [rows, width]
     logprobs: bytes  # float32 [rows, width]
@@ -122,7 +122,7 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
 
     @classmethod
     def of(cls, hosts: HostLogprobs, numbers: bytes = b"", rows: Sequence[int] | None = None) -> Logprobs:
-        """Pack these rows, or all."""
+        """Pack the given rows; None: all."""
         kept = slice(None) if rows is None else np.asarray(rows)
         token_ids, ranks = hosts.token_ids[kept].astype(np.int32), hosts.ranks[kept].astype(np.int32)
         return cls(numbers, token_ids.shape[1], token_ids.tobytes(), hosts.logprobs[kept].astype(np.float32).tobytes(), ranks.tobytes())
@@ -134,14 +134,14 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class Extra(msgspec.Struct, array_like=True, gc=False):
-    """The news of a step for the few that asked for more than tokens."""
+    """Further results of a step, for requests that ask for more than tokens."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()  # number, rows
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag=14, gc=False):
-    """The news of one step for one front end: `token_ids[i]` is new for the sample `numbers[i]`."""
+    """Results of one step for one front end: `token_ids[i]` is the new token of sample `numbers[i]`."""
 
     step: int
     time: float  # of its results, seconds on the engine's clock
@@ -169,7 +169,7 @@ decode_to_front_end = msgspec.msgpack.Decoder(ToFrontEnd, dec_hook=lambda kind, 
 
 
 def pack_numbers(numbers: Iterable[int]) -> bytes:
-    """Pack numbers of samples: int64, for a front end that is up for years must not run out of them."""
+    """Pack sample numbers: int64, so that they never run out."""
     return array("q", numbers).tobytes()
 
 
@@ -187,7 +187,7 @@ def unpack_tokens(packed: bytes) -> list[int]:
 
 
 def add_of(number: int, request: CheckedRequest, seed: int, bad_words: Sequence[Sequence[int]], extra: Mapping[str, Any] | None) -> Add:
-    """Return the message that gives the engine a checked request. `extra` isn't checked here: who sends some waits for the engine's word."""
+    """Return the message for a checked request. `extra` is checked by the engine, so the sender must wait for its confirmation."""
     params = request.params
     return Add(
         number=number,
@@ -206,7 +206,7 @@ def add_of(number: int, request: CheckedRequest, seed: int, bad_words: Sequence[
 
 
 def request_of(add: Add) -> CheckedRequest:
-    """Return the request that a message gives. Its text stays with the front end."""
+    """Return the request in a message, without its text, which stays in the front end."""
     prompt_array = np.frombuffer(add.token_ids, np.int32).astype(np.int64)
     prompt_array.flags.writeable = False
     params = SamplingParams(**add.params, output_kind=OutputKind.DELTA)

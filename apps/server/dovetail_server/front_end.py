@@ -1,5 +1,5 @@
-"""`FrontEnd`: uvicorn with the app and its engine, from the engine's first answer to the last of its own. In a process of its own
-(`python -m dovetail_server.front_end DESCRIPTOR`, as the supervisor starts it), or beside the engine's thread (`one_process`)."""
+"""`FrontEnd`: uvicorn with the app, in its own process (`python -m dovetail_server.front_end DESCRIPTOR`, started by the supervisor) or beside the
+engine's thread (`one_process`)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from dovetail_server.settings import ServerSettings
 from dovetail_server.sockets import allow_open_files, is_on_loopback, listen
 from dovetail_server.wire import DirectProtocol
 
-LAST_ANSWERS_S = 3  # how long connections may take to end once there are no more requests
-FAILED_S = 1.0  # how long a server whose engine has died still says so
-SUPERVISOR_SILENT_S = 5.0  # without a heartbeat of the supervisor, /health says that it hangs
+LAST_ANSWERS_S = 3  # timeout for connections to close once there are no more requests
+FAILED_S = 1.0  # how long a server answers with an error after its engine has died
+SUPERVISOR_SILENT_S = 5.0  # without a heartbeat, /health reports that the supervisor hangs
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which leaves signals to others, and says when it listens."""
+    """uvicorn server that ignores signals and reports when it listens."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -48,19 +48,19 @@ class _Server(uvicorn.Server):
 
 
 class FrontEnd:
-    """All methods are called in the event loop."""
+    """One front end. All methods are called in its event loop."""
 
     def __init__(self, line: Line, name: str, settings: ServerSettings, sock: socket.socket, ready: Callable[[], None], *, place: int = 0) -> None:
-        """`name` is no other front end's, before or after; `place`, its number among those that run now; `ready` is called once it listens."""
+        """`name`: unique among all front ends, past ones included. `place`: its index among running front ends. `ready`: called once it listens."""
         self._line, self._name, self._settings, self._socket, self._ready, self._place = line, name, settings, sock, ready, place
         self._engine: RemoteEngine | None = None
         self._app: Any = None
         self._server: _Server | None = None
         self._ending: asyncio.Task[None] | None = None
-        self.failure: str | None = None  # why it can't go on
+        self.failure: str | None = None  # the reason, if it has failed
 
     async def run(self) -> None:
-        """Serve until `drain` or `fail` has ended it. Raises `DovetailError` if it can't start."""
+        """Serve until `drain` or `fail` ends it. Raises `DovetailError` if it can't start."""
         self._engine = engine = await RemoteEngine.connect(self._line, self._name, self.fail)
         try:
             self._app = create_app(engine, self._settings, front_end=self._place, on_loopback=is_on_loopback(self._socket))
@@ -76,16 +76,16 @@ class FrontEnd:
             listen(self._socket)
             await self._server.serve([self._socket])
             if not self._server.started:
-                raise DovetailError("the HTTP app couldn't start: see the log")
+                raise DovetailError("the HTTP app failed to start: see the log")
         finally:
             engine.close()
 
     def drain(self, seconds: float) -> None:
-        """Take no more requests; end when those under way are answered, or after so many seconds."""
+        """Reject new requests; end once running ones are answered, or after a timeout."""
         self._end_by(self._drain(seconds))
 
     def fail(self, reason: str) -> None:
-        """Tell all who wait that the engine is dead, or can't be understood, and end."""
+        """Fail all requests because the engine is dead or unreadable, and end."""
         self.failure = reason
         if self._engine is not None and self._app is not None:
             self._app.state.failure = reason
@@ -96,7 +96,7 @@ class FrontEnd:
         self._end_by(asyncio.sleep(FAILED_S))
 
     def note_supervisor(self, *, hangs: bool) -> None:
-        """Have /health tell whether the supervisor hangs: then nobody notices if the engine dies."""
+        """Make /health report whether the supervisor hangs."""
         if self._app is not None:
             self._app.state.is_unsupervised = hangs
 
@@ -125,7 +125,7 @@ class FrontEnd:
     def _config(self) -> uvicorn.Config:
         return uvicorn.Config(
             self._app,
-            http=DirectProtocol,  # through which streams write
+            http=DirectProtocol,  # used by streams
             ws="none",
             loop="none",
             access_log=False,
@@ -139,7 +139,7 @@ class FrontEnd:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return one of uvloop, where that is to be had."""
+    """Return a new uvloop event loop, where available."""
     if sys.platform == "win32":
         return asyncio.new_event_loop()
     import uvloop
@@ -149,18 +149,18 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def log_to_stderr() -> None:
-    """Write the lines of requests to stderr as they are, for machines, and the warnings of the rest of Dovetail as text."""
+    """Log requests to stderr as JSON lines, and warnings of other loggers as text."""
     requests, others = logging.getLogger("dovetail.server"), logging.getLogger("dovetail")
     for logger, level, text in ((requests, logging.INFO, "%(message)s"), (others, logging.WARNING, "%(levelname)s %(name)s: %(message)s")):
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(text))
         logger.addHandler(handler)
         logger.setLevel(level)
-    requests.propagate = False  # to `others`, which would write them once more
+    requests.propagate = False  # to `others`, which would repeat them
 
 
 def main() -> int:
-    """Return the exit code: 2 if it can't be started."""
+    """Return the exit code: 2 if the front end can't start."""
     log_to_stderr()
     allow_open_files()
     channel = channel_of_process(sys.argv[1])
@@ -174,7 +174,7 @@ def main() -> int:
 
         def ready() -> None:
             gc.collect()
-            gc.freeze()  # what stands now stays: looking through it again and again would stall streams
+            gc.freeze()  # keep permanent objects out of garbage collection, which would stall streams
             channel.send(ready=True)
 
         front_end = FrontEnd(line, start["name"], settings, sock, ready, place=start["place"])
@@ -192,7 +192,7 @@ def main() -> int:
                 _obey(front_end, message)
 
         def beat() -> None:
-            """Prove to the supervisor that this loop turns."""
+            """Send a heartbeat, which proves that this loop runs."""
             front_end.note_supervisor(hangs=clock.turn() - heard > SUPERVISOR_SILENT_S)
             channel.send(beat=True)
             loop.call_later(BEAT_S, beat)

@@ -1,6 +1,6 @@
-"""`EngineHost`: the loop around the core where it runs for front ends, in a process of its own (`engine_process`) or in a thread (`--in-process`).
+"""`EngineHost`: the loop around an engine core that serves front ends, in its own process (`engine_process`) or in a thread (`--in-process`).
 
-It takes requests from front ends, steps the core, and sends each front end one frame a step. It makes no text and waits for no front end.
+It receives requests, steps the core, and sends each front end one frame per step. It produces no text and never waits for a front end.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from dovetail_server.links import ZmqPost
 
 logger = logging.getLogger("dovetail")
 
-IDLE_CHECK_S = 1.0  # how often an engine without requests looks whether its executor is well: a rank of it may have died
+IDLE_CHECK_S = 1.0  # interval at which an idle engine checks its executor, of which a rank may have died
 
 
 class _FrontEnd:
-    """A front end's samples that haven't ended."""
+    """Unfinished samples of a front end."""
 
     __slots__ = ("live", "lost_below", "name", "top")
 
     def __init__(self, name: bytes) -> None:
         self.name = name
         self.live: dict[int, LiveRequest] = {}  # by number
-        self.top = 0  # greater than each number that it gave
-        self.lost_below = 0  # it hasn't been told that these ended; 0: nothing to tell
+        self.top = 0  # above all its numbers
+        self.lost_below = 0  # aborted samples of which it must be told; 0: none
 
 
 class _Columns:
-    """The part of a delivery that is for one front end."""
+    """Results of a step for one front end."""
 
     __slots__ = ("extra", "finished", "first", "numbers", "tokens")
 
@@ -76,32 +76,32 @@ class _Columns:
 
 
 class EngineHost:
-    """`run` is called once, in the thread whose engine it is from then on; other threads may call `stop` and `busy_s`, and read `busy_since`."""
+    """`run` is called once, in the thread that owns the engine from then on. `stop`, `busy_s` and `busy_since` are thread-safe."""
 
     def __init__(self, assembly: Assembly, post: ZmqPost) -> None:
         self._assembly = assembly
         self._core = assembly.core
         self._post = post
         self._front_ends: dict[bytes, _FrontEnd] = {}
-        self._gone: set[bytes] = set()  # front ends that have ended, some of whose messages may be still to come
-        self._places: dict[LiveRequest, tuple[_FrontEnd, int]] = {}  # of samples that haven't ended
-        self._new: set[LiveRequest] = set()  # those of them without a token
-        self._unfinished = 0  # requests, whose samples they are
-        self._later: list[tuple[bytes, ToEngine]] = []  # messages that came amidst a step, and can't be heeded there
-        self._changed = False  # the load, since the last frame, without a step
+        self._gone: set[bytes] = set()  # front ends that have ended; late messages of theirs are ignored
+        self._places: dict[LiveRequest, tuple[_FrontEnd, int]] = {}  # of unfinished samples
+        self._new: set[LiveRequest] = set()  # without a token yet
+        self._unfinished = 0  # requests
+        self._later: list[tuple[bytes, ToEngine]] = []  # messages received during a step, to be processed after it
+        self._changed = False  # the load has changed without a step
         self._stopping = False
         self._watch = DecisionWatch(self._core)
-        self._busy_since: float | None = None
+        self.busy_since: float | None = None  # start of the current turn, or end of its last wait (`time.monotonic`); None while waiting
         self._core.plan_timing.expects_arrivals = True
         if type(self._core.clock) is WallClock:
             self._core.plan_timing.wait_until = self._wait_until
 
     def run(self) -> None:
-        """Serve until `stop` is called. Raises `EngineDeadError` if the engine fails; front ends have had then what it computed before."""
+        """Serve until `stop` is called. Raises `EngineDeadError` if the engine fails, after delivering earlier results."""
         core = self._core
         try:
             while not self._stopping:
-                self._busy_since = time.monotonic()
+                self.busy_since = time.monotonic()
                 self._hear()
                 if core.has_unfinished():
                     self._deliver(core.step())
@@ -113,34 +113,29 @@ class EngineHost:
                     self._rest(IDLE_CHECK_S if not self._lost() else 0.1)
                     core.check_executor()
         finally:
-            self._busy_since = None
+            self.busy_since = None
             self._assembly.close()
             core.stop()
 
     def stop(self) -> None:
-        """Have `run` return, once the step under way is done. Whoever calls it ends the post's wait, too."""
+        """Make `run` return after the current step. The caller must also wake the post."""
         self._stopping = True
 
-    @property
-    def busy_since(self) -> float | None:
-        """When the present turn of the loop began, or its last wait for messages ended, in seconds of `time.monotonic`; None while it waits."""
-        return self._busy_since
-
     def busy_s(self) -> float:
-        """Return for how many seconds the loop has been at work since it last rested or began a turn: in a step, or around it."""
-        since = self._busy_since
+        """Return for how many seconds the current turn of the loop has been running; 0 while it waits."""
+        since = self.busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def _rest(self, seconds: float) -> None:
         """Wait for messages."""
-        self._busy_since = None
+        self.busy_since = None
         self._post.wait(seconds)
-        self._busy_since = time.monotonic()
+        self.busy_since = time.monotonic()
 
     # What comes in
 
     def _hear(self) -> None:
-        """Heed all that has come."""
+        """Process pending messages."""
         later, self._later = self._later, []
         for sender, message in later:
             self._heed(sender, message)
@@ -171,7 +166,7 @@ class EngineHost:
             case Hello():
                 self._send(front_end, self.welcome())
             case Ask():
-                self._post.send(sender, Decided(self._watch.ask()))  # if it isn't taken, the next may be
+                self._post.send(sender, Decided(self._watch.ask()))  # best effort
 
     def _add(self, front_end: _FrontEnd, add: Add) -> None:
         front_end.top = max(front_end.top, add.number + int(add.params.get("n", 1)))
@@ -179,15 +174,15 @@ class EngineHost:
             self._admit(front_end, add)
         except DovetailError as error:
             self._send(front_end, Refused(add.number, str(error), isinstance(error, UnsupportedError)))
-        except Exception as error:  # it is this request's alone, whatever it is
-            logger.exception("a request couldn't be taken")
+        except Exception as error:  # must not affect other requests
+            logger.exception("failed to add a request")
             self._send(front_end, Refused(add.number, f"{type(error).__name__}: {error}"))
         else:
             if add.confirms:
                 self._send(front_end, Accepted(add.number))
 
     def _admit(self, front_end: _FrontEnd, add: Add) -> None:
-        """Raises `RequestError`, and `UnsupportedError` for a rule that no request can have here."""
+        """Add a request to the core. Raises `RequestError`, and `UnsupportedError` without a working grammar backend."""
         core = self._core
         request_checks.at_most("unfinished requests", self._unfinished + 1, self._assembly.config.limits, "max_waiting")  # of all front ends
         extra = self._assembly.check_extra(add.extra)
@@ -198,7 +193,7 @@ class EngineHost:
         for index, sample in enumerate(samples):
             try:
                 core.add(sample)
-            except RequestError:  # the id is another's
+            except RequestError:  # the id is in use
                 for added in samples[:index]:
                     self._drop(added)
                 raise
@@ -212,18 +207,18 @@ class EngineHost:
             return self._assembly.constraints(params)
         except (RequestError, UnsupportedError):
             raise
-        except DovetailError:  # `Assembly.prepare_grammars` has told whoever runs the server, who alone can help it
+        except DovetailError:  # `Assembly.prepare_grammars` has logged the cause
             raise UnsupportedError(
-                "structured: this server has no working grammar backend, which rules for answers and demanded calls need"
+                "structured: this server has no working grammar backend, which structured output and demanded calls need"
             ) from None
 
     def _end(self, front_end: _FrontEnd) -> None:
-        """End all of its samples."""
+        """Abort all samples of a front end."""
         for request in list(front_end.live.values()):
             self._drop(request)
 
     def _drop(self, request: LiveRequest) -> None:
-        """End a sample of which nobody wants more."""
+        """Abort a sample."""
         self._forget(request)
         self._core.abort(request)
         self._changed = True
@@ -235,12 +230,12 @@ class EngineHost:
         siblings = request.siblings
         if not any(sibling in self._places for sibling in siblings):
             self._unfinished -= 1
-            for sibling in siblings:  # they refer to each other: see `LLMEngine`
+            for sibling in siblings:  # break reference cycles
                 sibling.siblings = ()
 
     def _wait_until(self, instant: float) -> None:
-        """The core's wait. Requests that come meanwhile are given to it, so that the step it is about to plan has them; while it is idle they end
-        the wait. What else comes is heeded after the step."""
+        """Wait on behalf of the core. New requests are added meanwhile, so that the next step includes them; if the core is idle they end the wait.
+        Other messages are processed after the step."""
         core = self._core
         while (remaining := instant - core.clock.now()) > 0 and not self._stopping and not self._later:
             self._rest(remaining)
@@ -267,18 +262,18 @@ class EngineHost:
         return Load(stats.running, stats.waiting, stats.blocks.held, stats.blocks.free, stats.blocks.cached)
 
     def _tell_load(self) -> None:
-        """Send all front ends a frame that has the load alone."""
+        """Send all front ends a frame with the load only."""
         self._changed = False
         frame = StepFrame(self._core.stats.steps, self._core.clock.now(), b"", b"", self._load())
         for front_end in list(self._front_ends.values()):
             self._send(front_end, frame)
 
     def _deliver(self, delivery: Delivery) -> None:
-        """Send each front end its part."""
+        """Send each front end its results."""
         if not delivery.requests and not delivery.finished and not delivery.prompt_logprobs:
             return
         self._changed = False
-        failed = self._core.dead is not None  # who ends by that hears of it as an error
+        failed = self._core.dead is not None  # front ends report that as an error
         finished = {request: finish for request, finish in delivery.finished.items() if not (failed and finish.reason == "error")}
         parts = self._parts(delivery, finished)
         for request in delivery.finished:
@@ -300,7 +295,7 @@ class EngineHost:
                 part = parts[front_end] = _Columns()
             return part
 
-        if len(self._front_ends) == 1:  # the quick way, which looks at each token once
+        if len(self._front_ends) == 1:  # fast path
             [front_end] = self._front_ends.values()
             part = part_of(front_end)
             part.numbers, part.tokens = [places[request][1] for request in delivery.requests], delivery.token_ids
@@ -324,7 +319,7 @@ class EngineHost:
         return parts
 
     def _put_logprobs(self, delivery: Delivery, part_of: Callable[[_FrontEnd], _Columns]) -> None:
-        rows: dict[_FrontEnd, list[tuple[int, int]]] = {}  # number, row of the step's log-probabilities
+        rows: dict[_FrontEnd, list[tuple[int, int]]] = {}  # number, row
         prompts: dict[_FrontEnd, list[tuple[int, Logprobs]]] = {}
         for request, (_, row) in delivery.logprobs.items():
             front_end, number = self._places[request]
@@ -336,12 +331,12 @@ class EngineHost:
             packed = None
             if front_end in rows:
                 numbers, kept = zip(*rows[front_end], strict=True)
-                hosts, _ = next(iter(delivery.logprobs.values()))  # a delivery is of one step, whose are all of them
+                hosts, _ = next(iter(delivery.logprobs.values()))  # all of one step
                 packed = Logprobs.of(hosts, pack_numbers(numbers), kept)
             part_of(front_end).extra = Extra(packed, tuple(prompts.get(front_end, ())))
 
     def _send(self, front_end: _FrontEnd, message: ToFrontEnd) -> None:
-        """Send it; or end the front end's samples if it takes nothing, and tell it when it does again."""
+        """Send a message. If the front end doesn't read, abort its samples, and tell it once it reads again."""
         if front_end.lost_below or not self._post.send(front_end.name, message):
             front_end.lost_below = max(front_end.lost_below, front_end.top)
             self._end(front_end)
@@ -351,15 +346,15 @@ class EngineHost:
 
 
 class StepWatch:
-    """Measures how long the present turn of a host's loop takes, a step as a rule, without the time that the process was suspended."""
+    """Measures the current turn of a host's loop, usually a step, excluding time during which the process was suspended."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host, self._clock = host, ProcessWatch()
-        self._step: float | None = None  # when it began, as the host says
-        self._since = 0.0  # the same on the watch's clock
+        self._step: float | None = None  # its start, as reported by the host
+        self._since = 0.0  # its start, on the watch's clock
 
     def busy_s(self) -> float:
-        """Return the seconds, 0 while it waits. To be called several times a second, by one thread."""
+        """Return the seconds; 0 while the host waits. Call it several times a second, from one thread."""
         now, step = self._clock.turn(), self._host.busy_since
         if step != self._step:
             self._step, self._since = step, now

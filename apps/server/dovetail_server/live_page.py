@@ -1,4 +1,4 @@
-"""The page at `/`: its files, and the figures that it asks for each second. It shows figures of the engine, and nothing of anybody's requests."""
+"""The dashboard at `/`: its files, and the figures that it polls each second. It shows aggregate figures only, nothing of individual requests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from starlette.routing import Route
 from dovetail_server.engine import ServedEngine
 from dovetail_server.metrics import ServerMetrics
 
-FILES = {  # what the server gives without an API key: a browser can't send one with them. The figures aren't among them
+FILES = {  # served without an API key, which browsers can't send for them; the figures need one
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/page/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-# The browser takes nothing from elsewhere for this page, runs no script within its text, and lets no other page frame it.
+# Forbids other origins, inline scripts and framing.
 GUARD = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -29,11 +29,11 @@ GUARD = {
 
 
 def page_routes(metrics: ServerMetrics, engine: ServedEngine, served_model: str) -> list[Route]:
-    """Return the page's routes. `served_model`: the name that requests give as `model`."""
+    """Return the page's routes. `served_model`: the model name for requests."""
     routes = [Route(path, _file(*file), include_in_schema=False) for path, file in FILES.items()]
     page = {"model": served_model, "chat": bool(engine.tokenizer.chat_templates)}
 
-    async def live(request: Request) -> Response:  # a coroutine, since the engine's load is the event loop's
+    async def live(request: Request) -> Response:  # a coroutine, since the engine's load belongs to the event loop
         return _json(metrics.live() | page | {"decisions": engine.decisions()})
 
     return [*routes, Route("/page/live", live, include_in_schema=False)]

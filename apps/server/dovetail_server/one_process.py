@@ -1,4 +1,4 @@
-"""`dovetail serve --in-process`: the engine in a thread of the server's own process, for debugging and tests. The rest is as with processes."""
+"""`dovetail serve --in-process`: the engine in a thread of the server's process, for debugging and tests."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ADDRESS = "inproc://engine"
 
 
 class HostThread:
-    """An `EngineHost` in a thread. `line` leads to it."""
+    """`EngineHost` in a thread, reached through `line`."""
 
     def __init__(self, assembly: Assembly, failed: Callable[[str], None] | None = None) -> None:
-        """`failed` is called in the thread if the engine dies."""
+        """`failed`: called in the thread if the engine dies."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._post = ZmqPost(ADDRESS, context)
         self._failed = failed
@@ -37,7 +37,7 @@ class HostThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the engine, when the step under way is done."""
+        """Stop the engine after the current step."""
         self.host.stop()
         self._post.wake()
         self._thread.join()
@@ -46,15 +46,15 @@ class HostThread:
     def _run(self) -> None:
         try:
             self.host.run()
-        except BaseException as error:  # whatever it is, those who wait must hear of it
+        except BaseException as error:  # all of them must be reported to waiting requests
             if self._failed is not None:
                 self._failed(str(error) if isinstance(error, EngineDeadError) else describe(error))
 
 
 def serve_in_one_process(source: str, overrides: list[str], settings: ServerSettings) -> int:
-    """Serve until a signal ends it, and return the exit code. Raises `DovetailError` if it can't start or the engine dies."""
+    """Serve until a signal arrives; return the exit code. Raises `DovetailError` if it can't start or the engine dies."""
     if settings.front_ends != 1:
-        raise DovetailError("--in-process is one front end beside the engine: --front-ends must be 1")
+        raise DovetailError("--in-process runs one front end: --front-ends must be 1")
     log_to_stderr()
     allow_open_files()
     sockets, url = bind(settings)

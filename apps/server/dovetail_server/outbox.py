@@ -1,7 +1,7 @@
-"""`Outbox`: the turns in which all streams of a front end are written, so that a step's outputs don't keep the event loop from the next step.
+"""`Outbox`: writes all streams of a front end in bounded turns, so that a step's outputs don't delay the next step.
 
-A write costs several times what the text in it does. While a front end keeps up, each token is written at once; when it doesn't, what has come for a
-stream meanwhile goes out in one write, and so the cost of a token falls as the load rises.
+A write costs several times its text. While a front end keeps up, each token is written at once; otherwise a stream's pending tokens are coalesced in
+one write, so that the cost per token falls as the load rises.
 """
 
 from __future__ import annotations
@@ -10,43 +10,36 @@ import asyncio
 import logging
 import time
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from dovetail.errors import DovetailError
 
+if TYPE_CHECKING:
+    from dovetail_server.streams import EventStream
+
 logger = logging.getLogger("dovetail")
 
-STALLED_S = 5.0  # a turn that is due for longer than this won't come
-_WRITES_A_TURN = 32  # some 0.2 ms: so long the event loop doesn't look for what has come
-
-
-class Flushed(Protocol):
-    """A stream that has something to write."""
-
-    def flush(self) -> None:
-        """Write it."""
-
-    def break_off(self) -> None:
-        """End, since `flush` has raised."""
+STALLED_S = 5.0  # a turn overdue for longer than this counts as stalled
+_WRITES_A_TURN = 32  # about 0.2 ms, during which the event loop handles nothing else
 
 
 class Outbox:
-    """Flushes of streams, first come, first served."""
+    """FIFO of streams to flush."""
 
     __slots__ = ("_due", "_streams")
 
     def __init__(self) -> None:
-        self._streams: deque[Flushed] = deque()
-        self._due: float | None = None  # since when the next turn is, in seconds of `time.monotonic`
+        self._streams: deque[EventStream] = deque()
+        self._due: float | None = None  # time for which the next turn is scheduled (`time.monotonic`)
 
-    def put(self, stream: Flushed) -> None:
-        """Have a stream flushed soon. An error of its flush ends this stream only."""
+    def put(self, stream: EventStream) -> None:
+        """Schedule a flush. An error of it ends only that stream."""
         self._streams.append(stream)
         if self._due is None:
             self._schedule()
 
     def check_health(self) -> None:
-        """Raises `DovetailError` if streams are no longer written."""
+        """Raise `DovetailError` if streams are no longer written."""
         if self._due is not None and (late := time.monotonic() - self._due) > STALLED_S:
             raise DovetailError(f"streams haven't been written for {late:.0f} s")
 
@@ -61,7 +54,7 @@ class Outbox:
             try:
                 stream.flush()
             except Exception:
-                logger.exception("a stream couldn't be written")
+                logger.exception("failed to write a stream")
                 stream.break_off()
         if streams:
             self._schedule()

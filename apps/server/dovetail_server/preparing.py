@@ -1,4 +1,4 @@
-"""`Preparing`: the threads in which texts are tokenized and conversations rendered, which all clients share. For `Exchange`."""
+"""`Preparing`: threads that tokenize texts and render conversations, shared fairly by all clients. For `Exchange`."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from dovetail_server.admission import busy
 
 T = TypeVar("T")
 
-SIZES = (2**14, 2**17, 2**20, inf)  # bytes of the largest work that each thread takes
-GIVEN_SIZES = (inf, inf)  # the same of threads for chat templates that came with requests, which may take seconds each
+SIZES = (2**14, 2**17, 2**20, inf)  # largest task of each thread, in bytes
+GIVEN_SIZES = (inf, inf)  # the same for threads that render chat templates of requests, which may take seconds
 
 
 class Preparing:
-    """Makes prompts in threads, and bounds how much each client has under way. Its methods are called in the event loop."""
+    """Prepares prompts in threads, and limits each client's pending bytes. Methods are called in the event loop."""
 
     def __init__(self, max_client_bytes: int) -> None:
         self._max_client_bytes = max_client_bytes
-        self._bytes: Counter[Hashable] = Counter()  # under way, by client
+        self._bytes: Counter[Hashable] = Counter()  # pending, by client
         self._own, self._given = FairThreads(SIZES), FairThreads(GIVEN_SIZES)
 
     @contextmanager
     def admitted(self, client: Hashable, size: int) -> Iterator[None]:
-        """Count a request of this many bytes as under way. Raises `HttpError` 429 if the client has too much under way. Requests that the
-        smallest thread takes aren't counted, and one is let in whatever its size."""
+        """Account for a request of `size` bytes. Raises `HttpError` 429 if the client has too much pending. Small requests aren't counted, and a
+        client's only request is admitted whatever its size."""
         if size <= SIZES[0]:
             yield
             return
         if (others := self._bytes[client]) and others + size > self._max_client_bytes:
-            raise busy(f"{others} bytes of this client's requests wait to be tokenized, and at most {self._max_client_bytes} (max_body_bytes) may")
+            raise busy(f"{others} bytes of this client's requests are pending, and the limit is {self._max_client_bytes} (max_body_bytes)")
         self._bytes[client] += size
         try:
             yield
@@ -49,7 +49,7 @@ class Preparing:
                 del self._bytes[client]
 
     async def run(self, client: Hashable, size: int, work: Callable[[], T], *, given_template: bool = False) -> T:
-        """Return what `work` returns, called in a thread. `given_template`: it renders a chat template that came with the request."""
+        """Run `work` in a thread, and return its result. `given_template`: it renders a chat template from the request."""
         return await (self._given if given_template else self._own).run(client, size, work)
 
 
@@ -64,28 +64,28 @@ class _Task:
 
 @dataclass(slots=True)
 class _Account:
-    """A client with unfinished tasks."""
+    """State of a client with unfinished tasks."""
 
-    charged: float = 0.0  # virtual time at which what it has asked for is paid off
+    charged: float = 0.0  # virtual finish time of its latest task
     tasks: int = 0
 
 
 class FairThreads:
-    """Threads that clients share fairly. Each takes work up to a size of its own, so that small work never waits for large work only. Of the work
-    that fits a thread, clients get equal shares in bytes: start-time fair queuing (Goyal, Vin and Cheng, 1996)."""
+    """Thread pool shared fairly between clients. Each thread has its own size limit, so that small tasks never wait for large ones only. Among the
+    tasks of a thread, clients get equal shares in bytes: start-time fair queuing (Goyal, Vin and Cheng, 1996)."""
 
     def __init__(self, sizes: Sequence[float]) -> None:
-        """`sizes`: the largest work that each thread takes, in bytes, ascending."""
+        """`sizes`: largest task of each thread, in bytes, ascending."""
         self._sizes = sizes
         self._threads = ThreadPoolExecutor(len(sizes), "dovetail-prompts")
         self._free = list(range(len(sizes)))  # indices of `sizes`, ascending
         self._waiting: list[list[_Task]] = [[] for _ in sizes]  # a heap for each size
         self._accounts: dict[Hashable, _Account] = {}
-        self._virtual_time = 0.0  # the latest start of a task that has begun
+        self._virtual_time = 0.0  # latest start tag of a running task
         self._numbers = count()
 
     async def run(self, client: Hashable, size: int, work: Callable[[], T]) -> T:
-        """Return what `work` returns. Cancelled while it waits for a thread, it is never called."""
+        """Run `work` in a thread, and return its result. If cancelled while queued, `work` isn't called."""
         account = self._accounts.setdefault(client, _Account())
         start = max(self._virtual_time, account.charged)
         account.charged, account.tasks = start + size, account.tasks + 1
@@ -104,7 +104,7 @@ class FairThreads:
         return result
 
     def _begin(self) -> None:
-        """Give each free thread the next task that it takes."""
+        """Assign each free thread its next task."""
         for place in self._free.copy():
             if queues := [queue for queue in self._waiting[: place + 1] if queue]:
                 task = heappop(min(queues, key=lambda queue: queue[0]))
@@ -113,14 +113,14 @@ class FairThreads:
                 self._threads.submit(task.work).add_done_callback(partial(self._end_soon, task, place))
 
     def _end_soon(self, task: _Task, place: int, done: Future[Any]) -> None:
-        """Called in the thread."""
+        """Runs in the thread."""
         with suppress(RuntimeError):  # the loop is closed
             task.result.get_loop().call_soon_threadsafe(self._end, task, place, done)
 
     def _end(self, task: _Task, place: int, done: Future[Any]) -> None:
         self._free = sorted([*self._free, place])
         self._forget(task)
-        if task.result.done():  # it was cancelled meanwhile
+        if task.result.done():  # cancelled meanwhile
             pass
         elif (error := done.exception()) is not None:
             task.result.set_exception(error)

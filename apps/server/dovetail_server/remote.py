@@ -1,6 +1,6 @@
-"""`RemoteEngine`: the engine as a front end has it. It checks and tokenizes requests, and makes text of the frames that the engine's host sends.
+"""`RemoteEngine`: a front end's engine. It validates and tokenizes requests, and converts the frames of the engine's host to text.
 
-What makes outputs of frames is what makes them offline, `OutputBuilder`: so the text of a request is the same.
+Outputs come from the same `OutputBuilder` as offline, so that a request's text is the same.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from dovetail_server.frames import (
     Ask,
     Decided,
     Dropped,
+    Extra,
     Finished,
     Hello,
     Refused,
@@ -48,16 +49,17 @@ from dovetail_server.links import Line
 
 logger = logging.getLogger("dovetail")
 
-ASK_S = 0.5  # between two questions for decisions
+ASK_S = 0.5  # between requests for decisions
 _FIELDS = RequestFields.__match_args__
 
 
 class Sample:
-    """A front end's knowledge of one sample in the engine: a `SampleState`."""
+    """State of one sample in the engine: a `SampleState`."""
 
     __slots__ = (
         "arrival_time",
         "cached_tokens",
+        "entry",
         "first_scheduled_time",
         "first_token_time",
         "listener",
@@ -72,18 +74,19 @@ class Sample:
         self.number = number
         self.arrival_time = arrival_time
         self.watcher = watcher
-        self.output_token_ids: array[int] = array("q")  # without those whose text went to `listener`
-        self.text: IncrementalText | None = None  # where its tokens' text is made, once `listener` is told the text alone
+        self.output_token_ids: array[int] = array("q")  # without those passed to `Listener.on_text`
+        self.text: IncrementalText | None = None  # set once `listener` receives plain text
         self.listener: Listener | None = None
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.preemptions = 0
         self.cached_tokens = 0
+        self.entry: _Open | None = None
 
 
 @dataclass(slots=True)
 class FrameNews:
-    """A frame, with the front end's samples for their numbers: `News`."""
+    """A frame with numbers resolved to samples: `News`."""
 
     requests: list[Sample] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -94,11 +97,11 @@ class FrameNews:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """A request that hasn't ended."""
+    """An unfinished request."""
 
     group: RequestGroup[Sample]
     listener: Listener
-    confirmed: asyncio.Future[None] | None  # the engine's word on it, if somebody waits for that
+    confirmed: asyncio.Future[None] | None  # set once the engine has accepted it; None if nobody waits for that
 
     def confirm(self) -> None:
         if self.confirmed is not None and not self.confirmed.done():
@@ -106,10 +109,10 @@ class _Open:
 
 
 class RemoteEngine:
-    """A `ServedEngine` at the other end of a line."""
+    """`ServedEngine` at the other end of a line."""
 
     def __init__(self, line: Line, welcome: Welcome, tokenizer: Tokenizer, name: str, failed: Callable[[str], None] | None) -> None:
-        """Made by `connect`."""
+        """Use `connect`."""
         self._line = line
         self._failed = failed or self.fail
         self._wall_clock = welcome.wall_clock
@@ -121,21 +124,19 @@ class RemoteEngine:
         self.load = Load(free_blocks=info.num_blocks)
         self._builder = OutputBuilder(tokenizer)
         self._open: dict[str, _Open] = {}  # by request id
-        self._samples: dict[int, Sample] = {}  # by number, those that haven't ended
-        self._ids: dict[Sample, str] = {}  # of the requests of all samples of `_open`
+        self._samples: dict[int, Sample] = {}  # unfinished, by number
         self._next_number = 1
         self._time = 0.0  # of the last frame
         self._failure: str | None = None
         self._decisions: Decisions | None = None
-        self._asked = 0.0  # for them, seconds of `time.monotonic`
+        self._asked = 0.0  # seconds of `time.monotonic`
         self._idle = asyncio.Event()
         self._idle.set()
 
     @classmethod
     async def connect(cls, line: Line, name: str, failed: Callable[[str], None] | None = None) -> RemoteEngine:
-        """Wait until the engine answers, load the tokenizer, and make a first prompt of a conversation. `name` is the front end's, by which seeds of
-        requests differ that name none. `failed` is called if a message of the engine can't be read, instead of `fail`. Raises `ModelLoadError` if the
-        model has no tokenizer."""
+        """Wait for the engine, load the tokenizer, and warm up. `name`: the front end's, which makes default seeds differ between front ends.
+        `failed`: called instead of `fail` if a message of the engine can't be decoded. Raises `ModelLoadError` if the model has no tokenizer."""
         answer: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         engine: RemoteEngine | None = None
 
@@ -155,15 +156,15 @@ class RemoteEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests that haven't ended, samples of n > 1 counted once."""
+        """Number of unfinished requests; samples of n > 1 count once."""
         return len(self._open)
 
     async def wait_until_idle(self) -> None:
-        """Wait until no request is left."""
+        """Wait until no request is unfinished."""
         await self._idle.wait()
 
     def now(self) -> float:
-        return time.perf_counter() if self._wall_clock else self._time  # which is what the engine's clock reads, on the same host
+        return time.perf_counter() if self._wall_clock else self._time  # the engine's clock on the same host
 
     def decisions(self) -> Decisions | None:
         now = time.monotonic()
@@ -177,7 +178,7 @@ class RemoteEngine:
             raise EngineDeadError(self._failure)
 
     def fail(self, reason: str) -> None:
-        """Take notice that the engine is dead: every listener is told, and no more requests are taken."""
+        """Fail all requests because the engine is dead, and reject new ones."""
         if self._failure is not None:
             return
         self._failure = reason
@@ -185,13 +186,13 @@ class RemoteEngine:
             self._end(entry, EngineDeadError(reason))
 
     def end_all(self, reason: str) -> None:
-        """End every request, telling its listener why."""
+        """Abort all requests with an error for their listeners."""
         for request_id, entry in list(self._open.items()):
             self.abort(request_id)
             self._tell(entry, DovetailError(reason))
 
     def close(self) -> None:
-        """Let go of the line, and of the processes that render. Nothing is told to anybody."""
+        """Close the line and stop the rendering processes, without notifying listeners."""
         self._line.close()
         self.chat.close()
 
@@ -202,12 +203,12 @@ class RemoteEngine:
         self.check_health()
         extra = fields.pop("extra", None)
         if unknown := sorted(set(fields) - set(_FIELDS)):
-            raise RequestError(f"{unknown[0]}: no field of a request; those that there are: {', '.join((*_FIELDS, 'extra'))}")
+            raise RequestError(f"{unknown[0]}: unknown field of a request; valid fields are {', '.join((*_FIELDS, 'extra'))}")
         if fields.get("arrival_time") is None and self._wall_clock:
             fields["arrival_time"] = self.now()
         given = RequestFields(**fields)
         if extra is not None and not isinstance(extra, Mapping):
-            raise RequestError("extra must map distributions to what their components want to know")
+            raise RequestError("extra must map distribution names to values for their components")
         request_checks.at_most("unfinished requests", self.num_unfinished + 1, self.info.intake.limits, "max_waiting")
         self._check_free(request_id)
         params = changed_unchecked(params, output_kind=OutputKind.DELTA)
@@ -233,10 +234,9 @@ class RemoteEngine:
     # On its way in
 
     def _warm_up(self) -> None:
-        """Do what would take long at the first request: tokenize a text, start a process that renders the chat template, and see how it reads
-        messages."""
+        """Do slow first-time work: tokenize a text, start a rendering process, and probe the chat template."""
         self.tokenizer.encode("Hello")
-        with suppress(DovetailError):  # no template, or one that refuses this
+        with suppress(DovetailError):  # no template, or it rejects this conversation
             self.chat.prompt([{"role": "user", "content": "Hello"}])
 
     def _check_free(self, request_id: Any) -> None:
@@ -244,7 +244,7 @@ class RemoteEngine:
             raise RequestError(f"request_id {request_id!r} is in use by an unfinished request")
 
     def _give(self, checked: CheckedRequest, listener: Listener, extra: Mapping[str, Any] | None) -> _Open:
-        """Send the engine a request. Raises `RequestError`, having changed nothing."""
+        """Send the engine a request. If it raises `RequestError`, nothing has changed."""
         params = checked.params
         texts = self._intake.texts(params, checked.token_ids)
         bad_words = self._intake.bad_word_ids(params)
@@ -258,7 +258,7 @@ class RemoteEngine:
         entry = self._open[checked.request_id] = _Open(group, listener, confirmed)
         for sample in samples:
             self._samples[sample.number] = sample
-            self._ids[sample] = checked.request_id
+            sample.entry = entry
         self._idle.clear()
         return entry
 
@@ -269,8 +269,8 @@ class RemoteEngine:
             return
         try:
             self._heed(message)
-        except Exception as error:  # tokens are lost: no answer under way would be right, and none would end
-            logger.exception("a message of the engine couldn't be read")
+        except Exception as error:  # tokens are lost: running requests can't be completed
+            logger.exception("failed to process a message of the engine")
             self._failed(f"the front end couldn't read a message of the engine: {describe(error)}")
 
     def _heed(self, message: ToFrontEnd) -> None:
@@ -287,7 +287,7 @@ class RemoteEngine:
                     entry.confirm()
             case Dropped():
                 for entry in [entry for entry in self._open.values() if entry.group.samples[0].number < message.below]:
-                    self._end(entry, DovetailError("the server couldn't keep up with the engine, which has ended the request"))
+                    self._end(entry, DovetailError("the server couldn't keep up with the engine, which aborted the request"))
 
     def _take_frame(self, frame: StepFrame) -> None:
         self.load, self._time = frame.load, frame.time
@@ -302,7 +302,7 @@ class RemoteEngine:
             for group in builder.ended_by(news):
                 self._forget(self._open[group.request_id])
         for entry, output in outputs:
-            if output.finished or self._open.get(output.request_id) is entry:  # else a listener has aborted it just now
+            if output.finished or self._open.get(output.request_id) is entry:  # otherwise a listener has just aborted it
                 self._hand_out(entry, output)
 
     def _hand_out(self, entry: _Open, output: RequestOutput) -> None:
@@ -313,12 +313,12 @@ class RemoteEngine:
                 sample = entry.group.samples[0]
                 if sample.number in self._samples and (text := self._builder.text_of(sample)) is not None:
                     sample.text, sample.listener = text, listener
-        except Exception:  # it may not, and nobody else must suffer
+        except Exception:  # must not affect other requests
             logger.exception("a listener failed")
             self.abort(output.request_id)
 
     def _read(self, frame: StepFrame) -> FrameNews:
-        """Return a frame's news of the samples that haven't ended here, but for text that is told at once."""
+        """Return a frame's results for unfinished samples, except plain tokens, which are passed on at once."""
         news, samples = FrameNews(), self._samples
         for first in frame.first:
             if (sample := samples.get(first.number)) is not None:
@@ -328,9 +328,9 @@ class RemoteEngine:
         stopped: list[int] = []
         for number, token in zip(unpack_numbers(frame.numbers), unpack_tokens(frame.token_ids), strict=True):
             sample = samples.get(number)
-            if sample is None:  # it was aborted here, or a stop string has ended it
+            if sample is None:  # aborted, or ended by a stop string
                 continue
-            if sample.text is not None and number not in ends:  # the quick way: no output is made
+            if sample.text is not None and number not in ends:  # fast path without an output
                 self._tell_text(sample, sample.text, token)
                 continue
             sample.output_token_ids.append(token)
@@ -342,33 +342,29 @@ class RemoteEngine:
                     stopped.append(number)
         for finish in ends.values():
             if (sample := samples.get(finish.number)) is not None:
-                self._finish(news, sample, finish)
+                sample.preemptions = finish.preemptions
+                news.finished[sample] = Finish(finish.reason, finish.stop_reason, finish.keeps_token)
         if stopped:
             self._line.send(Abort(stopped))
         if frame.extra is not None:
-            self._read_extra(frame, news)
+            self._read_extra(frame.extra, news)
         return news
 
     def _tell_text(self, sample: Sample, text: IncrementalText, token: int) -> None:
         try:
-            sample.listener.on_text(text.delta_of(token))  # type: ignore[union-attr]  # who has a text has a listener
+            sample.listener.on_text(text.delta_of(token))  # type: ignore[union-attr]  # set together with `text`
         except Exception:
             logger.exception("a listener failed")
-            self.abort(self._ids[sample])
+            if sample.entry is not None:
+                self.abort(sample.entry.group.request_id)
 
     def _watched(self, watcher: TokenWatcher, token: int, finish: Finished | None) -> Finish | None:
-        """Show a token to the stop strings, as the core would: not if it is a stop token."""
+        """Check a token for stop strings, as the core would: stop tokens are excluded."""
         if finish is not None and finish.reason == "stop" and not finish.keeps_token:
             return None
         return watcher.see(token)
 
-    def _finish(self, news: FrameNews, sample: Sample, finish: Finished) -> None:
-        sample.preemptions = finish.preemptions
-        news.finished[sample] = Finish(finish.reason, finish.stop_reason, finish.keeps_token)
-
-    def _read_extra(self, frame: StepFrame, news: FrameNews) -> None:
-        if (extra := frame.extra) is None:
-            return
+    def _read_extra(self, extra: Extra, news: FrameNews) -> None:
         if extra.logprobs is not None:
             hosts = extra.logprobs.hosts()
             for row, number in enumerate(unpack_numbers(extra.logprobs.numbers)):
@@ -382,22 +378,20 @@ class RemoteEngine:
 
     def _entry_of(self, number: int) -> _Open | None:
         sample = self._samples.get(number)
-        return None if sample is None else self._open.get(self._ids[sample])
+        return None if sample is None else sample.entry
 
-    def _close(self, entry: _Open) -> None:
-        """All that is known of a request that has ended, but for its outputs, is let go."""
+    def _forget(self, entry: _Open) -> None:
+        """Release the state of a request that has ended."""
         self._open.pop(entry.group.request_id, None)
         for sample in entry.group.samples:
             self._samples.pop(sample.number, None)
-            self._ids.pop(sample, None)
-        self._note_idle()
-
-    def _forget(self, entry: _Open) -> None:
-        self._close(entry)
+            sample.entry = None  # break reference cycles
         self._builder.forget(entry.group)
+        if not self._open:
+            self._idle.set()
 
     def _end(self, entry: _Open, error: DovetailError) -> None:
-        """End a request that the engine has ended, or never had."""
+        """Fail a request that the engine no longer has."""
         self._forget(entry)
         self._tell(entry, error)
 
@@ -410,12 +404,8 @@ class RemoteEngine:
         except Exception:
             logger.exception("a listener failed")
 
-    def _note_idle(self) -> None:
-        if not self._open:
-            self._idle.set()
-
 
 def _load_tokenizer(directory: str) -> Tokenizer:
     tokenizer = Tokenizer.load(directory)
-    byte_pieces(tokenizer, True)  # skipping special tokens, as is usual: made now, for it will hold the vocabulary
+    byte_pieces(tokenizer, True)  # for the default of skipping special tokens: computed now, since it holds the vocabulary
     return tokenizer

@@ -1,4 +1,4 @@
-"""The sockets that a server listens on. The supervisor makes them and keeps them, so that a front end that is started anew loses no port."""
+"""Listening sockets. The supervisor owns them, so that a restarted front end keeps its port."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from contextlib import suppress
 from dovetail.errors import ConfigError
 from dovetail_server.settings import ServerSettings
 
-BACKLOG = 2048  # connections that wait to be accepted
+BACKLOG = 2048  # pending connections
 
 
 def bind(settings: ServerSettings) -> tuple[list[socket.socket], str]:
-    """Return a socket for each front end, bound and not yet listening, and the address as a user writes it. Raises `ConfigError` if that can't be
-    had."""
+    """Return a bound socket for each front end, not yet listening, and the URL. Raises `ConfigError` if the address can't be bound."""
     if settings.uds is not None:
         return [_bind_unix(settings.uds)] * settings.front_ends, f"unix:{settings.uds}"
     try:
         family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
-        raise ConfigError(f"--host: {settings.host!r} is no address of this machine: {error.strerror or error}") from None
+        raise ConfigError(f"--host: {settings.host!r} isn't an address of this machine: {error.strerror or error}") from None
     shared = settings.front_ends > 1
     try:
-        if shared and settings.port:  # alone first: another server's port can be shared as well
+        if shared and settings.port:  # exclusively first, since another server's port could be shared, too
             _bind(family, address, shared=False).close()
         first = _bind(family, address, shared)
         port = first.getsockname()[1]
@@ -38,8 +37,7 @@ def bind(settings: ServerSettings) -> tuple[list[socket.socket], str]:
 
 
 def listen(sock: socket.socket) -> None:
-    """Listen, which an event loop does once more, and without a word when it fails. Raises `ConfigError` if another server, which began at the same
-    time, was faster."""
+    """Listen. The event loop repeats this, but ignores errors. Raises `ConfigError` if another server that started at the same time was faster."""
     try:
         sock.listen(BACKLOG)
     except OSError as error:
@@ -48,12 +46,12 @@ def listen(sock: socket.socket) -> None:
 
 
 def is_on_loopback(sock: socket.socket) -> bool:
-    """Return True for a socket whose address only programs on this machine can reach, browsers among them. They can't reach a Unix socket."""
+    """Return True if only programs on this machine, including browsers, can reach the socket. False for Unix sockets, which browsers can't reach."""
     return sock.family != socket.AF_UNIX and ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def allow_open_files() -> None:
-    """Let this process open as many files as it may: a connection is one."""
+    """Raise the limit of open files, which includes connections, to its maximum."""
     if sys.platform != "win32":
         import resource
 
@@ -67,7 +65,7 @@ def _bind(family: int, address: tuple[object, ...], shared: bool) -> socket.sock
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # each front end has its own queue of connections
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # one queue of connections per front end
         sock.bind(address)
     except OSError:
         sock.close()
@@ -88,7 +86,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 
 def _remove_if_dead(path: str) -> None:
-    """Remove a socket that nobody listens on any more."""
+    """Remove a socket without a listener."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)

@@ -1,6 +1,6 @@
-"""`Supervisor`: starts the engine's process and the front ends, watches them, and ends them all. It imports neither torch nor the engine.
+"""`Supervisor`: starts, watches and stops the engine's process and the front ends. It imports neither torch nor the engine.
 
-Each process holds one end of a socket pair, over which it is told what to do; when the supervisor is gone, however that came, all end.
+Each process has a `Channel` to the supervisor, and ends when the supervisor is gone.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ from dovetail_server.settings import ServerSettings
 from dovetail_server.sockets import bind
 
 TICK_S = 0.25
-LAST_LINES = 5  # of the engine's stderr, told when it dies
-ENGINE_STOPS_S = 10.0  # how long the engine may take to stop, once it is told to
-FRONT_ENDS_END_S = 6.0  # how long front ends may take to tell their clients that the engine is dead, or, once drained, to end
-QUICK_DEATH_S = 30.0  # front ends that die sooner than this after their start, so many in a row, aren't started again
+LAST_LINES = 5  # of the engine's stderr, reported when it dies
+ENGINE_STOPS_S = 10.0  # timeout for the engine to stop
+FRONT_ENDS_END_S = 6.0  # timeout for front ends to end after a drain, or after reporting the engine's death
+QUICK_DEATH_S = 30.0  # `QUICK_DEATHS` consecutive front ends that live shorter than this end the server
 QUICK_DEATHS = 3
-FRONT_END_SILENT_S = 10.0  # without a heartbeat, which its event loop sends, a front end counts as hung: longer than any call in that loop takes
+FRONT_END_SILENT_S = 10.0  # a front end without heartbeat for this long counts as hung; longer than any call in its event loop
 
 
 class State(Enum):
-    """The state of the whole."""
+    """State of the server."""
 
     STARTING = "starting"
     SERVING = "serving"
-    DRAINING = "draining"  # front ends end by themselves
-    STOPPING = "stopping"  # the engine is told to stop
-    FAILING = "failing"  # the engine is dead: front ends tell their clients
+    DRAINING = "draining"  # front ends finish their requests
+    STOPPING = "stopping"  # the engine stops
+    FAILING = "failing"  # the engine is dead; front ends notify their clients
 
 
 @dataclass(eq=False)
 class Child:
-    """A process, and what is known of it."""
+    """A child process and its state."""
 
     name: str
     module: str
     process: subprocess.Popen[bytes]
     channel: Channel
-    socket: socket.socket | None = None  # which a front end listens on
+    socket: socket.socket | None = None  # a front end's listening socket
     ready: bool = False
-    ranks: str = ""  # what an engine with several says of them
+    ranks: str = ""  # description of an engine's ranks, if it has several
     started: float = field(default_factory=time.monotonic)
-    refused: str | None = None  # why it couldn't start
-    dead: str | None = None  # why it died, as the engine says, or why it was killed
-    heard: float = 0.0  # on the clock of the watch
+    refused: str | None = None  # why it failed to start
+    dead: str | None = None  # why it died or was killed
+    heard: float = 0.0  # time of the last message, on the watch's clock
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
     def how_it_ended(self) -> str:
-        """Return "was killed by SIGKILL", or "ended with exit code 1", and the last that it wrote."""
+        """Return how it ended ("was killed by SIGKILL", "ended with exit code 1"), and its reason or last output."""
         code = self.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         told = self.dead or " | ".join(line for line in self.last_lines if line.strip())
@@ -71,14 +71,14 @@ class Child:
 
 
 class ServeFailed(EngineDeadError):
-    """The server ended otherwise than it was asked to."""
+    """The server ended unexpectedly."""
 
 
 class Supervisor:
     """`run` is called once, in the main thread."""
 
     def __init__(self, source: str, overrides: list[str], settings: ServerSettings) -> None:
-        """`source` and `overrides` name the engine's config, as on the command line."""
+        """`source`, `overrides`: the engine's config, as on the command line."""
         self._source, self._overrides, self._settings = source, overrides, settings
         self._state = State.STARTING
         self._selector = selectors.DefaultSelector()
@@ -96,8 +96,8 @@ class Supervisor:
         self._url = ""
 
     def run(self) -> int:
-        """Serve until a signal ends it, and return the exit code. Raises `ConfigError` or `DovetailError` if it can't start, `ServeFailed` if the
-        engine dies."""
+        """Serve until a signal arrives; return the exit code. Raises `ConfigError` or `DovetailError` if it can't start, `ServeFailed` if the engine
+        dies."""
         self._sockets, self._url = bind(self._settings)
         self._directory = tempfile.mkdtemp(prefix="dovetail-")
         wake_read, wake_write = socket.socketpair()
@@ -133,7 +133,7 @@ class Supervisor:
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE if name == "engine" else None,
             pass_fds=fds,
-            start_new_session=True,  # signals of the terminal come here alone
+            start_new_session=True,  # only the supervisor gets the terminal's signals
         )
         theirs.close()
         child = Child(name, module, process, Channel(ours), sock)
@@ -188,7 +188,7 @@ class Supervisor:
             self._pass_on(child, key)
 
     def _pass_on(self, child: Child, key: selectors.SelectorKey) -> None:
-        """Write what the engine writes on stderr, and keep its last lines."""
+        """Forward the engine's stderr, and keep its last lines."""
         try:
             data = os.read(key.fd, 65536)
         except BlockingIOError:
@@ -212,7 +212,7 @@ class Supervisor:
             _give_up(child, f"a step took longer than {limit:g} s (--step-timeout)")
 
     def _heed_signals(self) -> int | None:
-        """Return the exit code if a signal ends everything at once."""
+        """Process signals; return the exit code if one ends the server immediately."""
         while self._signals:
             number = self._signals.pop(0)
             if self._state is not State.SERVING:
@@ -224,7 +224,7 @@ class Supervisor:
         return None
 
     def _check_engine(self) -> None:
-        """Raises `DovetailError` if it couldn't start."""
+        """Raise `DovetailError` if the engine failed to start."""
         engine = self._the_engine()
         if self._lives(engine, self._settings.step_timeout_s, " (--step-timeout)"):
             return
@@ -241,11 +241,11 @@ class Supervisor:
         return self._engine
 
     def _lives(self, child: Child, silence_s: float, option: str = "") -> bool:
-        """Return False if a process has ended. Kill it if it is stopped, or has sent nothing for `silence_s` since it was ready."""
+        """Return False if a process has ended. Kill it if it is stopped, or if it is ready and has sent nothing for `silence_s`."""
         if child.process.poll() is not None:
             return False
         if process_state(child.process.pid) == TRACED:
-            child.heard = self._clock.now  # a debugger may hold it for as long as it likes
+            child.heard = self._clock.now  # stopped by a debugger
         elif self._clock.is_stopped(child.process.pid):
             _give_up(child, f"it had been stopped (SIGSTOP) for {STOPPED_S:g} s")
         elif child.ready and self._clock.now - child.heard > silence_s:
@@ -253,13 +253,13 @@ class Supervisor:
         return child.process.returncode is None
 
     def _drain_pipes(self, child: Child) -> None:
-        """Read all that a process that has ended still said."""
+        """Read the remaining output of a process that has ended."""
         for key in list(self._selector.get_map().values()):
             if key.data is child:
                 self._read(key)
 
     def _fail(self, reason: str) -> None:
-        """The engine is dead. Raises `ServeFailed` if nobody needs to be told."""
+        """Begin failing because the engine is dead. Raises `ServeFailed` if there are no clients yet."""
         self._failure = reason
         if self._state is State.STARTING:
             raise ServeFailed(reason)
@@ -285,11 +285,11 @@ class Supervisor:
         if self._quick_deaths >= QUICK_DEATHS:
             self._fail(f"front ends keep dying; the last {child.how_it_ended()}")
             return
-        print(f"dovetail serve: a front end {child.how_it_ended()}; it is started again", file=sys.stderr, flush=True)
+        print(f"dovetail serve: a front end {child.how_it_ended()}; restarting it", file=sys.stderr, flush=True)
         self._start_front_end(place)
 
     def _go_on(self) -> int | None:
-        """Go to the next state, if it is time for it, or return the exit code. Raises `ServeFailed`."""
+        """Advance the state if its condition is met; return the exit code at the end. Raises `ServeFailed`."""
         late = self._deadline is not None and self._clock.now > self._deadline
         engine = self._the_engine()
         if self._state is State.STARTING and engine.ready and all(child.ready for child in self._front_ends.values()):
@@ -317,11 +317,11 @@ class Supervisor:
         child.channel.close()
         if child.process.stderr is not None:
             child.process.stderr.close()
-        _kill(child)  # what it started, if anything is left of that
+        _kill(child)  # remaining children of it
         child.process.wait()
 
     def _clean_up(self) -> None:
-        """End whatever runs, and remove whatever was made."""
+        """Kill all processes, and remove all files."""
         children = [*self._front_ends.values(), *([] if self._engine is None else [self._engine])]
         for child in children:
             _kill(child)
@@ -344,6 +344,6 @@ def _give_up(child: Child, why: str) -> None:
 
 
 def _kill(child: Child) -> None:
-    """Kill a process and all that it started: it leads a group."""
+    """Kill a process and its children, which are its process group."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.process.pid, signal.SIGKILL)

@@ -1,5 +1,5 @@
-"""`DirectProtocol`: uvicorn's HTTP protocol, with a way to write parts of an answer without a coroutine for each, and with limits for clients that
-mean harm: uvicorn has none for heads of requests, trailers and requests sent ahead. Give it to uvicorn as `http=`."""
+"""`DirectProtocol`: uvicorn's HTTP protocol with direct writes for streams, without a coroutine per write, and with limits against malicious clients
+that uvicorn lacks: on request heads, trailers and pipelining. Pass it to uvicorn as `http=`."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 EXTENSION = "dovetail.stream"
-MAX_HEAD_BYTES = 65_536  # of a request's line and headers, of trailers, and between bytes of a chunked body, besides what comes in one reading
-HEAD_S = 30.0  # for the head of a request to come, since its connection was opened or its first byte came; for a body to end that is no longer read
-MAX_AHEAD, MAX_AHEAD_BYTES = 16, 65_536  # requests sent ahead of answers, and of their bodies
-_TOLD_S = 5.0  # for a slow reader to read what waits for it, before its connection is cut
+MAX_HEAD_BYTES = 65_536  # of request line and headers, trailers, and chunk overhead; one read may exceed it
+HEAD_S = 30.0  # timeout of a request head since the connection was opened or its first byte, and of a body that nobody reads any more
+MAX_AHEAD, MAX_AHEAD_BYTES = 16, 65_536  # pipelined requests, and their bodies
+_TOLD_S = 5.0  # time for a slow reader to read its backlog before the connection is cut
 
 
 class DirectWriter:
-    """Writes parts of the body of one answer, once its head is sent. `streams.EventStream` finds it in the scope's extensions."""
+    """Writes parts of a response body once the head has been sent. `EventStream` finds it in the scope's extensions."""
 
     __slots__ = ("_cycle", "_is_closing", "_write", "backlog")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._write, self._is_closing = cycle.transport.write, cycle.transport.is_closing
-        self.backlog = cycle.transport.get_write_buffer_size  # bytes that wait for the reader
+        self.backlog = cycle.transport.get_write_buffer_size  # unread bytes
 
     def write(self, data: bytes) -> None:
-        """Write a part that isn't empty, at once. Does nothing when the client has gone or the answer has ended."""
+        """Write a non-empty part at once. No-op if the client is gone or the response has ended."""
         cycle = self._cycle
         if cycle.disconnected or cycle.response_complete or self._is_closing():
             return
         self._write(b"%x\r\n%b\r\n" % (len(data), data) if cycle.chunked_encoding else data)
 
     def drop(self, last: bytes) -> None:
-        """Write a last part, and cut the connection: at the latest a few seconds from now, if the reader reads no more."""
+        """Write a last part, and close the connection, by force after a few seconds."""
         self.write(last)
         cycle = self._cycle
         if cycle.chunked_encoding and not cycle.disconnected and not self._is_closing():
@@ -42,21 +42,21 @@ class DirectWriter:
         transport.close()
         cycle.disconnected = True
         cycle.message_event.set()
-        cycle.flow.resume_writing()  # whoever waits for the reader waits no more
+        cycle.flow.resume_writing()  # release writers that wait for the reader
         asyncio.get_running_loop().call_later(_TOLD_S, transport.abort)
 
 
 class DirectProtocol(HttpToolsProtocol):
-    """Puts a `DirectWriter` into the extensions of each request's scope. With a uvicorn that doesn't call `_start_asgi_task`, streams go without.
+    """Adds a `DirectWriter` to the extensions of each request's scope. Versions of uvicorn without `_start_asgi_task` stream without it.
 
-    Trailers are discarded. Reading is never paused for requests sent ahead: the loss of a connection is noticed only while it is read.
+    Trailers are discarded. Reading is never paused for pipelined requests, since a lost connection is only noticed while reading.
     """
 
-    _timer: asyncio.TimerHandle | None = None  # while a head is awaited, or the end of a body that nobody reads
-    _running: RequestResponseCycle | None = None  # the request that is being answered; `cycle` is the newest
-    _in_message = False  # its first bytes have come, and its last haven't
+    _timer: asyncio.TimerHandle | None = None  # during a request head, or the rest of an unread body
+    _running: RequestResponseCycle | None = None  # the request being answered; `cycle` is the newest
+    _in_message = False  # between its first and last byte
     _in_head = False
-    _overhead_bytes = 0  # read since the last byte of a body: of a head, of chunk sizes, of trailers
+    _overhead_bytes = 0  # bytes read since the last byte of a body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
@@ -77,7 +77,7 @@ class DirectProtocol(HttpToolsProtocol):
             self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
             self.transport.close()
             self.loop.call_later(_TOLD_S, self.transport.abort)
-        if self._timer is None and not self._in_message and self._is_idle():  # blank lines, which end uvicorn's own timer
+        if self._timer is None and not self._in_message and self._is_idle():  # blank lines stop uvicorn's own timer
             self._start_timer()
 
     def on_message_begin(self) -> None:
@@ -121,7 +121,7 @@ class DirectProtocol(HttpToolsProtocol):
             self._start_timer()
 
     def _is_idle(self) -> bool:
-        """Return True if all requests whose heads have come are answered."""
+        """Return True if all received requests have been answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _start_timer(self) -> None:

@@ -1,4 +1,4 @@
-"""`call`: a request of a batch, made of the app as if a client had sent it, so that it means what it means over HTTP."""
+"""`call`: sends a batch's request to the app like a client, so that it has the same meaning as over HTTP."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from starlette.types import Message
 
 
 async def call(app: Starlette, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
-    """Post a body to a path, past the middleware, which asks for keys and logs. Return the status and the body of the answer. Cancelled, it leaves
-    nothing behind."""
+    """POST a body to a path, bypassing the middleware for keys and logs. Return the response's status and body. Cancellation leaves nothing
+    behind."""
     status, parts, asked = 0, [], False
     never = asyncio.Event()
 

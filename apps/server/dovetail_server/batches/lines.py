@@ -1,4 +1,4 @@
-"""The lines of a batch's files: requests, each checked before the first is answered, and answers."""
+"""Lines of a batch's files: requests, which are all validated before the first is answered, and answers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dovetail.checks import shown
 from dovetail_server.protocol.batches import BatchError
 
 MAX_REQUESTS = 50_000  # of one batch, as OpenAI's
-MAX_TOLD = 100  # errors of one batch
+MAX_TOLD = 100  # reported errors of one batch
 
 
 class BatchLine(msgspec.Struct):
-    """A request of a batch. `body` is its JSON as it stands."""
+    """A request of a batch. `body`: raw JSON."""
 
     custom_id: str
     url: str
@@ -26,7 +26,7 @@ class BatchLine(msgspec.Struct):
 
 
 class _Answered(msgspec.Struct):
-    """The part of an answer's line by which its request is known."""
+    """The part of an answer's line that identifies its request."""
 
     custom_id: str
 
@@ -36,15 +36,15 @@ _ANSWERED = msgspec.json.Decoder(_Answered)
 
 
 class Scan(NamedTuple):
-    """A file of requests."""
+    """Result of scanning a file of requests."""
 
     requests: int
-    errors: list[BatchError]  # if there is one, none of the requests is answered
+    errors: list[BatchError]  # if not empty, no request is answered
     left: list[int]  # offsets of the lines without an answer
 
 
 def scan(path: Path, endpoint: str, max_line_bytes: int, done: Container[str] = ()) -> Scan:
-    """Check the requests in a file, and find those that aren't `done`. Raises `OSError`."""
+    """Validate the requests in a file, and find those that aren't `done`. Raises `OSError`."""
     names: set[str] = set()
     errors: list[BatchError] = []
     left: list[int] = []
@@ -64,14 +64,14 @@ def scan(path: Path, endpoint: str, max_line_bytes: int, done: Container[str] = 
 
 
 def request_at(path: Path, offset: int, max_line_bytes: int) -> BatchLine:
-    """Return the request at an offset of a file that was checked. Raises `OSError`, and `msgspec.MsgspecError` if the file has changed."""
+    """Return the request at an offset of a validated file. Raises `OSError`, and `msgspec.MsgspecError` if the file has changed."""
     with path.open("rb") as file:
         file.seek(offset)
         return _DECODER.decode(file.readline(max_line_bytes + 1))
 
 
 def answered_in(path: Path) -> set[str]:
-    """Return the `custom_id`s in a file of answers, and truncate it at the first line that isn't whole. It may be missing. Raises `OSError`."""
+    """Return the `custom_id`s in a file of answers, which may be missing, and truncate it at the first incomplete line. Raises `OSError`."""
     names: set[str] = set()
     whole = 0
     try:
@@ -81,7 +81,7 @@ def answered_in(path: Path) -> set[str]:
                     if not line.endswith(b"\n"):
                         break
                     names.add(_ANSWERED.decode(line).custom_id)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # blocks of a disk that lost its power
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # corrupted by a power loss
                     break
                 whole += len(line)
             file.truncate(whole)
@@ -91,7 +91,7 @@ def answered_in(path: Path) -> set[str]:
 
 
 def answer_line(name: str, request_id: str, status: int, body: bytes) -> bytes:
-    """Return the line of an answer over HTTP."""
+    """Return the line of an HTTP answer."""
     response = {"status_code": status, "request_id": request_id, "body": orjson.Fragment(body)}
     return orjson.dumps({"id": f"batch_req_{request_id}", "custom_id": name, "response": response, "error": None}) + b"\n"
 
@@ -103,7 +103,7 @@ def error_line(name: str, request_id: str, code: str, message: str) -> bytes:
 
 
 def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield lines that aren't blank with their numbers from 1 and their offsets; one that is too long is cut."""
+    """Yield non-blank lines with their numbers from 1 and their offsets. A line that is too long is truncated, and ends the iteration."""
     with path.open("rb") as file:
         number = offset = 0
         while text := file.readline(max_line_bytes + 1):
@@ -116,7 +116,7 @@ def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _checked(text: bytes, number: int, endpoint: str, names: set[str], max_line_bytes: int) -> BatchLine | BatchError:
-    """Return a line's request, or what is wrong with it, and note its `custom_id`."""
+    """Return a line's request, or its error, and add its `custom_id` to `names`."""
     if len(text) > max_line_bytes:
         return BatchError("line_too_long", f"the line has more than {max_line_bytes} bytes (max_body_bytes)", number)
     try:
@@ -128,7 +128,7 @@ def _checked(text: bytes, number: int, endpoint: str, names: set[str], max_line_
     if not line.custom_id:
         return BatchError("missing_custom_id", "custom_id must be a non-empty string", number, "custom_id")
     if line.custom_id in names:
-        return BatchError("duplicate_custom_id", f"custom_id {shown(line.custom_id)} is there twice", number, "custom_id")
+        return BatchError("duplicate_custom_id", f"custom_id {shown(line.custom_id)} occurs twice", number, "custom_id")
     names.add(line.custom_id)
     if line.method != "POST":
         return BatchError("invalid_method", f"method must be POST, got {shown(line.method)}", number, "method")

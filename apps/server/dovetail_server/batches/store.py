@@ -1,13 +1,13 @@
-"""`BatchStore`: files and batches in a folder, which outlives the server. All front ends read and write it; one of them has the batches answered.
+"""`BatchStore`: files and batches in a persistent folder. All front ends read and write it; one of them processes the batches.
 
-file-<id>               a file's content; of answers that are still coming, as far as they have come
-file-<id>.json          what is known of a file that is whole
-open/batch_<id>.json    a batch that hasn't ended: written by its creator, and from then on by the process that has it answered
-open/batch_<id>.cancel  somebody wants it to end
-batch_<id>.json         a batch that has ended
+file-<id>               a file's content, incomplete for answers of an unfinished batch
+file-<id>.json          metadata of a complete file
+open/batch_<id>.json    an unfinished batch: written by its creator, then by the process that answers it
+open/batch_<id>.cancel  cancellation requested
+batch_<id>.json         a finished batch
 
-The folder is its own index: an id begins with the time of its creation, so that names alone give the order of lists, and `open` holds only batches
-that are left to do. A JSON file that can't be decoded stands for a failed batch, or a file in error, so that it can be listed and deleted.
+The folder is its own index: ids begin with their creation time, so that names determine the order of lists, and `open` contains only unfinished
+batches. A JSON file that can't be decoded is treated as a failed batch, or a file in error, so that it can be listed and deleted.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ T = TypeVar("T", Batch, FileObject)
 AnswersKind = Literal["output", "error"]
 
 DAY_S = 24 * 3600
-COUNT_AGAIN_S = 60.0  # between two counts of the bytes that are stored
-LEFT_BEHIND_S = 3600.0  # age of a half-written file whose writer was killed
+COUNT_AGAIN_S = 60.0  # between two counts of the stored bytes
+LEFT_BEHIND_S = 3600.0  # age at which a partial file counts as abandoned
 _ANSWERS: tuple[AnswersKind, ...] = get_args(AnswersKind)
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _MOST_BYTES = 2**20  # of a JSON file here
@@ -50,26 +50,26 @@ _TRANSIENT = (*_FULL, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, er
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
-    """A part of a list."""
+    """Page of a list."""
 
     items: list[T]
     has_more: bool
 
 
 class Open(NamedTuple):
-    """Ids of the batches that haven't ended, the oldest first, and of those among them that are to be cancelled."""
+    """Ids of unfinished batches, oldest first, and of those to be cancelled."""
 
     batches: list[str]
     cancelled: set[str]
 
 
 class BatchStore:
-    """The folder. Its methods block on the disk: call them in a thread. Those for clients raise `HttpError`: 404 for unknown ids, 507 if the disk is
-    full, and 503 if it fails otherwise. Those for `BatchWorker` raise `OSError`."""
+    """The folder. Methods block on the disk: call them in a thread. Those for clients raise `HttpError`: 404 for unknown ids, 507 if the disk is
+    full, and 503 for other failures. Those for `BatchWorker` raise `OSError`."""
 
     def __init__(self, directory: Path, max_stored_bytes: int, keep_days: float | None = None) -> None:
-        """Make the folder if it isn't there, for this user alone. `keep_days`: how long files are kept, and batches that have ended; None: until
-        they are deleted. Raises `ConfigError` if the folder can't be written to."""
+        """Create the folder if missing, accessible to this user only. `keep_days`: retention of files and finished batches; None: until deleted.
+        Raises `ConfigError` if the folder isn't writable."""
         self._directory, self._max_stored_bytes = directory, max_stored_bytes
         self._keep_s = None if keep_days is None else int(keep_days * DAY_S)
         self._open_directory = directory / "open"
@@ -84,14 +84,14 @@ class BatchStore:
     # Files
 
     def add_file(self, name: str, copy: Callable[[IO[bytes]], object], expires: ExpiresAfter | None = None) -> FileObject:
-        """Keep an uploaded file, whose content `copy` writes."""
+        """Store an uploaded file, whose content `copy` writes."""
         with _disk():
             self._check_room()
             file_id = new_id("file-")
             try:
                 with open(self.content(file_id), "xb", opener=_private) as file:
-                    fcntl.flock(file, fcntl.LOCK_EX)  # until it is known: see `_remove_abandoned`
-                    if not os.fstat(file.fileno()).st_nlink:  # which was quicker
+                    fcntl.flock(file, fcntl.LOCK_EX)  # until its metadata exists: see `_remove_abandoned`
+                    if not os.fstat(file.fileno()).st_nlink:  # `_remove_abandoned` was faster
                         return self.add_file(name, copy, expires)
                     copy(file)
                     file.flush()
@@ -103,7 +103,7 @@ class BatchStore:
                 raise
 
     def append(self, file_id: str, lines: bytes) -> None:
-        """Add lines to a file of answers: all of them, or none and `OSError`."""
+        """Append lines to a file of answers, atomically. Raises `OSError`."""
         with open(self.content(file_id), "ab", buffering=0, opener=_private) as file:
             size = os.fstat(file.fileno()).st_size
             try:
@@ -114,7 +114,7 @@ class BatchStore:
                 raise
 
     def finish_answers(self, batch: Batch, kind: AnswersKind) -> str | None:
-        """Publish a batch's file of answers once it is on the disk, and return its id; None if it holds nothing. Raises `OSError`."""
+        """Sync and publish a batch's file of answers, and return its id; None if it is empty. Raises `OSError`."""
         file_id = derived_file_id(batch.id, kind)
         content = self.content(file_id)
         try:
@@ -129,16 +129,16 @@ class BatchStore:
         return self._finish_file(file_id, f"{batch.id}_{kind}.jsonl", "batch_output", batch.output_expires_after).id
 
     def file(self, file_id: str) -> FileObject:
-        """Return what is known of a file that is whole."""
+        """Return the metadata of a complete file."""
         with _disk():
             return _found(self._file(file_id), "file", file_id)
 
     def content(self, file_id: str) -> Path:
-        """Return where a file's content is, or will be."""
+        """Return the path of a file's content."""
         return self._directory / file_id
 
     def open_content(self, file_id: str) -> IO[bytes]:
-        """Open the content of a file that is whole."""
+        """Open the content of a complete file."""
         self.file(file_id)
         with _disk():
             try:
@@ -147,14 +147,14 @@ class BatchStore:
                 raise HttpError(404, f"the content of {file_id} is gone", code="file_not_found") from None
 
     def files(self, after: str | None = None, limit: int = 10_000, *, ascending: bool = False, purpose: str | None = None) -> Page[FileObject]:
-        """Return a part of the list of files that are whole, the newest first unless `ascending`: those that follow the id `after`."""
+        """Return a page of complete files after the id `after`, newest first unless `ascending`."""
         with _disk():
             return _page(
                 _ids(os.listdir(self._directory), "file-"), self._file, after, limit, ascending, lambda file: purpose in (None, file.purpose)
             )
 
     def delete_file(self, file_id: str) -> None:
-        """Delete a file. Raises `HttpError` 409 while a batch needs it."""
+        """Delete a file. Raises `HttpError` 409 while a batch uses it."""
         self.file(file_id)
         with _disk():
             if using := next((batch.id for batch in self._open_batches() if batch.input_file_id == file_id), None):
@@ -164,7 +164,7 @@ class BatchStore:
     # Batches
 
     def add_batch(self, batch: Batch) -> None:
-        """Keep a new batch, which is answered from then on. Raises `HttpError` 400 for an input file that isn't one."""
+        """Store a new batch for processing. Raises `HttpError` 400 for an unusable input file."""
         file = self.file(batch.input_file_id)
         if file.purpose != "batch" or file.status == "error":
             told = (
@@ -176,17 +176,17 @@ class BatchStore:
             self._write(self._open_path(batch.id), batch)
 
     def batch(self, batch_id: str) -> Batch:
-        """Return a batch as it stands."""
+        """Return a batch in its current state."""
         with _disk():
             return _found(self._batch(batch_id), "batch", batch_id)
 
     def batches(self, after: str | None = None, limit: int = 100) -> Page[Batch]:
-        """Return a part of the list of batches, the newest first: those that follow the id `after`."""
+        """Return a page of batches after the id `after`, newest first."""
         with _disk():
             return _page({*_ids(os.listdir(self._open_directory), "batch_"), *_ids(os.listdir(self._directory), "batch_")}, self._batch, after, limit)
 
     def cancel(self, batch_id: str) -> Batch:
-        """Ask for a batch's end, and return it. Raises `HttpError` 409 if it has ended."""
+        """Request a batch's cancellation, and return it. Raises `HttpError` 409 if it has ended."""
         batch = self.batch(batch_id)
         if batch.status in ENDED:
             raise HttpError(409, f"{batch_id} is {batch.status}: it can't be cancelled any more", code="batch_ended")
@@ -195,7 +195,7 @@ class BatchStore:
         return self.batch(batch_id)
 
     def delete_batch(self, batch_id: str) -> None:
-        """Delete a batch that has ended, and its answers. Raises `HttpError` 409 if it hasn't."""
+        """Delete a finished batch and its answers. Raises `HttpError` 409 if it is unfinished."""
         batch = self.batch(batch_id)
         if batch.status not in ENDED:
             raise HttpError(409, f"{batch_id} is {batch.status}: cancel it first", code="batch_not_ended")
@@ -209,7 +209,7 @@ class BatchStore:
 
     @contextmanager
     def owned(self) -> Iterator[bool]:
-        """Within, True if no other process has batches answered: the kernel sees to it, and to its end."""
+        """Try to lock the folder for processing batches, and yield whether that succeeded. The kernel releases the lock if the process dies."""
         with open(self._directory / _LOCK, "a", opener=_private) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -219,24 +219,24 @@ class BatchStore:
                 yield True
 
     def open_batches(self) -> Open:
-        """Return what is left to do."""
+        """Return the unfinished batches."""
         names = os.listdir(self._open_directory)
         return Open(sorted(_ids(names, "batch_")), set(_ids(names, "batch_", ".cancel")))
 
     def keep_batch(self, batch: Batch) -> None:
-        """Write what has become of a batch that hasn't ended."""
+        """Write the state of an unfinished batch."""
         self._write(self._open_path(batch.id), batch)
 
     def end_batch(self, batch: Batch) -> None:
-        """Write a batch that has ended."""
+        """Write a finished batch."""
         self._write(self._path(batch.id), batch)
         self._leave_open(batch.id)
 
     def tidy(self) -> None:
-        """Remove what a killed process has left behind, and what has expired. What can't be removed stays."""
+        """Remove leftovers of killed processes, and expired files and batches, as far as possible."""
         opened = self.open_batches()
         for batch_id in {*opened.batches, *opened.cancelled}:
-            if self._path(batch_id).exists() or batch_id not in opened.batches:  # killed amidst `end_batch`; or cancelled as it ended
+            if self._path(batch_id).exists() or batch_id not in opened.batches:  # killed during `end_batch`, or cancelled while ending
                 self._leave_open(batch_id)
         self._remove_abandoned(opened.batches)
         self._remove_expired()
@@ -246,7 +246,7 @@ class BatchStore:
                     os.unlink(entry)
 
     def _remove_abandoned(self, open_batches: list[str]) -> None:
-        """Remove the content of uploads whose process was killed: of files that nobody knows, and nobody writes."""
+        """Remove the content of uploads whose process was killed: files without metadata or writer."""
         answers = {derived_file_id(batch_id, kind) for batch_id in open_batches for kind in _ANSWERS}
         names = {entry.name for entry in os.scandir(self._directory)}
         for name in names:
@@ -254,7 +254,7 @@ class BatchStore:
                 continue
             with suppress(OSError), self.content(name).open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not self._path(name).exists():  # nor has it become known meanwhile
+                if not self._path(name).exists():  # still without metadata
                     self.content(name).unlink()
 
     def _remove_expired(self) -> None:
@@ -274,16 +274,16 @@ class BatchStore:
     # The folder
 
     def _check_room(self) -> None:
-        """Raise `HttpError` 507 if the files are as large together as they may be. What other processes store counts within a minute."""
+        """Raise `HttpError` 507 if the storage limit is reached. Files of other processes are counted within a minute."""
         if time.monotonic() - self._counted_at >= COUNT_AGAIN_S or self._stored >= self._max_stored_bytes:
             self._stored = sum(_size(entry) for folder in (self._directory, self._open_directory) for entry in os.scandir(folder))
             self._counted_at = time.monotonic()
         if self._stored >= self._max_stored_bytes:
-            told = f"the files here have {self._stored} bytes, and max_stored_bytes is {self._max_stored_bytes}: delete some"
+            told = f"stored files have {self._stored} bytes, and max_stored_bytes is {self._max_stored_bytes}: delete some"
             raise HttpError(507, told, code="storage_full")
 
     def _finish_file(self, file_id: str, name: str, purpose: Literal["batch", "batch_output"], expires: ExpiresAfter | None) -> FileObject:
-        """Publish a file that is whole."""
+        """Write the metadata of a complete file."""
         keep_s = self._keep_s if expires is None else expires.seconds
         expires_at = None if keep_s is None else int(time.time()) + keep_s
         known = FileObject(file_id, self.content(file_id).stat().st_size, _made_at(file_id), name, purpose, expires_at=expires_at)
@@ -291,7 +291,7 @@ class BatchStore:
         return known
 
     def _file(self, file_id: str) -> FileObject | None:
-        """Return what is known of a file, or None if nothing is."""
+        """Return the metadata of a file, or None if there is none."""
         if not _ID.fullmatch(file_id) or not file_id.startswith("file-"):
             return None
         path = self._path(file_id)
@@ -307,12 +307,12 @@ class BatchStore:
         return None
 
     def _batch(self, batch_id: str) -> Batch | None:
-        """Return a batch as it stands, or None if there is none."""
+        """Return a batch in its current state, or None if there is none."""
         if not _ID.fullmatch(batch_id) or not batch_id.startswith("batch_"):
             return None
         batch = self._batch_at(self._open_path(batch_id))
         if batch is None:
-            return self._batch_at(self._path(batch_id))  # where it is before it leaves `open`
+            return self._batch_at(self._path(batch_id))  # written before it leaves `open`
         with suppress(FileNotFoundError):
             if batch.status not in ENDED:
                 batch.cancelling_at = int(self._cancel_path(batch_id).stat().st_mtime)
@@ -336,7 +336,7 @@ class BatchStore:
         return (batch for batch_id in _ids(os.listdir(self._open_directory), "batch_") if (batch := self._batch(batch_id)) is not None)
 
     def _remove_file(self, file_id: str) -> None:
-        """Remove a file, its content last: without the rest it is an abandoned one."""
+        """Remove a file, its content last: without metadata it counts as abandoned."""
         self._path(file_id).unlink(missing_ok=True)
         self.content(file_id).unlink(missing_ok=True)
 
@@ -362,23 +362,23 @@ class BatchStore:
 
 
 def new_id(prefix: Literal["file-", "batch_"]) -> str:
-    """Return an id that nobody can guess. Ids sort by the time of their creation."""
+    """Return an unguessable id. Ids sort by creation time."""
     return f"{prefix}{time.time_ns():016x}{secrets.token_hex(8)}"
 
 
 def derived_file_id(batch_id: str, kind: AnswersKind) -> str:
-    """Return the id of a batch's file of answers, or of errors: always the same. It sorts with its batch."""
+    """Return the id of a batch's file of answers or errors. It is deterministic, and sorts with its batch."""
     return f"file-{batch_id[6:22]}{hashlib.sha256(f'{batch_id} {kind}'.encode()).hexdigest()[:16]}"
 
 
 def _ids(names: Iterable[str], prefix: str, suffix: str = ".json") -> list[str]:
-    """Return the ids in names of files."""
+    """Return the ids in file names."""
     found = (name.removesuffix(suffix) for name in names if name.startswith(prefix) and name.endswith(suffix))
     return [name for name in found if _ID.fullmatch(name)]
 
 
 def _made_at(name: str) -> int:
-    """Return when an id was made, in seconds since 1970."""
+    """Return an id's creation time, in seconds since 1970."""
     return int(name[-32:-16], 16) // 10**9
 
 
@@ -390,14 +390,14 @@ def _page(
     ascending: bool = False,
     wanted: Callable[[T], bool] = lambda _: True,
 ) -> Page[T]:
-    """Read no more of a list than a page of it."""
+    """Read one page of a list."""
     if after is not None and not _ID.fullmatch(after):
         raise HttpError(400, f"after must be an id of this list, got {shown(after)}", param="after")
     found: list[T] = []
     for name in sorted(ids, reverse=not ascending):
         if after is not None and (name <= after if ascending else name >= after):
             continue
-        if (one := read(name)) is None or not wanted(one):  # None: it was deleted meanwhile
+        if (one := read(name)) is None or not wanted(one):  # None: deleted meanwhile
             continue
         if len(found) == limit:
             return Page(found, True)
@@ -406,7 +406,7 @@ def _page(
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True if the disk, or the system, may take later what it refuses now."""
+    """Return True if retrying may succeed."""
     return isinstance(error, OSError) and error.errno in _TRANSIENT
 
 
@@ -417,7 +417,7 @@ def _found(value: T | None, what: str, name: str) -> T:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """Return what a JSON file holds, or None if there is none. Raises `ValueError` if it is damaged, and `OSError`."""
+    """Decode a JSON file; None if it is missing. Raises `ValueError` if it is damaged, and `OSError`."""
     try:
         with open(path, "rb", opener=_regular) as file:
             data = file.read(_MOST_BYTES + 1)
@@ -437,7 +437,7 @@ def _read(path: Path, kind: type[T]) -> T | None:
 
 @contextmanager
 def _disk() -> Iterator[None]:
-    """Raise `HttpError` instead of `OSError`."""
+    """Convert `OSError` to `HttpError`."""
     try:
         yield
     except OSError as error:
@@ -445,7 +445,7 @@ def _disk() -> Iterator[None]:
         if error.errno in _FULL:
             raise HttpError(507, f"the server can't store this: {reason}", code="storage_full") from None
         headers = {"Retry-After": "1"}
-        raise HttpError(503, f"the folder of batches can't be used now: {reason}", code="storage_failed", headers=headers) from None
+        raise HttpError(503, f"the folder of batches is unavailable: {reason}", code="storage_failed", headers=headers) from None
 
 
 def _size(entry: os.DirEntry[str]) -> int:
@@ -456,7 +456,7 @@ def _size(entry: os.DirEntry[str]) -> int:
 
 
 def _regular(path: str, flags: int) -> int:
-    """Open without waiting, as opening a pipe would."""
+    """Open without blocking, even for a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -1,7 +1,7 @@
-"""`BatchWorker`: has batches answered, several side by side, in one of the front ends that share a `BatchStore`.
+"""`BatchWorker`: processes batches concurrently, in one of the front ends that share a `BatchStore`.
 
-A batch's answers are appended to its files as they come, so that a server which starts again goes on with those that are missing. The event loop
-never waits for the disk: a few threads do. No error ends the worker: one of a batch fails that batch, one of the disk is retried.
+Answers are appended to a batch's files as they arrive, so that a restarted server continues with the missing ones. The event loop never waits for
+the disk: a few threads do. No error ends the worker: errors of a batch fail that batch, errors of the disk are retried.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from dovetail_server.settings import ServerSettings
 
 T = TypeVar("T")
 
-logger = logging.getLogger("dovetail.batches")  # not among the lines of requests, which are JSON
+logger = logging.getLogger("dovetail.batches")  # separate from request logs, which are JSON
 
-LOOK_S = 0.5  # between looks for new batches, for an end that was asked for, and for the counts to be written
-TRY_AGAIN_S, MOST_PAUSE_S = 1.0, 30.0  # before a batch goes on that was told to come again: twice as long each time
-TIDY_S = 3600.0  # between two looks for what has expired
-STALLED_S = 60.0  # without a look before /health says so
-AT_ONCE = 8  # batches that are answered side by side
-MOST_OPEN = 256  # those included that wait before they try again
-GATHER_S = 0.05  # so long answers are gathered to be written at once
-READ_BYTES = 2**18  # of requests that are read at once
+LOOK_S = 0.5  # interval of polling for new batches and cancellations, and of writing counts
+TRY_AGAIN_S, MOST_PAUSE_S = 1.0, 30.0  # exponential backoff of a batch whose requests are rejected for now
+TIDY_S = 3600.0  # interval of removing expired files
+STALLED_S = 60.0  # time without polling after which /health reports it
+AT_ONCE = 8  # batches processed concurrently
+MOST_OPEN = 256  # including those that are backing off
+GATHER_S = 0.05  # time over which answers are collected for one write
+READ_BYTES = 2**18  # of requests read at once
 _THREADS = AT_ONCE + 4
-_NO_STREAM = HttpError(400, "stream: a batch's answers are whole", param="stream").body(openai_shape)
-_BUSY = (429, 503)  # full, shutting down, or the engine has died: none of them is the request's fault
-_REJECTED = "rejected"  # the code of a 503 that is final: the scheduler's decision about this very request
+_NO_STREAM = HttpError(400, "stream: not supported in batches", param="stream").body(openai_shape)
+_BUSY = (429, 503)  # overloaded, shutting down, or engine dead: retried
+_REJECTED = "rejected"  # code of a final 503: the scheduler rejected this request
 
 End = Literal["completed", "failed", "cancelled", "expired"]
 
@@ -59,31 +59,31 @@ class _Ready(NamedTuple):
 
 
 class InThread(Protocol):
-    """Calls something that blocks in a thread."""
+    """Runs blocking work in a thread."""
 
     async def __call__(self, work: Callable[..., T], *arguments: Any) -> T: ...
 
 
 class BatchWorker:
-    """One for each front end; all methods are called in its event loop."""
+    """One per front end. All methods are called in its event loop."""
 
     def __init__(self, app: Starlette, store: BatchStore, settings: ServerSettings) -> None:
         self._app, self._store, self._settings = app, store, settings
         self._threads = ThreadPoolExecutor(_THREADS, "batches")
-        self._seats = asyncio.Semaphore(settings.batch_requests)  # fair: each batch waits for one at a time
+        self._seats = asyncio.Semaphore(settings.batch_requests)  # fair: each batch waits for one seat at a time
         self._works: dict[str, _Work] = {}
         self._looked_at = time.monotonic()
         self._status = "ok"
 
     @property
     def status(self) -> str:
-        """What /health says: "ok", "standby" while another front end has batches answered, or what is wrong."""
+        """State for /health: "ok", "standby" while another front end processes batches, or an error."""
         if time.monotonic() - self._looked_at > STALLED_S:
             return "stalled: the disk doesn't answer"
         return next((work.trouble for work in self._works.values() if work.trouble), self._status)
 
     async def run(self) -> None:
-        """Work until cancelled, whenever no other front end does."""
+        """Process batches until cancelled, whenever no other front end does."""
         try:
             while True:
                 try:
@@ -98,7 +98,7 @@ class BatchWorker:
             self._threads.shutdown(wait=False)
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Call something that blocks, and return what it does. Cancelled, it waits for its end first: nothing writes unseen."""
+        """Run blocking work in a thread, and return its result. On cancellation it waits for the work to end, so that no write goes unnoticed."""
         future = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
         try:
             return await asyncio.shield(future)
@@ -107,14 +107,14 @@ class BatchWorker:
             raise
 
     async def _work(self) -> None:
-        """Have batches answered until cancelled."""
+        """Process batches until cancelled."""
         tasks: set[asyncio.Task[None]] = set()
         tidied_at = -TIDY_S
         try:
             while True:
                 try:
                     if time.monotonic() - tidied_at >= TIDY_S:
-                        tidied_at = time.monotonic()  # before: what can't be tidied holds no batch up
+                        tidied_at = time.monotonic()  # set first, so that failures don't delay batches
                         await self._in_thread(self._store.tidy)
                     tasks |= await self._look()
                     self._looked("ok")
@@ -131,7 +131,7 @@ class BatchWorker:
             await _end_all(tasks)
 
     async def _look(self) -> set[asyncio.Task[None]]:
-        """Begin with batches that are due, and tell those that are cancelled."""
+        """Start new batches, and notify cancelled ones."""
         opened = await self._in_thread(self._store.open_batches)
         busy = sum(not work.waits for work in self._works.values())
         begun = set()
@@ -154,12 +154,12 @@ class BatchWorker:
         self._looked_at, self._status = time.monotonic(), status
 
     def _failed(self, error: Exception) -> None:
-        logger.warning("batches wait: %s", describe(error), exc_info=None if is_transient(error) else error)
+        logger.warning("batches are waiting: %s", describe(error), exc_info=None if is_transient(error) else error)
         self._looked(f"failing: {reason_of(error)}")
 
 
 class _Work:
-    """One batch."""
+    """Processing of one batch."""
 
     def __init__(
         self,
@@ -173,20 +173,20 @@ class _Work:
     ) -> None:
         self._app, self._store, self._settings, self._seats, self._in_thread = app, store, settings, seats, in_thread
         self._id, self.is_cancelled = batch_id, is_cancelled
-        self.trouble: str | None = None  # the reason why the disk doesn't take or give something now
-        self._left: deque[int] = deque()  # offsets of the requests that are to be made
-        self._ready: deque[_Ready] = deque()  # the next ones, which have been read
+        self.trouble: str | None = None  # current error of the disk
+        self._left: deque[int] = deque()  # offsets of pending requests
+        self._ready: deque[_Ready] = deque()  # the next ones, already read
         self._unwritten: dict[AnswersKind, list[bytes]] = {"output": [], "error": []}  # answers
-        self._kept: Counts | None = None  # as written
+        self._kept: Counts | None = None  # counts last written
         self._pause_s = self._resumes_at = self._kept_at = self._used_disk_at = 0.0
 
     @property
     def waits(self) -> bool:
-        """True while it begins nothing, because it was told to try again later."""
+        """True while backing off."""
         return time.monotonic() < self._resumes_at
 
     async def run(self) -> None:
-        """Have the batch ended, however long the disk refuses that."""
+        """Process the batch to its end, retrying on errors of the disk."""
         while True:
             try:
                 return await self._run_once()
@@ -195,11 +195,11 @@ class _Work:
                 await asyncio.sleep(self._pause_s)
 
     async def _run_once(self) -> None:
-        """Have those requests answered that are not, as far as there is time. Raises what the disk does."""
+        """Answer pending requests until the batch completes or expires. Raises errors of the disk."""
         try:
             batch = await self._in_thread(self._store.batch, self._id)
         except HttpError as error:
-            if error.status == 404:  # it was removed by hand
+            if error.status == 404:  # removed manually
                 return
             raise
         try:
@@ -207,15 +207,15 @@ class _Work:
         except Exception as error:
             if is_transient(error):
                 raise
-            logger.exception("%s is given up", self._id)  # it would fail again at each start
+            logger.exception("%s has failed", self._id)  # retrying would fail again
             reason = reason_of(error) if isinstance(error, OSError) else describe(error)
             batch.errors = BatchErrors([BatchError("internal_error", f"the server failed: {reason}")])
             end = "failed"
         await self._in_thread(self._end, batch, end)
 
     async def _answer_all(self, batch: Batch) -> End:
-        """Return how the batch came to its end."""
-        if batch.status == "failed":  # it is damaged
+        """Answer the batch, and return how it ended."""
+        if batch.status == "failed":  # damaged
             return "failed"
         if errors := await self._in_thread(self._scan, batch):
             batch.errors = BatchErrors(errors)
@@ -230,8 +230,8 @@ class _Work:
         return end
 
     async def _answer_left(self, batch: Batch) -> End:
-        """Make the requests, one more for each seat, until all are answered or the batch is to end. One at a time: when the server is full, one is
-        refused and the others wait."""
+        """Send requests as seats become free, until all are answered or the batch must end. One seat at a time: if the server is overloaded, one
+        request is rejected and the others wait."""
         under_way: set[asyncio.Task[None]] = set()
         seat: asyncio.Task[Any] | None = None
         try:
@@ -256,17 +256,17 @@ class _Work:
                     seat = None
                     if self._ready and not self.waits:
                         under_way.add(task := asyncio.create_task(self._answer(self._ready.popleft())))
-                        task.add_done_callback(lambda _: self._seats.release())  # also if it is cancelled before it begins
+                        task.add_done_callback(lambda _: self._seats.release())  # even if cancelled before it begins
                     else:
                         self._seats.release()
             return "completed"
         finally:
             if seat is not None and not seat.cancel():
                 self._seats.release()
-            await _end_all(under_way)  # none may write any more
+            await _end_all(under_way)  # nothing may write any more
 
     async def _answer(self, request: _Ready) -> None:
-        """Make a request, and keep its answer to be written."""
+        """Send a request, and queue its answer for writing."""
         line, request_id = request.line, _request_id()
         status, answer = (400, _NO_STREAM) if request.is_stream else await call(self._app, line.url, bytes(line.body), request_id)
         if status in _BUSY and _code_of(answer) != _REJECTED:
@@ -277,13 +277,13 @@ class _Work:
         self._unwritten["output" if status == 200 else "error"].append(answer_line(line.custom_id, request_id, status, answer))
 
     async def _use_disk(self, batch: Batch) -> None:
-        """Write the answers that have come, and now and then the counts; read the next requests. What the disk refuses now waits."""
+        """Write queued answers and, periodically, the counts; read the next requests. Transient errors are retried later."""
         counts = batch.request_counts
         try:
             for kind, lines in self._unwritten.items():
                 if number := len(lines):
                     await self._in_thread(self._store.append, derived_file_id(self._id, kind), b"".join(lines))
-                    del lines[:number]  # others may have come meanwhile
+                    del lines[:number]  # more may have been queued meanwhile
                     counts.completed += number if kind == "output" else 0
                     counts.failed += number if kind == "error" else 0
             if time.monotonic() - self._kept_at >= LOOK_S and counts != self._kept:
@@ -298,15 +298,15 @@ class _Work:
             self._note(error)
 
     def _note(self, error: Exception) -> None:
-        """Say that the disk has failed, and pause."""
+        """Log an error of the disk, and back off."""
         reason = reason_of(error)
         if self.trouble != reason:
-            logger.warning("%s waits: %s", self._id, describe(error), exc_info=None if isinstance(error, OSError | HttpError) else error)
+            logger.warning("%s is waiting: %s", self._id, describe(error), exc_info=None if isinstance(error, OSError | HttpError) else error)
         self.trouble = reason
         self._pause()
 
     def _pause(self) -> None:
-        """Begin nothing for a while, longer each time until a request is answered."""
+        """Back off exponentially until a request succeeds."""
         if not self.waits:
             self._pause_s = min(2 * self._pause_s or TRY_AGAIN_S, MOST_PAUSE_S)
             self._resumes_at = time.monotonic() + self._pause_s
@@ -314,7 +314,7 @@ class _Work:
     # In a thread
 
     def _scan(self, batch: Batch) -> list[BatchError]:
-        """Return what is wrong with the input, and note which of its requests are to be made."""
+        """Return the errors of the input, and collect its pending requests."""
         well, badly = (answered_in(self._store.content(derived_file_id(self._id, kind))) for kind in self._unwritten)
         try:
             total, errors, left = scan(self._input(batch), batch.endpoint, self._settings.max_body_bytes, well | badly)
@@ -326,7 +326,7 @@ class _Work:
         return errors
 
     def _read(self, batch: Batch) -> None:
-        """Read the next requests, some at once."""
+        """Read the next requests."""
         size = 0
         while self._left and size < READ_BYTES:
             line = request_at(self._input(batch), self._left[0], self._settings.max_body_bytes)
@@ -334,7 +334,7 @@ class _Work:
             self._ready.append(_Ready(self._left.popleft(), line, _asks_for_stream(body)))
 
     def _expire_left(self, batch: Batch) -> None:
-        """Write a failure for each request without an answer."""
+        """Write an error for each unanswered request."""
         if errors := self._scan(batch):
             raise RuntimeError(f"the input file has changed: {errors[0].message}")
         while self._left:
@@ -345,7 +345,7 @@ class _Work:
             self._ready.clear()
 
     def _end(self, batch: Batch, status: End) -> None:
-        """Keep the batch as ended, with what has come of its answers."""
+        """Store the batch as finished, with the answers so far."""
         batch.output_file_id, batch.error_file_id = (self._store.finish_answers(batch, kind) for kind in self._unwritten)
         setattr(batch, f"{status}_at", int(time.time()))
         batch.status = status
@@ -362,22 +362,22 @@ async def _end_all(tasks: set[asyncio.Task[None]]) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's reason without names of files or batches: /health is open to all."""
-    if isinstance(error, HttpError):  # of the store: it names none
+    """Return an error's reason without file or batch names, since /health is public."""
+    if isinstance(error, HttpError):  # the store's errors contain none
         return error.message
     return (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
 
 
 def _asks_for_stream(body: bytes) -> bool:
-    """True if a body, which begins as an object does, wants its answer in pieces. What else is wrong with it the endpoint says."""
+    """Return True if a body asks for a stream. Other errors in it are left to the endpoint."""
     try:
         return b'"stream"' in body and bool(orjson.loads(body).get("stream"))
-    except orjson.JSONDecodeError:  # `scan` has looked at the line, not into the body
+    except orjson.JSONDecodeError:  # `scan` doesn't validate bodies
         return False
 
 
 def _code_of(answer: bytes) -> str | None:
-    """Return the code of an error in OpenAI's shape."""
+    """Return the code of an error in OpenAI's format."""
     with suppress(ValueError, KeyError, TypeError):
         code: str | None = orjson.loads(answer)["error"]["code"]
         return code

@@ -1,4 +1,4 @@
-"""Rules by which a model can but write calls of given functions: the counterparts of the parsers, for requests that demand calls."""
+"""Grammars that constrain the model to valid tool calls: the counterparts of the parsers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ Tool = tuple[str, Mapping[str, Any]]  # a function's name, the JSON Schema of it
 
 
 class _Markup(NamedTuple):
-    """The text around the arguments of a call."""
+    """Text around a call's arguments."""
 
     begin: str
     end: str
 
 
 class _Form(NamedTuple):
-    """The form of a format's calls."""
+    """How a format writes calls."""
 
-    markup: Callable[[str], _Markup]  # by the function's name as JSON
-    trigger: str  # where it stands, a call begins
+    markup: Callable[[str], _Markup]  # by the function's JSON-encoded name
+    trigger: str  # begins a call
     separator: str = ""  # between calls
-    marked: bool = True  # text can't be taken for a call
-    single: bool = False  # one call an answer; more would be told by another form
+    marked: bool = True  # text can't be mistaken for a call
+    single: bool = False  # one call per answer; several would have another form
 
 
 _HERMES = _Form(lambda name: _Markup(f'<tool_call>\n{{"name": {name}, "arguments": ', "}\n</tool_call>"), "<tool_call>", separator="\n")
@@ -39,17 +39,17 @@ def _form(tool_parser: str, template: str) -> _Form | None:
 
 
 def call_rule(tool_parser: str, template: str, tools: Sequence[Tool], *, required: bool, single: bool) -> Mapping[str, Any]:
-    """Return a structural tag of calls in the parser's format. `template`: the model's chat template, which tells variants of a format apart.
-    `required`: the answer is calls, with no text; `single`: it ends behind the first.
+    """Return a structural tag for calls in the parser's format. `template`: the chat template, which determines the variant of a format.
+    `required`: the answer consists of calls only; `single`: it ends after the first call.
 
-    Raises `ValueError` with the reason if the format can't be held to that.
+    Raises `ValueError` if the format can't be constrained that way.
     """
     form = _form(tool_parser, template)
     if form is None:
-        raise ValueError(f"calls as tool parser {tool_parser} reads them can't be held to a schema")
+        raise ValueError(f"calls in the format of tool parser {tool_parser} can't be constrained to a schema")
     if not form.marked and not required:
         raise ValueError(
-            f"calls as tool parser {tool_parser} reads them have no mark, so that they can be held to a schema only where one is demanded"
+            f"calls in the format of tool parser {tool_parser} have no mark, so they can be constrained to a schema only if a call is demanded"
         )
     structures = [
         {"begin": markup.begin, "schema": schema, "end": markup.end}

@@ -1,4 +1,4 @@
-"""Tool calls as GLM-4.5 to 4.7 write them: `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>`."""
+"""Tool calls of GLM-4.5 to 4.7: `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEAD = re.compile(rf'([^\s<>{{}}"]{{1,{MAX_NAME}}})[ \t\r\n]{{0,{MAX_SPACE}}}')
 
 
 class Glm45Calls(TaggedCalls):
-    """All marks are added tokens that aren't special. A name is a call's only if one of its tags follows."""
+    """All marks are added tokens that aren't special. A name begins a call only if one of its tags follows."""
 
     key_begin = "<arg_key>"
     key_end = "</arg_key>"
@@ -21,13 +21,13 @@ class Glm45Calls(TaggedCalls):
     call_ends = ("</tool_call>",)
 
     def begins_call(self, char: str) -> bool:
-        """Take what is no tag for a name."""
+        """Accept anything but a tag as a name."""
         if char != "<":
             self._state = type(self).head
         return char != "<"
 
     def head(self, text: str, pos: int) -> int:
-        """State: the function's name, up to the tag behind it."""
+        """State: the function's name, up to the tag after it."""
         end = text.find("<", pos)
         head = _HEAD.fullmatch(text, pos, end if end >= 0 else len(text))
         tag = None if head is None else tag_at(text, end, (self.key_begin, *self.call_ends)) if end >= 0 else ""

@@ -1,4 +1,4 @@
-"""A tool call written as a JSON object, `{"name": …, "arguments": …}`, read while it comes. Each format that writes calls so uses it."""
+"""`JsonCall`: incremental parser of a tool call as a JSON object, `{"name": …, "arguments": …}`, for all formats that use one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dovetail_server.parsers.events import Event, ToolCallArguments, ToolCallSta
 from dovetail_server.parsers.json_value import JsonValue
 from dovetail_server.parsers.pieces import after_space
 
-MAX_HELD = 65_536  # characters of a call that are kept while it isn't certain that it is one (arguments before the name, say)
-MAX_NAME = 256  # characters of a key or a name, with quotes and escapes
+MAX_HELD = 65_536  # characters held while it is uncertain whether they are a call (arguments before the name, say)
+MAX_NAME = 256  # characters of a key or a name, including quotes and escapes
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _BARE_KEYS = ("name", "type", "id", *_ARGUMENT_KEYS)
 
 
 class _Next(Enum):
-    """The part of the object that comes next, after whitespace."""
+    """The expected next part of the object, after whitespace."""
 
     OBJECT = auto()
     KEY_OR_END = auto()
@@ -29,7 +29,7 @@ class _Next(Enum):
 
 
 class _Role(Enum):
-    """The use of the string or value that is being read."""
+    """Role of the current string or value."""
 
     KEY = auto()
     NAME = auto()
@@ -38,19 +38,19 @@ class _Role(Enum):
 
 
 class JsonCall:
-    """One call's object, from its brace on (whitespace may come first). It is in one of these conditions:
+    """One call's object, after optional whitespace. It is in one of these states:
 
-    - open, not `started`: it may still turn out to be no call, so all of it is held;
-    - open, `started`: the name is out, and arguments go out as they come;
-    - `done`: its last brace has come. Not `started`, it had no name, and it is no call;
-    - `bad`: it can't go on with the next character. Not `started`, it is no call; `started`, the call ends here, and that character is no part of it.
+    - open, not `started`: it may not be a call, so all of it is held;
+    - open, `started`: the name has been emitted, and arguments are emitted as they arrive;
+    - `done`: the object is complete. If it isn't `started`, it had no name and isn't a call;
+    - `bad`: the next character can't continue it. If it isn't `started`, it isn't a call; otherwise the call ends before that character.
 
-    An object that has no mark before it (`bare`) may be an answer in JSON as well. It is a call only from the point where its arguments begin, they
-    must be an object, and it is bad at the first key that no call has.
+    An object without a mark before it (`bare`) may also be an answer in JSON. It counts as a call once its arguments begin, which must be an object,
+    and it is bad at the first key that calls don't have.
     """
 
     def __init__(self, index: int, call_id: str, lead: str = "", *, bare: bool = False) -> None:
-        """Begin a call. `lead` is the text before it that goes with it: whitespace and a mark. It is content if this is no call."""
+        """`lead`: whitespace and mark before the call, which are content if it isn't one."""
         self.index = index
         self.call_id = call_id
         self.started = False
@@ -58,7 +58,7 @@ class JsonCall:
         self.bad = False
         self._bare = bare
         self._lead = lead
-        self._held: list[str] = []  # the object so far, until the call has started
+        self._held: list[str] = []  # the object so far, until the call starts
         self._held_size = 0
         self._next = _Next.OBJECT
         self._reading: JsonValue | None = None
@@ -67,15 +67,15 @@ class JsonCall:
         self._string: list[str] = []  # the key or name so far
         self._string_size = 0
         self._name: str | None = None
-        self._arguments: list[str] | None = None  # pieces that aren't out yet; None while there are no arguments
+        self._arguments: list[str] | None = None  # pieces not emitted yet; None before the arguments
 
     @property
     def open(self) -> bool:
-        """True if the name is out, and the arguments aren't complete."""
+        """True if the name has been emitted, and the arguments are incomplete."""
         return self.started and not self.done and (self._arguments is None or (self._role is _Role.ARGUMENTS and self._reading is not None))
 
     def feed(self, text: str, pos: int, events: list[Event]) -> int:
-        """Read on from `pos` until the object or `text` ends. Adds to `events`, and returns the position after what belongs to the object."""
+        """Parse from `pos` until the object or `text` ends. Appends to `events`; returns the position after the object's text."""
         while pos < len(text) and not (self.done or self.bad):
             begin, pos = pos, self._advance(text, pos)
             if not self.started:
@@ -86,11 +86,11 @@ class JsonCall:
                 events.append(ToolCallArguments(self.index, "".join(self._arguments)))
                 self._arguments.clear()
         if self.done and self.started and self._arguments is None:
-            events.append(ToolCallArguments(self.index, "{}"))  # a call of a function that takes nothing
+            events.append(ToolCallArguments(self.index, "{}"))  # a call without arguments
         return pos
 
     def release(self) -> str:
-        """Return all text that was held: the call turned out to be none, or the answer ended before that was certain."""
+        """Return all held text, because it isn't a call, or the answer ended before that was certain."""
         return self._lead + "".join(self._held)
 
     def _hold(self, text: str, begin: int, end: int) -> int:
@@ -103,8 +103,8 @@ class JsonCall:
         return end
 
     def _start(self, events: list[Event]) -> None:
-        """Announce the call, if what was held is JSON up to here."""
-        rest = "}" if self._reading is None else "null}"  # the name has just ended, or the arguments begin here
+        """Emit the call's start if the held text is valid JSON so far."""
+        rest = "}" if self._reading is None else "null}"  # after the name, or at the beginning of the arguments
         try:
             json.loads("".join(self._held) + rest)
         except (ValueError, RecursionError):
@@ -116,7 +116,7 @@ class JsonCall:
         events.append(ToolCallStart(self.index, self.call_id, self._name or ""))
 
     def _advance(self, text: str, pos: int) -> int:
-        """Read on by one part of the object, or by what there is of it."""
+        """Parse one part of the object, or as much of it as there is."""
         if self._reading is not None:
             return self._read(self._reading, text, pos)
         pos = after_space(text, pos)

@@ -1,6 +1,6 @@
-"""A scanner that finds the end of a JSON value in text that comes in pieces. The parsers of tool calls cut arguments out with it.
+"""`JsonValue`: scanner for the end of a JSON value in text that arrives in pieces, with which parsers extract arguments.
 
-It tells strings, escapes and brackets apart and leaves all else to whoever reads the value: a wrong literal or a lost comma doesn't stop it.
+It only tracks strings, escapes and brackets: invalid literals or missing commas don't stop it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ _AFTER_SCALAR = re.compile(r"[ \t\r\n,}\]]")
 
 
 class JsonValue:
-    """The scan of one value. Each character is looked at once, and none is kept."""
+    """Scan of one value. Each character is scanned once, and none is stored."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_scalar", "done")
 
     def __init__(self, first: str) -> None:
-        """Begin before the value's first character, `first`, which is neither whitespace nor one of `,:]}`."""
+        """`first`: the value's first character, neither whitespace nor one of `,:]}`, which `feed` sees again."""
         self.done = False
-        self._depth = 0  # brackets that are open
+        self._depth = 0  # open brackets
         self._in_string = False
         self._escaped = False  # the last character was a backslash in a string
         self._scalar = first not in '"{['
 
     def feed(self, text: str, pos: int) -> int:
-        """Scan on from `pos`, and return the position after the last character that belongs to the value. Sets `done` at its end; a number or
-        literal ends only where another character follows."""
+        """Scan from `pos`, and return the position after the value's last character. Sets `done` at its end; numbers and literals end only where
+        another character follows."""
         if self._scalar:
             match = _AFTER_SCALAR.search(text, pos)
             self.done = match is not None

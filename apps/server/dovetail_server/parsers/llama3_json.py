@@ -1,6 +1,6 @@
-"""Tool calls as Llama 3 models write them: the whole answer is `{"name": …, "parameters": {…}}`, several are separated by `;`.
+"""Tool calls of Llama 3 models: the whole answer is `{"name": …, "parameters": {…}}`, several are separated by `;`.
 
-`<|python_tag|>` may stand before the first one.
+`<|python_tag|>` may precede the first one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ _TAG = "<|python_tag|>"
 
 
 class Llama3JsonCalls(CallParser):
-    """The mark is a special token. A call without it counts only at the beginning of the answer or behind another call, so that JSON within an
-    answer stays content."""
+    """The mark is a special token. A call without it is recognized only at the beginning of the answer or after another call, so that
+    JSON within an answer remains content."""
 
     marks = Marks(_TAG)
 
@@ -23,21 +23,21 @@ class Llama3JsonCalls(CallParser):
 
     @property
     def needs_special_tokens(self) -> bool:
-        """True: else a call that follows text could not be told from the text."""
+        """True: a call after text can't be distinguished without its mark."""
         return True
 
     def begins_call(self, char: str) -> bool:
-        """Take a brace for the beginning of a call, until its keys say otherwise."""
+        """Accept a brace; the object's keys decide."""
         if char == "{":
             self.begin_call(bare=True)
         return char == "{"
 
     def after_call(self, *, complete: bool) -> None:
-        """Look for a separator and another call."""
+        """Expect a separator and another call."""
         self._state = type(self).separator if complete else type(self).search
 
     def separator(self, text: str, pos: int) -> int:
-        """State: what follows a call."""
+        """State: after a call."""
         pos = after_space(text, pos)
         if pos == len(text):
             return pos

@@ -1,6 +1,6 @@
-"""Tool calls as Mistral's models write them, behind the token `[TOOL_CALLS]`.
+"""Tool calls of Mistral's models, after the token `[TOOL_CALLS]`.
 
-Older ones write an array, `[TOOL_CALLS][{"name": …, "arguments": …}, …]`; newer ones a name and an object, `[TOOL_CALLS]name{…}` or
+Older models write an array, `[TOOL_CALLS][{"name": …, "arguments": …}, …]`; newer ones a name and an object, `[TOOL_CALLS]name{…}` or
 `[TOOL_CALLS]name[ARGS]{…}`, perhaps with `[CALL_ID]id` after the name, and a mark for each further call.
 """
 
@@ -15,33 +15,33 @@ from dovetail_server.parsers.events import ToolCallArguments, ToolCallStart
 from dovetail_server.parsers.json_value import JsonValue
 from dovetail_server.parsers.pieces import Marks, after_space
 
-MAX_HEAD = 512  # characters of a name and an id, with the marks between
+MAX_HEAD = 512  # characters of name, id and marks
 _HEAD = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*([A-Za-z0-9_-]+)\s*)?(?:\[ARGS\]\s*)?", re.ASCII)
 _NOT_IN_HEAD = re.compile(r"[^A-Za-z0-9_.\-\[\] \t\r\n]")
 
 
 class MistralCalls(CallParser):
-    """All marks are special tokens. An id is nine letters and digits: the templates refuse all others when the call comes back in a conversation."""
+    """All marks are special tokens. Ids are nine letters and digits: the templates reject others when the call is part of a conversation."""
 
     marks = Marks("[TOOL_CALLS]")
 
     def __init__(self) -> None:
         super().__init__()
         self._in_array = False  # of the older format
-        self._value: JsonValue | None = None  # the arguments that are being read, in the newer format
+        self._value: JsonValue | None = None  # current arguments, in the newer format
 
     @property
     def needs_special_tokens(self) -> bool:
-        """True: without its mark a call looks like any text."""
+        """True: a call can't be distinguished from text without its mark."""
         return True
 
     @property
     def in_call(self) -> bool:
-        """True within the arguments of a call, in either format."""
+        """See `OutputParser`."""
         return super().in_call or self._value is not None
 
     def new_id(self) -> str:
-        """Return an id for a call to which the model gave none."""
+        """Return an id for a call without one."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     def found(self, mark: str, lead: str) -> None:
@@ -50,7 +50,7 @@ class MistralCalls(CallParser):
         super().found(mark, lead)
 
     def begins_call(self, char: str) -> bool:
-        """Tell the two formats apart, and go on with the object of an array's call."""
+        """Distinguish the two formats, and begin the objects of an array."""
         if self._in_array:
             return super().begins_call(char)
         self._state = type(self).open_array if char == "[" else type(self).head
@@ -64,11 +64,11 @@ class MistralCalls(CallParser):
         return pos + 1
 
     def after_call(self, *, complete: bool) -> None:
-        """Go on with the array."""
+        """Continue the array."""
         self._state = type(self).after_element if complete else type(self).search
 
     def after_element(self, text: str, pos: int) -> int:
-        """State: what follows a call in an array."""
+        """State: after a call in an array."""
         pos = after_space(text, pos)
         if pos == len(text):
             return pos
@@ -80,7 +80,7 @@ class MistralCalls(CallParser):
         return pos + 1 if text[pos] == "]" else pos
 
     def head(self, text: str, pos: int) -> int:
-        """State: the name, and what else stands before the arguments."""
+        """State: the name, and optional marks before the arguments."""
         stop = min(len(text), pos + MAX_HEAD)
         brace = text.find("{", pos, stop)
         end = brace if brace >= 0 else stop

@@ -1,4 +1,4 @@
-"""The tools of a request, as far as parsers need them: which parameters take text. Formats that write arguments without quotes leave that open."""
+"""`Parameters`: which parameters of a request's tools accept strings. Needed for formats that write arguments without quotes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 Tools = Sequence[Mapping[str, Any]]
 
-_DEEPEST = 8  # alternatives and references within each other that are followed
+_DEEPEST = 8  # nested alternatives and references
 
 
 class Parameters:
-    """The schemas of all functions' parameters. They are the client's: whatever doesn't look like a schema says nothing."""
+    """Schemas of all functions' parameters. They come from the client: anything that isn't a schema is ignored."""
 
     def __init__(self, tools: Tools) -> None:
         self._schemas: dict[str, Mapping[str, Any]] = {}  # by function
@@ -20,7 +20,7 @@ class Parameters:
             self._schemas[str(function.get("name"))] = _mapping(function.get("parameters"))
 
     def take_text(self, function: str, parameter: str) -> bool:
-        """Return True if a value of this parameter may be a string, or if nothing is known of it."""
+        """Return True if the parameter accepts strings, or is unknown."""
         schema = self._schemas.get(function, {})
         return _takes_text(_mapping(schema.get("properties")).get(parameter), schema, _DEEPEST)
 

@@ -1,4 +1,4 @@
-"""Tool calls as Qwen3-Coder and Qwen3.5 write them: `<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`."""
+"""Tool calls of Qwen3-Coder and Qwen3.5: `<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAME = re.compile(r'[^\s<>{}"]+')
 
 
 class Qwen3CoderCalls(TaggedCalls):
-    """Tags and values stand on lines of their own. The marks are ordinary added tokens or plain text."""
+    """Tags and values are on separate lines. The marks are ordinary added tokens or plain text."""
 
     key_begin = "<parameter="
     key_end = ">"
@@ -22,7 +22,7 @@ class Qwen3CoderCalls(TaggedCalls):
     lines = True
 
     def begins_call(self, char: str) -> bool:
-        """Take a tag's first character for the beginning of a call, until it is another tag."""
+        """Accept the first character of a tag; the tag decides."""
         if char == "<":
             self._state = type(self).function
         return char == "<"

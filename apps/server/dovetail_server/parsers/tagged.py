@@ -1,4 +1,4 @@
-"""The base of formats that write a call's arguments one by one, each between tags and without quotes. Here they become JSON while they come."""
+"""`TaggedCalls`: base of formats that write arguments between tags, without quotes. They are converted to JSON incrementally."""
 
 from __future__ import annotations
 
@@ -12,47 +12,46 @@ from dovetail_server.parsers.parameters import Parameters, Tools
 from dovetail_server.parsers.pieces import Marks, after_space
 
 QUOTE = '"'
-_AS_IN_PYTHON = {"True": "true", "False": "false", "None": "null"}  # which models write after templates that do
+_AS_IN_PYTHON = {"True": "true", "False": "false", "None": "null"}  # some models write Python's constants
 
 
 class TaggedCalls(ClosedCalls):
-    """A subclass has the tags, and reads the function's name. A call is out once its name is certain; from there on whatever isn't one of its tags
-    ends it.
+    """Subclasses define the tags, and parse the function's name. A call is emitted once its name is certain; from then on anything but one of its
+    tags ends it.
 
-    A value is a string if the tool's schema allows one, or says nothing, and goes out as it comes. Otherwise it is held until its end, MAX_HELD
-    characters at most; it goes out as it stands if it is JSON, and as a string if not.
+    A value is a string if the tool's schema allows one or doesn't specify it, and is emitted as it arrives. Otherwise it is held until its end, at
+    most MAX_HELD characters; it is emitted unchanged if it is JSON, otherwise as a string.
     """
 
     key_begin: ClassVar[str]
     key_end: ClassVar[str]
-    value_begin: ClassVar[str | None] = None  # None: a value follows its key directly
+    value_begin: ClassVar[str | None] = None  # None: values directly follow keys
     value_end: ClassVar[Marks]
     call_ends: ClassVar[tuple[str, ...]]
-    lines: ClassVar[bool] = False  # True: a value's first and last line break belong to its tags
+    lines: ClassVar[bool] = False  # True: a value's first and last line break are markup
 
     def __init__(self, tools: Tools) -> None:
         super().__init__()
         self._parameters = Parameters(tools)
-        self._function: str | None = None  # of the call that is being read
-        self._first = True  # no argument has come
+        self._function: str | None = None  # of the current call
+        self._first = True  # before the first argument
         self._key = ""
-        self._is_text = True  # the value that is being read
-        self._value: list[str] = []  # it, if it isn't text
+        self._is_text = True  # the current value
+        self._value: list[str] = []  # its text, if not a string
         self._value_size = 0
 
     @property
     def in_call(self) -> bool:
-        """True between a call's name and its end mark."""
         return self._function is not None
 
     def finish(self) -> list[Event]:
-        """Return what was held. Of a call that was cut off, what wasn't certain is dropped with the rest of it."""
+        """Return the remaining events. Held text of a truncated call is dropped."""
         if self._function is not None:
             self._held = ""
         return super().finish()
 
     def start_call(self, name: str) -> None:
-        """Announce a call."""
+        """Emit a call's start."""
         self._events.append(ToolCallStart(self.index, self.new_id(), name))
         self.lead = ""
         self._function = name
@@ -76,7 +75,7 @@ class TaggedCalls(ClosedCalls):
             self._write("{}" if self._first else "}")
             self._end_call(complete=True)
             if tag == CALL_END:
-                self.marks_now = self.marks  # it has come
+                self.marks_now = self.marks  # already seen
         return pos + len(tag)
 
     def key(self, text: str, pos: int) -> int:
@@ -147,7 +146,7 @@ class TaggedCalls(ClosedCalls):
         self._write(_quoted(piece)[1:-1])
 
     def _write(self, text: str) -> None:
-        """Add to the call's arguments."""
+        """Append to the call's arguments."""
         last = self._events[-1] if self._events else None
         if isinstance(last, ToolCallArguments):
             self._events[-1] = ToolCallArguments(self.index, last.text + text)
@@ -161,7 +160,7 @@ class TaggedCalls(ClosedCalls):
 
 
 def tag_at(text: str, pos: int, tags: tuple[str, ...]) -> str | None:
-    """Return the tag that begins at `pos`, None if none does, and an empty string if the text ends before that is certain."""
+    """Return the tag that begins at `pos`; None if none does; an empty string if the text ends before that is certain."""
     for tag in tags:
         if text.startswith(tag, pos):
             return tag
@@ -183,4 +182,4 @@ def _json(text: str) -> str:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} isn't JSON")

@@ -1,6 +1,6 @@
-"""An answer as a row of parts: a thought, a text, a call of a tool, made of what the parsers find in the model's text.
+"""`AnswerParts`: an answer as a sequence of reasoning, text and tool calls, built from the parser's events.
 
-Both `/v1/responses` and `/v1/messages` give answers this way. Their event encoders are `PartWriter`s; an answer that isn't streamed has none.
+The event encoders of `/v1/responses` and `/v1/messages` are `PartWriter`s; whole answers need none.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class PartKind(Enum):
 
 @dataclass(slots=True)
 class AnswerPart:
-    """One part of an answer, as far as it has come."""
+    """One part of an answer so far."""
 
     kind: PartKind
-    index: int  # its place in the answer
+    index: int  # in the answer
     id: str = ""  # of a call
-    name: str = ""  # of the function that a call calls
-    pieces: list[str] = field(default_factory=list)  # of its text; of a call's arguments as JSON
-    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text's tokens, as the API tells them
+    name: str = ""  # of a call's function
+    pieces: list[str] = field(default_factory=list)  # of its text, or of a call's JSON arguments
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text's tokens, as JSON
 
     @property
     def text(self) -> str:
@@ -36,34 +36,34 @@ class AnswerPart:
 
 
 class PartWriter(Protocol):
-    """A listener that hears how an answer's parts grow. One part is open at a time."""
+    """Listener to an answer's growing parts, of which one is open at a time."""
 
     def opened(self, part: AnswerPart) -> None: ...
 
     def grew(self, part: AnswerPart, text: str, logprobs: Sequence[dict[str, Any]]) -> None:
-        """`logprobs`: of a text's tokens that have come with this piece."""
+        """`logprobs`: of the text's tokens in this piece."""
 
     def closed(self, part: AnswerPart, *, cut: bool) -> None:
-        """`cut`: the answer ended within it: there was no room for more, or it is a call, and a stop string came."""
+        """`cut`: the answer ended within the part: at its length limit, or by a stop string within a call."""
 
 
 class AnswerParts:
-    """The parts of one answer. A part ends where an event of another kind comes, or another call."""
+    """The parts of one answer. A part ends at an event of another kind, or at another call."""
 
     def __init__(self, writer: PartWriter | None = None) -> None:
         self._writer = writer
         self.parts: list[AnswerPart] = []
         self.cut = False  # the answer ended within the last one
         self._open: AnswerPart | None = None
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text hasn't come yet
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still held back
 
     @property
     def has_calls(self) -> bool:
         return any(part.kind is PartKind.CALL for part in self.parts)
 
     def add(self, events: Sequence[Event], logprobs: Sequence[dict[str, Any]] = ()) -> None:
-        """Take what a parser found after some tokens, and the log-probabilities of these. They belong to the text that came out with them or, if the
-        parser held it back, next; those of thoughts, calls and marks are dropped."""
+        """Add a parser's events for some tokens, and the log-probabilities of these. They belong to the text emitted with them or, if the parser held
+        it back, next; those of reasoning, calls and marks are dropped."""
         self._logprobs += logprobs
         for event in events:
             match event:
@@ -79,7 +79,7 @@ class AnswerParts:
             self._logprobs = []
 
     def finish(self, *, cut: bool = False) -> None:
-        """Close the last part. `cut`: the answer ended within it."""
+        """Close the last part. `cut`: see `PartWriter.closed`."""
         self.cut = cut
         if self._open is not None:
             if self._writer is not None:
@@ -87,7 +87,8 @@ class AnswerParts:
             self._open = None
 
     def _logprobs_of(self, text: str) -> list[dict[str, Any]]:
-        """Take those of the last tokens that make up `text`, and drop the rest: marks. Tokens that are parts of a character have a text together."""
+        """Take the log-probabilities of the last tokens, which make up `text`, and drop earlier ones, of marks. Tokens that are parts of a character
+        only have a text together."""
         waiting, self._logprobs = self._logprobs, []
         begin = len(waiting)
         while begin and (_length(waiting[begin:]) < len(text) or waiting[begin - 1]["token"].strip("\ufffd") == ""):
@@ -118,5 +119,5 @@ class AnswerParts:
 
 
 def _length(logprobs: Sequence[dict[str, Any]]) -> int:
-    """Return the number of characters that tokens have together."""
+    """Return the number of characters of some tokens."""
     return len(b"".join(bytes(one["bytes"]) if one.get("bytes") else one["token"].encode() for one in logprobs).decode(errors="replace"))

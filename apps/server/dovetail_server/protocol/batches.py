@@ -1,4 +1,4 @@
-"""Files and batches in OpenAI's words (https://platform.openai.com/docs/api-reference/batch). What is stored of them is the same structs."""
+"""Files and batches of OpenAI's API (https://platform.openai.com/docs/api-reference/batch). `BatchStore` stores the same structs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ENDED: tuple[Status, ...] = ("failed", "completed", "expired", "cancelled")
 
 
 class ExpiresAfter(Struct, forbid_unknown_fields=True):
-    """How long a file is kept."""
+    """Retention of a file."""
 
     seconds: Annotated[int, Meta(ge=3600, le=30 * 24 * 3600)]
     anchor: Literal["created_at"] = "created_at"
 
 
 class FileObject(Struct):
-    """A file that was uploaded, or that holds a batch's answers. Its status is `error` if what is known of it can't be read any more."""
+    """An uploaded file, or a batch's answers. Its status is `error` if its metadata is damaged."""
 
     id: str
     bytes: int
@@ -38,7 +38,7 @@ class FileObject(Struct):
 
 
 class BatchError(Struct):
-    """A line of the input for which the whole batch was refused."""
+    """An error in the input, for which the whole batch was rejected."""
 
     code: str
     message: str

@@ -330,7 +330,7 @@ class ErrorDetail(Struct):
 
 
 class ErrorAnswer(Struct, tag="error", tag_field="type", kw_only=True):
-    """An error in Anthropic's shape."""
+    """An error in Anthropic's format."""
 
     error: ErrorDetail
     request_id: str | None = None

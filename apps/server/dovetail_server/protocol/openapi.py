@@ -1,4 +1,4 @@
-"""The OpenAPI document of the server, made of the structs that its routes read and write. `OPERATIONS` says which those are."""
+"""The server's OpenAPI document, generated from the structs of `OPERATIONS`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from dovetail_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
 _REASONS = {
     200: "The answer",
-    400: "Something is wrong with the request; the message says what",
-    401: "An API key is missing, or wrong",
-    403: "A page of another site sent it, or it came by an unknown name: for servers without API keys",
+    400: "The request is invalid; the message says why",
+    401: "The API key is missing or invalid",
+    403: "Sent by a page of another site, or to an unknown host name: for servers without API keys",
     404: "The model isn't served here",
-    408: "The body took too long to come",
-    409: "It is in use, or has ended",
+    408: "The body took too long",
+    409: "The object is in use, or has ended",
     413: "The body is too large",
-    429: "Too many requests wait already, or too many bodies come at once; `Retry-After` says when to try again",
+    429: "Too many requests are waiting, or too many bodies are being received; see `Retry-After`",
     500: "The server failed",
-    501: "The server isn't made for it: it lacks a grammar backend, say",
-    503: "The engine is dead or hangs, or the server shuts down, or is out of file descriptors",
+    501: "The server lacks a capability, such as a grammar backend",
+    503: "The engine is dead or hangs, or the server is shutting down or out of resources",
     504: "The request took too long",
-    507: "The server can't store more",
+    507: "The storage is full",
 }
 ONLY: Mapping[type[Struct], Sequence[Only]] = {  # parameters of which only some values are supported
     ChatRequest: chat.ONLY,
@@ -42,21 +42,21 @@ ONLY: Mapping[type[Struct], Sequence[Only]] = {  # parameters of which only some
     MessagesRequest: messages.ONLY,
     CountTokensRequest: messages.ONLY,
 }
-NO_EFFECT: Mapping[type[Struct], Sequence[str]] = {  # parameters that are accepted since clients send them
+NO_EFFECT: Mapping[type[Struct], Sequence[str]] = {  # parameters that are accepted because clients send them
     ChatRequest: openai_common.NO_EFFECT,
     CompletionRequest: openai_common.NO_EFFECT,
     ResponsesRequest: responses.NO_EFFECT,
     MessagesRequest: messages.NO_EFFECT,
     CountTokensRequest: messages.NO_EFFECT,
 }
-_IN_PATH = re.compile(r"{(\w+)}")  # names of parameters
+_IN_PATH = re.compile(r"{(\w+)}")  # path parameters
 _TAKES_BODY = (400, 404, 408, 413, 429, 500, 503)
 _GENERATES = (*_TAKES_BODY, 501, 504)
 _UPLOADS = (400, 404, 408, 413, 429, 503, 507)
 
 
 class OpenAIErrorDetail(Struct):
-    """An error: `message` says what is wrong, `param` names the parameter, `code` is for programs."""
+    """An error. `param`: the invalid parameter; `code`: machine-readable."""
 
     message: str
     type: str
@@ -65,21 +65,21 @@ class OpenAIErrorDetail(Struct):
 
 
 class OpenAIError(Struct):
-    """An error in OpenAI's shape."""
+    """An error in OpenAI's format."""
 
     error: OpenAIErrorDetail
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One endpoint. `answer` None: an object that isn't described further; `errors`: the statuses besides 200, 401 and 403."""
+    """One endpoint. `answer` None: an object without schema; `errors`: statuses besides 200, 401 and 403."""
 
     method: str
     path: str
     summary: str
     tag: str
     request: type[Struct] | None = None
-    answer: type[Struct] | str | None = None  # a string: its media type, if it isn't JSON
+    answer: type[Struct] | str | None = None  # a string: a media type other than JSON
     errors: tuple[int, ...] = ()
     streams: bool = False
     error_shape: type[Struct] = OpenAIError
@@ -87,12 +87,12 @@ class Operation:
 
 
 OPERATIONS = (
-    Operation("post", "/v1/completions", "Go on with a text", "OpenAI", CompletionRequest, errors=_GENERATES, streams=True),
-    Operation("post", "/v1/chat/completions", "Go on with a conversation", "OpenAI", ChatRequest, errors=_GENERATES, streams=True),
-    Operation("post", "/v1/responses", "Go on with a conversation of items", "OpenAI", ResponsesRequest, ResponseAnswer, _GENERATES, streams=True),
+    Operation("post", "/v1/completions", "Continue a text", "OpenAI", CompletionRequest, errors=_GENERATES, streams=True),
+    Operation("post", "/v1/chat/completions", "Continue a conversation", "OpenAI", ChatRequest, errors=_GENERATES, streams=True),
+    Operation("post", "/v1/responses", "Continue a conversation of items", "OpenAI", ResponsesRequest, ResponseAnswer, _GENERATES, streams=True),
     Operation("get", "/v1/models", "List the models", "OpenAI"),
     Operation("get", "/v1/models/{model}", "Describe a model", "OpenAI", errors=(404,)),
-    Operation("post", "/v1/messages", "Go on with a conversation", "Anthropic", MessagesRequest, MessageAnswer, _GENERATES, True, ErrorAnswer),
+    Operation("post", "/v1/messages", "Continue a conversation", "Anthropic", MessagesRequest, MessageAnswer, _GENERATES, True, ErrorAnswer),
     Operation(
         "post",
         "/v1/messages/count_tokens",
@@ -108,22 +108,22 @@ OPERATIONS = (
     Operation("get", "/v1/files/{file}", "Describe a file", "Batches", answer=FileObject, errors=(404,)),
     Operation("delete", "/v1/files/{file}", "Delete a file", "Batches", errors=(404, 409)),
     Operation("get", "/v1/files/{file}/content", "Get a file", "Batches", answer="application/octet-stream", errors=(404,)),
-    Operation("post", "/v1/batches", "Have a file of requests answered", "Batches", CreateBatchRequest, Batch, (*_TAKES_BODY, 507)),
+    Operation("post", "/v1/batches", "Create a batch of requests", "Batches", CreateBatchRequest, Batch, (*_TAKES_BODY, 507)),
     Operation("get", "/v1/batches", "List the batches", "Batches", errors=(400, 404)),
     Operation("get", "/v1/batches/{batch}", "Describe a batch", "Batches", answer=Batch, errors=(404,)),
-    Operation("delete", "/v1/batches/{batch}", "Delete a batch that has ended, and its answers", "Batches", errors=(404, 409)),
-    Operation("post", "/v1/batches/{batch}/cancel", "End a batch", "Batches", answer=Batch, errors=(404, 409, 507)),
-    Operation("post", "/tokenize", "Show the tokens of a text or a conversation", "Tokens", TokenizeRequest, errors=_TAKES_BODY),
-    Operation("post", "/detokenize", "Show the text of tokens", "Tokens", DetokenizeRequest, errors=_TAKES_BODY),
-    Operation("get", "/health", "Ask whether the engine lives", "Service", errors=(503,), needs_key=False),
-    Operation("get", "/ready", "Ask whether requests are welcome", "Service", errors=(503,), needs_key=False),
-    Operation("get", "/version", "Describe the server and its parts", "Service"),
+    Operation("delete", "/v1/batches/{batch}", "Delete a finished batch and its answers", "Batches", errors=(404, 409)),
+    Operation("post", "/v1/batches/{batch}/cancel", "Cancel a batch", "Batches", answer=Batch, errors=(404, 409, 507)),
+    Operation("post", "/tokenize", "Tokenize a text or a conversation", "Tokens", TokenizeRequest, errors=_TAKES_BODY),
+    Operation("post", "/detokenize", "Decode tokens", "Tokens", DetokenizeRequest, errors=_TAKES_BODY),
+    Operation("get", "/health", "Check whether the server works", "Service", errors=(503,), needs_key=False),
+    Operation("get", "/ready", "Check whether requests are accepted", "Service", errors=(503,), needs_key=False),
+    Operation("get", "/version", "Describe the server and its components", "Service"),
     Operation("get", "/openapi.json", "Describe the endpoints", "Service"),
 )
 
 
 def document(*, paths: Collection[str], version: str, root_path: str, has_keys: bool) -> dict[str, Any]:
-    """Return the OpenAPI document of the operations at `paths`. `has_keys`: the server lets nobody in without an API key."""
+    """Return the OpenAPI document of the operations at `paths`. `has_keys`: the server requires API keys."""
     operations = [operation for operation in OPERATIONS if operation.path in paths]
     schemas, components = _schemas(operations)
     described: dict[str, dict[str, Any]] = {}
@@ -143,8 +143,8 @@ def document(*, paths: Collection[str], version: str, root_path: str, has_keys: 
 
 
 def _schemas(operations: Sequence[Operation]) -> tuple[Mapping[type[Struct], Any], Mapping[str, Any]]:
-    """References to the operations' structs, and what they refer to."""
-    structs: dict[type[Struct], None] = dict.fromkeys(ITEMS.values())  # of the input of /v1/responses, which names them by itself
+    """Return references to the operations' structs, and the components that they refer to."""
+    structs: dict[type[Struct], None] = dict.fromkeys(ITEMS.values())  # input items of /v1/responses, which references them itself
     for operation in operations:
         used = (operation.request, operation.answer, operation.error_shape)
         structs |= dict.fromkeys(kind for kind in used if isinstance(kind, type))
@@ -152,7 +152,7 @@ def _schemas(operations: Sequence[Operation]) -> tuple[Mapping[type[Struct], Any
     for kind, names in NO_EFFECT.items():
         if kind in structs:
             properties = components[kind.__name__]["properties"]
-            properties |= {name: {**properties[name], "description": "Accepted; it changes no answer"} for name in names}
+            properties |= {name: {**properties[name], "description": "Accepted without effect"} for name in names}
     for kind, table in ONLY.items():
         if kind in structs:
             components[kind.__name__]["properties"] |= {name: _only(values, reason) for name, values, reason in table}
@@ -160,7 +160,7 @@ def _schemas(operations: Sequence[Operation]) -> tuple[Mapping[type[Struct], Any
 
 
 def _only(values: Sequence[Any], reason: str) -> dict[str, Any]:
-    """The schema of a parameter of which not every value is supported."""
+    """Return the schema of a parameter with a limited set of supported values."""
     return {"enum": [None, *values], "default": None, "description": reason[:1].upper() + reason[1:]}
 
 

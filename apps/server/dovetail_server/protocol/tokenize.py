@@ -1,4 +1,4 @@
-"""The bodies of `/tokenize` and `/detokenize`."""
+"""Bodies of `/tokenize` and `/detokenize`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A text, or a conversation, whose tokens are asked for."""
+    """A text or a conversation to tokenize."""
 
     model: str | None = None
     prompt: str | None = None
@@ -23,7 +23,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Tokens whose text is asked for."""
+    """Tokens to decode."""
 
     model: str | None = None
     tokens: list[int]

@@ -1,22 +1,21 @@
-"""All routes of the server, in one list: a file an API, which adds its routes here."""
+"""All routes of the server, one module per API."""
 
 from __future__ import annotations
 
 from starlette.routing import BaseRoute
 
-from dovetail_server.routes import batches, chat, completions, messages, openapi, responses, service, tokenize
+from dovetail_server.routes import batches, chat, completions, messages, responses, service, tokenize
 from dovetail_server.settings import ServerSettings
 
 
 def all_routes(settings: ServerSettings) -> list[BaseRoute]:
-    """Return the routes that these settings ask for."""
+    """Return all routes."""
     return [
         *completions.ROUTES,
         *chat.ROUTES,
         *responses.ROUTES,
         *messages.ROUTES,
         *batches.ROUTES,
-        *openapi.ROUTES,
         *tokenize.ROUTES,
         *service.ROUTES,
     ]

@@ -1,7 +1,4 @@
-"""`/v1/files` and `/v1/batches`: files of requests that are answered when there is room, as OpenAI's clients send them.
-
-They are there if the server has a folder for them (`--batch-directory`).
-"""
+"""`/v1/files` and `/v1/batches`: OpenAI's batch API, available with `--batch-directory`."""
 
 from __future__ import annotations
 
@@ -24,15 +21,15 @@ from dovetail_server.errors import HttpError
 from dovetail_server.exchange import Endpoint, Exchange
 from dovetail_server.protocol.batches import ENDPOINTS, WINDOW, WINDOW_S, Batch, CreateBatchRequest, ExpiresAfter
 
-MOST_FILES_LISTED = 10_000  # on a page, which is the default, too: as OpenAI's
+MOST_FILES_LISTED = 10_000  # per page, and the default, like OpenAI's
 BATCHES_LISTED, MOST_BATCHES_LISTED = 20, 100
-FIELDS, FORM_BYTES = 8, 65_536  # of a form besides its file
-HELD_BYTES = MultiPartParser.spool_max_size + FIELDS * FORM_BYTES  # in memory, of a form that is being received: the rest is on disk
-PIECE_BYTES = 2**18  # of a file that is sent
+FIELDS, FORM_BYTES = 8, 65_536  # form fields besides the file
+HELD_BYTES = MultiPartParser.spool_max_size + FIELDS * FORM_BYTES  # of a form in memory; the rest is on disk
+PIECE_BYTES = 2**18  # chunk size of downloads
 
 
 async def upload(exchange: Exchange) -> None:
-    """Keep a file."""
+    """Store an uploaded file."""
     store = _store(exchange)
     exchange.check_open()
     largest = exchange.server.settings.max_file_bytes
@@ -54,7 +51,7 @@ async def upload(exchange: Exchange) -> None:
             raise _too_large(largest)
         content = file.file
         expires = _expires_after(form)
-        name = (file.filename or "file.jsonl")[:200].encode(errors="replace").decode()  # the form's charset may make half a surrogate pair
+        name = (file.filename or "file.jsonl")[:200].encode(errors="replace").decode()  # the form's charset may produce lone surrogates
         kept = await asyncio.to_thread(store.add_file, name, lambda to: shutil.copyfileobj(content, to), expires)
     finally:
         await form.close()
@@ -62,7 +59,7 @@ async def upload(exchange: Exchange) -> None:
 
 
 async def files(exchange: Exchange) -> None:
-    """List files: `limit`, `after`, `order` and `purpose` as OpenAI has them."""
+    """List files, with OpenAI's `limit`, `after`, `order` and `purpose`."""
     query = Request(exchange.scope).query_params
     if (order := query.get("order", "desc")) not in ("asc", "desc"):
         raise HttpError(400, f"order must be asc or desc, got {shown(order)}", param="order")
@@ -82,7 +79,7 @@ async def delete_file(exchange: Exchange) -> None:
 
 
 async def content(exchange: Exchange) -> None:
-    """Send a file, piece by piece."""
+    """Send a file in chunks."""
     with await asyncio.to_thread(_store(exchange).open_content, exchange.scope["path_params"]["file"]) as opened:
         left = os.fstat(opened.fileno()).st_size
         head = [(b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % left)]
@@ -99,7 +96,7 @@ async def content(exchange: Exchange) -> None:
 
 
 async def create(exchange: Exchange) -> None:
-    """Take a batch, to be answered when there is room."""
+    """Create a batch."""
     body = await exchange.body(CreateBatchRequest)
     store = _store(exchange)
     exchange.check_open()
@@ -115,7 +112,7 @@ async def create(exchange: Exchange) -> None:
 
 
 async def batches(exchange: Exchange) -> None:
-    """List batches: `limit` and `after` as OpenAI has them."""
+    """List batches, with OpenAI's `limit` and `after`."""
     query = Request(exchange.scope).query_params
     limit, store = _limit(query, BATCHES_LISTED, MOST_BATCHES_LISTED), _store(exchange)
     await exchange.reply(_as_list(await asyncio.to_thread(store.batches, query.get("after"), limit)))
@@ -126,26 +123,26 @@ async def batch(exchange: Exchange) -> None:
 
 
 async def delete_batch(exchange: Exchange) -> None:
-    """Delete a batch that has ended, and its answers. OpenAI's API has nothing like it."""
+    """Delete a finished batch and its answers. Not in OpenAI's API."""
     batch_id = exchange.scope["path_params"]["batch"]
     await asyncio.to_thread(_store(exchange).delete_batch, batch_id)
     await exchange.reply({"id": batch_id, "object": "batch", "deleted": True})
 
 
 async def cancel(exchange: Exchange) -> None:
-    """Ask for a batch's end. It is `cancelling` until the answers that have come are in its files."""
+    """Cancel a batch. It is `cancelling` until finished answers are in its files."""
     await exchange.reply(msgspec.json.encode(await asyncio.to_thread(_store(exchange).cancel, exchange.scope["path_params"]["batch"])))
 
 
 def _store(exchange: Exchange) -> BatchStore:
     store = exchange.server.batches
     if store is None:
-        raise HttpError(404, "this server keeps no files: start it with --batch-directory", code="batches_off")
+        raise HttpError(404, "batches are disabled: start the server with --batch-directory", code="batches_off")
     return store
 
 
 def _limit(query: QueryParams, default: int, most: int) -> int:
-    """Return how many of a list are asked for."""
+    """Return the requested page size."""
     text = query.get("limit", str(default))
     if not text.isascii() or not text.isdecimal() or not 1 <= len(text) <= 6 or not 1 <= int(text) <= most:
         raise HttpError(400, f"limit must be an integer from 1 to {most}, got {shown(text)}", param="limit")
@@ -158,7 +155,7 @@ def _as_list(page: Page[Any]) -> bytes:
 
 
 def _expires_after(form: FormData) -> ExpiresAfter | None:
-    """Return the fields of `expires_after` in a form, as OpenAI's client sends them."""
+    """Return `expires_after` from the form fields that OpenAI's client sends."""
     given = {name[len("expires_after[") : -1]: value for name, value in form.items() if name.startswith("expires_after[")}
     if not given:
         return None
@@ -169,7 +166,7 @@ def _expires_after(form: FormData) -> ExpiresAfter | None:
 
 
 async def _and_end(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yield parts of a body, and an empty one, which `MultiPartParser` waits for."""
+    """Append the empty chunk that `MultiPartParser` expects."""
     async for part in parts:
         yield part
     yield b""

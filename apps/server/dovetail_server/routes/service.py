@@ -1,4 +1,4 @@
-"""Endpoints about the server itself, for operators and clients: /v1/models, /health, /ready, /version."""
+"""Endpoints about the server itself: /v1/models, /health, /ready, /version, /openapi.json."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from dovetail.errors import DISTRIBUTION, DovetailError
 from dovetail_server.batches.worker import BatchWorker
 from dovetail_server.errors import HttpError
 from dovetail_server.exchange import Endpoint, Exchange
+from dovetail_server.protocol.openapi import document
 
 
 async def health(exchange: Exchange) -> None:
-    """200 while the server works; 503 with the reason when the engine, this front end or the supervisor is dead or hangs. `batches` is the state of
+    """200 while the server works; 503 with the reason if the engine, this front end or the supervisor is dead or hangs. `batches`: the state of
     /v1/batches."""
     _check_health(exchange)
     worker: BatchWorker | None = exchange.scope["app"].state.batch_worker
@@ -22,7 +23,7 @@ async def health(exchange: Exchange) -> None:
 
 
 async def ready(exchange: Exchange) -> None:
-    """200 while new requests are welcome; 503 when the server drains, or isn't healthy."""
+    """200 while new requests are accepted; 503 while draining or unhealthy."""
     _check_health(exchange)
     exchange.check_open()
     await exchange.reply({"status": "ready"})
@@ -67,12 +68,26 @@ def _check_health(exchange: Exchange) -> None:
     except DovetailError as error:
         raise HttpError(503, str(error), code="engine_dead") from None
     if exchange.scope["app"].state.is_unsupervised:
-        raise HttpError(503, "the server's supervisor hangs: nobody would notice if the engine died", code="supervisor_hangs")
+        raise HttpError(503, "the server's supervisor hangs: the engine's death would go unnoticed", code="supervisor_hangs")
+
+
+async def openapi(exchange: Exchange) -> None:
+    """Describe the available endpoints."""
+    settings = exchange.server.settings
+    paths = {described_path(route) for route in exchange.scope["app"].routes if isinstance(route, Route)}
+    version = importlib.metadata.version(DISTRIBUTION)
+    await exchange.reply(document(paths=paths, version=version, root_path=settings.root_path, has_keys=bool(settings.api_keys)))
+
+
+def described_path(route: Route) -> str:
+    """Return a route's path as in the OpenAPI document, without converters of parameters."""
+    return route.path.replace(":path}", "}")
 
 
 ROUTES = [
     Route("/health", Endpoint(health), methods=["GET"]),
     Route("/ready", Endpoint(ready), methods=["GET"]),
+    Route("/openapi.json", Endpoint(openapi), methods=["GET"]),
     Route("/version", Endpoint(version), methods=["GET"]),
     Route("/v1/models", Endpoint(models), methods=["GET"]),
     Route("/v1/models/{model:path}", Endpoint(model), methods=["GET"]),

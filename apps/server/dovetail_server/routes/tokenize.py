@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: text to token ids and back, as the model's tokenizer does it."""
+"""`/tokenize` and `/detokenize`: the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dovetail_server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 
 
 async def tokenize(exchange: Exchange) -> None:
-    """Tell the tokens of a prompt, or of a conversation."""
+    """Tokenize a prompt or a conversation."""
     body = await exchange.body(TokenizeRequest)
     exchange.server.model_named(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -50,7 +50,7 @@ def _token_ids(engine: ServedEngine, body: TokenizeRequest) -> list[int]:
 
 
 async def detokenize(exchange: Exchange) -> None:
-    """Tell the text of tokens."""
+    """Decode tokens."""
     body = await exchange.body(DetokenizeRequest)
     exchange.server.model_named(body.model)
     intake = exchange.engine.info.intake
