@@ -179,7 +179,7 @@ async def test_a_file_may_have_any_name(fake: Callable[..., FakeEngine], tmp_pat
 
 async def test_without_a_folder_there_are_no_batches(fake: Callable[..., FakeEngine]) -> None:
     async with client_of(fake(), None) as client:
-        with pytest.raises(openai.NotFoundError, match="start it with --batch-directory"):
+        with pytest.raises(openai.NotFoundError, match="start the server with --batch-directory"):
             await client.files.create(file=("x", b"x"), purpose="batch")
 
 
@@ -313,7 +313,7 @@ async def test_a_batch_that_meets_a_fault_of_ours_has_failed_and_the_next_gets_i
         assert (failed.status, failed.failed_at is not None) == ("failed", True)
         assert told_of(failed) == ["the server failed: RuntimeError: a fault at b"]
         assert (await ended(client, one.id)).status == "completed"
-    assert f"{two.id} is given up" in caplog.text
+    assert f"{two.id} has failed" in caplog.text
 
 
 def test_what_a_killed_upload_left_is_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from dovetail_server.frames import (
     Extra,
     Finished,
     First,
-    Logprobs,
+    PackedLogprobs,
     StepFrame,
     add_of,
     decode_to_engine,
@@ -93,7 +93,7 @@ def test_a_frame_is_the_same_at_the_other_end(pairs: list[tuple[int, int]]) -> N
 
 def test_log_probabilities_are_the_same_at_the_other_end() -> None:
     hosts = HostLogprobs(np.arange(12).reshape(4, 3), np.linspace(-1, 0, 12, dtype=np.float32).reshape(4, 3), np.arange(4))
-    sent = Extra(Logprobs.of(hosts, pack_numbers([5, 6]), [3, 1]), ((8, Logprobs.of(hosts)),))
+    sent = Extra(PackedLogprobs.of(hosts, pack_numbers([5, 6]), [3, 1]), ((8, PackedLogprobs.of(hosts)),))
     frame = decode_to_front_end(encode(StepFrame(0, 0.0, b"", b"", Load(), extra=sent)))
     assert isinstance(frame, StepFrame)
     assert frame.extra is not None

@@ -13,7 +13,7 @@ from rich.console import Console
 from dovetail.cli.settings import Settings, load_config
 from dovetail.cli.streams import read_text
 from dovetail.errors import ConfigError, RequestError
-from dovetail_server.chat_partners import LocalModel, Partner, Server, ServerError
+from dovetail_server.chat_partners import LocalModel, Partner, ServerError, ServerModel
 
 PROMPT = "> "
 UNPRINTABLE = {code: None for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"}  # could contain terminal escape sequences
@@ -37,25 +37,25 @@ def chat(
     params = {"temperature": temperature, "max_tokens": max_tokens}
     template = read_text(chat_template, "--chat-template") if chat_template is not None else None
     with closing(_partner(source, params, template, api_key, model, settings)) as partner:
-        good = Conversation(partner, system).run()
+        good = ChatSession(partner, system).run()
     if not good:
         raise typer.Exit(1)
 
 
 def _partner(
     source: str, params: dict[str, Any], template: str | None, api_key: str | None, model: str | None, settings: list[str]
-) -> LocalModel | Server:
+) -> LocalModel | ServerModel:
     """Raise `ConfigError` for options that don't apply to the source."""
     if source.startswith(("http://", "https://")):
         if settings:
             raise ConfigError(f"--set configures a local engine, but {source} is a server: pass the setting to `dovetail serve`")
-        return Server(source, model, {**params, "chat_template": template}, api_key)
+        return ServerModel(source, model, {**params, "chat_template": template}, api_key)
     if model is not None:
         raise ConfigError("--model is for servers; a local model is the argument itself")
     return LocalModel(load_config(source, settings), params, template)
 
 
-class Conversation:
+class ChatSession:
     """A conversation in the terminal. Through pipes, each line of stdin is a message, and only answers are printed."""
 
     def __init__(self, partner: Partner, system: str | None) -> None:

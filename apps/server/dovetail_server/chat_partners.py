@@ -80,7 +80,7 @@ class LocalModel:
         self._llm.close()
 
 
-class Server:
+class ServerModel:
     """A server with OpenAI's API."""
 
     def __init__(self, url: str, model: str | None, params: Mapping[str, Any], api_key: str | None) -> None:

@@ -111,7 +111,7 @@ class Finished(msgspec.Struct, array_like=True, gc=False):
     keeps_token: bool = False
 
 
-class Logprobs(msgspec.Struct, array_like=True, gc=False):
+class PackedLogprobs(msgspec.Struct, array_like=True, gc=False):
     """`HostLogprobs`: rows of `width` entries."""
 
     numbers: bytes  # int64, sample number of each row; empty if all rows belong to one sample
@@ -121,7 +121,7 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
     ranks: bytes  # int32 [rows]
 
     @classmethod
-    def of(cls, hosts: HostLogprobs, numbers: bytes = b"", rows: Sequence[int] | None = None) -> Logprobs:
+    def of(cls, hosts: HostLogprobs, numbers: bytes = b"", rows: Sequence[int] | None = None) -> PackedLogprobs:
         """Pack the given rows; None: all."""
         kept = slice(None) if rows is None else np.asarray(rows)
         token_ids, ranks = hosts.token_ids[kept].astype(np.int32), hosts.ranks[kept].astype(np.int32)
@@ -136,8 +136,8 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
 class Extra(msgspec.Struct, array_like=True, gc=False):
     """Further results of a step, for requests that ask for more than tokens."""
 
-    logprobs: Logprobs | None = None
-    prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()  # number, rows
+    logprobs: PackedLogprobs | None = None
+    prompt_logprobs: tuple[tuple[int, PackedLogprobs], ...] = ()  # number, rows
 
 
 class StepFrame(msgspec.Struct, array_like=True, tag=14, gc=False):

@@ -33,7 +33,7 @@ from dovetail_server.frames import (
     Finished,
     First,
     Hello,
-    Logprobs,
+    PackedLogprobs,
     Refused,
     StepFrame,
     ToEngine,
@@ -320,19 +320,19 @@ class EngineHost:
 
     def _put_logprobs(self, delivery: Delivery, part_of: Callable[[_FrontEnd], _Columns]) -> None:
         rows: dict[_FrontEnd, list[tuple[int, int]]] = {}  # number, row
-        prompts: dict[_FrontEnd, list[tuple[int, Logprobs]]] = {}
+        prompts: dict[_FrontEnd, list[tuple[int, PackedLogprobs]]] = {}
         for request, (_, row) in delivery.logprobs.items():
             front_end, number = self._places[request]
             rows.setdefault(front_end, []).append((number, row))
         for request, hosts in delivery.prompt_logprobs:
             front_end, number = self._places[request]
-            prompts.setdefault(front_end, []).append((number, Logprobs.of(hosts)))
+            prompts.setdefault(front_end, []).append((number, PackedLogprobs.of(hosts)))
         for front_end in {**rows, **prompts}:
             packed = None
             if front_end in rows:
                 numbers, kept = zip(*rows[front_end], strict=True)
                 hosts, _ = next(iter(delivery.logprobs.values()))  # all of one step
-                packed = Logprobs.of(hosts, pack_numbers(numbers), kept)
+                packed = PackedLogprobs.of(hosts, pack_numbers(numbers), kept)
             part_of(front_end).extra = Extra(packed, tuple(prompts.get(front_end, ())))
 
     def _send(self, front_end: _FrontEnd, message: ToFrontEnd) -> None:

@@ -10,11 +10,10 @@ from msgspec import Struct
 from dovetail.errors import RequestError
 from dovetail.front.chat import ChatOptions
 from dovetail_server.errors import HttpError
-from dovetail_server.protocol import structured
 from dovetail_server.protocol.conversation import Conversation
 from dovetail_server.protocol.decoding import Only, refuse_unsupported, unsupported
 from dovetail_server.protocol.openai_common import GenerationFields, sampling_params
-from dovetail_server.protocol.structured import MessageJsonSchemaFormat, ParamNames, ToolFunction, read_demand
+from dovetail_server.protocol.structured import CallChoice, MessageJsonSchemaFormat, ParamNames, ToolFunction, read_demand
 
 # --- requests -----------------------------------------------------------------------------------------------------------------------------------
 
@@ -195,7 +194,7 @@ class MessagesRequest(MessagesFields, forbid_unknown_fields=True, kw_only=True):
         if choice.type == "tool" and choice.name is None:
             raise HttpError(400, "tool_choice.name: type 'tool' needs the tool's name", param="tool_choice.name", code="missing_parameter")
         name = choice.name if choice.type == "tool" else None
-        demanded = structured.ToolChoice(choice.type in ("any", "tool"), name, not choice.disable_parallel_tool_use)
+        demanded = CallChoice(choice.type in ("any", "tool"), name, not choice.disable_parallel_tool_use)
         form = None if self.output_config is None else self.output_config.format
         params = sampling_params(self, max_tokens=self.max_tokens, stop=self.stop_sequences)
         options = self.chat_options(templates)

@@ -107,7 +107,7 @@ class ToolFunction:
         return cls(name, schema, bool(strict), {"type": "function", "function": function})
 
 
-class ToolChoice(NamedTuple):
+class CallChoice(NamedTuple):
     """Which tool calls an answer must contain."""
 
     required: bool = False  # the answer is calls, with no text
@@ -115,17 +115,17 @@ class ToolChoice(NamedTuple):
     parallel: bool = True  # more than one call is allowed
 
 
-def read_tool_choice(choice: Any, parallel: bool | None) -> ToolChoice:
+def read_tool_choice(choice: Any, parallel: bool | None) -> CallChoice:
     """Read OpenAI's `tool_choice` and `parallel_tool_calls`. Raises `HttpError`."""
     several = parallel is not False
     if choice in (None, "none", "auto"):
-        return ToolChoice(parallel=several)
+        return CallChoice(parallel=several)
     if choice == "required":
-        return ToolChoice(True, parallel=several)
+        return CallChoice(True, parallel=several)
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         function = choice.get("function", choice)  # nested in chat, flat in responses
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-            return ToolChoice(True, function["name"], several)
+            return CallChoice(True, function["name"], several)
     raise HttpError(
         400,
         f'tool_choice: "none", "auto", "required" and {{"type": "function", …}} with the name of a tool are supported, got {shown(choice)}',
@@ -163,10 +163,10 @@ class ParamNames(NamedTuple):
     strict: str = "tools[{}].strict"  # of the tool at an index
 
 
-_FREE, _NAMES = ToolChoice(), ParamNames()
+_FREE, _NAMES = CallChoice(), ParamNames()
 
 
-def read_demand(body: RuleFields, form: Any, tools: Sequence[ToolFunction] = (), choice: ToolChoice = _FREE, names: ParamNames = _NAMES) -> Demand:
+def read_demand(body: RuleFields, form: Any, tools: Sequence[ToolFunction] = (), choice: CallChoice = _FREE, names: ParamNames = _NAMES) -> Demand:
     """Return what a request demands of its answer. `form`: the value of the API's own format parameter. Raises `HttpError` for parameters that
     contradict each other, and `RequestError` that begins with the parameter's name."""
     calls = _call_demand(tools, choice, names)
@@ -192,7 +192,7 @@ def read_demand(body: RuleFields, form: Any, tools: Sequence[ToolFunction] = (),
     return Demand(name, rule)
 
 
-def _call_demand(tools: Sequence[ToolFunction], choice: ToolChoice, names: ParamNames) -> Demand | None:
+def _call_demand(tools: Sequence[ToolFunction], choice: CallChoice, names: ParamNames) -> Demand | None:
     """Return the constraint on the answer's calls, or None if there is none."""
     if choice.required and not tools:
         raise HttpError(400, "tool_choice: a call is demanded, and there are no tools", param="tool_choice")
