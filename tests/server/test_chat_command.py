@@ -138,7 +138,7 @@ def test_what_an_answer_says_commands_no_terminal(parrot: tuple[str, type[Parrot
         (["http://127.0.0.1:1"], "doesn't answer: Connection refused"),
         (["http://"], "expected the URL of a server"),
         (["http://127.0.0.1:x"], "Port could not be cast"),
-        (["http://127.0.0.1:1", "--set", "seed=1"], "give the setting to `dovetail serve`"),
+        (["http://127.0.0.1:1", "--set", "seed=1"], "pass the setting to `dovetail serve`"),
         (["demo", "--model", "x"], "--model is for servers"),
         (["demo", "--chat-template", "/nowhere"], "--chat-template: /nowhere: can't be read"),
     ],
