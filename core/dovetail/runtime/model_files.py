@@ -24,6 +24,12 @@ Ref = TypeVar("Ref", ComponentRef, QuantizationRef)
 ANY = "*"  # among the `architectures` of a model that serves whatever no other does
 BUILT_IN = "dovetail:"  # how the full names of built-ins begin
 
+_SAME_AS_TEXT = {"qwen3_vl_text": "qwen3"}  # text models -> those that compute the same for text: the three positions of a token are equal there
+
+_NOT_SERVED = {  # files of directories that aren't models of transformers
+    "params.json": "this checkpoint has Mistral's own layout; use the one in transformers' layout, with config.json",
+    "adapter_config.json": "this is an adapter (LoRA), not a model; merge it into its base model with PEFT's merge_and_unload, and serve that",
+}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -40,7 +46,7 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
 
     Raises `ModelLoadError` if the config can't be read, `UnsupportedError` if none serves it, if several do and none is built in, or if the one that
     does has reasons against it."""
-    config = read_config(model_dir)
+    config = _text_of(read_config(model_dir), model_dir)
     vars(config).pop("quantization_config", None)
     names = config.architectures
     if not names:
@@ -61,6 +67,27 @@ def find_architecture(model_dir: str | Path, models: Sequence[ComponentRef]) -> 
     if reasons := _reasons_against(arch, config, Path(model_dir) / "config.json"):
         raise UnsupportedError(f"{serving[0].name} can't serve {model_dir}:\n" + "\n".join(f"  - {reason}" for reason in reasons))
     return FoundArchitecture(arch, config)
+
+
+def _text_of(config: Any, model_dir: str | Path) -> Any:
+    """Return the config of the text model, where a checkpoint has a vision model as well. Raises `UnsupportedError` if it can't be served alone."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text = config.get_text_config(decoder=True)
+    if text is config or getattr(config, "is_encoder_decoder", False):
+        return config
+    if text.model_type in _SAME_AS_TEXT:
+        fields = {key: value for key, value in text.to_dict().items() if key not in ("model_type", "architectures", "transformers_version")}
+        fields["rope_parameters"] = {key: value for key, value in fields["rope_parameters"].items() if not key.startswith("mrope_")}
+        text = CONFIG_MAPPING[_SAME_AS_TEXT[text.model_type]](**fields)
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
+    if name is None:
+        raise UnsupportedError(f"{model_dir}: the text model of {config.model_type}, {text.model_type}, can't be served by itself")
+    text.architectures = [name]
+    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)  # which holds for the head that both have
+    log.info("%s: only the text model of %s is served, as %s", model_dir, config.model_type, name)
+    return text
 
 
 def built_ins_first(refs: Sequence[Ref]) -> Sequence[Ref]:
@@ -98,7 +125,16 @@ def read_config(model_dir: str | Path) -> Any:
     """`config.json` as a transformers config. Raises `ModelLoadError` naming the file when it is missing or wrong."""
     path = Path(model_dir) / "config.json"
     if not path.is_file():
+        for name, what in _NOT_SERVED.items():
+            if (Path(model_dir) / name).is_file():
+                raise UnsupportedError(f"{Path(model_dir) / name}: {what}")
         raise ModelLoadError(f"{path}: no such file; a model is a directory with config.json and safetensors files")
+    if (Path(model_dir) / "hf_quant_config.json").is_file():
+        raise UnsupportedError(f"{Path(model_dir) / 'hf_quant_config.json'}: weights quantized by ModelOpt aren't served; see docs/quantization.md")
+    if (Path(model_dir) / "modules.json").is_file():
+        raise UnsupportedError(
+            f"{Path(model_dir) / 'modules.json'}: this is an embedding model of sentence-transformers, and embeddings aren't served yet"
+        )
     raw = read_json_object(path)
     if "model_type" not in raw:
         raise ModelLoadError(f"{path}: no 'model_type', which says how to read the config")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,11 +17,15 @@ from dovetail.errors import DovetailError, ModelLoadError
 from dovetail.json_files import read_json_object
 from dovetail.nn.format.stored import CheckpointTensor, StoredWeight
 
+log = logging.getLogger("dovetail")
+
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 _PREFIX = "model."  # of all names but the head's, in a checkpoint of a causal language model
+
+_TEXT_PARTS = (("model.language_model.", "model."), ("language_model.", ""))  # beginnings of the text model's names beside a vision model's -> alone
 
 _COMPUTED = (".rotary_emb.inv_freq",)  # endings of tensors that old checkpoints hold and that are computed, never read
 
@@ -37,7 +42,9 @@ def load_weights(model: Any, directory: str | Path, progress: Progress | None = 
     rules = {rule.source: rule for rule in model.weights()}
     _check_rules(model, rules)
     rules = {rule.source: rule for rule in _for_each_tensor(rules.values())}
-    files = _tensor_files(Path(directory))
+    stored = _tensor_files(Path(directory))
+    names = text_names(stored)
+    files = {name: stored[old] for name, old in names.items()}
     if _is_bare(files, rules):
         rules = {name.removeprefix(_PREFIX): rule for name, rule in rules.items()}
     _check_names(rules, files, Path(directory))
@@ -48,8 +55,8 @@ def load_weights(model: Any, directory: str | Path, progress: Progress | None = 
     for path in dict.fromkeys(files.values()):
         with _opened(path) as file:
             for name in (name for name in todo if files[name] == path):
-                with _naming(path, name):
-                    _load_one(rules[name], file.get_slice(name), loaded)
+                with _naming(path, names[name]):
+                    _load_one(rules[name], file.get_slice(names[name]), loaded)
                 done += 1
                 if progress is not None:
                     progress("loading weights", done, len(todo))
@@ -86,6 +93,17 @@ def _expect(rules: Iterable[WeightRule]) -> None:
 def _is_bare(files: Mapping[str, Path], rules: Mapping[str, WeightRule]) -> bool:
     """True if the checkpoint was saved from the bare model (`LlamaModel`), whose names lack the prefix. transformers reads such checkpoints, too."""
     return not any(name.startswith(_PREFIX) for name in files) and any(_PREFIX + name in rules for name in files)
+
+
+def text_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the names that tensors of the text model have by themselves -> those in the checkpoint, which may hold a vision model, too."""
+    names = list(names)
+    renamed = {new + name.removeprefix(old): name for old, new in _TEXT_PARTS for name in names if name.startswith(old)}
+    if not renamed:
+        return {name: name for name in names}
+    renamed |= {name: name for name in names if name.startswith("lm_head.")}
+    log.info("%d tensors of other parts than the text model are skipped", len(names) - len(renamed))
+    return renamed
 
 
 def _load_one(rule: WeightRule, source: Any, loaded: set[tuple[int, str | None]]) -> None:

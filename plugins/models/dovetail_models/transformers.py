@@ -193,6 +193,7 @@ def _loaded(config: Any, directory: Path | None, dtype: torch.dtype, seed: int) 
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            key_mapping={r"^model\.language_model\.": "model.", r"^language_model\.": ""},  # of checkpoints with a vision model
         )
     except Exception as error:
         raise ModelLoadError(f"{directory}: transformers can't load it: {_one_line(error)}") from error
