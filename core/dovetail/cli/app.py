@@ -150,4 +150,4 @@ def root(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised (or set DOVETAIL_TRACEBACK=1).")] = False,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
-    """An LLM inference engine made of parts that anyone can replace."""
+    """A pluggable LLM inference engine."""
