@@ -70,14 +70,14 @@ MISTAKES = (
     Mistake("`hidden_act` ignored", "model.config_fields", 'if config.hidden_act != "silu"', "if False"),
     Mistake("unknown fields ignored", "model.unknown_fields", "if value and name not in known", "if False"),
     Mistake(
-        "`model_type` taken for an unknown field: only configs from files have it",
+        "`model_type` treated as an unknown field: only configs from files have it",
         "model.checkpoint",
         '{*vars(type(config)()), "model_type"}',
         "vars(type(config)())",
     ),
-    Mistake("a head of its own for a model whose head is tied", "model.tied", "self.embedding if config.tie_word_embeddings else None", "None"),
+    Mistake("a separate head for a model whose head is tied", "model.tied", "self.embedding if config.tie_word_embeddings else None", "None"),
     Mistake(
-        "`wanted` ignored: the states of all tokens come back",
+        "`wanted` ignored: the states of all tokens are returned",
         "model.wanted",
         "last(x, rotation, wanted)",
         "last(x, rotation)",
