@@ -28,6 +28,7 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 NEEDS_A_GPU = {"triton"}  # without one, tests/attention runs its suite in Triton's interpreter
 NEEDS_GPUS = {"tensor"}  # or none: then its ranks are on the CPU
 NEEDS_TIME = {"tensor"}  # each check starts processes: in the full profile alone
+SERVES_ANY = {"transformers"}  # has no architecture of its own to be tried with: tests/models/test_transformers.py
 NEEDS_MORE = {"flash_attn"}  # a package: tests/attention/test_flash_suite.py has stand-ins, tests/gpu/test_flash_attn.py the real one
 OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {  # tried beside the defaults in the full profile
     "priority": ({"aging_s": 5.0},),
@@ -51,7 +52,7 @@ def suite_of(component: ResolvedComponent, options: Mapping[str, Any]) -> type[S
 
 def suites() -> Iterator[type[Suite]]:
     for component in BUILT_INS:
-        left_out = NEEDS_MORE | (NEEDS_A_GPU if not GPUS else NEEDS_GPUS if GPUS == 1 else set()) | (set() if FULL else NEEDS_TIME)
+        left_out = SERVES_ANY | NEEDS_MORE | (NEEDS_A_GPU if not GPUS else NEEDS_GPUS if GPUS == 1 else set()) | (set() if FULL else NEEDS_TIME)
         if component.spec.name not in left_out:
             for options in ({}, *(OPTIONS.get(component.spec.name, ()) if FULL else ())):
                 yield suite_of(component, options)

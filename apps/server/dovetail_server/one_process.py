@@ -31,13 +31,17 @@ class HostThread:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._post = ZmqPost(ADDRESS, context)
         self._failed = failed
+        self._closed = False
         self.line = ZmqLine(ADDRESS, b"front end", context)
         self.host = EngineHost(assembly, self._post)
         self._thread = threading.Thread(target=self._run, name="dovetail-engine", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the engine after the current step."""
+        """Stop the engine after the current step. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         self.host.stop()
         self._post.wake()
         self._thread.join()
