@@ -105,7 +105,7 @@ FAILS_WHEN_MADE = "from dovetail.api import Scheduler\nclass Fair(Scheduler):\n 
 
 @pytest.mark.parametrize("use", [ResolvedComponent.make, lambda part, context: part.ref().make(context)], ids=["in this process", "in a worker"])
 def test_an_error_while_a_component_is_made_is_told_with_its_name_and_line(site: Site, use: Callable[[ResolvedComponent, Any], Any]) -> None:
-    spec = 'kind="scheduler", api="0.3", name="odd", target="odd_policy:Fair"'
+    spec = 'kind="scheduler", api="0.4", name="odd", target="odd_policy:Fair"'
     site.install("dovetail-odd", "0.3", modules={"odd": components(spec), "odd_policy": FAILS_WHEN_MADE.format(raises="1/0")})
     part = Registry.discover().resolve("scheduler", "odd")
     with pytest.raises(PluginError, match=r"scheduler dovetail-odd:odd.*: making it failed: ZeroDivisionError.* \(.*odd_policy\.py:4\)$"):

@@ -10,17 +10,24 @@ import asyncio
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from dovetail.errors import DovetailError
-
-if TYPE_CHECKING:
-    from dovetail_server.streams import EventStream
 
 logger = logging.getLogger("dovetail")
 
 STALLED_S = 5.0  # a turn overdue for longer than this counts as stalled
 _WRITES_A_TURN = 32  # about 0.2 ms, during which the event loop handles nothing else
+
+
+class BufferedStream(Protocol):
+    """A stream that an `Outbox` writes."""
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+
+    def break_off(self) -> None:
+        """End the stream after a failed write."""
 
 
 class Outbox:
@@ -29,10 +36,10 @@ class Outbox:
     __slots__ = ("_due", "_streams")
 
     def __init__(self) -> None:
-        self._streams: deque[EventStream] = deque()
+        self._streams: deque[BufferedStream] = deque()
         self._due: float | None = None  # time for which the next turn is scheduled (`time.monotonic`)
 
-    def put(self, stream: EventStream) -> None:
+    def put(self, stream: BufferedStream) -> None:
         """Schedule a flush. An error of it ends only that stream."""
         self._streams.append(stream)
         if self._due is None:
