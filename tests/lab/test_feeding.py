@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dovetail.engine.live_request import LiveRequest
 from dovetail_lab.feeding import AHEAD_S, Feeder
-from tests.lab.runs import request, trace
+from dovetail_lab.simulate import replay
+from tests.lab.runs import engine, request, run, trace
 
 EVERY_S = AHEAD_S / 10
 
@@ -23,6 +26,7 @@ def feeder(made: list[float], simulated: bool) -> Feeder:
     """Of a trace that begins at 0 and brings a request every `EVERY_S`."""
     engine: Any = SimpleNamespace(
         capacity=SimpleNamespace(vocab_size=100, max_model_len=100),
+        config=SimpleNamespace(limits=SimpleNamespace(max_waiting=None)),
         add_request=lambda *args, arrival_time, **rest: made.append(arrival_time),
     )
     executor: Any = SimpleNamespace(expect=lambda *args: None) if simulated else None
@@ -54,3 +58,25 @@ def test_who_has_arrived_is_known_and_the_next(made: list[float]) -> None:
         feed(now)
         assert made == pytest.approx([index * EVERY_S for index in range(len(made))])
         assert made[-1] > now
+
+
+@pytest.mark.parametrize("every_s", [0.5, 0.02])
+def test_a_request_is_rejected_if_max_waiting_are_unfinished_when_it_arrives(every_s: float) -> None:
+    most = 5
+    result = run((request(index, index * every_s) for index in range(60)), limits={"max_waiting": most}, max_num_seqs=2)
+    taken = [record for record in result if record.finish_reason != "rejected"]
+    for record in result:
+        unfinished = sum(other.arrival_s < record.arrival_s < other.finished_s for other in taken)
+        assert (record.finish_reason == "rejected") == (unfinished >= most)
+    assert (len(taken) == 60) == (every_s == 0.5)
+
+
+def test_a_run_keeps_no_request_that_has_ended() -> None:
+    alive = []
+
+    def progress(done: int, of_all: int) -> None:
+        alive.append(sum(isinstance(one, LiveRequest) for one in gc.get_objects()))
+
+    gc.collect()
+    replay(engine(), trace(*(request(index, index * 0.5) for index in range(20))), progress=progress)
+    assert alive[-1] <= alive[0]

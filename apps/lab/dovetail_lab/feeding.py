@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from dovetail import LLMEngine
 from dovetail.engine.constraint import Constraint
 from dovetail.errors import RequestError
+from dovetail.request import Request
 from dovetail.sampling_params import OutputKind, SamplingParams, changed_unchecked
 from dovetail_lab.grammars import RULE
 from dovetail_lab.simulated import SimulatedExecutor
@@ -33,18 +34,23 @@ class Feeder:
         if simulated is not None:
             engine.constraints_of = lambda params: self._constraints
         self._coming: Iterator[TraceRequest] = iter(trace)
+        self._next = next(self._coming, None)
         self._known_until = -math.inf  # the engine has every request up to this time
         self.taken = 0  # requests that the engine took
         self._entered = 0  # those for which its host's time has passed
         self.cut = 0  # requests whose answer is longer than the engine has room for
 
     def feed(self, now: float) -> None:
-        """Give the engine all requests due by `now`, on its clock, and the next one."""
+        """Give the engine all requests due by `now`, on its clock, and the next one, unless `limits.max_waiting` are unfinished: whether it is
+        refused is only known when it arrives."""
         if now + AHEAD_S < self._known_until:
             return
         soon = now + AHEAD_S if self._known_until == -math.inf else now  # before the trace begins there is time to make many
-        for request in self._coming:
+        while (request := self._next) is not None:
             arrival = self._start + request.arrival_time
+            if arrival > now and self._is_full:
+                return
+            self._next = next(self._coming, None)
             if self.take(request, arrival) and arrival > soon:
                 self._known_until = arrival
                 return
@@ -75,11 +81,27 @@ class Feeder:
                 tbt_s=request.tbt_s,
             )
         except RequestError as error:
+            if self._simulated is not None:
+                self._simulated.forget(request.id)
             self._refused(request, str(error))
             return False
         self.taken += 1
         self.cut += request.prompt_tokens + request.output_tokens > capacity.max_model_len
         return True
+
+    def forget(self, ended: Iterable[Request]) -> None:
+        """Drop what the engine and the simulated executor keep of requests that have ended. The engine doesn't notice by itself, since its core is
+        stepped directly: it would count them as unfinished, and hold their prompts in memory."""
+        ids = [request.id for request in ended]
+        self._engine.abort_request(ids)
+        if self._simulated is not None:
+            for request_id in ids:
+                self._simulated.forget(request_id)
+
+    @property
+    def _is_full(self) -> bool:
+        most = self._engine.config.limits.max_waiting
+        return most is not None and self._engine.get_num_unfinished_requests() >= most
 
     def let_in(self) -> None:
         """Let the time pass that the simulated engine's host takes for a request: one before each step, as a real engine takes them in one by one."""

@@ -163,8 +163,7 @@ class _Replica:
                     raise self.core.dead
                 self._recorder.take(delivery)
                 self.core.plan_timing.virtual_plan_s = self._executor.plan_s
-                for request in delivery.finished:
-                    self._executor.forget(request.id)
+                self._feeder.forget(delivery.finished)
         except BaseException:
             meeting.break_off()
             raise

@@ -104,6 +104,7 @@ def drive(core: EngineCore, feeder: Feeder, fed: Callable[[], None], take: Calla
         if core.dead is not None:
             raise core.dead
         take(delivery)
+        feeder.forget(delivery.finished)
 
 
 def _run(core: EngineCore, executor: SimulatedExecutor | None, feeder: Feeder, recorder: Recorder, progress: Callable[[], None]) -> None:
@@ -115,8 +116,6 @@ def _run(core: EngineCore, executor: SimulatedExecutor | None, feeder: Feeder, r
         recorder.take(delivery)
         if executor is not None:
             core.plan_timing.virtual_plan_s = executor.plan_s
-            for request in delivery.finished:
-                executor.forget(request.id)
         if delivery.finished:
             progress()
 
