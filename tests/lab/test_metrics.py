@@ -41,6 +41,23 @@ def test_rates_are_over_the_time_from_the_first_arrival_to_the_last_token() -> N
     assert metrics.total_rate == pytest.approx((6 + 21) / 5)
 
 
+def test_rates_cover_the_time_in_which_requests_arrive_though_the_last_are_rejected() -> None:
+    metrics = measure(run([record(0, 1.0), record(1, 1.0), rejected(2), rejected(9)]), Slo())
+    assert metrics.request_rate == pytest.approx(2 / 9)
+    assert metrics.output_rate == pytest.approx(6 / 9)
+
+
+def test_goodput_is_over_the_time_in_which_requests_arrive_however_long_the_answers_take() -> None:
+    ttfts = (1.0, 30.0, 40.0, 50.0)
+    late, refused = (
+        measure(run([record(0, 1.0), *others]), Slo(ttft_s=2)) for others in (map(record, range(1, 4), ttfts[1:]), map(rejected, range(1, 4)))
+    )
+    assert late.goodput == refused.goodput == pytest.approx(1 / 3)
+    assert measure(run([record(0, 1.0), record(1, 3.0, arrival_s=0.0)]), Slo(ttft_s=2)).goodput == pytest.approx(1 / 3.2), (
+        "all at once: until the end"
+    )
+
+
 def test_percentiles_are_numpys_and_skip_what_is_missing() -> None:
     values = np.array([3.0, math.nan, 1.0, 2.0])
     summary = Summary.of(values)
@@ -63,7 +80,7 @@ def test_goodput_counts_those_that_meet_every_objective(slo: Slo, good: int) -> 
     metrics = measure(run(records), slo)
     assert metrics.good_requests == good
     assert metrics.attainment == pytest.approx(good / 4)
-    assert metrics.goodput == pytest.approx(good / metrics.duration_s)
+    assert metrics.goodput == pytest.approx(good / 3)
 
 
 def test_a_run_of_nothing_has_no_figures_and_no_errors() -> None:

@@ -99,13 +99,14 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class RunMetrics:
-    """The metrics of a run. Rates are per second of `duration_s`, the time from the first arrival to the last token."""
+    """The metrics of a run. Rates are per second of `duration_s`, but for goodput."""
 
     requests: int
     completed: int
     rejected: int
     failed: int  # "error" or "abort"
-    duration_s: float
+    duration_s: float  # from the first arrival until the last token has come and the last request has arrived
+    offered_s: float  # from the first arrival to the last: the same under every policy
     prompt_tokens: int  # of completed requests
     output_tokens: int
     request_rate: float
@@ -123,8 +124,8 @@ class RunMetrics:
 
     @property
     def goodput(self) -> float | None:
-        """Requests a second that met their objectives."""
-        return None if self.good_requests is None else _rate(self.good_requests, self.duration_s)
+        """Requests that met their objectives, per second in which requests arrived: the arrival rate times `attainment`."""
+        return None if self.good_requests is None else _rate(self.good_requests, self.offered_s or self.duration_s)
 
     @property
     def attainment(self) -> float | None:
@@ -135,9 +136,9 @@ class RunMetrics:
 def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
     """Return all metrics of one run."""
     done = [record for record in result if record.completed]
-    first = min((record.arrival_s for record in result), default=0.0)
-    last = max((float(record.token_times_s[-1]) for record in result if record.output_tokens), default=first)
-    duration = last - first
+    arrivals = [record.arrival_s for record in result] or [0.0]
+    last = max((float(record.token_times_s[-1]) for record in result if record.output_tokens), default=0.0)
+    duration = max(last, *arrivals) - min(arrivals)
     prompt, output = sum(record.prompt_tokens for record in done), sum(record.output_tokens for record in done)
     masks = float(result.timeline.masks_s.sum())
     rejected = sum(record.finish_reason == "rejected" for record in result)
@@ -147,6 +148,7 @@ def measure(result: RunResult, slo: Slo | None = None) -> RunMetrics:
         rejected=rejected,
         failed=len(result) - len(done) - rejected,
         duration_s=duration,
+        offered_s=max(arrivals) - min(arrivals),
         prompt_tokens=prompt,
         output_tokens=output,
         request_rate=_rate(len(done), duration),
