@@ -248,3 +248,14 @@ def test_new_arrivals_leave_deadlines_as_far_away() -> None:
         assert before.deadline is not None
         assert after.deadline is not None
         assert after.deadline - after.arrival_time == pytest.approx(before.deadline - before.arrival_time)
+
+
+def test_a_spec_may_be_longer_than_the_name_of_a_file() -> None:
+    spec = "; ".join(f"client-{index}: arrivals=poisson(1) requests=2 prompt=uniform(10, 90) output=20" for index in range(100))
+    assert len(load_workload(spec)) == 200
+
+
+def test_requests_counts_a_chat_of_several_turns_once_and_a_note_says_so() -> None:
+    trace = load_workload("arrivals=poisson(1) requests=10 prompt=5 output=5 turns=3")
+    assert len(trace) == 30
+    assert "30 requests: each turn of 10 arrivals is one" in trace.notes

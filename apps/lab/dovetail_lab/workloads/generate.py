@@ -34,16 +34,13 @@ class _Chat(NamedTuple):
 def generate(spec: WorkloadSpec, seed: int = 0, *, name: str = "synthetic", source: str = "") -> Trace:
     """Generate the requests of all streams, by arrival. Arrivals, lengths and clients have separate random generators, so that another rate doesn't
     change lengths. Raises `TraceError` if there are no requests."""
-    requests = [
-        request
-        for stream_name, stream in spec.streams.items()
-        for chat in _chats(stream, stream_name, seed)
-        for request in _turns(chat, stream, stream_name, seed)
-    ]
+    chats = [(chat, name) for name, stream in spec.streams.items() for chat in _chats(stream, name, seed)]
+    requests = [request for chat, name in chats for request in _turns(chat, spec.streams[name], name, seed)]
     if not requests:
         raise TraceError(f"{source or name}: expected at least one request, none arrives in that time")
     requests.sort(key=lambda request: request.arrival_time)
-    return Trace(name, source, tuple(requests), (f"synthetic, seed {seed}",), seeded=True)
+    turns = (f"{len(requests)} requests: each turn of {len(chats)} arrivals is one",) if len(requests) > len(chats) else ()
+    return Trace(name, source, tuple(requests), (f"synthetic, seed {seed}", *turns), seeded=True)
 
 
 def with_arrivals(trace: Trace, arrivals: Arrivals, seed: int = 0) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from dovetail.errors import MissingExtraError
@@ -35,9 +36,9 @@ def load_workload(text: str, options: WorkloadOptions = UNCHANGED) -> Trace:
 
 
 def _load(text: str, options: WorkloadOptions) -> Trace:
-    path = Path(text)
-    if "=" in text and not path.exists():
+    if "=" in text and not os.path.exists(text):  # `Path.exists` raises for a spec that is too long for a file's name
         return generate(parse_spec(text), options.seed, source=text)
+    path = Path(text)
     if path.suffix in (".yaml", ".yml"):
         return generate(parse_yaml_spec(read_source(path).text, text), options.seed, name=path.name, source=text)
     columns = None if options.columns is None else parse_columns(options.columns)

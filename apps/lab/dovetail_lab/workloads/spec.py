@@ -58,7 +58,7 @@ class Stream(Value):
     """One stream of requests. A chat of several turns is one arrival; each turn's prompt is all that was said before and `prompt` new tokens."""
 
     arrivals: Annotated[Arrivals, BeforeValidator(_arrivals)]
-    requests: PositiveInt | None = Field(default=None, le=MOST_ARRIVALS, description="How many arrive.")
+    requests: PositiveInt | None = Field(default=None, le=MOST_ARRIVALS, description="How many arrive; a chat of several turns counts once.")
     duration: PositiveFloat | None = Field(default=None, description="Seconds after which nobody arrives.")
     lengths: str | None = Field(default=None, description="A trace whose pairs of prompt and output are drawn, in place of `prompt` and `output`.")
     prompt: Lengths | None = Field(default=None, description="New prompt tokens of a turn.")
